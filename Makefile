@@ -1,0 +1,33 @@
+# headwise: `make demo` shows it, `make test` proves it, `make check` lints it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: venv demo test check soak clean
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "headwise needs Python 3.10 or newer; give one with PYTHON=..."; exit 1; }
+	@echo "[1/2] creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/2] installing headwise and its dependencies (a few minutes, about 1 GB)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo]'
+	@touch $@
+
+demo: venv
+	@$(BIN)/python -m headwise demo
+
+test: venv
+	@$(BIN)/python -m pytest -m "not soak"
+
+soak: venv
+	@$(BIN)/python -m pytest -m soak
+
+check: venv
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV)

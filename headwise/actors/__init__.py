@@ -1,0 +1,1 @@
+"""The Ray actors: thin shells around runtime and storage objects."""

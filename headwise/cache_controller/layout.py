@@ -1,0 +1,68 @@
+"""What lies inside a block. An attention backend describes it; nothing else knows what variant it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Role:
+    """One kind of data a member keeps per token, e.g. ``Role("key", (128,), "float16")``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def token_bytes(self) -> int:
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The bytes of one block: ``slots`` members, ordered by layer, each with its roles one after the other.
+
+        block  = | slot 0            | slot 1            | ...      slot_bytes each
+        slot   = | role 0 [block_size, *shape] | role 1 ... |       each role starts on ``alignment``
+
+    The layout is the same on the device, on the host, in storage and on the wire.
+    """
+
+    block_size: int
+    slots: int
+    roles: tuple[Role, ...]
+    alignment: int = 64
+
+    @cached_property
+    def role_offsets(self) -> dict[str, int]:
+        """Byte offset of each role inside a slot."""
+        offsets, at = {}, 0
+        for role in self.roles:
+            offsets[role.name] = at
+            at += self._aligned(role.token_bytes * self.block_size)
+        return offsets
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        return sum(self._aligned(role.token_bytes * self.block_size) for role in self.roles)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        return self.slot_bytes * self.slots
+
+    @property
+    def identity(self) -> str:
+        """A string that differs whenever the bytes of a block would be read differently."""
+        roles = ",".join(f"{r.name}:{'x'.join(map(str, r.shape))}:{r.dtype}" for r in self.roles)
+        return f"v1/b{self.block_size}/s{self.slots}/a{self.alignment}/{roles}"
+
+    def slot_range(self, first: int, last: int) -> tuple[int, int]:
+        """Byte range ``[start, stop)`` inside a block of the slots ``[first, last)``."""
+        return first * self.slot_bytes, last * self.slot_bytes
+
+    def _aligned(self, size: int) -> int:
+        return -(-size // self.alignment) * self.alignment

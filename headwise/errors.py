@@ -1,0 +1,35 @@
+"""Every error headwise raises on purpose. Each message names the value at fault and what is allowed."""
+
+from __future__ import annotations
+
+
+class HeadwiseError(Exception):
+    """Base class of all errors raised by headwise."""
+
+
+class ConfigError(HeadwiseError):
+    """A configuration value, flag or file is not usable."""
+
+
+class ModelError(HeadwiseError):
+    """A model cannot be found, read or served."""
+
+
+class InvalidRequestError(HeadwiseError):
+    """A request can never be served as it stands; nothing was started for it."""
+
+
+class RequestAbortedError(HeadwiseError):
+    """The request was cancelled before it finished."""
+
+
+class OverloadedError(HeadwiseError):
+    """The deployment's queue is full; the request may be sent again later."""
+
+
+class EngineDiedError(HeadwiseError):
+    """The engine, or one of its workers, died while it served the request."""
+
+
+class DeploymentError(HeadwiseError):
+    """A deployment cannot be started, reached or stopped."""

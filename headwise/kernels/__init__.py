@@ -1,0 +1,1 @@
+"""Attention and KV-write kernels behind one contract (`base.py`)."""

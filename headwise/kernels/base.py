@@ -1,0 +1,83 @@
+"""The contract of attention kernels: one call serves prefill chunks and decode, over group block tables.
+
+Arrays are those of the device the kernels run on (NumPy arrays on a CPU). Kernels never allocate device
+memory that outlives the call, never write outside ``out`` and the slots named by the block tables, and
+never read a block that no query of the batch may see: such blocks may hold NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headwise.cache_controller.layout import BlockLayout
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """Where one rank's KV heads of one layer live. All arrays are ``int32 [kv_heads]``.
+
+    group:  head group, selects the row of the block table
+    slot:   slot of the head inside a block of that group
+    window: 0 for full attention, else the number of most recent tokens seen (the query's own included)
+    sink:   number of first tokens always seen
+    """
+
+    group: Array
+    slot: Array
+    window: Array
+    sink: Array
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's sequences. All arrays are int32.
+
+    cu_seqlens_q: ``[batch + 1]``; sequence ``i`` owns the query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``
+    seq_lens:     ``[batch]``; tokens of the sequence *after* this step, so query row ``j`` of sequence ``i``
+                  is at position ``seq_lens[i] - (cu_seqlens_q[i + 1] - cu_seqlens_q[i]) + j``
+    block_tables: ``[batch * groups, max_blocks]``; row ``i * groups + g`` maps token block to block id.
+                  ``-1`` marks a recycled block or one never allocated.
+    groups:       number of head groups
+    """
+
+    cu_seqlens_q: Array
+    seq_lens: Array
+    block_tables: Array
+    groups: int
+
+
+class AttentionKernels(Protocol):
+    """KV write and attention for grouped-query attention (roles ``key`` and ``value``)."""
+
+    name: str
+
+    def write_kv(
+        self, key: Array, value: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+    ) -> None:
+        """Store this step's keys and values ``[tokens, kv_heads, head_dim]`` at their positions.
+
+        A token whose block is ``-1`` is skipped: its head will never look at it again.
+        """
+
+    def attend(
+        self,
+        query: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        softcap: float,
+        out: Array,
+    ) -> None:
+        """Causal attention of ``query [tokens, q_heads, head_dim]`` over the cached tokens into ``out``.
+
+        ``q_heads`` is a multiple of ``kv_heads``; query heads ``[h * n, (h + 1) * n)`` share KV head ``h``.
+        Query position ``p`` sees keys ``k <= p`` with ``window == 0 or p - k < window or k < sink``. Scores are
+        ``scale * q.k``, then ``softcap * tanh(s / softcap)`` if ``softcap > 0``. The KV of this step's
+        own tokens was written by `write_kv` before. ``arena`` is ``uint8 [num_blocks * layout.block_bytes]``.
+        """

@@ -1,0 +1,1 @@
+"""Configuration, requests, the engine, models and the client."""

@@ -1,0 +1,83 @@
+"""What the engine sends to its workers for one step, and what they send back.
+
+Both are columns of plain arrays: a step of 256 sequences costs a handful of buffers, not 256 objects, and
+survives a process boundary byte for byte (msgpack, see `wire`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.request import SamplingParams, TokenLogprobs
+
+LAST_SAMPLED = -1
+"""A token id in a batch that stands for "the token the worker sampled last for this row"."""
+
+
+def _no_copies() -> NDArray[np.int32]:
+    return np.empty((0, 2), dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class NewSequence:
+    """A request's first appearance on a row: what the worker must know until the row is given anew."""
+
+    row: int
+    request_id: str
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One step of one engine, the same for every tensor-parallel rank.
+
+    rows:          ``[n]`` worker row of each sequence; its block table persists between steps
+    starts:        ``[n]`` tokens of the sequence already in the cache: position of its first token here
+    query_lens:    ``[n]`` tokens of the sequence in this step
+    token_ids:     ``[sum(query_lens)]``, or `LAST_SAMPLED`
+    sample:        ``bool [n]``; whether to sample after the sequence's last token here
+    table_updates: ``[k, 4]`` (row, group, block index, block id), applied before the step in order
+    new_sequences: rows that change hands with this step; their tables are cleared first
+    cache_swap_metadata:  ``[m, 2]`` (host block, device block) to load
+    cache_evict_metadata: ``[m, 2]`` (device block, host block) to store
+    """
+
+    step_id: int
+    rows: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    query_lens: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    sample: NDArray[np.bool_]
+    table_updates: NDArray[np.int32]
+    new_sequences: tuple[NewSequence, ...] = ()
+    cache_swap_metadata: NDArray[np.int32] = field(default_factory=_no_copies)
+    cache_evict_metadata: NDArray[np.int32] = field(default_factory=_no_copies)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a worker says of a step.
+
+    token_ids: ``[n]`` the sampled token of each sequence of the batch, -1 where none was asked for.
+               Ranks other than 0 send an empty array.
+    logprobs:  per sequence of the batch, where asked for
+    compute_s: seconds the worker spent on the step
+    error:     the step failed; nothing of it may be committed
+    """
+
+    step_id: int
+    rank: int
+    token_ids: NDArray[np.int32]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    swapped_in: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    swapped_out: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    compute_s: float = 0.0
+    error: str | None = None

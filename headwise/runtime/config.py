@@ -1,0 +1,143 @@
+"""The one configuration object. Every field is a CLI flag and a YAML key of the same name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from headwise.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size such as ``"8GiB"`` or ``512MB`` in bytes; raises `ConfigError` if it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 8GiB or 512MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _option(default: Any, text: str, low: float = -math.inf, high: float = math.inf) -> Any:
+    return field(default=default, metadata={"help": text, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a deployment serves a model. Raises `ConfigError` on values that cannot work."""
+
+    model: str = _option(
+        "smollm2-135m",
+        "Model to serve: a demo alias (smollm2-135m, gemma3-270m), a GGUF file, a Hugging Face directory, "
+        "or hf:organisation/name.",
+    )
+    name: str = _option("headwise", "Name of the deployment, one per Ray cluster.")
+    host: str = _option("127.0.0.1", "Address that clients connect to; 0.0.0.0 listens on every interface.")
+    port: int = _option(8700, "Port that clients connect to; 0 takes a free one.", 0, 65535)
+    replicas: int = _option(1, "Number of engines, each a whole copy of the model.", 1, 1024)
+    tp_size: int = _option(1, "Tensor-parallel workers per engine; must divide the model's KV heads.", 1, 1024)
+    device: Literal["auto", "cpu"] = _option("auto", "Where workers compute.")
+    tensor_ops: Literal["auto", "paddle", "numpy"] = _option(
+        "auto", "Framework behind the model's tensor operations; auto is paddle where it is installed."
+    )
+    kernels: Literal["auto", "numba", "reference"] = _option(
+        "auto", "Attention kernels; reference is plain NumPy, slow and the definition of what is right."
+    )
+    cpu_threads: int = _option(0, "Threads per worker on a CPU; 0 shares the machine's cores between ranks.", 0, 1024)
+    block_size: int = _option(64, "Tokens per cache block.", 1, 4096)
+    kv_cache: str = _option("512MiB", "Memory of each worker's block pool, such as 8GiB.")
+    head_grouping: Literal["auto", "per_head_index"] = _option(
+        "auto", "How heads are packed into groups: by policy, or one group per KV head index."
+    )
+    prefix_caching: bool = _option(True, "Keep finished blocks and reuse them for requests with the same prefix.")
+    max_model_len: int = _option(0, "Most tokens of a sequence, prompt and output; 0 is the model's own limit.", 0)
+    max_num_seqs: int = _option(64, "Most sequences in one step.", 1, 65536)
+    max_batched_tokens: int = _option(512, "Token budget of one step; longer prompts are computed in chunks.", 1)
+    max_queued: int = _option(4096, "Most requests waiting in an engine; more are refused.", 1)
+    async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
+    step_timeout_s: float = _option(120.0, "Seconds after which a step that does not end counts as a dead worker.", 1.0)
+    start_timeout_s: float = _option(600.0, "Seconds that workers may take to load the model.", 1.0)
+    cache_dir: str = _option("~/.cache/headwise", "Directory for downloaded and converted models.")
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for f in fields(self):
+            _check(f, hints[f.name], getattr(self, f.name))
+        if not self.model.strip():
+            raise ConfigError("model must name a model; try smollm2-135m")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise ConfigError(f"name must be letters, digits, '.', '_' or '-', got {self.name!r}")
+        parse_bytes(self.kv_cache)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return parse_bytes(self.kv_cache)
+
+    @property
+    def cache_path(self) -> Path:
+        return Path(self.cache_dir).expanduser()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "configuration") -> EngineConfig:
+        """Build from a mapping; unknown keys raise `ConfigError` with the nearest known key."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known keys are {', '.join(known)}"
+                raise ConfigError(f"{source}: unknown key {key!r}{hint}")
+        return cls(**values)
+
+    @classmethod
+    def load(cls, path: str | Path | None, overrides: Mapping[str, Any]) -> EngineConfig:
+        """A YAML file's values (``None``: no file) with ``overrides`` on top."""
+        values: dict[str, Any] = {}
+        if path is not None:
+            values = _read_yaml(Path(path))
+        return cls.from_dict({**values, **overrides}, source=str(path) if path else "configuration")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(data).__name__}")
+    return data
+
+
+def _check(f: Field[Any], hint: Any, value: Any) -> None:
+    """Raise `ConfigError` unless ``value`` is of the field's type and range."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{f.name} must be one of {', '.join(map(str, get_args(hint)))}, got {value!r}")
+        return
+    expected = (int, float) if hint is float else hint
+    if get_origin(hint) in (Union, UnionType):
+        expected = get_args(hint)
+    if not isinstance(value, expected) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{f.name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low, high = f.metadata["low"], f.metadata["high"]
+        if not low <= value <= high:  # also catches NaN
+            limits = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise ConfigError(f"{f.name} must be {limits}, got {value!r}")
+
+
+def field_default(f: Field[Any]) -> Any:
+    """The default of a config field."""
+    return None if f.default is MISSING else f.default

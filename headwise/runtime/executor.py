@@ -1,0 +1,40 @@
+"""The seam between the engine and its workers: Ray actors over ZeroMQ, or one worker in this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from headwise.runtime.batch import BatchRequest, StepResult
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What every worker of an engine must agree on before the first step.
+
+    num_blocks: blocks in the pool, the same on every rank
+    max_rows:   sequences that may be in a batch
+    max_blocks: columns of a block table
+    """
+
+    num_blocks: int
+    max_rows: int
+    max_blocks: int
+
+
+class Executor(Protocol):
+    """Runs steps in the order they are submitted; several may be in flight.
+
+    `submit` and `poll` never block for a step; both raise `headwise.errors.EngineDiedError` once a worker is
+    lost, after which only `close` may be called.
+    """
+
+    def submit(self, batch: BatchRequest) -> None: ...
+
+    def poll(self, timeout_s: float | None) -> StepResult | None:
+        """The next step's merged result, in order; ``None`` if it is not there within ``timeout_s`` seconds.
+
+        ``None`` waits for as long as the workers live.
+        """
+
+    def close(self) -> None: ...

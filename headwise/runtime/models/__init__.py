@@ -1,0 +1,1 @@
+"""Model definitions, each written once over `runtime.ops`."""

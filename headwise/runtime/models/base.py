@@ -1,0 +1,87 @@
+"""What the engine and the model runner need of a model, whatever its architecture."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.policy import HeadPolicy
+from headwise.runtime.ops.base import Tensor
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of some layers; ``scaling`` is the ``rope_scaling`` mapping of `config.json`, or None."""
+
+    theta: float
+    scaling: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model's geometry, read from a Hugging Face ``config.json`` by its architecture's module.
+
+    policies: ``[num_layers][num_kv_heads]``, what each KV head may see
+    ropes:    per layer
+    attention_scale: factor on q.k; softcaps are 0 where there is none
+    """
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    policies: tuple[tuple[HeadPolicy, ...], ...]
+    ropes: tuple[RopeConfig, ...]
+    attention_scale: float
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tensor-parallel rank's part of a model.
+
+    kv_heads: ``[num_layers]`` tuples of the global KV heads dealt to this rank, in ascending order; their
+              query heads go with them
+    """
+
+    rank: int
+    size: int
+    kv_heads: tuple[tuple[int, ...], ...]
+
+
+class AttentionLayer(Protocol):
+    """Given to `Model.forward` by the model runner: writes the KV, waits for loads, attends."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``."""
+
+
+class Model(ABC):
+    """A decoder. Built with its weights; holds no state between calls."""
+
+    config: ModelConfig
+
+    @abstractmethod
+    def forward(self, token_ids: NDArray[np.int32], positions: NDArray[np.int32], attention: AttentionLayer) -> Tensor:
+        """Hidden states ``[T, hidden]`` after the final norm, the same on every rank."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
+        """Logits ``[rows, vocab_size]`` of hidden rows, on rank 0; ``None`` on other ranks."""

@@ -1,0 +1,1 @@
+"""The attention store: an index of which node holds which prefix."""
