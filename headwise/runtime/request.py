@@ -38,7 +38,7 @@ class SamplingParams:
     top_p:       keep the smallest set of tokens whose probability reaches p, in (0, 1]
     min_p:       drop tokens less likely than p times the most likely one, in [0, 1]
     seed:        of the counter-based generator; None draws one per request
-    max_tokens:  most tokens to produce; None goes up to the model's length
+    max_tokens:  most tokens to produce; None goes on to the model's length
     stop:        strings that end the text (not part of it)
     stop_token_ids: token ids that end the output, besides the model's own end tokens
     logprobs:    also return the log-probabilities of this many most likely tokens, and of the chosen one
@@ -50,7 +50,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 256
+    max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None

@@ -1,0 +1,56 @@
+"""Chained hashes of token blocks: equal hashes mean an equal prefix, of the same model, tenant and adapter.
+
+SHA-256 cut to 128 bits: a collision would serve one request's cache to another, so the hash must be strong; it
+costs 80 us for 10,000 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import NDArray
+
+HASH_BYTES = 16
+
+ExtraKey = tuple[int, int, str]
+"""A multimodal item over the tokens ``[start, end)`` and the hash of its content."""
+
+
+def hash_seed(model: str, cache_salt: str = "", lora_id: str = "") -> bytes:
+    """The hash that a chain starts from. Parts are length-prefixed, so no two triples give one seed."""
+    digest = sha256()
+    for part in (model, cache_salt, lora_id):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()[:HASH_BYTES]
+
+
+def extend_hashes(
+    hashes: list[bytes],
+    seed: bytes,
+    tokens: NDArray[np.int32],
+    block_size: int,
+    extra_keys: Sequence[ExtraKey] = (),
+) -> None:
+    """Append to ``hashes`` those of the full blocks of ``tokens`` (``int32 [n]``) that are not in it yet."""
+    data = np.ascontiguousarray(tokens, dtype=np.int32).data.cast("B")
+    stride = 4 * block_size
+    previous = hashes[-1] if hashes else seed
+    for index in range(len(hashes), len(tokens) // block_size):
+        digest = sha256(previous)
+        digest.update(data[index * stride : (index + 1) * stride])
+        if extra_keys:
+            _add_extra_keys(digest, extra_keys, index * block_size, (index + 1) * block_size)
+        previous = digest.digest()[:HASH_BYTES]
+        hashes.append(previous)
+
+
+def _add_extra_keys(digest: object, extra_keys: Sequence[ExtraKey], first: int, last: int) -> None:
+    """Mix in the items that overlap the tokens ``[first, last)``, with where they lie relative to it."""
+    for start, end, content in extra_keys:
+        if start < last and end > first:
+            data = f"{start - first}:{end - first}:{len(content)}:{content};".encode()
+            digest.update(data)  # type: ignore[attr-defined]

@@ -1,0 +1,292 @@
+"""The scheduler's view of one engine's cache: block tables, prefix hits, allocation and eviction.
+
+No I/O, no clock, no device memory: it decides, and says in `drain_table_updates` and `drain_index_updates` what
+workers and the attention store must know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.block_pool import BlockPool
+from headwise.cache_controller.policy import HeadPolicy
+from headwise.cache_controller.radix_tree import NOWHERE, Node, RadixTree
+from headwise.cache_controller.windows import first_live_block, num_blocks_for, sink_blocks
+
+DEVICE_TIER = "device"
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """A prefix that can be served from the cache: ``nodes[:num_blocks]`` of a path."""
+
+    num_blocks: int = 0
+    nodes: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class IndexUpdate:
+    """An absolute statement for the attention store.
+
+    "On this path, from block ``start_block`` on, these blocks are (not) resident on this node's ``tier``."
+    """
+
+    tier: str
+    start_block: int
+    block_hashes: tuple[bytes, ...]
+    resident: bool
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counts of blocks, and of tokens asked for and served by prefix caching since the start."""
+
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    held_blocks: int
+    nodes: int
+    queried_tokens: int
+    hit_tokens: int
+    evicted_blocks: int
+
+
+@dataclass
+class _Row:
+    """One sequence: columns of its table that are allocated, registered, and announced."""
+
+    num_blocks: int = 0
+    registered: int = 0
+    announced: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+
+
+class CacheManager:
+    """Owns the pool, the prefix tree and the block tables ``int32 [max_rows, groups, max_blocks]``.
+
+    A row is one running sequence. Its life: `match` and `adopt` a prefix, `extend` before tokens are computed,
+    `commit` after they were, `release` once no step in flight may touch its blocks.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[HeadPolicy],
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_rows: int,
+        max_blocks: int,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.policies = tuple(policies)
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks, self._on_evict)
+        self.tree = RadixTree(len(self.policies))
+        self.tables: NDArray[np.int32] = np.full((max_rows, len(self.policies), max_blocks), NOWHERE, dtype=np.int32)
+        self._rows: dict[int, _Row] = {}
+        self._full_groups = [g for g, policy in enumerate(self.policies) if policy.is_full]
+        self._window_groups = [g for g, policy in enumerate(self.policies) if not policy.is_full]
+        self._index_groups = self._full_groups or self._window_groups
+        self._table_updates: list[tuple[int, int, int, int]] = []
+        self._index_updates: list[IndexUpdate] = []
+        self._queried_tokens = self._hit_tokens = self._evicted_blocks = 0
+
+    # ---- questions ----
+
+    def blocks_needed(self, tokens: int) -> int:
+        """Blocks of the pool that a sequence of ``tokens`` tokens holds, over all groups."""
+        return num_blocks_for(tokens, self.block_size) * len(self.policies)
+
+    @property
+    def num_available(self) -> int:
+        return self.pool.num_available
+
+    def row_capacity(self, row: int) -> int:
+        """Tokens that the row's allocated blocks have room for."""
+        return self._rows[row].num_blocks * self.block_size
+
+    def stats(self) -> CacheStats:
+        return CacheStats(
+            total_blocks=self.pool.num_blocks,
+            free_blocks=self.pool.num_free,
+            cached_blocks=self.pool.num_cached,
+            held_blocks=self.pool.num_held,
+            nodes=len(self.tree.nodes),
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+            evicted_blocks=self._evicted_blocks,
+        )
+
+    # ---- prefix hits ----
+
+    def match(self, hashes: Sequence[bytes], max_tokens: int) -> PrefixMatch:
+        """The longest prefix of at most ``max_tokens`` tokens that every group can serve. Changes nothing.
+
+        A prefix of ``n`` blocks can be served iff every full group has blocks ``[0, n)`` and every window group
+        has its sink blocks and the blocks that a query after the prefix may see.
+        """
+        if not self.prefix_caching:
+            return PrefixMatch()
+        nodes = self.tree.find(hashes[: max_tokens // self.block_size])
+        best = 0
+        runs = dict.fromkeys(self._window_groups, 0)  # resident blocks in a row, ending at this one
+        sinks = dict.fromkeys(self._window_groups, 0)  # resident blocks in a row, from the first one
+        for depth, node in enumerate(nodes):
+            if any(node.device[group] == NOWHERE for group in self._full_groups):
+                break
+            for group in self._window_groups:
+                resident = node.device[group] != NOWHERE
+                runs[group] = runs[group] + 1 if resident else 0
+                if resident and sinks[group] == depth:
+                    sinks[group] += 1
+            if all(self._window_servable(g, depth + 1, runs[g], sinks[g]) for g in self._window_groups):
+                best = depth + 1
+        return PrefixMatch(best, tuple(nodes[:best]))
+
+    def _window_servable(self, group: int, blocks: int, run: int, from_start: int) -> bool:
+        policy = self.policies[group]
+        live = blocks - first_live_block(policy, blocks * self.block_size, self.block_size)
+        return run >= live and from_start >= min(sink_blocks(policy, self.block_size), blocks)
+
+    def num_reclaimed(self, match: PrefixMatch) -> int:
+        """Blocks of a match that nobody holds now: adopting it takes them out of `num_available`."""
+        return sum(block != NOWHERE and not self.pool.is_held(block) for node in match.nodes for block in node.device)
+
+    # ---- the life of a row ----
+
+    def adopt(self, row: int, match: PrefixMatch, prompt_tokens: int) -> None:
+        """Open ``row`` for a sequence whose prefix is ``match`` (maybe empty)."""
+        if row in self._rows:
+            raise ValueError(f"row {row} is in use")
+        self._rows[row] = _Row(match.num_blocks, match.num_blocks, match.num_blocks, [n.hash for n in match.nodes])
+        table = self.tables[row]
+        for group, policy in enumerate(self.policies):
+            sinks = sink_blocks(policy, self.block_size)
+            live = first_live_block(policy, match.num_blocks * self.block_size, self.block_size)
+            for depth, node in enumerate(match.nodes):
+                block = node.device[group]
+                if depth >= live or depth < sinks:
+                    self.pool.retain(block)
+                    table[group, depth] = block
+                    self._table_updates.append((row, group, depth, block))
+        self._queried_tokens += prompt_tokens
+        self._hit_tokens += match.num_blocks * self.block_size
+
+    def extend(self, row: int, tokens: int) -> bool:
+        """Make room for ``tokens`` tokens in all; False, and nothing changed, if the pool has not enough."""
+        state = self._rows[row]
+        first, last = state.num_blocks, num_blocks_for(tokens, self.block_size)
+        if last > self.max_blocks:
+            raise ValueError(f"{tokens} tokens need {last} blocks; a block table has {self.max_blocks} columns")
+        if last <= first:
+            return True
+        groups = len(self.policies)
+        if (last - first) * groups > self.pool.num_available:
+            return False
+        blocks = iter(self.pool.allocate((last - first) * groups))
+        for depth in range(first, last):
+            for group in range(groups):
+                block = next(blocks)
+                self.tables[row, group, depth] = block
+                self._table_updates.append((row, group, depth, block))
+        state.num_blocks = last
+        return True
+
+    def commit(self, row: int, hashes: Sequence[bytes]) -> None:
+        """Say that the row's first ``len(hashes)`` blocks are computed and named by ``hashes``."""
+        if not self.prefix_caching:
+            return
+        state, nodes = self._rows[row], self.tree.nodes
+        first = min(state.registered, len(hashes))
+        while first > 0 and hashes[first - 1] not in nodes:
+            first -= 1  # another row's copy was in the tree and has been evicted since: ours takes its place
+        parent = nodes[hashes[first - 1]] if first else None
+        for depth in range(first, len(hashes)):
+            node = self.tree.insert(hashes[depth], parent, depth)
+            self._register(row, node, depth)
+            parent = node
+        state.registered = max(state.registered, len(hashes))
+        state.announced = min(state.announced, first)
+        state.hashes.extend(hashes[len(state.hashes) :])
+
+    def _register(self, row: int, node: Node, depth: int) -> None:
+        for group, block in enumerate(self.tables[row, :, depth].tolist()):
+            if block != NOWHERE and node.device[group] == NOWHERE:
+                self.tree.attach(node, group, block)
+                self.pool.register(block)
+
+    def release(self, row: int) -> None:
+        """Close a row. Its registered blocks stay as cache, the deepest to be evicted first."""
+        state = self._rows.pop(row)
+        held = self.tables[row, :, : state.num_blocks]
+        deepest_first = held.T[::-1].ravel()
+        self.pool.release(deepest_first[deepest_first != NOWHERE].tolist())
+        held[:] = NOWHERE
+        self._announce(state)
+
+    def _announce(self, state: _Row) -> None:
+        """State the row's new blocks, in runs, but for those whose copy in the tree was another row's and is gone."""
+        run: list[bytes] = []
+        for depth in range(state.announced, state.registered + 1):
+            if depth < state.registered and self._is_resident(self.tree.nodes.get(state.hashes[depth])):
+                run.append(state.hashes[depth])
+            elif run:
+                self._index_updates.append(IndexUpdate(DEVICE_TIER, depth - len(run), tuple(run), resident=True))
+                run = []
+
+    def _is_resident(self, node: Node | None) -> bool:
+        """Whether the device holds what every prefix through this node needs: its full groups."""
+        return node is not None and all(node.device[group] != NOWHERE for group in self._index_groups)
+
+    def reset(self) -> None:
+        """Forget every block that no row holds."""
+        self.pool.evict_all()
+
+    def _on_evict(self, block: int) -> None:
+        self._evicted_blocks += 1
+        node, group = self.tree.detach(block)
+        if group in self._index_groups:
+            self._index_updates.append(IndexUpdate(DEVICE_TIER, node.depth, (node.hash,), resident=False))
+
+    # ---- what others must hear ----
+
+    def drain_table_updates(self) -> NDArray[np.int32]:
+        """``int32 [k, 4]``: (row, group, block index, block id) since the last call, in order."""
+        updates = np.array(self._table_updates, dtype=np.int32).reshape(-1, 4)
+        self._table_updates.clear()
+        return updates
+
+    def drain_index_updates(self) -> list[IndexUpdate]:
+        """What changed for the attention store since the last call, in order."""
+        updates, self._index_updates = self._index_updates, []
+        return updates
+
+    def resident_paths(self) -> list[IndexUpdate]:
+        """Everything that is resident, as statements: a snapshot for the attention store."""
+        return [
+            IndexUpdate(DEVICE_TIER, node.depth, (node.hash,), resident=True)
+            for node in self.tree.nodes.values()
+            if self._is_resident(node)
+        ]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless tables, pool and tree agree (DESIGN invariant 1)."""
+        self.pool.check_integrity()
+        self.tree.check_integrity()
+        references = [0] * self.pool.num_blocks
+        for row, state in self._rows.items():
+            held = self.tables[row]
+            assert (held[:, state.num_blocks :] == NOWHERE).all(), f"row {row} holds blocks behind its end"
+            for block in held[held != NOWHERE].tolist():
+                references[block] += 1
+        for block, count in enumerate(references):
+            assert (count > 0) == self.pool.is_held(block), f"block {block} is in {count} tables but held disagrees"
+        closed = np.ones(len(self.tables), dtype=bool)
+        closed[list(self._rows)] = False
+        assert (self.tables[closed] == NOWHERE).all(), "a closed row holds blocks"

@@ -1,0 +1,116 @@
+"""Attention in plain NumPy: the definition that every other implementation is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.gqa import kv_views
+
+Positions = NDArray[np.int64]
+
+
+class ReferenceKernels:
+    """Clarity over speed: one (sequence, KV head) at a time, in float64, whatever the cache holds."""
+
+    name = "reference"
+
+    def write_kv(
+        self,
+        key: NDArray[Any],
+        value: NDArray[Any],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """See `AttentionKernels.write_kv`."""
+        keys, values = kv_views(arena, layout)
+        for sequence, rows, positions in _sequences(batch):
+            for head, (group, slot) in enumerate(zip(heads.group, heads.slot, strict=True)):
+                blocks = _blocks(batch, sequence, group, positions, layout.block_size)
+                mapped = blocks >= 0
+                at = (blocks[mapped], slot, positions[mapped] % layout.block_size)
+                keys[at] = key[rows, head][mapped]
+                values[at] = value[rows, head][mapped]
+
+    def attend(
+        self,
+        query: NDArray[Any],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        softcap: float,
+        out: NDArray[Any],
+    ) -> None:
+        """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible."""
+        keys, values = kv_views(arena, layout)
+        kv_heads = len(heads.group)
+        share = query.shape[1] // kv_heads
+        for sequence, rows, positions in _sequences(batch):
+            context = np.arange(positions[-1] + 1)
+            for head in range(kv_heads):
+                visible = _visible(positions, context, int(heads.window[head]), int(heads.sink[head]))
+                seen = context[visible.any(axis=0)]
+                blocks = _blocks(batch, sequence, heads.group[head], seen, layout.block_size)
+                seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
+                at = (blocks, heads.slot[head], seen % layout.block_size)
+                queries = slice(head * share, (head + 1) * share)
+                out[rows, queries] = _softmax_attention(
+                    query[rows, queries], keys[at], values[at], visible[:, seen], scale, softcap
+                )
+
+
+def _sequences(batch: AttentionBatch) -> Iterator[tuple[int, slice, Positions]]:
+    """(index, its query rows, their positions) of every sequence that has queries."""
+    for sequence, length in enumerate(batch.seq_lens):
+        first, last = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
+        if last > first:
+            yield sequence, slice(first, last), np.arange(int(length) - (last - first), int(length))
+
+
+def _blocks(
+    batch: AttentionBatch, sequence: int, group: int, positions: Positions, block_size: int
+) -> NDArray[np.int32]:
+    row: NDArray[np.int32] = batch.block_tables[sequence * batch.groups + int(group)]
+    return row[positions // block_size]
+
+
+def _visible(queries: Positions, keys: Positions, window: int, sink: int) -> NDArray[np.bool_]:
+    """``bool [queries, keys]``: the rule of `HeadPolicy`."""
+    distance = queries[:, None] - keys[None, :]
+    causal = distance >= 0
+    if window == 0:
+        return causal
+    return causal & ((distance < window) | (keys < sink)[None, :])
+
+
+def _softmax_attention(
+    query: NDArray[Any],
+    key: NDArray[Any],
+    value: NDArray[Any],
+    visible: NDArray[np.bool_],
+    scale: float,
+    softcap: float,
+) -> NDArray[np.float64]:
+    """``query [T, n, D]`` over ``key`` and ``value [K, D]`` under ``visible [T, K]`` -> ``[T, n, D]``.
+
+    A query that sees nothing gets zeros.
+    """
+    scores = scale * np.einsum("tnd,kd->tnk", query.astype(np.float64), key.astype(np.float64))
+    if softcap > 0:
+        scores = softcap * np.tanh(scores / softcap)
+    scores = np.where(visible[:, None, :], scores, -np.inf)
+    highest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0.0))
+    total = weights.sum(axis=-1, keepdims=True)
+    mixed: NDArray[np.float64] = weights @ value.astype(np.float64)
+    return np.divide(mixed, total, out=np.zeros_like(mixed), where=total > 0)

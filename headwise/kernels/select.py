@@ -1,0 +1,32 @@
+"""Which attention kernels to run, chosen once at start."""
+
+from __future__ import annotations
+
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionKernels
+from headwise.kernels.reference import ReferenceKernels
+
+KERNELS = ("auto", "numba", "reference")
+
+
+def make_kernels(name: str, threads: int) -> AttentionKernels:
+    """The kernels called ``name``; ``auto`` takes the fastest for host memory (``numba``).
+
+    ``threads`` bounds the CPU threads of a call; the reference uses those of NumPy's matrix product. Compiles the
+    kernels where that was never done on this machine.
+
+    Raises:
+        ConfigError: no such kernels, their package is not installed, or ``threads`` cannot be had.
+    """
+    if name not in KERNELS:
+        raise ConfigError(f"unknown kernels {name!r}; choose one of {', '.join(KERNELS)}")
+    if name == "reference":
+        return ReferenceKernels()
+    try:
+        from headwise.kernels.cpu import NumbaKernels
+    except ImportError as error:
+        raise ConfigError(
+            f"kernels {name!r} need numba, which cannot be imported ({error}): "
+            "`pip install numba`, or choose kernels 'reference' (slow)"
+        ) from error
+    return NumbaKernels(threads)

@@ -1,0 +1,216 @@
+"""The engine: keeps steps in flight, commits their results, and turns tokens into text for the requests."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from headwise.cache_controller.block_hash import hash_seed
+from headwise.cache_controller.cache_manager import CacheManager, IndexUpdate
+from headwise.errors import InvalidRequestError, OverloadedError
+from headwise.runtime.batch import StepResult
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.executor import Executor
+from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.model_card import ModelCard
+from headwise.runtime.output import OutputText
+from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
+from headwise.runtime.resource_manager import ResourceManager, ScheduledStep
+from headwise.runtime.sequence import Sequence
+
+
+class EngineCore:
+    """One replica's requests and cache state; nobody else writes them. Single-threaded.
+
+    With asynchronous scheduling two steps are in flight: step n + 1 is planned and sent while step n runs, with
+    the tokens that n will sample standing in as placeholders that the workers fill in.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.card = card
+        self._tokenizer = tokenizer
+        self._executor = executor
+        self._clock = clock
+        self.cache = CacheManager(
+            card.plan.policies,
+            block_size=config.block_size,
+            num_blocks=card.spec.num_blocks,
+            max_rows=card.spec.max_rows,
+            max_blocks=card.spec.max_blocks,
+            prefix_caching=config.prefix_caching,
+        )
+        self.resources = ResourceManager(
+            self.cache, max_rows=card.spec.max_rows, max_batched_tokens=config.max_batched_tokens
+        )
+        self._depth = 2 if config.async_scheduling else 1
+        self._steps: deque[ScheduledStep] = deque()
+        self._live: dict[str, Sequence] = {}
+        self._texts: dict[str, OutputText] = {}
+        self._outbox: list[OutputDelta] = []
+        self._arrivals = 0
+        self._counts = {"finished": 0, "aborted": 0, "failed": 0, "steps": 0, "tokens_out": 0}
+        self._compute_s = 0.0
+
+    # ---- requests in ----
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request; raises `InvalidRequestError` or `OverloadedError`, and then nothing was changed."""
+        length = len(request.prompt_token_ids) + (request.sampling.max_tokens or 1)
+        if request.request_id in self._live:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already being served; ids must differ")
+        if not len(request.prompt_token_ids):
+            raise InvalidRequestError("the prompt is empty")
+        if length > self.card.max_model_len:
+            raise InvalidRequestError(f"{length} tokens were asked for; at most {self.card.max_model_len} fit")
+        if self.resources.num_waiting >= self.config.max_queued:
+            raise OverloadedError(
+                f"{self.config.max_queued} requests are waiting already (max_queued); try again later"
+            )
+        self._arrivals += 1
+        sequence = Sequence(
+            request,
+            hash_seed(self.card.identity, request.cache_salt, request.lora_id),
+            order=(request.priority, self._arrivals),
+            max_length=length,
+            arrived=self._clock(),
+        )
+        self._live[request.request_id] = sequence
+        self._texts[request.request_id] = OutputText(self._tokenizer, request.sampling)
+        self.resources.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once, in whatever state it is; unknown and finished ids are ignored."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._counts["aborted"] += 1
+            self._end(sequence, FinishReason.ABORT)
+
+    # ---- steps ----
+
+    def has_work(self) -> bool:
+        return bool(self._live or self._steps or self._outbox)
+
+    def step(self, timeout_s: float | None) -> list[OutputDelta]:
+        """Keep the workers busy and commit the next finished step, waiting at most ``timeout_s`` for it.
+
+        ``None`` waits for as long as the workers live. Raises `EngineDiedError` once a worker is lost.
+        """
+        while len(self._steps) < self._depth:
+            step = self.resources.schedule(self._clock())
+            if step is None:
+                break
+            self._executor.submit(step.batch)
+            self._steps.append(step)
+        if self._steps and not self._outbox:
+            result = self._executor.poll(timeout_s)
+            if result is not None:
+                self._commit(self._steps.popleft(), result)
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def _commit(self, step: ScheduledStep, result: StepResult) -> None:
+        self._counts["steps"] += 1
+        self._compute_s += result.compute_s
+        batch = step.batch
+        tokens = result.token_ids.tolist() if result.error is None else []
+        for index, sequence in enumerate(step.sequences):
+            if result.error is not None:
+                self._fail(sequence, result.error)
+            elif not sequence.finished:
+                computed = int(batch.starts[index] + batch.query_lens[index])
+                self.cache.commit(sequence.row, sequence.block_hashes(computed, self.config.block_size))
+                if batch.sample[index]:
+                    self._take(sequence, tokens[index], result.logprobs.get(index))
+            self.resources.step_done(sequence)
+
+    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a sampled token and say so."""
+        now = self._clock()
+        sequence.pending -= 1
+        sequence.append(token)
+        self._counts["tokens_out"] += 1
+        if sequence.first_token is None:
+            sequence.first_token = now
+        text, reason = self._texts[sequence.id].push(token)
+        if reason is None and sequence.num_tokens >= sequence.max_length:
+            reason = FinishReason.LENGTH
+            text += self._texts[sequence.id].flush()
+        delta_logprobs = () if logprobs is None else (logprobs,)
+        if reason is None:
+            self._outbox.append(OutputDelta(sequence.id, (token,), text, delta_logprobs))
+        else:
+            self._counts["finished"] += 1
+            self._end(sequence, reason, token_ids=(token,), text=text, logprobs=delta_logprobs)
+
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        if not sequence.finished:
+            self._counts["failed"] += 1
+            self._end(sequence, FinishReason.ERROR, error=error)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, **last: Any) -> None:
+        """The only way a request ends: the last delta is sent, and its blocks go back."""
+        sequence.finished = True
+        del self._live[sequence.id], self._texts[sequence.id]
+        self._outbox.append(
+            OutputDelta(
+                sequence.id, finish_reason=reason, usage=_usage(sequence), timings=self._timings(sequence), **last
+            )
+        )
+        self.resources.leave(sequence)
+
+    def _timings(self, sequence: Sequence) -> Timings:
+        now = self._clock()
+        started = now if sequence.first_scheduled is None else sequence.first_scheduled
+        first = now if sequence.first_token is None else sequence.first_token
+        after_first = max(1, sequence.num_output - 1)
+        return Timings(
+            queue_s=started - sequence.arrived,
+            ttft_s=first - sequence.arrived,
+            tpot_s=(now - first) / after_first,
+            total_s=now - sequence.arrived,
+        )
+
+    # ---- the outside ----
+
+    def fail_all(self, error: str) -> list[OutputDelta]:
+        """End every request with ``error``, after a worker was lost. The engine must not be stepped again."""
+        for sequence in list(self._live.values()):
+            sequence.in_flight = 0
+            self._fail(sequence, error)
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def drain_index_updates(self) -> list[IndexUpdate]:
+        """What the attention store must hear of since the last call."""
+        return self.cache.drain_index_updates()
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data: requests by state, cache blocks, prefix hits, steps."""
+        return {
+            "model": self.card.model,
+            "requests": {
+                "waiting": self.resources.num_waiting,
+                "running": len(self.resources.running),
+                "preemptions": self.resources.num_preemptions,
+                **{name: self._counts[name] for name in ("finished", "aborted", "failed")},
+            },
+            "cache": asdict(self.cache.stats()),
+            "steps": self._counts["steps"],
+            "output_tokens": self._counts["tokens_out"],
+            "compute_s": self._compute_s,
+        }
+
+
+def _usage(sequence: Sequence) -> Usage:
+    return Usage(sequence.num_prompt, sequence.cached_tokens, sequence.num_output)

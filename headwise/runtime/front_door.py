@@ -1,0 +1,83 @@
+"""From what a user wrote to a request an engine takes: chat template, tokens, limits."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import InvalidRequestError
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.model_card import ModelCard, read_model_card
+from headwise.runtime.request import GenerateRequest, SamplingParams, as_token_ids
+
+
+class FrontDoor:
+    """Checks and tokenises requests. Holds no state between calls; safe to use from several threads."""
+
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer) -> None:
+        self.card = card
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def open(cls, config: EngineConfig) -> FrontDoor:
+        directory = resolve_model(config.model, config.cache_path)
+        return cls(read_model_card(config, directory), Tokenizer.from_directory(directory))
+
+    def prepare(
+        self,
+        *,
+        prompt: str | Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str | None = None,
+    ) -> GenerateRequest:
+        """A request for one prompt (text or token ids) or one chat; raises `InvalidRequestError`.
+
+        A missing seed is drawn here, once, so that the request samples the same tokens wherever it ends up.
+        """
+        if (prompt is None) == (messages is None):
+            raise InvalidRequestError("give either a prompt or messages")
+        tokens = self._tokens(prompt, messages)
+        if not isinstance(sampling, SamplingParams):
+            sampling = SamplingParams.from_wire(dict(sampling or {}))
+        room = self.card.max_model_len - len(tokens)
+        if room < (sampling.max_tokens or 1):
+            raise InvalidRequestError(
+                f"{len(tokens)} prompt tokens and {sampling.max_tokens or 1} to generate are more than the "
+                f"{self.card.max_model_len} tokens that fit (the model's length, or what the KV cache holds)"
+            )
+        sampling = replace(
+            sampling,
+            max_tokens=sampling.max_tokens or room,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        )
+        return GenerateRequest(request_id or uuid.uuid4().hex, tokens, sampling, priority, cache_salt)
+
+    def _tokens(
+        self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
+    ) -> NDArray[np.int32]:
+        if messages is not None:
+            text = self.tokenizer.render_chat(messages)
+            return as_token_ids(self.tokenizer.encode(text, add_special_tokens=False))
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("the prompt is empty")
+            return as_token_ids(self.tokenizer.encode(prompt))
+        tokens = as_token_ids(prompt if prompt is not None else [])
+        if not len(tokens):
+            raise InvalidRequestError("the prompt is empty")
+        if int(tokens.max()) >= self.card.config.vocab_size:
+            raise InvalidRequestError(
+                f"token id {int(tokens.max())} is not in the model's vocabulary of {self.card.config.vocab_size}"
+            )
+        return tokens

@@ -1,0 +1,53 @@
+"""Files and directories that appear whole or not at all, whoever is killed and however many processes start at once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headwise.errors import ModelError
+from headwise.runtime.loader.progress import Progress
+
+
+@contextmanager
+def building(target: Path, progress: Progress) -> Iterator[Path | None]:
+    """Build the directory ``target`` once, under a lock that dies with its process.
+
+    Yields an empty directory to fill, which becomes ``target`` when the block ends without an error, or ``None`` if
+    another process has built ``target`` meanwhile. Raises `ModelError` where the cache directory cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(target.parent / f".{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write to the cache directory {target.parent}: {error.strerror}; choose another with --cache-dir"
+        ) from None
+    try:
+        _acquire(handle, target, progress)
+        if target.is_dir():
+            yield None
+            return
+        # Only the lock's owner touches this directory, so what is there was left by a process that was killed.
+        partial = target.parent / f".{target.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        os.close(handle)
+
+
+def _acquire(handle: int, target: Path, progress: Progress) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        progress.stage(f"waiting for another process to prepare {target.name}")
+        fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,0 +1,73 @@
+"""A GGUF file, converted once into a Hugging Face directory in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ModelError
+from headwise.runtime.loader.files import building
+from headwise.runtime.loader.gguf_config import architecture_of, build_config, hf_tensor_name
+from headwise.runtime.loader.gguf_file import GgufFile
+from headwise.runtime.loader.gguf_tokenizer import build_tokenizer, build_tokenizer_config
+from headwise.runtime.loader.progress import Progress
+from headwise.runtime.loader.safetensors_file import write_safetensors
+
+CONVERTER_VERSION = 1
+"""Goes up whenever the same file would be converted differently: older results are then converted again."""
+
+
+def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Path:
+    """The Hugging Face directory of a GGUF file, converted now if it is not in the cache yet.
+
+    Raises `ModelError` if the file cannot be read or converted.
+    """
+    try:
+        status = source.stat()
+    except OSError as error:
+        raise ModelError(f"cannot read {source}: {error.strerror}") from None
+    identity = f"{CONVERTER_VERSION}\0{source.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    target = cache_dir / "models" / f"{source.stem}-{key}"
+    if not target.is_dir():
+        with building(target, progress) as directory:
+            if directory is not None:
+                convert_gguf(source, directory, progress)
+    return target
+
+
+def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
+    """Write a GGUF file's model into an empty ``directory``: float32 weights, config and tokenizer."""
+    progress.stage(f"reading {source.name}")
+    file = GgufFile(source)
+    architecture_of(file)
+    config = build_config(file)
+    progress.stage(f"converting the tokenizer of {source.name}")
+    build_tokenizer(file).save(str(directory / "tokenizer.json"), pretty=False)
+    _write_json(directory / "tokenizer_config.json", build_tokenizer_config(file))
+    progress.stage(f"dequantising {source.name}")
+    names = {name: hf for name in file.tensors if (hf := hf_tensor_name(name, file)) is not None}
+    shapes = {hf: file.tensors[name].shape for name, hf in names.items()}
+    write_safetensors(directory / "model.safetensors", shapes, _values(file, list(names), config, progress))
+    _write_json(directory / "config.json", config)
+
+
+def _values(
+    file: GgufFile, names: list[str], config: dict[str, Any], progress: Progress
+) -> Iterator[NDArray[np.float32]]:
+    undo = architecture_of(file).undo
+    total, done = sum(file.tensors[name].nbytes for name in names), 0
+    for name in names:
+        yield undo(name, file.tensor(name), config)
+        done += file.tensors[name].nbytes
+        progress.update(done, total)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

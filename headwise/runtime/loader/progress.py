@@ -1,0 +1,68 @@
+"""How slow steps (downloads, conversions) tell what they are doing."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+class Progress(Protocol):
+    """A sequence of stages, each of which may report how far it is."""
+
+    def stage(self, text: str) -> None:
+        """A new stage begins; the one before it is over."""
+
+    def update(self, done: int, total: int) -> None:
+        """``done`` of ``total`` units of the current stage are done."""
+
+
+class SilentProgress:
+    """Says nothing: the default."""
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def update(self, done: int, total: int) -> None:
+        pass
+
+
+class RichProgress:
+    """Bars on the terminal: ``with RichProgress() as progress: resolve_model(name, cache_dir, progress)``."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._bars = Bars(*columns, console=Console(stderr=True))
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> RichProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._finish()
+        self._bars.stop()
+
+    def stage(self, text: str) -> None:
+        self._finish()
+        self._task = self._bars.add_task(text, total=None)
+
+    def update(self, done: int, total: int) -> None:
+        if self._task is not None:
+            self._bars.update(self._task, completed=done, total=total)
+
+    def _finish(self) -> None:
+        if self._task is None:
+            return
+        total = self._bars.tasks[self._task].total or 1
+        self._bars.update(self._task, completed=total, total=total)
+        self._task = None

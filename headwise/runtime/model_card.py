@@ -1,0 +1,98 @@
+"""What all processes of a deployment must know of its model: read from the model's directory, no weights loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
+from headwise.errors import ConfigError, ModelError
+from headwise.kernels.gqa import gqa_layout
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.executor import CacheSpec
+from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.registry import model_config
+
+KV_DTYPE = "float32"
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model as a deployment serves it.
+
+    model:         the name it was asked for by
+    identity:      differs between models whose cache blocks must not be mixed
+    max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds
+    """
+
+    model: str
+    identity: str
+    config: ModelConfig
+    plan: HeadGroupPlan
+    layout: BlockLayout
+    spec: CacheSpec
+    max_model_len: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Cache bytes a token takes, over all ranks and groups."""
+        return self.layout.block_bytes * len(self.plan.groups) * self.plan.tp_size / self.layout.block_size
+
+
+def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
+    """Read a model's geometry; raises ModelError or ConfigError if it cannot be served as configured."""
+    path = directory / "config.json"
+    try:
+        raw = path.read_bytes()
+        hf_config = json.loads(raw)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}; a model directory needs a config.json") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    model = model_config(hf_config)
+    try:
+        plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    layout = gqa_layout(config.block_size, plan.slots, model.head_dim, KV_DTYPE)
+    spec = _cache_spec(config, layout, len(plan.groups), _asked_length(config, model))
+    max_model_len = min(_asked_length(config, model), spec.num_blocks // len(plan.groups) * config.block_size)
+    if max_model_len < config.max_model_len:
+        raise ConfigError(
+            f"kv_cache {config.kv_cache} holds {max_model_len} tokens, max_model_len is {config.max_model_len}: "
+            "raise the one or lower the other"
+        )
+    return ModelCard(config.model, _identity(raw, directory), model, plan, layout, spec, max_model_len)
+
+
+def _asked_length(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the model's own limit, {model.max_position}"
+        )
+    return config.max_model_len or model.max_position
+
+
+def _cache_spec(config: EngineConfig, layout: BlockLayout, groups: int, max_tokens: int) -> CacheSpec:
+    """Sizes of the pool and of the block tables; raises ConfigError if the memory holds not even one block each."""
+    num_blocks = config.kv_cache_bytes // layout.block_bytes
+    if num_blocks < groups:
+        raise ConfigError(
+            f"kv_cache {config.kv_cache} holds {num_blocks} blocks of {layout.block_bytes} bytes; a sequence "
+            f"needs {groups}, one per head group: give at least {layout.block_bytes * groups} bytes, or a smaller "
+            "block_size"
+        )
+    return CacheSpec(num_blocks, config.max_num_seqs, -(-max_tokens // config.block_size))
+
+
+def _identity(raw_config: bytes, directory: Path) -> str:
+    """A hash over the configuration and the weight files' headers (names, shapes, sizes), not their content."""
+    digest = sha256(raw_config)
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(f"{path.name}:{path.stat().st_size}:".encode())
+            digest.update(file.read(1 << 20))
+    return digest.hexdigest()[:32]

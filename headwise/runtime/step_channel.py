@@ -1,0 +1,236 @@
+"""The way of a step: engine -> every tensor-parallel worker, and the results back, over ZeroMQ.
+
+    engine   ROUTER, bound            worker   DEALER, connected, identity = rank
+             <- WorkerReady                    once, after it connected
+             -> BatchRequest                   the same bytes to every rank, several may be queued
+             <- StepResult                     one per batch, in order
+
+A channel serves one set of workers. After a worker is lost it is closed, and new workers get a new channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import EngineDiedError
+from headwise.runtime import wire
+from headwise.runtime.batch import BatchRequest, StepResult
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+_SLICE_S = 0.1
+"""Longest wait without a look at whether a worker was reported lost, or a stop asked for."""
+
+
+@wire.register
+@dataclass(frozen=True)
+class WorkerReady:
+    """A worker's first message: it is connected and takes steps."""
+
+    rank: int
+
+
+class Worker(Protocol):
+    """What a channel needs of a worker: `headwise.runtime.worker.ModelWorker`."""
+
+    def execute(self, batch: BatchRequest) -> StepResult: ...
+
+
+@dataclass
+class _Step:
+    """A step in flight and the results that are there already, by rank."""
+
+    step_id: int
+    results: dict[int, StepResult] = field(default_factory=dict)
+
+
+class ZmqExecutor:
+    """The `Executor` whose workers are processes.
+
+    Owned by one thread, but for `lost`, which any thread may call.
+
+    endpoint: to bind: ``ipc://PATH``, or ``tcp://HOST:*``; `endpoint` then tells the one taken
+    size:     tensor-parallel ranks
+    step_timeout_s: seconds after which the oldest step in flight counts as lost
+    """
+
+    def __init__(
+        self, endpoint: str, size: int, step_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._ranks = [_identity(rank) for rank in range(size)]
+        self._ready: set[int] = set()
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
+        self._steps: deque[_Step] = deque()
+        self._head_since = 0.0
+        self._swapped_in: Counter[int] = Counter()
+        self._swapped_out: Counter[int] = Counter()
+        self._lost: str | None = None
+
+    @property
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        """Sockets that become readable when `poll` may have something to give."""
+        return () if self._socket.closed else (self._socket,)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until every worker is connected; raises `EngineDiedError` if one is lost or late."""
+        deadline = self._clock() + timeout_s
+        while len(self._ready) < len(self._ranks):
+            self._check()
+            if self._clock() > deadline:
+                missing = sorted(set(range(len(self._ranks))) - self._ready)
+                raise EngineDiedError(f"TP rank {missing} did not connect to {self.endpoint} within {timeout_s:g} s")
+            self._receive(_SLICE_S)
+
+    def submit(self, batch: BatchRequest) -> None:
+        import zmq
+
+        self._check()
+        data = wire.encode(batch)
+        for rank, identity in enumerate(self._ranks):
+            try:
+                self._socket.send_multipart((identity, data), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                self.lost(f"TP rank {rank} cannot be reached for step {batch.step_id}: {error}")
+                self._check()
+        if not self._steps:
+            self._head_since = self._clock()
+        self._steps.append(_Step(batch.step_id))
+
+    def poll(self, timeout_s: float | None) -> StepResult | None:
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        while True:
+            self._drain()
+            self._check()
+            if self._steps and len(self._steps[0].results) == len(self._ranks):
+                self._head_since = self._clock()
+                return self._merge(self._steps.popleft())
+            left = _SLICE_S if deadline is None else min(_SLICE_S, deadline - self._clock())
+            if left <= 0:
+                return None
+            self._socket.poll(left * 1000)
+
+    def lost(self, reason: str) -> None:
+        """Declare the workers dead; from now on `submit` and `poll` raise. The first reason stays."""
+        if self._lost is None:
+            self._lost = reason
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _check(self) -> None:
+        if self._lost is None and self._steps and self._clock() - self._head_since > self._step_timeout_s:
+            step = self._steps[0]
+            silent = sorted(set(range(len(self._ranks))) - set(step.results))
+            self._lost = f"step {step.step_id} did not end within step_timeout_s = {self._step_timeout_s:g} s on TP rank {silent}"
+        if self._lost is not None:
+            raise EngineDiedError(self._lost)
+
+    def _drain(self) -> None:
+        while self._receive(0):
+            pass
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Take in one message if it comes in time."""
+        import zmq
+
+        if not self._socket.poll(timeout_s * 1000):
+            return False
+        identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
+        message = wire.decode(data, WorkerReady, StepResult)
+        rank = self._ranks.index(identity) if identity in self._ranks else -1
+        if message.rank != rank:
+            self.lost(f"a worker sent a message as TP rank {message.rank} over the connection of {identity!r}")
+        elif isinstance(message, WorkerReady):
+            self._ready.add(rank)
+        else:
+            self._file(message)
+        return True
+
+    def _file(self, result: StepResult) -> None:
+        for step in self._steps:
+            if step.step_id == result.step_id:
+                step.results[result.rank] = result
+                return
+        self.lost(f"TP rank {result.rank} answered step {result.step_id}, which is not in flight")
+
+    def _merge(self, step: _Step) -> StepResult:
+        """One result of all ranks: rank 0's tokens, the slowest rank's time, transfers that every rank has finished."""
+        results = [step.results[rank] for rank in range(len(self._ranks))]
+        errors = [r.error if len(results) == 1 else f"TP rank {r.rank}: {r.error}" for r in results if r.error]
+        return StepResult(
+            step_id=step.step_id,
+            rank=0,
+            token_ids=results[0].token_ids,
+            logprobs=results[0].logprobs,
+            swapped_in=self._on_every_rank(self._swapped_in, [r.swapped_in for r in results]),
+            swapped_out=self._on_every_rank(self._swapped_out, [r.swapped_out for r in results]),
+            compute_s=max(r.compute_s for r in results),
+            error="; ".join(errors) or None,
+        )
+
+    def _on_every_rank(self, counts: Counter[int], finished: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+        for ids in finished:
+            counts.update(ids.tolist())
+        complete = [key for key, count in counts.items() if count == len(self._ranks)]
+        for key in complete:
+            del counts[key]
+        return np.array(complete, dtype=np.int32)
+
+
+def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:
+    """Run the worker's side until ``should_stop``: receive, execute, reply, in order.
+
+    A step that raises is answered by a result with the error, and the next one is served; `EngineDiedError`
+    (a peer rank is gone) is raised after it is answered, because no later step can succeed.
+    """
+    import zmq
+
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, _identity(rank))
+        socket.connect(endpoint)
+        socket.send(wire.encode(WorkerReady(rank)))
+        while not should_stop():
+            if socket.poll(_SLICE_S * 1000):
+                _serve_one(worker, rank, socket)
+    finally:
+        context.destroy(linger=200)
+
+
+def _serve_one(worker: Worker, rank: int, socket: Any) -> None:
+    batch = wire.decode(socket.recv(), BatchRequest)
+    try:
+        result = worker.execute(batch)
+    except Exception as error:
+        log.exception("step %d failed on TP rank %d", batch.step_id, rank)
+        failed = StepResult(batch.step_id, rank, np.empty(0, np.int32), error=f"{type(error).__name__}: {error}")
+        socket.send(wire.encode(failed))
+        if isinstance(error, EngineDiedError):
+            raise
+        return
+    socket.send(wire.encode(result))
+
+
+def _identity(rank: int) -> bytes:
+    return f"rank-{rank}".encode()

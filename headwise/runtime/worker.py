@@ -1,0 +1,190 @@
+"""One tensor-parallel rank: its weights, its KV shard, and the execution of steps on them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.cache_controller import CacheController
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.select import make_kernels
+from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
+from headwise.runtime.comm import Communicator
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.model_card import ModelCard, read_model_card
+from headwise.runtime.models.base import Shard
+from headwise.runtime.models.registry import build_model
+from headwise.runtime.ops.base import Tensor
+from headwise.runtime.ops.select import make_ops
+from headwise.runtime.request import TokenLogprobs
+from headwise.runtime.sampler import Sampler
+
+
+def threads_per_worker(config: EngineConfig) -> int:
+    """Threads each rank computes with: as configured, or an even share of the cores this process may use."""
+    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // config.tp_size)
+
+
+class ModelWorker:
+    """Loads one rank's part of the model and executes the engine's batches, in order.
+
+    Holds no policy: which blocks, which rows and which tokens is the engine's business.
+    """
+
+    def __init__(self, config: EngineConfig, model_dir: Path, rank: int, comm: Communicator) -> None:
+        self.rank = rank
+        self.card: ModelCard = read_model_card(config, model_dir)
+        self._comm = comm
+        threads = threads_per_worker(config)
+        self._ops = make_ops(config.tensor_ops, threads)
+        self._kernels = make_kernels(config.kernels, threads)
+        plan, model = self.card.plan, self.card.config
+        shard = Shard(rank, config.tp_size, plan.kv_heads(rank))
+        self._model = build_model(model, Checkpoint(model_dir), self._ops, comm, shard)
+        self._heads = [_head_table(self.card, rank, layer) for layer in range(model.num_layers)]
+        self._sampler = Sampler()
+
+    def describe(self) -> str:
+        """What was chosen, for the log line at start."""
+        plan, spec = self.card.plan, self.card.spec
+        return (
+            f"rank {self.rank}: tensors={self._ops.name} kernels={self._kernels.name} groups={len(plan.groups)} "
+            f"slots={plan.slots} blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes"
+        )
+
+    def initialize_cache(self) -> None:
+        """Allocate the arena and compile or load every kernel, so that the first request finds all warm."""
+        card, spec = self.card, self.card.spec
+        arena = np.empty(spec.num_blocks * card.layout.block_bytes, dtype=np.uint8)
+        self._cache = CacheController(
+            card.layout, arena, groups=len(card.plan.groups), max_rows=spec.max_rows, max_blocks=spec.max_blocks
+        )
+        self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
+        self._sequences: dict[int, NewSequence] = {}
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Run a prefill and a decode on row 0 into block 0, which no sequence holds yet."""
+        groups = len(self.card.plan.groups)
+        table = np.array([[0, group, 0, 0] for group in range(groups)], dtype=np.int32)
+        no_update = np.empty((0, 4), dtype=np.int32)
+        for start, count, updates in ((0, min(2, self.card.layout.block_size), table), (1, 1, no_update)):
+            batch = BatchRequest(
+                step_id=0,
+                rows=np.zeros(1, np.int32),
+                starts=np.array([start], np.int32),
+                query_lens=np.array([count], np.int32),
+                token_ids=np.zeros(count, np.int32),
+                sample=np.zeros(1, np.bool_),
+                table_updates=updates,
+            )
+            self._cache.apply(batch.table_updates)
+            self._model.logits(self._forward(batch, batch.token_ids))
+        self._cache.open_rows([0])
+
+    # ---- steps ----
+
+    def execute(self, batch: BatchRequest) -> StepResult:
+        """Run one step. A failure is reported in the result; the worker can go on with other sequences."""
+        started = time.perf_counter()
+        try:
+            self._cache.open_rows(new.row for new in batch.new_sequences)
+            self._cache.apply(batch.table_updates)
+            self._sequences.update({new.row: new for new in batch.new_sequences})
+            hidden = self._forward(batch, self._input_tokens(batch))
+            token_ids, logprobs = self._sample(batch, hidden)
+        except (ValueError, ArithmeticError) as error:
+            failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
+            return StepResult(batch.step_id, self.rank, np.empty(0, np.int32), error=failure)
+        elapsed = time.perf_counter() - started
+        return StepResult(batch.step_id, self.rank, token_ids, logprobs, compute_s=elapsed)
+
+    def _input_tokens(self, batch: BatchRequest) -> NDArray[np.int32]:
+        """The batch's tokens, with the worker's own last samples where the engine did not know them yet."""
+        rows = np.repeat(batch.rows, batch.query_lens)
+        return np.where(batch.token_ids == LAST_SAMPLED, self._last_sampled[rows], batch.token_ids)
+
+    def _forward(self, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Tensor:
+        seq_lens = batch.starts + batch.query_lens
+        cu_seqlens = np.zeros(len(batch.rows) + 1, dtype=np.int32)
+        np.cumsum(batch.query_lens, out=cu_seqlens[1:])
+        positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(
+            batch.starts - cu_seqlens[:-1], batch.query_lens
+        )
+        tables = self._cache.block_tables(batch.rows, int(seq_lens.max()))
+        step = AttentionBatch(cu_seqlens, seq_lens, tables, len(self.card.plan.groups))
+        return self._model.forward(token_ids, positions.astype(np.int32), _PagedAttention(self, step))
+
+    def _sample(self, batch: BatchRequest, hidden: Tensor) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
+        """Sample on rank 0 and tell the others, who need the tokens as the next step's input."""
+        token_ids = np.full(len(batch.rows), -1, dtype=np.int32)
+        wanted = np.flatnonzero(batch.sample)
+        if not len(wanted):
+            return token_ids, {}
+        last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[wanted] - 1
+        logits = self._model.logits(self._ops.take_rows(hidden, last_rows))
+        sampled, logprobs = None, {}
+        if logits is not None:
+            sequences = [self._sequences[row] for row in batch.rows[wanted].tolist()]
+            sampled, by_index = self._sampler.sample(
+                logits,
+                [sequence.sampling for sequence in sequences],
+                np.array([sequence.seed for sequence in sequences], dtype=np.uint64),
+                (batch.starts + batch.query_lens)[wanted].astype(np.int64),
+            )
+            logprobs = {int(wanted[index]): value for index, value in by_index.items()}
+        sampled = self._comm.broadcast(sampled, (len(wanted),))
+        self._last_sampled[batch.rows[wanted]] = sampled
+        token_ids[wanted] = sampled
+        return token_ids, logprobs
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: AttentionBatch) -> Tensor:
+        """Write a layer's keys and values, then attend over the cache."""
+        ops, cache, heads = self._ops, self._cache, self._heads[layer]
+        queries = ops.kernel_array(query)
+        out = np.empty_like(queries)
+        self._kernels.write_kv(ops.kernel_array(key), ops.kernel_array(value), cache.arena, cache.layout, step, heads)
+        config = self.card.config
+        self._kernels.attend(
+            queries,
+            cache.arena,
+            cache.layout,
+            step,
+            heads,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            out=out,
+        )
+        return ops.from_kernel_array(out)
+
+
+class _PagedAttention:
+    """The `AttentionLayer` of one step."""
+
+    def __init__(self, worker: ModelWorker, step: AttentionBatch) -> None:
+        self._worker = worker
+        self._step = step
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._worker.attend(layer, query, key, value, self._step)
+
+
+def _head_table(card: ModelCard, rank: int, layer: int) -> HeadTable:
+    places = card.plan.placement(rank, layer)
+    policies = [card.config.policies[layer][head] for head in card.plan.kv_heads(rank)[layer]]
+
+    def column(values: Any) -> NDArray[np.int32]:
+        return np.ascontiguousarray(values, dtype=np.int32)
+
+    return HeadTable(
+        group=column(places[:, 0]),
+        slot=column(places[:, 1]),
+        window=column([policy.window for policy in policies]),
+        sink=column([policy.sink for policy in policies]),
+    )

@@ -1,0 +1,144 @@
+"""A worker without a model, for tests of the engine: its "KV cache" holds token ids, in real blocks.
+
+The next token is a function of every token that the block tables lead to, so any mistake in tables, hashing,
+eviction or scheduling changes the output.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from headwise.cache_controller.cache_controller import CacheController
+from headwise.cache_controller.layout import BlockLayout, Role
+from headwise.cache_controller.planner import plan_head_groups
+from headwise.cache_controller.policy import HeadPolicy
+from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, StepResult
+from headwise.runtime.executor import CacheSpec
+from headwise.runtime.model_card import ModelCard
+from headwise.runtime.models.base import ModelConfig, RopeConfig
+
+VOCAB = 97
+EOS = 0
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The simulated model: never the end token, unless the tokens say so."""
+    return zlib.crc32(np.asarray(tokens, dtype=np.int32).tobytes()) % VOCAB
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """What the simulated model says after ``prompt``."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def simulated_card(policies: Sequence[HeadPolicy], *, block_size: int, num_blocks: int, max_rows: int) -> ModelCard:
+    """A card with one layer and one KV head per policy."""
+    plan = plan_head_groups([policies])
+    layout = BlockLayout(block_size, plan.slots, (Role("token", (), "int32"),), alignment=4)
+    max_len = num_blocks // len(plan.groups) * block_size
+    model = ModelConfig(
+        architecture="Simulated",
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=len(policies),
+        num_kv_heads=len(policies),
+        head_dim=1,
+        vocab_size=VOCAB,
+        max_position=max_len,
+        rms_norm_eps=0.0,
+        tie_embeddings=True,
+        policies=(tuple(policies),),
+        ropes=(RopeConfig(1.0),),
+        attention_scale=1.0,
+    )
+    spec = CacheSpec(num_blocks, max_rows, -(-max_len // block_size))
+    return ModelCard("simulated", "simulated", model, plan, layout, spec, max_len)
+
+
+class SimulatedExecutor:
+    """Executes batches in order, each when `finish_one` says so, or at once with ``eager``."""
+
+    def __init__(self, card: ModelCard, *, eager: bool = True) -> None:
+        self.card = card
+        self.eager = eager
+        self.fail_next: str | None = None
+        blocks = card.spec.num_blocks
+        self._arena = np.full((blocks, card.layout.block_size), -7, dtype=np.int32)
+        self._cache = CacheController(
+            card.layout,
+            self._arena,
+            groups=len(card.plan.groups),
+            max_rows=card.spec.max_rows,
+            max_blocks=card.spec.max_blocks,
+        )
+        self._last = np.zeros(card.spec.max_rows, dtype=np.int32)
+        self.queue: deque[BatchRequest] = deque()
+        self._results: deque[StepResult] = deque()
+
+    def submit(self, batch: BatchRequest) -> None:
+        self.queue.append(batch)
+
+    def poll(self, timeout_s: float | None) -> StepResult | None:
+        if self.eager or timeout_s is None:
+            self.finish_one()
+        return self._results.popleft() if self._results else None
+
+    def finish_one(self) -> None:
+        if self.queue:
+            self._results.append(self._execute(self.queue.popleft()))
+
+    def close(self) -> None:
+        pass
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        self._arena[list(blocks)] = -7
+
+    def _execute(self, batch: BatchRequest) -> StepResult:
+        self._cache.open_rows(new.row for new in batch.new_sequences)
+        self._cache.apply(batch.table_updates)
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            return StepResult(batch.step_id, 0, np.empty(0, np.int32), error=error)
+        inputs = np.split(batch.token_ids, np.cumsum(batch.query_lens)[:-1])
+        sampled = np.full(len(batch.rows), -1, dtype=np.int32)
+        for index, row in enumerate(batch.rows.tolist()):
+            start, tokens = int(batch.starts[index]), inputs[index].copy()
+            tokens[tokens == LAST_SAMPLED] = self._last[row]
+            self._write(row, start, tokens)
+            if batch.sample[index]:
+                sampled[index] = next_token(self._read(row, start + len(tokens)))
+                self._last[row] = sampled[index]
+        return StepResult(batch.step_id, 0, sampled)
+
+    def _write(self, row: int, start: int, tokens: np.ndarray) -> None:
+        size = self.card.layout.block_size
+        for position, token in enumerate(tokens.tolist(), start):
+            for block in self._cache.tables[row, :, position // size].tolist():
+                if block >= 0:
+                    self._arena[block, position % size] = token
+
+    def _read(self, row: int, count: int) -> list[int]:
+        """The tokens as the first group holds them; every group must hold the same where it may be looked at."""
+        size = self.card.layout.block_size
+        rows: list[list[int]] = []
+        for group, policy in enumerate(self.card.plan.policies):
+            tokens = []
+            for position in range(count):
+                visible = policy.is_full or position < policy.sink or count - 1 - position < policy.window
+                block = int(self._cache.tables[row, group, position // size])
+                if visible:
+                    assert block >= 0, f"group {group} of row {row} lost the block of token {position}"
+                    tokens.append(int(self._arena[block, position % size]))
+                else:
+                    tokens.append(rows[0][position])
+            rows.append(tokens)
+        assert all(tokens == rows[0] for tokens in rows), "groups hold different tokens for one sequence"
+        return rows[0]

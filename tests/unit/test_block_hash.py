@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise.cache_controller.block_hash import HASH_BYTES, extend_hashes, hash_seed
+
+
+def hashes_of(tokens, *, seed=b"seed", block_size=4, extra_keys=()) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, seed, np.array(tokens, dtype=np.int32), block_size, extra_keys)
+    return hashes
+
+
+def test_only_full_blocks_have_a_hash_of_128_bits() -> None:
+    hashes = hashes_of(range(11))
+    assert len(hashes) == 2
+    assert {len(h) for h in hashes} == {HASH_BYTES}
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40))
+def test_two_sequences_share_exactly_the_hashes_of_their_common_full_blocks(left, right) -> None:
+    common = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    first, second = hashes_of(left), hashes_of(right)
+    shared = sum(a == b for a, b in zip(first, second, strict=False))
+    assert shared == common // 4
+    assert first[shared:] == [] or second[shared:] == [] or first[shared] != second[shared]
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=60), st.data())
+def test_hashing_in_steps_equals_hashing_at_once(tokens, data) -> None:
+    array = np.array(tokens, dtype=np.int32)
+    hashes: list[bytes] = []
+    for stop in sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=5))):
+        extend_hashes(hashes, b"seed", array[:stop], 4)
+    extend_hashes(hashes, b"seed", array, 4)
+    assert hashes == hashes_of(tokens)
+
+
+def test_model_salt_and_adapter_each_start_another_chain() -> None:
+    seeds = {hash_seed("m"), hash_seed("m", "tenant"), hash_seed("m", "", "tenant"), hash_seed("mtenant")}
+    assert len(seeds) == 4
+
+
+def test_an_item_changes_only_the_blocks_it_overlaps_and_those_behind() -> None:
+    plain = hashes_of(range(16))
+    item = hashes_of(range(16), extra_keys=[(4, 8, "cat")])
+    assert [a == b for a, b in zip(plain, item, strict=True)] == [True, False, False, False]
+
+
+def test_an_item_that_ends_where_a_block_starts_does_not_overlap_it() -> None:
+    ends_there = hashes_of(range(8), extra_keys=[(0, 4, "cat")])
+    other = hashes_of(range(8), extra_keys=[(0, 5, "cat")])
+    assert ends_there[0] != other[0]
+    again: list[bytes] = [ends_there[0]]
+    extend_hashes(again, b"seed", np.arange(8, dtype=np.int32), 4, [])
+    assert again[1] == ends_there[1]
+
+
+def test_different_items_at_one_place_give_different_blocks() -> None:
+    assert hashes_of(range(4), extra_keys=[(0, 4, "cat")]) != hashes_of(range(4), extra_keys=[(0, 4, "dog")])

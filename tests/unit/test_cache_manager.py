@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from headwise.cache_controller.block_hash import extend_hashes
+from headwise.cache_controller.cache_manager import CacheManager
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.windows import first_live_block, sink_blocks
+
+BLOCK = 4
+WINDOW = HeadPolicy(window=6, sink=3)
+
+
+def manager(num_blocks: int = 24, policies=(FULL,), **kwargs) -> CacheManager:
+    return CacheManager(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=8, max_blocks=16, **kwargs)
+
+
+def hashes_of(tokens) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, b"seed", np.array(tokens, dtype=np.int32), BLOCK)
+    return hashes
+
+
+def serve(cache: CacheManager, row: int, tokens) -> int:
+    """Run a sequence through the cache; the prefix tokens that were served from it."""
+    hashes = hashes_of(tokens)
+    match = cache.match(hashes, len(tokens) - 1)
+    cache.adopt(row, match, len(tokens))
+    assert cache.extend(row, len(tokens))
+    cache.commit(row, hashes)
+    return match.num_blocks * BLOCK
+
+
+def test_a_second_request_finds_the_prefix_of_the_first() -> None:
+    cache = manager()
+    assert serve(cache, 0, range(10)) == 0
+    assert serve(cache, 1, [*range(8), 99, 98]) == 8
+    assert (cache.tables[0, 0, :2] == cache.tables[1, 0, :2]).all()
+    assert cache.tables[0, 0, 2] != cache.tables[1, 0, 2]
+
+
+def test_a_whole_prompt_is_never_served_so_that_its_last_token_gives_logits() -> None:
+    cache = manager()
+    serve(cache, 0, range(8))
+    assert serve(cache, 1, range(8)) == 4
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    cache = manager(prefix_caching=False)
+    serve(cache, 0, range(10))
+    cache.release(0)
+    assert serve(cache, 0, range(10)) == 0
+    assert cache.pool.num_cached == 0
+
+
+def test_the_deepest_blocks_of_the_least_recent_request_go_first() -> None:
+    cache = manager(num_blocks=4)
+    serve(cache, 0, range(12))
+    cache.release(0)
+    serve(cache, 1, range(100, 108))  # takes the free block, and one of the first request's
+    cache.release(1)
+    assert cache.match(hashes_of(range(12)), 12).num_blocks == 2
+
+
+def test_extend_takes_nothing_when_the_pool_has_not_enough() -> None:
+    cache = manager(num_blocks=3)
+    serve(cache, 0, range(8))
+    cache.adopt(1, cache.match([], 0), 12)
+    assert not cache.extend(1, 8)
+    assert cache.pool.num_available == 1
+    assert cache.extend(1, 4)
+
+
+def test_a_window_group_that_lost_its_last_blocks_serves_only_the_depth_before() -> None:
+    cache = manager(num_blocks=32, policies=(FULL, WINDOW))
+    serve(cache, 0, range(24))
+    last = int(cache.tables[0, 1, 5])
+    cache.release(0)
+    cache.pool._cached.move_to_end(last, last=False)
+    cache.pool._evict_one()
+    assert cache.match(hashes_of(range(24)), 24).num_blocks == 5
+
+
+def test_a_window_group_needs_its_sink_and_not_its_middle() -> None:
+    for evicted, servable in ((0, 0), (1, 6), (2, 6)):
+        cache = manager(num_blocks=32, policies=(FULL, WINDOW))
+        serve(cache, 0, range(24))
+        block = int(cache.tables[0, 1, evicted])
+        cache.release(0)
+        cache.pool._cached.move_to_end(block, last=False)
+        cache.pool._evict_one()
+        assert cache.match(hashes_of(range(24)), 24).num_blocks == servable
+
+
+def test_index_updates_state_what_a_finished_request_left_and_what_eviction_took() -> None:
+    cache = manager(num_blocks=3)
+    serve(cache, 0, range(9))
+    assert cache.drain_index_updates() == []
+    cache.release(0)
+    (kept,) = cache.drain_index_updates()
+    assert (kept.start_block, kept.block_hashes, kept.resident) == (0, tuple(hashes_of(range(9))), True)
+    serve(cache, 1, range(50, 58))
+    (gone,) = cache.drain_index_updates()
+    assert (gone.start_block, gone.block_hashes, gone.resident) == (1, (hashes_of(range(9))[1],), False)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random requests over few prefixes in a small pool. Blocks remember what was written to them."""
+
+    rows = Bundle("rows")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = manager(num_blocks=26, policies=(FULL, WINDOW, FULL))
+        self.tokens: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.resident: set[bytes] = set()
+
+    @rule(target=rows, family=st.integers(0, 2), length=st.integers(1, 24), twist=st.integers(0, 24))
+    def start(self, family: int, length: int, twist: int) -> int:
+        row = next((r for r in range(8) if r not in self.tokens), None)
+        if row is None:
+            return -1
+        tokens = [family * 100 + i + (1000 if i >= twist else 0) for i in range(length)]
+        match = self.cache.match(hashes_of(tokens), length - 1)
+        before = self.cache.num_available
+        reclaimed = self.cache.num_reclaimed(match)
+        self.cache.adopt(row, match, length)
+        assert before - self.cache.num_available <= reclaimed
+        self.tokens[row], self.computed[row] = tokens, match.num_blocks * BLOCK
+        self._assert_row_reads_right(row)
+        return row
+
+    @rule(row=rows, count=st.integers(1, 9))
+    def compute(self, row: int, count: int) -> None:
+        if row not in self.tokens:
+            return
+        tokens = self.tokens[row]
+        done = self.computed[row] + count
+        if done > 60 or not self.cache.extend(row, done):
+            return
+        tokens.extend(self.tokens[row][-1] + 1 + i for i in range(done - len(tokens)))
+        for depth in range(self.computed[row] // BLOCK, -(-done // BLOCK)):
+            for block in self.cache.tables[row, :, depth].tolist():
+                self.content[block] = tuple(tokens[: min(done, (depth + 1) * BLOCK)])
+        self.computed[row] = done
+        self.cache.commit(row, hashes_of(tokens[:done]))
+        self._assert_row_reads_right(row)
+
+    @rule(row=consumes(rows))
+    def finish(self, row: int) -> None:
+        if self.tokens.pop(row, None) is not None:
+            del self.computed[row]
+            self.cache.release(row)
+
+    @rule()
+    def forget_cached(self) -> None:
+        self.cache.reset()
+
+    def _assert_row_reads_right(self, row: int) -> None:
+        done = self.computed[row]
+        for group, policy in enumerate(self.cache.policies):
+            live, sinks = first_live_block(policy, done, BLOCK), sink_blocks(policy, BLOCK)
+            for depth in range(-(-done // BLOCK)):
+                if depth >= live or depth < sinks:
+                    block = int(self.cache.tables[row, group, depth])
+                    expected = tuple(self.tokens[row][: min(done, (depth + 1) * BLOCK)])
+                    assert self.content[block][: len(expected)] == expected
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        self.cache.check_integrity()
+        stats = self.cache.stats()
+        assert stats.free_blocks + stats.cached_blocks + stats.held_blocks == stats.total_blocks
+
+    @invariant()
+    def the_index_is_told_the_truth(self) -> None:
+        for update in self.cache.drain_index_updates():
+            (self.resident.update if update.resident else self.resident.difference_update)(update.block_hashes)
+        truth = {h for update in self.cache.resident_paths() for h in update.block_hashes}
+        assert self.resident <= truth
+        if not self.tokens:
+            assert self.resident == truth
+
+    def teardown(self) -> None:
+        for row in list(self.tokens):
+            self.finish(row)
+        assert self.cache.pool.num_held == 0
+        self.the_books_balance()
+        self.the_index_is_told_the_truth()
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from simulation import VOCAB, SimulatedExecutor, continuation, simulated_card
+
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.errors import InvalidRequestError, OverloadedError
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.engine import EngineCore
+from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams
+
+BLOCK = 4
+
+
+class LetterTokenizer:
+    """Token t is one letter; nothing ends a text by itself."""
+
+    eos_token_ids = (VOCAB + 1,)
+
+    def detokenizer(self) -> LetterTokenizer:
+        return self
+
+    def push(self, ids) -> str:
+        return "".join(chr(ord("!") + i) for i in ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+def make_engine(
+    policies=(FULL,), *, num_blocks=16, max_rows=4, eager=True, **config
+) -> tuple[EngineCore, SimulatedExecutor]:
+    config = {"max_batched_tokens": 16, **config}
+    card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows)
+    executor = SimulatedExecutor(card, eager=eager)
+    clock = iter(range(10**9))
+    engine = EngineCore(
+        EngineConfig(block_size=BLOCK, **config), card, LetterTokenizer(), executor, clock=lambda: next(clock)
+    )
+    return engine, executor
+
+
+def request(name: str, prompt, max_tokens: int, *, priority: int = 0, salt: str = "", **sampling) -> GenerateRequest:
+    params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
+    return GenerateRequest(name, np.array(prompt, dtype=np.int32), params, priority, salt)
+
+
+def run(engine: EngineCore) -> dict[str, GenerationResult]:
+    results: dict[str, GenerationResult] = {}
+    for _ in range(10_000):
+        for delta in engine.step(None):
+            results.setdefault(delta.request_id, GenerationResult(delta.request_id)).add(delta)
+        if not engine.has_work():
+            assert engine.cache.pool.num_held == 0
+            engine.cache.check_integrity()
+            return results
+    raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("max_batched_tokens", [1, 3, 64])
+def test_chunks_and_batches_do_not_change_tokens(async_scheduling: bool, max_batched_tokens: int) -> None:
+    engine, _ = make_engine(
+        num_blocks=64, async_scheduling=async_scheduling, max_batched_tokens=max_batched_tokens, max_num_seqs=4
+    )
+    prompts = {f"r{i}": [i + 1] * (3 * i + 1) for i in range(7)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, 9))
+    results = run(engine)
+    for name, prompt in prompts.items():
+        assert results[name].token_ids == continuation(prompt, 9)
+        assert results[name].finish_reason is FinishReason.LENGTH
+
+
+def test_a_shared_prefix_is_computed_once_and_counted() -> None:
+    engine, _ = make_engine()
+    prompt = list(range(1, 14))
+    engine.add(request("first", prompt, 3))
+    assert run(engine)["first"].usage.cached_tokens == 0
+    engine.add(request("second", prompt, 3))
+    second = run(engine)["second"]
+    assert second.usage.cached_tokens == 12
+    assert second.token_ids == continuation(prompt, 3)
+
+
+def test_one_tenants_salt_never_hits_anothers_blocks() -> None:
+    engine, _ = make_engine()
+    prompt = list(range(1, 14))
+    engine.add(request("mine", prompt, 3, salt="a"))
+    run(engine)
+    engine.add(request("theirs", prompt, 3, salt="b"))
+    assert run(engine)["theirs"].usage.cached_tokens == 0
+
+
+def test_a_small_pool_preempts_and_every_request_still_gets_its_tokens() -> None:
+    engine, _ = make_engine(num_blocks=9, prefix_caching=False)
+    prompts = {f"r{i}": [i + 1] * 6 for i in range(4)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, 20))
+    results = run(engine)
+    assert engine.stats()["requests"]["preemptions"] > 0
+    for name, prompt in prompts.items():
+        assert results[name].token_ids == continuation(prompt, 20)
+
+
+def test_a_more_urgent_request_takes_the_place_of_a_running_one() -> None:
+    engine, _ = make_engine(num_blocks=8)
+    engine.add(request("slow", [1] * 8, 20, priority=1))
+    for _ in range(3):
+        engine.step(None)
+    engine.add(request("urgent", [2] * 8, 20, priority=0))
+    order = []
+    while engine.has_work():
+        order += [delta.request_id for delta in engine.step(None) if delta.finish_reason]
+    assert order == ["urgent", "slow"]
+
+
+def test_text_stops_before_a_stop_string_that_spans_tokens() -> None:
+    engine, _ = make_engine()
+    expected = LetterTokenizer().push(continuation([5, 6], 8))
+    engine.add(request("r", [5, 6], 30, stop=(expected[3:6],)))
+    result = run(engine)["r"]
+    assert result.text == expected[: expected.index(expected[3:6])]
+    assert result.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_id_ends_a_request_while_the_next_step_is_in_flight() -> None:
+    engine, _ = make_engine()
+    tokens = continuation([5, 6], 8)
+    engine.add(request("r", [5, 6], 30, stop_token_ids=(tokens[4],)))
+    result = run(engine)["r"]
+    assert result.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+    assert result.finish_reason is FinishReason.STOP
+
+
+def test_an_abort_frees_its_blocks_and_leaves_the_others_alone() -> None:
+    engine, _ = make_engine(num_blocks=32, eager=False)
+    engine.add(request("stays", [1] * 5, 12))
+    engine.add(request("goes", [2] * 5, 12))
+    assert engine.step(0) == []
+    engine.abort("goes")
+    engine.abort("never came")
+    results = run(engine)
+    assert results["goes"].finish_reason is FinishReason.ABORT
+    assert results["stays"].token_ids == continuation([1] * 5, 12)
+
+
+def test_a_failed_step_fails_its_requests_and_no_other() -> None:
+    engine, executor = make_engine(num_blocks=32, max_batched_tokens=5, async_scheduling=False)
+    engine.add(request("fails", [1] * 5, 4))
+    engine.add(request("works", [2] * 5, 4))
+    executor.fail_next = "boom"
+    deltas = engine.step(None)
+    assert [(d.request_id, d.finish_reason, d.error) for d in deltas] == [("fails", FinishReason.ERROR, "boom")]
+    assert run(engine)["works"].token_ids == continuation([2] * 5, 4)
+
+
+def test_fail_all_ends_every_request_with_the_error() -> None:
+    engine, _ = make_engine()
+    for name in ("a", "b"):
+        engine.add(request(name, [1, 2, 3], 9))
+    engine.step(None)
+    assert {(d.request_id, d.error) for d in engine.fail_all("worker 1 died") if d.error} == {
+        ("a", "worker 1 died"),
+        ("b", "worker 1 died"),
+    }
+
+
+def test_what_can_never_be_served_is_refused_with_what_fits() -> None:
+    engine, _ = make_engine(num_blocks=4, max_queued=1)
+    with pytest.raises(InvalidRequestError, match="20 tokens were asked for; at most 16 fit"):
+        engine.add(request("big", [1] * 10, 10))
+    engine.add(request("one", [1], 2))
+    with pytest.raises(InvalidRequestError, match="'one' is already being served"):
+        engine.add(request("one", [1], 2))
+    with pytest.raises(OverloadedError, match="max_queued"):
+        engine.add(request("two", [1], 2))
+    assert run(engine)["one"].token_ids == continuation([1], 2)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests come, steps end late, clients leave; tokens and books must be right whatever the order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine, self.executor = make_engine(
+            (FULL, HeadPolicy(window=5, sink=2)), num_blocks=28, max_rows=3, eager=False, max_batched_tokens=9
+        )
+        self.expected: dict[str, list[int]] = {}
+        self.got: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+
+    @rule(family=st.integers(1, 2), length=st.integers(1, 30), count=st.integers(1, 12), priority=st.integers(0, 1))
+    def arrive(self, family: int, length: int, count: int, priority: int) -> None:
+        name = f"r{len(self.expected)}"
+        prompt = [family * 10 + i % 7 for i in range(length)]
+        self.engine.add(request(name, prompt, count, priority=priority))
+        self.expected[name], self.got[name] = continuation(prompt, count), []
+
+    @rule()
+    def step(self) -> None:
+        self._take(self.engine.step(0))
+
+    @precondition(lambda self: self.executor.queue)
+    @rule()
+    def a_step_ends(self) -> None:
+        self.executor.finish_one()
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.expected))))
+
+    @invariant()
+    def books_balance_and_no_step_in_flight_touches_a_free_block(self) -> None:
+        self.engine.cache.check_integrity()
+        for batch in self.executor.queue:
+            for row in batch.rows.tolist():
+                assert row in self.engine.cache._rows
+
+    @invariant()
+    def tokens_are_right_so_far(self) -> None:
+        for name, tokens in self.got.items():
+            assert tokens == self.expected[name][: len(tokens)]
+
+    def _take(self, deltas) -> None:
+        for delta in deltas:
+            assert delta.request_id not in self.ended
+            self.got[delta.request_id] += delta.token_ids
+            if delta.finish_reason:
+                self.ended[delta.request_id] = delta.finish_reason
+
+    def teardown(self) -> None:
+        for _ in range(5_000):
+            if not self.engine.has_work():
+                break
+            self._take(self.engine.step(None))
+        assert self.ended.keys() == self.expected.keys()
+        for name, reason in self.ended.items():
+            assert reason is FinishReason.ABORT or self.got[name] == self.expected[name]
+        assert self.engine.cache.pool.num_held == 0
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise.cache_controller.planner import MAX_PADDING, HeadGroupPlan, Member, plan_head_groups
+from headwise.cache_controller.policy import FULL, HeadPolicy
+
+WINDOW = HeadPolicy(window=512)
+STREAMING = HeadPolicy(window=256, sink=64)
+
+
+def test_a_uniform_model_is_one_group_which_is_classic_paged_attention() -> None:
+    plan = plan_head_groups([[FULL] * 3] * 30)
+    assert (plan.slots, len(plan.groups), plan.padding) == (90, 1, 0.0)
+
+
+def test_gemma_3_270m_is_one_full_group_and_five_window_groups_of_three() -> None:
+    policies = [[FULL if (layer + 1) % 6 == 0 else WINDOW] for layer in range(18)]
+    plan = plan_head_groups(policies)
+    assert plan.slots == 3
+    assert plan.policies == (FULL, *[WINDOW] * 5)
+    assert plan.padding == 0.0
+
+
+def test_per_head_index_makes_one_group_per_kv_head_over_all_layers() -> None:
+    plan = plan_head_groups([[FULL] * 4] * 28, tp_size=2, grouping="per_head_index")
+    assert (plan.slots, len(plan.groups)) == (28, 2)
+    assert plan.groups[1].members[1][5] == Member(5, 3)
+
+
+def test_a_mixed_group_keeps_what_its_loosest_member_sees() -> None:
+    plan = plan_head_groups([[STREAMING], [WINDOW]], grouping="per_head_index")
+    assert plan.policies == (HeadPolicy(window=512, sink=64),)
+
+
+def test_ranks_share_the_groups_when_half_of_the_heads_stream() -> None:
+    policies = [[FULL, STREAMING] * 4 if layer % 2 else [STREAMING, FULL] * 4 for layer in range(32)]
+    for tp_size in (1, 2, 4):
+        plan = plan_head_groups(policies, tp_size)
+        assert len(plan.groups) == 2
+        assert plan.padding == 0.0
+
+
+@pytest.mark.parametrize("tp_size", [2, 4, 7])
+def test_a_tp_size_that_does_not_fit_says_which_do(tp_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"tp_size {tp_size} .* 3 KV heads; sizes that fit: \[1, 3\]"):
+        plan_head_groups([[FULL] * 3], tp_size)
+
+
+policies_of_a_model = st.integers(1, 4).flatmap(
+    lambda heads: st.lists(
+        st.lists(st.sampled_from([FULL, WINDOW, STREAMING]), min_size=heads, max_size=heads), min_size=1, max_size=12
+    )
+)
+
+
+@given(policies_of_a_model, st.sampled_from([1, 2, 4]), st.sampled_from(["auto", "per_head_index"]))
+def test_every_member_has_exactly_one_slot_and_its_group_keeps_what_it_sees(policies, tp_size, grouping) -> None:
+    if len(policies[0]) % tp_size:
+        tp_size = 1
+    plan = plan_head_groups(policies, tp_size, grouping)
+    seen = [member for group in plan.groups for rank in group.members for member in rank]
+    assert sorted(seen) == [Member(lay, head) for lay in range(len(policies)) for head in range(len(policies[0]))]
+    for group in plan.groups:
+        for rank in group.members:
+            assert len(rank) <= plan.slots
+            assert list(rank) == sorted(rank)
+            for member in rank:
+                _assert_keeps(group.policy, policies[member.layer][member.kv_head])
+    _assert_ranks_have_equal_heads(plan)
+
+
+@given(policies_of_a_model)
+def test_one_rank_never_pads_more_than_allowed(policies) -> None:
+    assert plan_head_groups(policies).padding <= MAX_PADDING
+
+
+def _assert_keeps(group: HeadPolicy, member: HeadPolicy) -> None:
+    if not group.is_full:
+        assert not member.is_full
+        assert group.window >= member.window
+        assert group.sink >= member.sink
+
+
+def _assert_ranks_have_equal_heads(plan: HeadGroupPlan) -> None:
+    for layer in range(plan.num_layers):
+        dealt = [plan.kv_heads(rank)[layer] for rank in range(plan.tp_size)]
+        assert {len(heads) for heads in dealt} == {plan.num_kv_heads // plan.tp_size}
+        assert sorted(head for heads in dealt for head in heads) == list(range(plan.num_kv_heads))

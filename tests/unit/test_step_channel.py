@@ -1,0 +1,228 @@
+"""The step channel with real sockets and scripted workers in threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headwise.errors import EngineDiedError
+from headwise.runtime.batch import BatchRequest, StepResult
+from headwise.runtime.request import TokenLogprobs
+from headwise.runtime.step_channel import ZmqExecutor, serve_steps
+
+Execute = Callable[[BatchRequest], StepResult]
+
+
+def batch(step_id: int, rows: int = 2) -> BatchRequest:
+    ints = np.arange(rows, dtype=np.int32)
+    return BatchRequest(
+        step_id, ints, ints, ints, ints, np.ones(rows, np.bool_), np.empty((0, 4), np.int32)
+    )
+
+
+class Echo:
+    """Samples ``step_id`` for each row on rank 0; remembers the steps it saw."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.seen: list[int] = []
+
+    def execute(self, batch: BatchRequest) -> StepResult:
+        self.seen.append(batch.step_id)
+        rows = len(batch.rows) if self.rank == 0 else 0
+        return StepResult(batch.step_id, self.rank, np.full(rows, batch.step_id, np.int32), compute_s=float(self.rank))
+
+
+class Scripted:
+    def __init__(self, execute: Execute) -> None:
+        self.execute = execute
+
+
+class Group:
+    """An executor and its workers; everything is joined at the end."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self._endpoint = f"ipc://{tmp_path}/steps"
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.failures: list[BaseException] = []
+
+    def start(self, workers: list[Echo | Scripted], step_timeout_s: float = 30.0) -> ZmqExecutor:
+        self.executor = ZmqExecutor(self._endpoint, len(workers), step_timeout_s)
+        for rank, worker in enumerate(workers):
+            self._threads.append(threading.Thread(target=self._serve, args=(worker, rank)))
+            self._threads[-1].start()
+        self.executor.wait_ready(10.0)
+        return self.executor
+
+    def _serve(self, worker: Echo | Scripted, rank: int) -> None:
+        try:
+            serve_steps(worker, self.executor.endpoint, rank, self._stop.is_set)
+        except EngineDiedError as error:
+            self.failures.append(error)
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(10)
+        self.executor.close()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    group = Group(tmp_path)
+    yield group
+    group.close()
+
+
+def test_queued_steps_run_and_return_in_order_on_every_rank(group: Group) -> None:
+    workers = [Echo(rank) for rank in range(3)]
+    executor = group.start(list(workers))
+    for step_id in range(5):
+        executor.submit(batch(step_id))
+    results = [executor.poll(10.0) for _ in range(5)]
+    assert [r.step_id for r in results if r] == [0, 1, 2, 3, 4]
+    assert [r.token_ids.tolist() for r in results if r] == [[i, i] for i in range(5)]
+    assert all(r and r.compute_s == 2.0 for r in results)
+    assert all(worker.seen == [0, 1, 2, 3, 4] for worker in workers)
+
+
+def test_poll_gives_nothing_while_a_rank_is_still_computing(group: Group) -> None:
+    release = threading.Event()
+
+    def slow(batch: BatchRequest) -> StepResult:
+        release.wait(10)
+        return StepResult(batch.step_id, 1, np.empty(0, np.int32))
+
+    executor = group.start([Echo(0), Scripted(slow)])
+    executor.submit(batch(0))
+    assert executor.poll(0.05) is None
+    assert executor.poll(0) is None
+    release.set()
+    result = executor.poll(10.0)
+    assert result is not None
+    assert result.step_id == 0
+
+
+def test_logprobs_cross_the_channel(group: Group) -> None:
+    logprobs = {1: TokenLogprobs(-0.25, ((3, -0.25), (4, -1.5)))}
+    executor = group.start([Scripted(lambda b: StepResult(b.step_id, 0, np.array([1, 2], np.int32), logprobs))])
+    executor.submit(batch(0))
+    result = executor.poll(10.0)
+    assert result is not None
+    assert result.logprobs == logprobs
+
+
+def test_an_error_of_any_rank_is_the_step_s_error_and_the_next_step_runs(group: Group) -> None:
+    def fails_once(batch: BatchRequest) -> StepResult:
+        if batch.step_id == 0:
+            raise ValueError("row 9 has no table")
+        return StepResult(batch.step_id, 1, np.empty(0, np.int32))
+
+    executor = group.start([Echo(0), Scripted(fails_once)])
+    executor.submit(batch(0))
+    executor.submit(batch(1))
+    first, second = executor.poll(10.0), executor.poll(10.0)
+    assert first is not None
+    assert first.error == "TP rank 1: ValueError: row 9 has no table"
+    assert second is not None
+    assert second.error is None
+
+
+def test_a_worker_whose_peer_died_answers_and_stops(group: Group) -> None:
+    def peer_gone(batch: BatchRequest) -> StepResult:
+        raise EngineDiedError("rank 1 did not show up")
+
+    executor = group.start([Scripted(peer_gone)])
+    executor.submit(batch(0))
+    result = executor.poll(10.0)
+    assert result is not None
+    assert result.error == "EngineDiedError: rank 1 did not show up"
+    group._threads[0].join(10)
+    assert [str(f) for f in group.failures] == ["rank 1 did not show up"]
+
+
+def test_transfers_count_once_every_rank_has_finished_them(group: Group) -> None:
+    def finished(rank: int, by_step: list[list[int]]) -> Scripted:
+        return Scripted(
+            lambda b: StepResult(
+                b.step_id, rank, np.empty(0, np.int32), swapped_in=np.array(by_step[b.step_id], np.int32)
+            )
+        )
+
+    executor = group.start([finished(0, [[1, 2], []]), finished(1, [[2], [1]])])
+    for step_id in range(2):
+        executor.submit(batch(step_id))
+    results = [executor.poll(10.0) for _ in range(2)]
+    assert [r.swapped_in.tolist() for r in results if r] == [[2], [1]]
+
+
+def test_a_lost_worker_ends_a_waiting_poll_and_every_later_call(group: Group) -> None:
+    release = threading.Event()
+
+    def stuck(batch: BatchRequest) -> StepResult:
+        release.wait(10)
+        return StepResult(batch.step_id, 0, np.empty(0, np.int32))
+
+    executor = group.start([Scripted(stuck)])
+    executor.submit(batch(0))
+    threading.Timer(0.1, executor.lost, ("TP rank 0 was killed",)).start()
+    with pytest.raises(EngineDiedError, match="TP rank 0 was killed"):
+        executor.poll(None)
+    executor.lost("a later reason")
+    with pytest.raises(EngineDiedError, match="TP rank 0 was killed"):
+        executor.submit(batch(1))
+    release.set()
+
+
+def test_a_step_over_its_time_is_a_lost_worker_named_by_rank(group: Group) -> None:
+    release = threading.Event()
+
+    def stuck(batch: BatchRequest) -> StepResult:
+        release.wait(10)
+        return StepResult(batch.step_id, 1, np.empty(0, np.int32))
+
+    executor = group.start([Echo(0), Scripted(stuck)], step_timeout_s=0.3)
+    executor.submit(batch(4))
+    with pytest.raises(EngineDiedError, match=r"step 4 did not end within step_timeout_s = 0.3 s on TP rank \[1\]"):
+        executor.poll(None)
+    release.set()
+
+
+def test_workers_that_never_connect_are_named(tmp_path: Path) -> None:
+    executor = ZmqExecutor(f"ipc://{tmp_path}/none", 2, 1.0)
+    with pytest.raises(EngineDiedError, match=r"TP rank \[0, 1\] did not connect"):
+        executor.wait_ready(0.05)
+    executor.close()
+
+
+def test_a_step_for_a_worker_that_left_is_refused(tmp_path: Path) -> None:
+    group = Group(tmp_path)
+    executor = group.start([Echo(0)])
+    group._stop.set()
+    group._threads[0].join(10)
+    with pytest.raises(EngineDiedError, match="TP rank 0 cannot be reached"):
+        for step_id in range(100):
+            executor.submit(batch(step_id))
+            time.sleep(0.02)
+    group.close()
+
+
+def test_tcp_endpoints_take_a_free_port(tmp_path: Path) -> None:
+    executor = ZmqExecutor("tcp://127.0.0.1:*", 1, 30.0)
+    stop = threading.Event()
+    thread = threading.Thread(target=serve_steps, args=(Echo(0), executor.endpoint, 0, stop.is_set))
+    thread.start()
+    executor.wait_ready(10.0)
+    executor.submit(batch(0))
+    result = executor.poll(10.0)
+    stop.set()
+    thread.join(10)
+    executor.close()
+    assert result is not None
+    assert result.token_ids.tolist() == [0, 0]
