@@ -18,14 +18,15 @@ from headwise.kernels.gqa import gqa_layout, head_dim_of
 HEAD_DIM_STEP = 16
 """Head dimensions must be a multiple of this: rows of keys are read as whole vectors."""
 
+_numba: Any = numba
 _one_caller = threading.Lock()
 
 
 class NumbaKernels:
     """`AttentionKernels` for float32 arrays in host memory, callable from any thread.
 
-    Making the first one in a process loads the kernels, and on a machine's first ever use compiles them (about half
-    a minute; Numba keeps the machine code on disk): no call compiles anything later. ``query``, ``key``, ``value``,
+    Making the first one in a process loads the kernels, and on a machine's first ever use compiles them (about twenty
+    seconds; Numba keeps the machine code on disk): no call compiles anything later. ``query``, ``key``, ``value``,
     ``out`` must be C-contiguous float32, the arrays of batch and heads C-contiguous int32.
 
     Raises:
@@ -36,7 +37,7 @@ class NumbaKernels:
 
     def __init__(self, threads: int) -> None:
         # GNU OpenMP takes calls from any thread and lives beside the threads of a tensor framework's own BLAS.
-        numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+        _numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
         from headwise.kernels import cpu_jit
 
         self._attend, self._write_kv = cpu_jit.attend, cpu_jit.write_kv
@@ -47,7 +48,7 @@ class NumbaKernels:
 
     def set_threads(self, threads: int) -> None:
         """Use at most ``threads`` threads from the next call on; small calls use fewer."""
-        most = int(numba.config.NUMBA_NUM_THREADS)
+        most = int(_numba.config.NUMBA_NUM_THREADS)
         if not 1 <= threads <= most:
             raise ConfigError(f"threads={threads} cannot be had: choose from 1 to {most}, the cores of this process")
         self._threads = threads
@@ -62,7 +63,7 @@ class NumbaKernels:
         arena = np.zeros(layout.block_bytes, np.uint8)
         self.write_kv(token, token, arena, layout, batch, heads)
         self.attend(token, arena, layout, batch, heads, scale=1.0, softcap=0.0, out=token)
-        if numba.threading_layer() == "workqueue":  # which aborts the process when two threads enter it at once
+        if _numba.threading_layer() == "workqueue":  # which aborts the process when two threads enter it at once
             self._guard = _one_caller
 
     def write_kv(
@@ -76,8 +77,8 @@ class NumbaKernels:
     ) -> None:
         """See `AttentionKernels.write_kv`."""
         self._write_kv(
-            key, value, arena, self._strides_of(layout), batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups,
-            heads.group, heads.slot,
+            key, value, arena, self._strides_of(layout),
+            batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups, heads.group, heads.slot,
         )  # fmt: skip
 
     def attend(
@@ -95,7 +96,8 @@ class NumbaKernels:
         """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible."""
         with self._guard:
             self._attend(
-                query, arena, self._strides_of(layout), batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups,
+                query, arena, self._strides_of(layout),
+                batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups,
                 heads.group, heads.slot, heads.window, heads.sink, scale, softcap, self._threads, out,
             )  # fmt: skip
 

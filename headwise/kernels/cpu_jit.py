@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The compiled half of `headwise.kernels.cpu`: SIMD micro-kernels, the block walk, the work plan.
 
 All compiled code is in this one file on purpose: Numba's disk cache looks at the file of the entry function
@@ -7,8 +8,9 @@ How `attend` works. The work is cut into *items*: one (sequence, KV head, tile o
 KV head are rows of the tile, so its KV is read once for all of them. An item whose share of the work is large is
 cut again along its visible keys into *parts* (flash-decoding), each with a softmax of its own; whoever finishes
 an item's last part merges them. Threads take parts from a shared counter. A part walks the two spans of positions
-that its queries can see, block by block, with an online softmax in base 2 (queries are scaled by
-``scale * log2(e)`` once).
+that its queries can see, segment by segment (keys side by side in one block), with an online softmax in base 2:
+queries are scaled by ``scale * log2(e)`` once. For decode, while one segment is computed on, the next is prefetched:
+blocks lie anywhere in memory, where the processor's own prefetching cannot follow.
 
 Scratch arrays are flat ``float32``; micro-kernels take an array and an offset in elements.
 """
@@ -16,7 +18,7 @@ Scratch arrays are flat ``float32``; micro-kernels take an array and an offset i
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding
 import numba
@@ -78,6 +80,13 @@ class _Emitter:
 
     def store(self, value: Any, pointer: Any) -> None:
         self.builder.store(value, self.builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+
+    def prefetch(self, pointer: Any) -> None:
+        """Start to bring the cache line at ``pointer`` into the L2 cache; harmless wherever it points."""
+        address, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address, flag, flag, flag])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        self.builder.call(function, [self.builder.bitcast(pointer, address), flag(0), flag(2), flag(1)])
 
     def at(self, pointer: Any, *offsets: Any) -> Any:
         for offset in offsets:
@@ -153,17 +162,18 @@ class _Emitter:
         return self.builder.call(function, [x])
 
 
-def _gemm(rows: int, columns: int) -> Any:
+def _gemm(rows: int, columns: int, prefetch: bool = False) -> Any:
     """Make ``c[r, j] += sum_t a[r, t] * b[t, j]`` for ``rows`` rows and ``columns`` vectors of columns.
 
-    Arguments: ``a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, c_stride, t_count``.
+    Arguments: ``a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, c_stride, t_count, ahead``.
+    With ``prefetch``, what lies ``ahead`` floats behind each vector of ``b`` is prefetched.
     """
 
     @intrinsic
-    def gemm(typing, a, ao, lda, b, bo, ldb, c, co, ldc, count):  # type: ignore[no-untyped-def]
+    def gemm(typing, a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead):
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             e = _Emitter(context, builder, signature, args)
-            a, ao, lda, b, bo, ldb, c, co, ldc, count = e.args
+            a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead = e.args
             a, b, c = e.at(a, ao), e.at(b, bo), e.at(c, co)
             cells = [
                 e.at(c, e.times(ldc, row), ldc.type(column * LANES)) for row in range(rows) for column in range(columns)
@@ -172,6 +182,9 @@ def _gemm(rows: int, columns: int) -> Any:
             with cgutils.for_range(builder, count) as loop:
                 b_row = e.at(b, builder.mul(loop.index, ldb))
                 b_vectors = [e.load(e.at(b_row, ldb.type(column * LANES))) for column in range(columns)]
+                if prefetch:
+                    for column in range(columns):
+                        e.prefetch(e.at(b_row, ahead, ldb.type(column * LANES)))
                 for row in range(rows):
                     scalar = e.fill(builder.load(e.at(a, e.times(lda, row), loop.index)))
                     for column, vector in enumerate(b_vectors):
@@ -182,39 +195,51 @@ def _gemm(rows: int, columns: int) -> Any:
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(a, n, n, b, n, n, c, n, n, n), emit
+        return types.void(a, n, n, b, n, n, c, n, n, n, n), emit
 
     return gemm
 
 
 _gemm_4_wide, _gemm_4_narrow = _gemm(4, COLUMNS), _gemm(4, 1)
 _gemm_1_wide, _gemm_1_narrow = _gemm(1, COLUMNS), _gemm(1, 1)
+_gemm_4_ahead, _gemm_1_ahead = _gemm(4, COLUMNS, prefetch=True), _gemm(1, COLUMNS, prefetch=True)
 
 
-@intrinsic
-def _dots(typing, q, qo, k, ko, dim, s, so):  # type: ignore[no-untyped-def]
-    """``s[i] = q . k[i]`` for LANES consecutive rows ``k[i]`` of ``dim`` floats."""
+def _dots(prefetch: bool) -> Any:
+    """Make ``s[i] = q . k[i]`` for LANES consecutive rows ``k[i]`` of ``dim`` floats.
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = _Emitter(context, builder, signature, args)
-        q, qo, k, ko, dim, s, so = e.args
-        q, k = e.at(q, qo), e.at(k, ko)
-        vectors = builder.udiv(dim, dim.type(LANES))
-        totals: list[Any] = []
-        for first in range(0, LANES, 8):  # eight chains of additions hide their latency
-            rows = [e.at(k, e.times(dim, first + row)) for row in range(8)]
-            sums = [e.variable(e.fill(0.0)) for _ in rows]
-            with cgutils.for_range(builder, vectors) as loop:
-                offset = e.times(loop.index, LANES)
-                q_vector = e.load(e.at(q, offset))
-                for row, total in zip(rows, sums, strict=True):
-                    e.update(total, e.multiply_add(q_vector, e.load(e.at(row, offset)), e.value(total)))
-            totals += [e.value(total) for total in sums]
-        e.store(e.fold(_bit_reversed(totals), e.add), e.at(s, so))
-        return context.get_dummy_value()
+    Arguments: ``q, q_offset, k, k_offset, dim, s, s_offset, ahead``; ``prefetch`` as in `_gemm`.
+    """
 
-    n = types.intp
-    return types.void(q, n, k, n, n, s, n), emit
+    @intrinsic
+    def dots(typing, q, qo, k, ko, dim, s, so, ahead):
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            e = _Emitter(context, builder, signature, args)
+            q, qo, k, ko, dim, s, so, ahead = e.args
+            q, k = e.at(q, qo), e.at(k, ko)
+            vectors = builder.udiv(dim, dim.type(LANES))
+            totals: list[Any] = []
+            for first in range(0, LANES, 8):  # eight chains of additions hide their latency
+                rows = [e.at(k, e.times(dim, first + row)) for row in range(8)]
+                sums = [e.variable(e.fill(0.0)) for _ in rows]
+                with cgutils.for_range(builder, vectors) as loop:
+                    offset = e.times(loop.index, LANES)
+                    q_vector = e.load(e.at(q, offset))
+                    for row, total in zip(rows, sums, strict=True):
+                        e.update(total, e.multiply_add(q_vector, e.load(e.at(row, offset)), e.value(total)))
+                        if prefetch:
+                            e.prefetch(e.at(row, offset, ahead))
+                totals += [e.value(total) for total in sums]
+            e.store(e.fold(_bit_reversed(totals), e.add), e.at(s, so))
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(q, n, k, n, n, s, n, n), emit
+
+    return dots
+
+
+_dots_plain, _dots_ahead = _dots(prefetch=False), _dots(prefetch=True)
 
 
 def _bit_reversed(items: list[Any]) -> list[Any]:
@@ -225,7 +250,7 @@ def _bit_reversed(items: list[Any]) -> list[Any]:
 
 
 @intrinsic
-def _row_max(typing, s, so, count):  # type: ignore[no-untyped-def]
+def _row_max(typing, s, so, count):
     """The largest of ``s[so:so + count]``; ``count`` is a positive multiple of LANES."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -241,7 +266,7 @@ def _row_max(typing, s, so, count):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _row_exp2(typing, s, so, count, shift):  # type: ignore[no-untyped-def]
+def _row_exp2(typing, s, so, count, shift):
     """``s = 2 ** (s - shift)`` in place over ``count`` (a multiple of LANES) floats; returns their sum."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -260,7 +285,7 @@ def _row_exp2(typing, s, so, count, shift):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _row_softcap(typing, s, so, count, cap):  # type: ignore[no-untyped-def]
+def _row_softcap(typing, s, so, count, cap):
     """``s = cap * tanh(x)`` in place, given ``s = 2 * log2(e) * x``: ``tanh(x) = 1 - 2 / (2 ** s + 1)``."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -280,7 +305,7 @@ def _row_softcap(typing, s, so, count, cap):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _fetch_add(typing, counters, index):  # type: ignore[no-untyped-def]
+def _fetch_add(typing, counters, index):
     """Add 1 to ``counters[index]`` (int64), as one atomic step ordered with all memory; returns what it was."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -291,7 +316,7 @@ def _fetch_add(typing, counters, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _use_threads(typing, count):  # type: ignore[no-untyped-def]
+def _use_threads(typing, count):
     """Run this thread's parallel loops on ``count`` threads; returns what it was before.
 
     `numba.set_num_threads` does this too, but compiled code that calls it cannot be cached.
@@ -310,7 +335,7 @@ def _use_threads(typing, count):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _dot(q, qo, k, ko, dim):  # type: ignore[no-untyped-def]
+def _dot(q, qo, k, ko, dim):
     total = np.float32(0.0)
     for d in range(dim):
         total += q[qo + d] * k[ko + d]
@@ -318,138 +343,110 @@ def _dot(q, qo, k, ko, dim):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _scale_row(row, offset, count, factor):  # type: ignore[no-untyped-def]
+def _scale_row(row, offset, count, factor):
     for i in range(offset, offset + count):
         row[i] *= factor
 
 
 @_compiled
-def _multiply(a, ao, lda, b, bo, ldb, c, co, ldc, rows, count, width):  # type: ignore[no-untyped-def]
-    """``c[rows, width] += a[rows, count] @ b[count, width]``; ``c`` and ``a`` are padded to four rows if over two."""
+def _multiply(a, ao, lda, b, bo, ldb, c, co, ldc, rows, count, width, ahead):
+    """``c[rows, width] += a[rows, count] @ b[count, width]``, prefetching ``ahead`` of ``b`` unless it is 0.
+
+    Three rows are done as four: ``a`` and ``c`` must have room for a multiple of four rows.
+    """
     wide = COLUMNS * LANES
     row = 0
     while row < rows:
-        four = rows - row > 2
+        four, first = rows - row > 2, row == 0 and ahead != 0
         ar, cr, column = ao + row * lda, co + row * ldc, 0
-        while column < width:
-            if width - column >= wide:
-                if four:
-                    _gemm_4_wide(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count)
-                else:
-                    _gemm_1_wide(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count)
-                column += wide
+        while width - column >= wide:
+            if four and first:
+                _gemm_4_ahead(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, ahead)
+            elif four:
+                _gemm_4_wide(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, 0)
+            elif first:
+                _gemm_1_ahead(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, ahead)
             else:
-                if four:
-                    _gemm_4_narrow(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count)
-                else:
-                    _gemm_1_narrow(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count)
-                column += LANES
+                _gemm_1_wide(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, 0)
+            column += wide
+        while column < width:
+            if four:
+                _gemm_4_narrow(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, 0)
+            else:
+                _gemm_1_narrow(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, 0)
+            column += LANES
         row += 4 if four else 1
 
 
-# --- one segment: keys that lie side by side in one block ---------------------------------------------------------
+# --- what the stages pass on --------------------------------------------------------------------------------------
 
 
-@_compiled
-def _score_one_token(q, kv, keys_at, count, share, dim, s):  # type: ignore[no-untyped-def]
-    """``s[r, i] = q[r] . key[i]``: the keys are read where they lie, by all ``share`` heads while in L1."""
-    for row in range(share):
-        i = 0
-        while i + LANES <= count:
-            _dots(q, row * dim, kv, keys_at + i * dim, dim, s, row * KEYS + i)
-            i += LANES
-        while i < count:
-            s[row * KEYS + i] = _dot(q, row * dim, kv, keys_at + i * dim, dim)
-            i += 1
+class _Step(NamedTuple):
+    """All that stays the same during one call. Strides are in floats; ``share`` is query heads per KV head."""
+
+    query: Any
+    kv: Any
+    block_stride: Any
+    slot_stride: Any
+    value_offset: Any
+    block_size: Any
+    tables: Any
+    groups: Any
+    head_group: Any
+    head_slot: Any
+    head_window: Any
+    head_sink: Any
+    factor: Any
+    softcap: Any
+    share: Any
+    dim: Any
 
 
-@_compiled
-def _score_tile(q, kv, keys_at, count, rows, dim, turned, s):  # type: ignore[no-untyped-def]
-    """``s[r, i] = q[r] . key[i]`` as a matrix product with the keys turned to ``[dim, KEYS]``."""
-    for i in range(count):
-        for d in range(dim):
-            turned[d * KEYS + i] = kv[keys_at + i * dim + d]
-    width = -(-count // LANES) * LANES
-    for row in range(rows):
-        for i in range(width):
-            s[row * KEYS + i] = 0.0
-    _multiply(q, 0, dim, turned, 0, KEYS, s, 0, KEYS, rows, dim, width)
+class _Scratch(NamedTuple):
+    """A thread's own: queries ``[rows, dim]``, scores ``[rows, KEYS]``, keys turned to ``[dim, KEYS]``."""
+
+    q: Any
+    s: Any
+    turned: Any
 
 
-@_inlined
-def _mask_row(s, at, first, count, width, position, window, sink):  # type: ignore[no-untyped-def]
-    """Set to -inf what the query at ``position`` does not see of the keys ``[first, first + count)``."""
-    for i in range(count, width):
-        s[at + i] = -np.inf
-    if first + count - 1 <= position and (window == 0 or position - first < window or first + count <= sink):
-        return
-    for i in range(count):
-        k = first + i
-        if k > position or (window > 0 and position - k >= window and k >= sink):
-            s[at + i] = -np.inf
+class _Softmax(NamedTuple):
+    """A softmax under way: each row's maximum and sum so far, and weighted values ``acc [rows, dim]``."""
 
+    top: Any
+    total: Any
+    acc: Any
 
-@_compiled
-def _attend_segment(  # type: ignore[no-untyped-def]
-    kv, keys_at, values_at, first, count, q, rows, share, position, window, sink, dim, softcap, turned, s, top, total, acc
-):
-    """Take ``count`` keys, the first at position ``first``, into the rows' running softmax.
-
-    Row ``r`` is query head ``r % share`` of the token at ``position + r // share``. ``top`` and ``total``
-    are the running maximum and sum of each row, ``acc [rows, dim]`` the running weighted values.
-    """
-    if rows == share:
-        _score_one_token(q, kv, keys_at, count, share, dim, s)
-    else:
-        _score_tile(q, kv, keys_at, count, rows, dim, turned, s)
-    width = -(-count // LANES) * LANES
-    for row in range(rows):
-        at = row * KEYS
-        if softcap > 0:
-            _row_softcap(s, at, width, softcap * LOG2E)
-        _mask_row(s, at, first, count, width, position + row // share, window, sink)
-        highest = max(top[row], _row_max(s, at, width))
-        if highest == -np.inf:
-            for i in range(width):
-                s[at + i] = 0.0
-            continue
-        if highest > top[row]:
-            shrink = np.exp2(top[row] - highest)
-            total[row] *= shrink
-            _scale_row(acc, row * dim, dim, shrink)
-            top[row] = highest
-        total[row] += _row_exp2(s, at, width, highest)
-    _multiply(s, 0, KEYS, kv, values_at, dim, acc, 0, dim, rows, count, dim)
-
-
-# --- the plan: items and their parts ------------------------------------------------------------------------------
 
 SEQUENCE, HEAD, TOKEN, TOKENS, POSITION, SINK_END, WINDOW_START, WINDOW_END, PARTS, FIRST_PARTIAL = range(10)
 """Fields of an item. It sees the positions ``[0, SINK_END)`` and ``[WINDOW_START, WINDOW_END)``.
 
 TOKEN is the row of its first token in the batch, POSITION that token's position. FIRST_PARTIAL is the index of its
-first partial result, where it has more than one part.
+first partial result, where it has more than one part. Row ``r`` of an item is query head ``r % share`` of its token
+``r // share``.
 """
+
+# --- the plan: items and their parts ------------------------------------------------------------------------------
 
 
 @_inlined
-def _tile_tokens(queries, share):  # type: ignore[no-untyped-def]
+def _tile_tokens(queries, share):
     return min(queries, max(2, TILE_ROWS // share)) if queries > 1 else 1
 
 
 @_inlined
-def _keys_seen(item):  # type: ignore[no-untyped-def]
+def _keys_seen(item):
     return item[SINK_END] + item[WINDOW_END] - item[WINDOW_START]
 
 
 @_inlined
-def _cost(item, share, dim):  # type: ignore[no-untyped-def]
+def _cost(item, share, dim):
     # Reading a key and its value costs as much as the arithmetic of about twelve rows.
     return _keys_seen(item) * (item[TOKENS] * share + 12) * dim
 
 
 @_compiled
-def _plan_items(cu, lens, windows, sinks, share):  # type: ignore[no-untyped-def]
+def _plan_items(cu, lens, windows, sinks, share):
     """All items of the batch, ``int64 [items, fields]``, not yet cut into parts."""
     heads, count = len(windows), 0
     for sequence in range(len(lens)):
@@ -477,8 +474,8 @@ def _plan_items(cu, lens, windows, sinks, share):  # type: ignore[no-untyped-def
 
 
 @_compiled
-def _plan_parts(items, share, dim, threads):  # type: ignore[no-untyped-def]
-    """Cut items into parts: ``(parts int64 [n, 2] of (item, part), partial results, total cost)``."""
+def _plan_parts(items, share, dim, threads):
+    """Cut items into parts: ``(parts int64 [n, 2] of (item, part), number of partial results, total cost)``."""
     cost = 0
     for item in items:
         cost += _cost(item, share, dim)
@@ -499,116 +496,190 @@ def _plan_parts(items, share, dim, threads):  # type: ignore[no-untyped-def]
     return parts, partials, cost
 
 
+# --- one segment --------------------------------------------------------------------------------------------------
+
+
+@_compiled
+def _score_one_token(step, scratch, keys_at, count, ahead):
+    """Scores of one token's rows: the keys are read where they lie, by every row while they are in L1."""
+    dim, q, s, kv = step.dim, scratch.q, scratch.s, step.kv
+    for row in range(step.share):
+        i = 0
+        while i + LANES <= count:
+            if row == 0 and ahead != 0:
+                _dots_ahead(q, 0, kv, keys_at + i * dim, dim, s, i, ahead)
+            else:
+                _dots_plain(q, row * dim, kv, keys_at + i * dim, dim, s, row * KEYS + i, 0)
+            i += LANES
+        while i < count:
+            s[row * KEYS + i] = _dot(q, row * dim, kv, keys_at + i * dim, dim)
+            i += 1
+
+
+@_compiled
+def _score_tile(step, scratch, keys_at, count, rows):
+    """Scores of many rows, as a matrix product with the keys turned to ``[dim, KEYS]``."""
+    dim, s, turned = step.dim, scratch.s, scratch.turned
+    for i in range(count):
+        for d in range(dim):
+            turned[d * KEYS + i] = step.kv[keys_at + i * dim + d]
+    width = -(-count // LANES) * LANES
+    for row in range(rows):
+        for i in range(width):
+            s[row * KEYS + i] = 0.0
+    _multiply(scratch.q, 0, dim, turned, 0, KEYS, s, 0, KEYS, rows, dim, width, 0)
+
+
+@_inlined
+def _mask_row(s, at, first, count, width, position, window, sink):
+    """Set to -inf what the query at ``position`` does not see of the keys ``[first, first + count)``."""
+    for i in range(count, width):
+        s[at + i] = -np.inf
+    if first + count - 1 <= position and (window == 0 or position - first < window or first + count <= sink):
+        return
+    for i in range(count):
+        k = first + i
+        if k > position or (window > 0 and position - k >= window and k >= sink):
+            s[at + i] = -np.inf
+
+
+@_compiled
+def _attend_segment(step, item, scratch, softmax, keys_at, first, count, ahead):
+    """Take ``count`` keys, the first at position ``first``, into the softmax of the item's rows."""
+    s, share, dim, softcap = scratch.s, step.share, step.dim, step.softcap
+    top, total, acc = softmax
+    rows, position = item[TOKENS] * share, item[POSITION]
+    window, sink = step.head_window[item[HEAD]], step.head_sink[item[HEAD]]
+    if item[TOKENS] == 1:
+        _score_one_token(step, scratch, keys_at, count, ahead)
+    else:
+        _score_tile(step, scratch, keys_at, count, rows)
+    width = -(-count // LANES) * LANES
+    for row in range(rows):
+        at = row * KEYS
+        if softcap > 0:
+            _row_softcap(s, at, width, softcap * LOG2E)
+        _mask_row(s, at, first, count, width, position + row // share, window, sink)
+        highest = max(top[row], _row_max(s, at, width))
+        if highest > top[row]:
+            shrink = np.exp2(top[row] - highest)
+            total[row] *= shrink
+            _scale_row(acc, row * dim, dim, shrink)
+            top[row] = highest
+        # Where nothing was seen yet, -inf must not be taken from -inf.
+        total[row] += _row_exp2(s, at, width, highest if highest > -np.inf else 0.0)
+    _multiply(s, 0, KEYS, step.kv, keys_at + step.value_offset, dim, acc, 0, dim, rows, count, dim, ahead)
+
+
 # --- one part -----------------------------------------------------------------------------------------------------
 
 
 @_compiled
-def _load_queries(query, item, share, dim, factor, q):  # type: ignore[no-untyped-def]
-    head = item[HEAD] * share
+def _load_queries(step, item, q):
+    head, dim = item[HEAD] * step.share, step.dim
     for token in range(item[TOKENS]):
-        for h in range(share):
-            row = (token * share + h) * dim
+        for h in range(step.share):
+            row = (token * step.share + h) * dim
             for d in range(dim):
-                q[row + d] = query[item[TOKEN] + token, head + h, d] * factor
+                q[row + d] = step.query[item[TOKEN] + token, head + h, d] * step.factor
+
+
+@_inlined
+def _address(step, item, position):
+    """Where the key at ``position`` lies in the arena, in floats; -1 if its block is not mapped."""
+    row = item[SEQUENCE] * step.groups + step.head_group[item[HEAD]]
+    block = np.int64(step.tables[row, position // step.block_size])
+    if block < 0:
+        return -1
+    slot = np.int64(step.head_slot[item[HEAD]])
+    return block * step.block_stride + slot * step.slot_stride + position % step.block_size * step.dim
 
 
 @_compiled
-def _walk(  # type: ignore[no-untyped-def]
-    kv, strides, row, item, part, slot, window, sink, share, dim, softcap, q, turned, s, top, total, acc
-):
-    """Attend to the part's share of the item's two spans. ``-1`` blocks are stepped over, never looked up."""
-    block_stride, slot_stride, value_offset, block_size = strides
-    rows, seen = item[TOKENS] * share, _keys_seen(item)
+def _walk(step, item, part, scratch, softmax):
+    """Attend to the part's share of the item's two spans, stepping over blocks that are not mapped."""
+    seen = _keys_seen(item)
     # Parts begin on multiples of KEYS so that segments stay whole.
     each = -(-seen // (item[PARTS] * KEYS)) * KEYS
     begin, end = min(part * each, seen), min((part + 1) * each, seen)
+    shift = item[WINDOW_START] - item[SINK_END]
     for span in range(2):
         if span == 0:
             first, last = begin, min(end, item[SINK_END])
         else:
-            shift = item[WINDOW_START] - item[SINK_END]
             first, last = max(begin, item[SINK_END]) + shift, end + shift
         while first < last:
-            in_block = first % block_size
-            count = min(last - first, block_size - in_block, KEYS - in_block % KEYS)
-            block = np.int64(row[first // block_size])
-            if block >= 0:
-                keys_at = block * block_stride + slot * slot_stride + in_block * dim
-                _attend_segment(
-                    kv, keys_at, keys_at + value_offset, first, count, q, rows, share, item[POSITION], window, sink,
-                    dim, softcap, turned, s, top, total, acc,
-                )  # fmt: skip
+            in_block = first % step.block_size
+            count = min(last - first, step.block_size - in_block, KEYS - in_block % KEYS)
+            keys_at = _address(step, item, first)
+            if keys_at >= 0:
+                ahead = 0
+                if item[TOKENS] == 1 and first + count < last:
+                    ahead = max(_address(step, item, first + count), 0) - keys_at
+                _attend_segment(step, item, scratch, softmax, keys_at, first, count, ahead)
             first += count
 
 
 @_compiled
-def _store(item, share, dim, top, total, acc, first, out):  # type: ignore[no-untyped-def]
-    """Write the item's output: rows of ``acc`` from row ``first`` over their sums; zeros if nothing was seen."""
-    head = item[HEAD] * share
+def _store(step, item, softmax, first, out):
+    """Write the item's output, from the softmax's rows ``first`` on; zeros where nothing was seen."""
+    head, dim = item[HEAD] * step.share, step.dim
     for token in range(item[TOKENS]):
-        for h in range(share):
-            row = first + token * share + h
+        for h in range(step.share):
+            row = first + token * step.share + h
             inverse = np.float32(0.0)
-            if top[row] != -np.inf:
-                inverse = np.float32(1.0) / total[row]
+            if softmax.total[row] != 0.0:
+                inverse = np.float32(1.0) / softmax.total[row]
             for d in range(dim):
-                out[item[TOKEN] + token, head + h, d] = acc[row * dim + d] * inverse
+                out[item[TOKEN] + token, head + h, d] = softmax.acc[row * dim + d] * inverse
 
 
 @_compiled
-def _merge(item, share, dim, stride, tops, totals, accs):  # type: ignore[no-untyped-def]
+def _merge(step, item, partials, stride):
     """Merge the partial results of all parts of an item into its first one."""
-    into = item[FIRST_PARTIAL] * stride
+    top, total, acc = partials
+    dim, into = step.dim, item[FIRST_PARTIAL] * stride
     for part in range(1, item[PARTS]):
-        source = into + part * stride
-        for row in range(item[TOKENS] * share):
-            a, b = into + row, source + row
-            highest = max(tops[a], tops[b])
-            if tops[b] == -np.inf:
+        for row in range(item[TOKENS] * step.share):
+            a, b = into + row, into + part * stride + row
+            if total[b] == 0.0:
                 continue
-            keep, take = np.exp2(tops[a] - highest), np.exp2(tops[b] - highest)
-            tops[a] = highest
-            totals[a] = totals[a] * keep + totals[b] * take
+            highest = max(top[a], top[b])
+            keep, take = np.exp2(top[a] - highest), np.exp2(top[b] - highest)
+            top[a] = highest
+            total[a] = total[a] * keep + total[b] * take
             for d in range(dim):
-                accs[a * dim + d] = accs[a * dim + d] * keep + accs[b * dim + d] * take
+                acc[a * dim + d] = acc[a * dim + d] * keep + acc[b * dim + d] * take
 
 
 @_compiled
-def _work(  # type: ignore[no-untyped-def]
-    query, kv, strides, tables, groups, head_group, head_slot, head_window, head_sink, factor, softcap, share, dim,
-    items, parts, stride, tops, totals, accs, counters, out,
-):  # fmt: skip
+def _work(step, items, parts, stride, partials, counters, out):
     """One thread: take parts until none is left. ``counters`` are parts taken, then parts finished per item."""
-    q = np.zeros(stride * dim, np.float32)
-    acc = np.empty(stride * dim, np.float32)
-    s = np.zeros(stride * KEYS, np.float32)
-    turned = np.zeros(dim * KEYS, np.float32)
-    top, total = np.empty(stride, np.float32), np.empty(stride, np.float32)
+    step, partials = _Step(*step), _Softmax(*partials)
+    dim = step.dim
+    zeros = np.zeros((dim + stride) * KEYS + stride * dim, np.float32)
+    q, rest = zeros[: stride * dim], zeros[stride * dim :]
+    scratch = _Scratch(q, rest[: stride * KEYS], rest[stride * KEYS :])
+    own = _Softmax(np.empty(stride, np.float32), np.empty(stride, np.float32), np.empty(stride * dim, np.float32))
     while True:
         taken = _fetch_add(counters, 0)
         if taken >= len(parts):
             return
         index, part = parts[taken]
         item = items[index]
-        head = item[HEAD]
-        rows = item[TOKENS] * share
-        _load_queries(query, item, share, dim, factor, q)
-        acc[: (rows + 3) // 4 * 4 * dim] = 0.0
-        top[:rows] = -np.inf
-        total[:rows] = 0.0
-        _walk(
-            kv, strides, tables[item[SEQUENCE] * groups + head_group[head]], item, part, head_slot[head],
-            head_window[head], head_sink[head], share, dim, softcap, q, turned, s, top, total, acc,
-        )  # fmt: skip
+        rows = item[TOKENS] * step.share
+        _load_queries(step, item, scratch.q)
+        own.top[:], own.total[:], own.acc[:] = -np.inf, 0.0, 0.0
+        _walk(step, item, part, scratch, own)
         if item[PARTS] == 1:
-            _store(item, share, dim, top, total, acc, 0, out)
+            _store(step, item, own, 0, out)
             continue
         at = (item[FIRST_PARTIAL] + part) * stride
-        tops[at : at + rows], totals[at : at + rows] = top[:rows], total[:rows]
-        accs[at * dim : (at + rows) * dim] = acc[: rows * dim]
+        partials.top[at : at + rows], partials.total[at : at + rows] = own.top[:rows], own.total[:rows]
+        partials.acc[at * dim : (at + rows) * dim] = own.acc[: rows * dim]
         if _fetch_add(counters, 1 + index) == item[PARTS] - 1:
-            _merge(item, share, dim, stride, tops, totals, accs)
-            _store(item, share, dim, tops, totals, accs, item[FIRST_PARTIAL] * stride, out)
+            _merge(step, item, partials, stride)
+            _store(step, item, partials, item[FIRST_PARTIAL] * stride, out)
 
 
 # --- entry points -------------------------------------------------------------------------------------------------
@@ -631,7 +702,7 @@ _HEADS = (_INTS, _INTS)
     ),
     parallel=True, cache=True, nogil=True, fastmath=_MATH, error_model="numpy",
 )  # fmt: skip
-def attend(  # type: ignore[no-untyped-def]
+def attend(
     query, arena, strides, cu, lens, tables, groups, head_group, head_slot, head_window, head_sink, scale, softcap,
     threads, out,
 ):  # fmt: skip
@@ -639,43 +710,48 @@ def attend(  # type: ignore[no-untyped-def]
 
     ``strides`` are (block, slot, keys to values: in floats; block_size in tokens).
     """
-    kv = arena.view(np.float32)
     share, dim = query.shape[1] // len(head_group), query.shape[2]
+    if query.shape != out.shape or cu[len(lens)] > len(query) or share * len(head_group) != query.shape[1]:
+        raise ValueError("query, out, cu_seqlens_q and the number of KV heads do not fit each other")
+    if strides[2] < strides[3] * dim:
+        raise ValueError("the query's head_dim is larger than that of the block layout")
     items = _plan_items(cu, lens, head_window, head_sink, share)
     if len(items) == 0:
         return
-    parts, partials, cost = _plan_parts(items, share, dim, threads)
+    parts, partial_count, cost = _plan_parts(items, share, dim, threads)
     stride = 0
     for index in range(len(items)):
         stride = max(stride, items[index, TOKENS] * share)
     stride = (stride + 3) // 4 * 4
-    tops, totals = np.empty(partials * stride, np.float32), np.empty(partials * stride, np.float32)
-    accs = np.empty(partials * stride * dim, np.float32)
+    top, total = np.empty(partial_count * stride, np.float32), np.empty(partial_count * stride, np.float32)
+    partials = (top, total, np.empty(partial_count * stride * dim, np.float32))
     counters = np.zeros(1 + len(items), np.int64)
-    factor = np.float32(scale * LOG2E)
-    if softcap > 0:
-        factor = np.float32(2.0 * scale * LOG2E / softcap)
+    factor = np.float32(2.0 * scale * LOG2E / softcap) if softcap > 0 else np.float32(scale * LOG2E)
+    # Numba's parallel loops take plain tuples only; `_work` gives the fields their names.
+    step = (
+        query, arena.view(np.float32), strides[0], strides[1], strides[2], strides[3], tables, groups, head_group,
+        head_slot, head_window, head_sink, factor, softcap, share, dim,
+    )  # fmt: skip
     workers = max(1, min(threads, len(parts), cost // THREAD_COST))
     before = _use_threads(workers)
     for _ in numba.prange(workers):
-        _work(
-            query, kv, strides, tables, groups, head_group, head_slot, head_window, head_sink, factor, softcap,
-            share, dim, items, parts, stride, tops, totals, accs, counters, out,
-        )  # fmt: skip
+        _work(step, items, parts, stride, partials, counters, out)
     _use_threads(before)
 
 
 @numba.njit(
-    types.void(
-        _read(types.float32, 3), _read(types.float32, 3), types.uint8[::1], _STRIDES, *_BATCH, *_HEADS,
-    ),
+    types.void(_read(types.float32, 3), _read(types.float32, 3), types.uint8[::1], _STRIDES, *_BATCH, *_HEADS),
     cache=True, nogil=True, error_model="numpy",
 )  # fmt: skip
-def write_kv(key, value, arena, strides, cu, lens, tables, groups, head_group, head_slot):  # type: ignore[no-untyped-def]
+def write_kv(key, value, arena, strides, cu, lens, tables, groups, head_group, head_slot):
     """`AttentionKernels.write_kv`; ``strides`` as in `attend`. Not parallel: it is bound by memory."""
     kv = arena.view(np.float32)
     block_stride, slot_stride, value_offset, block_size = strides
     dim = key.shape[2]
+    if key.shape != value.shape or cu[len(lens)] > len(key) or len(head_group) != key.shape[1]:
+        raise ValueError("key, value, cu_seqlens_q and the number of KV heads do not fit each other")
+    if value_offset < block_size * dim:
+        raise ValueError("the keys' head_dim is larger than that of the block layout")
     for sequence in range(len(lens)):
         begin, end = cu[sequence], cu[sequence + 1]
         for head in range(len(head_group)):

@@ -113,4 +113,5 @@ def _softmax_attention(
     weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0.0))
     total = weights.sum(axis=-1, keepdims=True)
     mixed: NDArray[np.float64] = weights @ value.astype(np.float64)
-    return np.divide(mixed, total, out=np.zeros_like(mixed), where=total > 0)
+    result: NDArray[np.float64] = np.divide(mixed, total, out=np.zeros_like(mixed), where=total != 0)
+    return result

@@ -82,7 +82,8 @@ class Checkpoint:
             return dict.fromkeys(self._load(SINGLE).names, SINGLE)
         if not (self.directory / INDEX).exists():
             raise ModelError(
-                f"{self.directory} has neither {SINGLE} nor {INDEX}; only safetensors weights (or a GGUF file) can be read"
+                f"{self.directory} has neither {SINGLE} nor {INDEX}; only safetensors weights (or a GGUF file) "
+                "can be read"
             )
         weight_map = read_json(self.directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

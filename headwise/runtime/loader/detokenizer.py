@@ -115,12 +115,13 @@ def detokenizer_factory(decoder: Mapping[str, Any] | None, piece: Piece) -> Call
     """What makes detokenizers for the ``decoder`` of a ``tokenizer.json``; raises `ModelError` on unknown ones."""
     if decoder is None:
         return lambda: WordDetokenizer(piece)
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    steps: list[Mapping[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return lambda: ByteLevelDetokenizer(piece)
     if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
-        replace, strip = steps[0], steps[3] if len(steps) == 4 else {"content": " ", "start": 0, "stop": 0}
+        replace = steps[0]
+        strip: Mapping[str, Any] = steps[3] if len(steps) == 4 else {"content": " ", "start": 0, "stop": 0}
         marker = replace["pattern"].get("String")
         if marker and replace["content"] == " " and strip["content"] == " " and not strip["stop"]:
             return lambda: ByteFallbackDetokenizer(piece, marker, strip["start"])

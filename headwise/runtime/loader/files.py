@@ -21,12 +21,19 @@ def building(target: Path, progress: Progress) -> Iterator[Path | None]:
     another process has built ``target`` meanwhile. Raises `ModelError` where the cache directory cannot be written.
     """
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(target.parent / f".{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        with _building(target, progress) as directory:
+            yield directory
     except OSError as error:
         raise ModelError(
-            f"cannot write to the cache directory {target.parent}: {error.strerror}; choose another with --cache-dir"
-        ) from None
+            f"cannot write to the cache directory {target.parent}: {error.strerror or error}; "
+            "make room there or choose another with --cache-dir"
+        ) from error
+
+
+@contextmanager
+def _building(target: Path, progress: Progress) -> Iterator[Path | None]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(target.parent / f".{target.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _acquire(handle, target, progress)
         if target.is_dir():

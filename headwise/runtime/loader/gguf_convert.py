@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import ModelError
+from headwise.errors import HeadwiseError, ModelError
 from headwise.runtime.loader.files import building
 from headwise.runtime.loader.gguf_config import architecture_of, build_config, hf_tensor_name
 from headwise.runtime.loader.gguf_file import GgufFile
@@ -43,7 +43,23 @@ def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Pa
 
 
 def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
-    """Write a GGUF file's model into an empty ``directory``: float32 weights, config and tokenizer."""
+    """Write a GGUF file's model into an empty ``directory``: float32 weights, config and tokenizer.
+
+    Raises `ModelError` if the file is truncated, corrupt or of a kind that cannot be converted.
+    """
+    try:
+        _convert(source, directory, progress)
+    except (HeadwiseError, OSError):
+        raise
+    # A header that is well formed can still contradict itself, in as many ways as there are lines below; the
+    # tokenizers library in particular raises nothing narrower than Exception.
+    except Exception as error:
+        raise ModelError(
+            f"{source} is corrupt: its parts contradict each other ({type(error).__name__}: {error}); download it again"
+        ) from error
+
+
+def _convert(source: Path, directory: Path, progress: Progress) -> None:
     progress.stage(f"reading {source.name}")
     file = GgufFile(source)
     architecture_of(file)

@@ -93,8 +93,8 @@ def _sentencepiece(source: GgufFile) -> Tokenizer:
         vocab=vocabulary, merges=_derive_merges(source), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     tokenizer = Tokenizer(model)
-    steps = [normalizers.Replace(" ", _SPACE)]
-    back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    back: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if source.get("tokenizer.ggml.add_space_prefix", True):
         steps.insert(0, normalizers.Prepend(_SPACE))
         back.append(decoders.Strip(" ", 1, 0))

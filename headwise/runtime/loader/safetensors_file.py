@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 
 # bfloat16 is read as its bits: NumPy has no such type.
-_STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _HEADER_ALIGNMENT = 64
 
 

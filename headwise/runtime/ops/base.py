@@ -1,7 +1,7 @@
 """The tensor operations a model is written in.
 
 A model file names no framework. Tensors are opaque but for what NumPy, CuPy and Paddle share: ``+``, ``*``,
-``.shape``, ``.reshape`` and slicing. Shapes: ``T`` tokens, ``H`` heads, ``D`` head size, ``N`` features.
+``.shape``, ``.reshape(shape)`` and basic slicing. Shapes: ``T`` tokens, ``H`` heads, ``D`` head size, ``N`` features.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TensorOps(Protocol):
         """The tensor as a NumPy array; shares memory where the device is the CPU."""
 
     def kernel_array(self, tensor: Tensor) -> Any:
-        """The tensor, contiguous, as the array type that attention kernels on this device take."""
+        """The tensor, C-contiguous, as the array type that attention kernels on this device take."""
 
     def from_kernel_array(self, array: Any) -> Tensor:
         """The reverse of `kernel_array`; never copies."""
@@ -43,14 +43,14 @@ class TensorOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last axis; ``x`` may be ``[T, N]`` or ``[T, H, D]``."""
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate ``x [T, H, D]`` by halves (the Hugging Face convention): ``cos``, ``sin`` are ``[T, 1, D]``."""
+    def rope(self, x: Tensor, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Tensor:
+        """Rotate ``x [T, H, D]`` by halves (the Hugging Face convention): ``cos``, ``sin`` are ``[T, 1, D / 2]``."""
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """``silu(gate) * up``."""
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of ``gate_up [T, 2 * N] = gate | up``."""
 
-    def gelu_tanh_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """``gelu(gate, approximate="tanh") * up``."""
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        """``gelu(gate) * up`` with the tanh approximation, of ``gate_up [T, 2 * N] = gate | up``."""
 
     def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor:
         """Rows ``rows`` of ``x [T, N]``."""

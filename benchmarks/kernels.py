@@ -1,0 +1,159 @@
+"""CPU attention kernels against the memory bandwidth of the machine and against gather-then-matmul.
+
+    OMP_WAIT_POLICY=passive python benchmarks/kernels.py [--quick] [--threads N]
+
+Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.gqa import gqa_layout, kv_views
+from headwise.kernels.select import make_kernels
+
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``batch`` sequences of ``context`` tokens, the last ``queries`` of each new in this step."""
+
+    name: str
+    batch: int
+    queries: int
+    context: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    sink: int = 0
+
+    @property
+    def visible_bytes(self) -> int:
+        seen = min(self.context, self.sink + self.window + self.queries - 1) if self.window else self.context
+        return self.batch * self.kv_heads * seen * self.head_dim * 8
+
+
+WORKLOADS = [
+    Workload("decode 1 x 2048", 1, 1, 2048, 9, 3, 64),
+    Workload("decode 16 x 2048", 16, 1, 2048, 9, 3, 64),
+    Workload("decode 16 x 2048, TP rank", 16, 1, 2048, 3, 1, 64),
+    Workload("decode 16 x 2048, w 256 s 4", 16, 1, 2048, 9, 3, 64, 256, 4),
+    Workload("decode 16 x 8192, w 256 s 4", 16, 1, 8192, 9, 3, 64, 256, 4),
+    Workload("decode 8 x 2048, Llama-like", 8, 1, 2048, 32, 8, 128),
+    Workload("decode 8 x 4096, Gemma w 512", 8, 1, 4096, 4, 1, 256, 512),
+    Workload("prefill 256 at 2048", 1, 256, 2048, 9, 3, 64),
+    Workload("prefill 256 at 2048, w 256 s 4", 1, 256, 2048, 9, 3, 64, 256, 4),
+    Workload("prefill 256 at 2048, Gemma w 512", 1, 256, 2048, 4, 1, 256, 512),
+]
+
+
+class Scene:
+    """A workload on an arena whose blocks lie in random order; one group per KV head."""
+
+    def __init__(self, load: Workload) -> None:
+        rng = np.random.default_rng(0)
+        self.load, self.layout = load, gqa_layout(BLOCK_SIZE, 1, load.head_dim)
+        columns = -(-load.context // BLOCK_SIZE)
+        rows = load.batch * load.kv_heads
+        self.arena = np.empty(rows * columns * self.layout.block_bytes, np.uint8)
+        self.arena.view(np.float32)[:] = rng.standard_normal(self.arena.size // 4, dtype=np.float32)
+        tables = rng.permutation(rows * columns).astype(np.int32).reshape(rows, columns)
+        cu = np.arange(load.batch + 1, dtype=np.int32) * load.queries
+        self.batch = AttentionBatch(cu, np.full(load.batch, load.context, np.int32), tables, load.kv_heads)
+        heads = np.arange(load.kv_heads, dtype=np.int32)
+        self.heads = HeadTable(heads, heads * 0, heads * 0 + load.window, heads * 0 + load.sink)
+        tokens = load.batch * load.queries
+        self.query = rng.standard_normal((tokens, load.q_heads, load.head_dim), dtype=np.float32)
+        self.new = rng.standard_normal((tokens, load.kv_heads, load.head_dim), dtype=np.float32)
+        self.out = np.empty_like(self.query)
+
+    def gather_then_matmul(self) -> None:
+        """The plain way: copy a head's keys and values together, mask, matmul, softmax, matmul."""
+        load, share = self.load, self.load.q_heads // self.load.kv_heads
+        keys, values = kv_views(self.arena, self.layout)
+        distance = np.arange(load.context - load.queries, load.context)[:, None] - np.arange(load.context)[None, :]
+        visible = distance >= 0
+        if load.window:
+            visible &= (distance < load.window) | (np.arange(load.context) < load.sink)[None, :]
+        mask = np.repeat(np.where(visible, np.float32(0), np.float32(-np.inf)), share, axis=0)
+        for sequence in range(load.batch):
+            rows = slice(sequence * load.queries, (sequence + 1) * load.queries)
+            for head in range(load.kv_heads):
+                blocks = self.batch.block_tables[sequence * load.kv_heads + head]
+                key = keys[blocks, 0].reshape(-1, load.head_dim)[: load.context]
+                value = values[blocks, 0].reshape(-1, load.head_dim)[: load.context]
+                query = self.query[rows, head * share : (head + 1) * share].reshape(-1, load.head_dim)
+                scores = query @ key.T * np.float32(load.head_dim**-0.5) + mask
+                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+                mixed = weights @ value / weights.sum(axis=1, keepdims=True)
+                self.out[rows, head * share : (head + 1) * share] = mixed.reshape(-1, share, load.head_dim)
+
+
+def median_s(call: Callable[[], object], budget_s: float) -> float:
+    """Median seconds of a call, repeated for about ``budget_s`` seconds after one warm-up."""
+    call()
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def memcpy_gb_s(budget_s: float) -> float:
+    """GB/s of `np.copyto` on 64 MiB (bytes copied, not bytes moved; one thread)."""
+    source = np.ones(64 << 20, np.uint8)
+    target = np.empty_like(source)
+    return source.nbytes / median_s(lambda: np.copyto(target, source), budget_s) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a quarter of a second per number instead of two")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    arguments = parser.parse_args()
+    budget_s = 0.25 if arguments.quick else 2.0
+
+    start = time.perf_counter()
+    kernels = make_kernels("numba", arguments.threads)
+    load_s = time.perf_counter() - start
+    copy = memcpy_gb_s(budget_s)
+    print(f"{arguments.threads} threads; kernels loaded in {load_s:.1f} s; memcpy {copy:.1f} GB/s\n")
+    print(f"{'workload':34}{'attend ms':>10}{'KV GB/s':>9}{'gather ms':>11}{'speed-up':>9}{'write us':>9}")
+    results = []
+    for load in WORKLOADS:
+        scene = Scene(load)
+        state = (scene.arena, scene.layout, scene.batch, scene.heads)
+        numbers = {"scale": load.head_dim**-0.5, "softcap": 0.0, "out": scene.out}
+        attend = median_s(lambda s=scene, a=state, n=numbers: kernels.attend(s.query, *a, **n), budget_s)
+        gather = median_s(scene.gather_then_matmul, budget_s)
+        write = median_s(lambda s=scene, a=state: kernels.write_kv(s.new, s.new, *a), budget_s / 4)
+        rate = load.visible_bytes / attend / 1e9
+        speed = f"{gather / attend:.1f}x"
+        print(f"{load.name:34}{attend * 1e3:10.3f}{rate:9.1f}{gather * 1e3:11.2f}{speed:>9}{write * 1e6:9.1f}")
+        results.append(
+            {
+                "workload": load.name,
+                "attend_ms": round(attend * 1e3, 4),
+                "kv_gb_s": round(rate, 2),
+                "gather_ms": round(gather * 1e3, 3),
+                "write_us": round(write * 1e6, 2),
+            }
+        )
+    print(json.dumps({"benchmark": "kernels", "threads": arguments.threads, "memcpy_gb_s": copy, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

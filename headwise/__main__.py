@@ -1,0 +1,8 @@
+"""``python -m headwise``."""
+
+from __future__ import annotations
+
+from headwise.runtime.cli import main
+
+if __name__ == "__main__":
+    main()

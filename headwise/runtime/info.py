@@ -1,0 +1,57 @@
+"""``headwise info``: what a configuration means for a model's cache, without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headwise.cache_controller.planner import HeadGroup
+from headwise.cache_controller.policy import HeadPolicy
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.model_card import ModelCard
+
+
+def describe(config: EngineConfig, card: ModelCard) -> Iterator[tuple[str, str]]:
+    """Name and value of what a user may want to know of a deployment before it is started."""
+    model, plan, layout, spec = card.config, card.plan, card.layout, card.spec
+    groups = len(plan.groups)
+    yield "model", f"{card.model} ({model.architecture})"
+    yield (
+        "geometry",
+        f"{model.num_layers} layers, {model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}",
+    )
+    yield "longest sequence", f"{card.max_model_len} tokens"
+    yield (
+        "head groups",
+        f"{groups} x {plan.slots} slots per rank ({config.head_grouping}, padding {plan.padding:.1%})",
+    )
+    for index, group in enumerate(plan.groups):
+        yield f"  group {index}", _group(group)
+    yield "block", f"{layout.block_size} tokens of one group, {format_bytes(layout.block_bytes)}"
+    yield (
+        "block pool",
+        f"{spec.num_blocks} blocks per rank, {format_bytes(spec.num_blocks * layout.block_bytes)}; "
+        f"room for {spec.num_blocks // groups * layout.block_size} tokens",
+    )
+    yield "cache of 1,000 tokens", format_bytes(1000 * card.bytes_per_token) + " over all ranks"
+    yield "replicas x TP ranks", f"{config.replicas} x {config.tp_size}"
+
+
+def _group(group: HeadGroup) -> str:
+    heads = sum(map(len, group.members))
+    return f"{policy_name(group.policy)}, {heads} (layer, KV head) pairs"
+
+
+def policy_name(policy: HeadPolicy) -> str:
+    """A policy in words."""
+    if policy.is_full:
+        return "full attention"
+    return f"window of {policy.window}" + (f", sink of {policy.sink}" if policy.sink else "")
+
+
+def format_bytes(count: float) -> str:
+    """A size with a binary unit, such as ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

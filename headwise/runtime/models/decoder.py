@@ -1,0 +1,234 @@
+"""The pre-norm decoder that Llama-like models share. A model overrides what it does otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ModelError
+from headwise.runtime.comm import Communicator
+from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, RopeConfig, Shard
+from headwise.runtime.models.rope import RotaryEmbedding
+from headwise.runtime.ops.base import Tensor, TensorOps, Weight
+
+Rotation = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Cosines and sines of a step's positions."""
+
+
+class Weights(Protocol):
+    """Where weights come from, in the parts that a rank needs: float32, by their Hugging Face names."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def tensor(self, name: str) -> NDArray[np.float32]: ...
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]: ...
+
+    def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]: ...
+
+
+@dataclass(frozen=True)
+class Linear:
+    weight: Weight
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One rank's weights of a decoder layer. ``norms`` are by their Hugging Face names."""
+
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    norms: dict[str, Tensor]
+
+
+class Decoder(Model):
+    """Attention and a gated MLP, each behind an RMS norm and added to the residual stream.
+
+    Tensor parallel: heads and MLP columns are split over the ranks, whose partial sums meet in two all-reduces a
+    layer; the embedding is on every rank, the LM head's vocabulary is split and gathered on rank 0.
+    """
+
+    prefix = "model."
+    norm_names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norm_offset = 0.0
+    """Added to every norm weight: 1 where a model stores it as its distance from 1."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> None:
+        if config.intermediate_size % shard.size:
+            raise ModelError(
+                f"tp_size {shard.size} does not divide the model's MLP size, {config.intermediate_size}"
+            )
+        self.config = config
+        self.ops = ops
+        self._comm = comm
+        self._shard = shard
+        self._weights = weights
+        self.prefix = self._find_prefix(weights)
+        embedding = weights.tensor(f"{self.prefix}embed_tokens.weight")
+        if embedding.shape != (config.vocab_size, config.hidden_size):
+            raise ModelError(
+                f"the embedding has the shape {embedding.shape}, config.json says "
+                f"{(config.vocab_size, config.hidden_size)}: weights and config.json do not belong together"
+            )
+        self._embedding = ops.tensor(embedding)
+        self._layers = [self._load_layer(layer) for layer in range(config.num_layers)]
+        self._final_norm = self._norm(f"{self.prefix}norm.weight")
+        self._lm_head = self._load_lm_head()
+        self._rotations = {rope: RotaryEmbedding(rope, config.head_dim) for rope in _distinct(config.ropes)}
+        self._rope_of = [_distinct(config.ropes).index(rope) for rope in config.ropes]
+        del self._weights
+
+    # ---- weights ----
+
+    def _find_prefix(self, weights: Weights) -> str:
+        """What stands before the decoder's names: multimodal checkpoints nest it."""
+        for name in weights.names:
+            if name.endswith("embed_tokens.weight"):
+                return name.removesuffix("embed_tokens.weight")
+        raise ModelError("the weights have no 'embed_tokens.weight': this is not a decoder's checkpoint")
+
+    def _norm(self, name: str) -> Tensor:
+        weight = self._weights.tensor(name)
+        return self.ops.tensor(weight + np.float32(self.norm_offset) if self.norm_offset else weight)
+
+    def _load_layer(self, layer: int) -> Layer:
+        at = f"{self.prefix}layers.{layer}."
+        config, shard = self.config, self._shard
+        dim, share = config.head_dim, config.num_heads // config.num_kv_heads
+        kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
+        q = [(start * share, stop * share) for start, stop in kv]
+        part = config.intermediate_size // shard.size
+        mlp = [(shard.rank * part, (shard.rank + 1) * part)]
+        attention, has_bias = at + "self_attn.", config.attention_bias
+        return Layer(
+            qkv=self._split_rows(
+                [(attention + "q_proj", q), (attention + "k_proj", kv), (attention + "v_proj", kv)], has_bias
+            ),
+            out=self._split_columns(attention + "o_proj", q, has_bias),
+            gate_up=self._split_rows([(at + "mlp.gate_proj", mlp), (at + "mlp.up_proj", mlp)], config.mlp_bias),
+            down=self._split_columns(at + "mlp.down_proj", mlp, config.mlp_bias),
+            norms={name: self._norm(f"{at}{name}.weight") for name in self.norm_names},
+        )
+
+    def _split_rows(self, parts: list[tuple[str, list[tuple[int, int]]]], has_bias: bool) -> Linear:
+        """Output rows of several projections as one weight: column parallel."""
+
+        def rows(suffix: str) -> NDArray[np.float32]:
+            return _join(
+                [
+                    self._weights.rows(name + suffix, start, stop)
+                    for name, ranges in parts
+                    for start, stop in _merged(ranges)
+                ],
+                0,
+            )
+
+        bias = self.ops.tensor(rows(".bias")) if has_bias else None
+        return Linear(self.ops.linear_weight(rows(".weight")), bias)
+
+    def _split_columns(self, name: str, ranges: list[tuple[int, int]], has_bias: bool) -> Linear:
+        """Input columns of a projection: row parallel. The bias is added once, by rank 0."""
+        columns = [self._weights.columns(name + ".weight", start, stop) for start, stop in _merged(ranges)]
+        bias = self.ops.tensor(self._weights.tensor(name + ".bias")) if has_bias and self._shard.rank == 0 else None
+        return Linear(self.ops.linear_weight(_join(columns, 1)), bias)
+
+    def _load_lm_head(self) -> Linear:
+        name = f"{self.prefix}embed_tokens.weight" if self.config.tie_embeddings else self._lm_head_name()
+        start, stop = (self.config.vocab_size * r // self._shard.size for r in (self._shard.rank, self._shard.rank + 1))
+        return Linear(self.ops.linear_weight(self._weights.rows(name, start, stop)))
+
+    def _lm_head_name(self) -> str:
+        name = next((name for name in self._weights.names if name.endswith("lm_head.weight")), None)
+        if name is None:
+            raise ModelError("the weights have no 'lm_head.weight', and config.json does not tie it to the embedding")
+        return name
+
+    # ---- computation ----
+
+    def forward(self, token_ids: NDArray[np.int32], positions: NDArray[np.int32], attention: AttentionLayer) -> Tensor:
+        rotations = [rotary.cos_sin(positions) for rotary in self._rotations.values()]
+        x = self.embed(token_ids)
+        for index, layer in enumerate(self._layers):
+            x = self.layer(index, layer, x, rotations[self._rope_of[index]], attention)
+        return self.ops.rms_norm(x, self._final_norm, self.config.rms_norm_eps)
+
+    def embed(self, token_ids: NDArray[np.int32]) -> Tensor:
+        return self.ops.embedding(self._embedding, token_ids)
+
+    def layer(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
+        x = x + self.attend(index, layer, self.norm(x, layer, "input_layernorm"), rotation, attention)
+        return x + self.mlp(layer, self.norm(x, layer, "post_attention_layernorm"))
+
+    def norm(self, x: Tensor, layer: Layer, name: str) -> Tensor:
+        return self.ops.rms_norm(x, layer.norms[name], self.config.rms_norm_eps)
+
+    def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
+        """Self attention of the normed ``x [T, hidden]``, summed over the ranks."""
+        query, key, value = self.query_key_value(index, layer, x, rotation)
+        heads = attention(index, query, key, value)
+        return self.reduce(self._linear(heads.reshape([x.shape[0], -1]), layer.out))
+
+    def query_key_value(self, index: int, layer: Layer, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries ``[T, q_heads, D]`` and keys, and values ``[T, kv_heads, D]``."""
+        dim, kv_heads = self.config.head_dim, len(self._shard.kv_heads[index])
+        qkv = self._linear(x, layer.qkv).reshape([x.shape[0], -1, dim])
+        q_heads = qkv.shape[1] - 2 * kv_heads
+        query, key = self.normed_heads(layer, qkv[:, :q_heads], qkv[:, q_heads : q_heads + kv_heads])
+        rope = self.ops.rope
+        return rope(query, *rotation), rope(key, *rotation), qkv[:, q_heads + kv_heads :]
+
+    def normed_heads(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Where a model norms queries and keys per head."""
+        return query, key
+
+    def mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        """The gated MLP of the normed ``x [T, hidden]``, summed over the ranks."""
+        return self.reduce(self._linear(self.activate(self._linear(x, layer.gate_up)), layer.down))
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        return self.ops.silu_mul(gate_up)
+
+    def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
+        logits = self._comm.gather(self.ops.kernel_array(self._linear(hidden, self._lm_head)))
+        cap = self.config.logit_softcap
+        return logits if logits is None or not cap else cap * np.tanh(logits / cap)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum of a partial result over the ranks."""
+        if self._comm.size == 1:
+            return x
+        return self.ops.from_kernel_array(self._comm.all_reduce(self.ops.kernel_array(x)))
+
+    def _linear(self, x: Tensor, linear: Linear) -> Tensor:
+        return self.ops.linear(x, linear.weight, linear.bias)
+
+
+def _distinct(ropes: Sequence[RopeConfig]) -> list[RopeConfig]:
+    found: list[RopeConfig] = []
+    for rope in ropes:
+        if rope not in found:
+            found.append(rope)
+    return found
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring ranges as one, so that whole tensors are read (and shared) whole."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _join(parts: list[Any], axis: int) -> NDArray[np.float32]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis)

@@ -1,0 +1,71 @@
+"""Gemma 3 (text): sliding and full layers in turn, normed queries and keys, norms around attention and MLP."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ModelError
+from headwise.runtime.models.base import AttentionLayer, ModelConfig, RopeConfig
+from headwise.runtime.models.decoder import Decoder, Layer, Rotation
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, positive, rope
+from headwise.runtime.ops.base import Tensor
+
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+
+
+def parse(config: HfConfig) -> ModelConfig:
+    text = {**config, **config.get("text_config", {})}
+    kinds = text.get("layer_types")
+    pattern = positive(text, "sliding_window_pattern", default=6)
+    if kinds is not None and len(kinds) != text.get("num_hidden_layers"):
+        raise ModelError(f"config.json: {len(kinds)} layer_types for {text.get('num_hidden_layers')} layers")
+
+    def layer_type(layer: int) -> str:
+        if kinds is not None:
+            return str(kinds[layer])
+        return "sliding_attention" if (layer + 1) % pattern else "full_attention"
+
+    def layer_rope(kind: str) -> RopeConfig:
+        if kind == "sliding_attention" and not text.get("rope_parameters"):
+            return RopeConfig(float(text.get("rope_local_base_freq", 10000.0)))
+        return rope(text, kind, default_theta=10000.0 if kind == "sliding_attention" else 1000000.0)
+
+    return decoder_config(
+        text,
+        "Gemma3ForCausalLM",
+        layer_types=layer_type,
+        ropes=layer_rope,
+        window=positive(text, "sliding_window", default=4096),
+        tie_embeddings=bool(text.get("tie_word_embeddings", True)),
+        attention_scale=float(text.get("query_pre_attn_scalar", 256)) ** -0.5,
+        attention_softcap=float(text.get("attn_logit_softcapping") or 0.0),
+        logit_softcap=float(text.get("final_logit_softcapping") or 0.0),
+    )
+
+
+class Gemma3(Decoder):
+    norm_names = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+    )
+    norm_offset = 1.0
+
+    def embed(self, token_ids: NDArray[np.int32]) -> Tensor:
+        return super().embed(token_ids) * float(np.float32(self.config.hidden_size**0.5))
+
+    def layer(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
+        attended = self.attend(index, layer, self.norm(x, layer, "input_layernorm"), rotation, attention)
+        x = x + self.norm(attended, layer, "post_attention_layernorm")
+        fed = self.mlp(layer, self.norm(x, layer, "pre_feedforward_layernorm"))
+        return x + self.norm(fed, layer, "post_feedforward_layernorm")
+
+    def normed_heads(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norm(query, layer, "self_attn.q_norm"), self.norm(key, layer, "self_attn.k_norm")
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        return self.ops.gelu_tanh_mul(gate_up)

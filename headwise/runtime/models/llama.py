@@ -1,0 +1,17 @@
+"""Llama 2 and 3, SmolLM2, and whoever else calls itself ``LlamaForCausalLM``."""
+
+from __future__ import annotations
+
+from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.hf_config import HfConfig, decoder_config
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+
+
+def parse(config: HfConfig) -> ModelConfig:
+    return decoder_config(config, "LlamaForCausalLM")
+
+
+class Llama(Decoder):
+    """The shared decoder, as it is."""

@@ -1,0 +1,19 @@
+"""Mistral: Llama, with a sliding window in every layer where the config gives one."""
+
+from __future__ import annotations
+
+from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.decoder import Decoder
+from headwise.runtime.models.hf_config import HfConfig, decoder_config
+
+ARCHITECTURES = ("MistralForCausalLM",)
+
+
+def parse(config: HfConfig) -> ModelConfig:
+    window = config.get("sliding_window") or 0
+    kind = "sliding_attention" if window else "full_attention"
+    return decoder_config(config, "MistralForCausalLM", layer_types=lambda layer: kind, window=window)
+
+
+class Mistral(Decoder):
+    """The shared decoder, as it is."""

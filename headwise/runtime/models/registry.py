@@ -1,0 +1,50 @@
+"""Which module serves which architecture. A new model is a new file and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headwise.errors import ModelError
+from headwise.runtime.comm import Communicator
+from headwise.runtime.models import gemma3, llama, mistral
+from headwise.runtime.models.base import Model, ModelConfig, Shard
+from headwise.runtime.models.decoder import Decoder, Weights
+from headwise.runtime.models.hf_config import HfConfig
+from headwise.runtime.ops.base import TensorOps
+
+
+@dataclass(frozen=True)
+class _Entry:
+    parse: Callable[[HfConfig], ModelConfig]
+    model: type[Decoder]
+
+
+_MODELS = {
+    **dict.fromkeys(llama.ARCHITECTURES, _Entry(llama.parse, llama.Llama)),
+    **dict.fromkeys(mistral.ARCHITECTURES, _Entry(mistral.parse, mistral.Mistral)),
+    **dict.fromkeys(gemma3.ARCHITECTURES, _Entry(gemma3.parse, gemma3.Gemma3)),
+}
+
+
+def model_config(config: HfConfig) -> ModelConfig:
+    """Read a ``config.json`` mapping; raises ModelError on an architecture or a value that is not supported."""
+    names = config.get("architectures") or []
+    entry = next((_MODELS[name] for name in names if name in _MODELS), None)
+    if entry is None:
+        raise ModelError(
+            f"architecture {', '.join(map(str, names)) or 'missing from config.json'} is not supported; "
+            f"supported are {', '.join(sorted(_MODELS))}"
+        )
+    return entry.parse(config)
+
+
+def build_model(config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> Model:
+    """One rank's model with its weights loaded; raises ModelError if they do not fit the config."""
+    return _MODELS[config.architecture].model(config, weights, ops, comm, shard)
+
+
+def valid_tp_sizes(config: ModelConfig) -> list[int]:
+    """Tensor-parallel sizes that divide both the KV heads and the MLP."""
+    sizes = range(1, config.num_kv_heads + 1)
+    return [n for n in sizes if config.num_kv_heads % n == 0 and config.intermediate_size % n == 0]

@@ -1,0 +1,62 @@
+"""What the CLI writes to people: progress and log lines on stderr, so that stdout is the command's result alone."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from headwise.runtime.loader.progress import Progress, RichProgress
+
+
+class LineProgress:
+    """One line a stage with the seconds since the start: for logs, files and pipes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+
+    def stage(self, text: str) -> None:
+        print(f"[{self._clock() - self._started:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def update(self, done: int, total: int) -> None:
+        pass
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """Bars where stderr is a terminal, lines elsewhere."""
+    if sys.stderr.isatty():
+        with RichProgress() as bars:
+            yield bars
+    else:
+        yield LineProgress()
+
+
+@contextmanager
+def until_signal() -> Iterator[None]:
+    """Ends the block quietly at SIGINT or SIGTERM; what is inside is unwound as by Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def show_log_lines() -> None:
+    """Let headwise's log lines through to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("headwise")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,165 @@
+"""Greedy tokens of the demo models equal those of Hugging Face transformers in fp32, whatever the engine does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from reference import Answer, answers, assert_same
+
+from headwise.runtime.batch import BatchRequest
+from headwise.runtime.comm import SingleRank
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.engine import EngineCore
+from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.local_executor import LocalExecutor
+from headwise.runtime.request import GenerationResult, SamplingParams
+from headwise.runtime.worker import ModelWorker
+
+pytestmark = pytest.mark.model
+
+MODELS = ("smollm2-135m", "gemma3-270m")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+BASE = EngineConfig(kv_cache="512MiB", max_batched_tokens=512, max_model_len=4096)
+
+
+class Bench:
+    """One loaded model; engines of several configurations run on it one after the other."""
+
+    def __init__(self, model: str) -> None:
+        self.config = replace(BASE, model=model)
+        self.front_door = FrontDoor.open(self.config)
+        directory = resolve_model(model, self.config.cache_path)
+        self.worker = ModelWorker(self.config, directory, 0, SingleRank())
+
+    def engine(self, **changes: object) -> tuple[EngineCore, LocalExecutor]:
+        """An engine with a poisoned cache: a token read that was never written makes every logit NaN."""
+        config = replace(self.config, **changes)
+        directory = resolve_model(config.model, config.cache_path)
+        from headwise.runtime.model_card import read_model_card
+
+        card = read_model_card(config, directory)
+        self.worker.card = card
+        self.worker.initialize_cache()
+        self.worker._cache.arena.view(np.float32)[:] = np.nan
+        executor = LocalExecutor(self.worker)
+        return EngineCore(config, card, self.front_door.tokenizer, executor), executor
+
+    def run(self, wanted: list[Answer], **changes: object) -> tuple[dict[str, GenerationResult], EngineCore]:
+        engine, executor = self.engine(**changes)
+        try:
+            return serve(engine, self.front_door, wanted), engine
+        finally:
+            executor.close()
+
+
+def serve(engine: EngineCore, front_door: FrontDoor, wanted: list[Answer]) -> dict[str, GenerationResult]:
+    results = {answer.name: GenerationResult(answer.name) for answer in wanted}
+    for answer in wanted:
+        engine.add(front_door.prepare(prompt=answer.prompt_ids, sampling=GREEDY, request_id=answer.name))
+    while engine.has_work():
+        for delta in engine.step(None):
+            assert delta.error is None, delta.error
+            results[delta.request_id].add(delta)
+    assert engine.cache.pool.num_held == 0
+    engine.cache.check_integrity()
+    return results
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    yield Bench(request.param)
+
+
+def reference(bench: Bench, longest: int = 4096) -> list[Answer]:
+    return [answer for answer in answers(bench.config.model) if len(answer.prompt_ids) <= longest]
+
+
+def test_references_cover_what_they_must() -> None:
+    for model in MODELS:
+        lengths = [len(answer.prompt_ids) for answer in answers(model)]
+        assert len(lengths) >= 8
+        assert max(lengths) > 2000
+        assert sum(len(answer.judged) for answer in answers(model)) > 0.8 * 64 * len(lengths)
+
+
+def test_prefill_logits_agree(bench: Bench) -> None:
+    _, executor = bench.engine(max_batched_tokens=4096)
+    executor.close()
+    worker = bench.worker
+    for answer in reference(bench):
+        logits = prefill_logits(worker, answer.prompt_ids)
+        np.testing.assert_allclose(logits[answer.top_ids], answer.top_logits, atol=1e-3, rtol=0)
+        np.testing.assert_allclose(logits[answer.sample_ids], answer.sample_logits, atol=1e-3, rtol=0)
+
+
+def prefill_logits(worker: ModelWorker, prompt: list[int]) -> np.ndarray:
+    count, groups = len(prompt), len(worker.card.plan.groups)
+    columns = -(-count // worker.card.layout.block_size)
+    updates = [[0, group, i, i * groups + group] for i in range(columns) for group in range(groups)]
+    batch = BatchRequest(
+        step_id=1,
+        rows=np.zeros(1, np.int32),
+        starts=np.zeros(1, np.int32),
+        query_lens=np.array([count], np.int32),
+        token_ids=np.array(prompt, np.int32),
+        sample=np.ones(1, np.bool_),
+        table_updates=np.array(updates, np.int32),
+    )
+    worker._cache.apply(batch.table_updates)
+    hidden = worker._forward(batch, batch.token_ids)
+    logits = worker._model.logits(worker._ops.take_rows(hidden, np.array([count - 1])))
+    assert logits is not None
+    return logits[0]
+
+
+def test_prompts_one_by_one_and_whole(bench: Bench) -> None:
+    engine, executor = bench.engine(max_batched_tokens=4096)
+    for answer in reference(bench):
+        assert_same(answer, serve(engine, bench.front_door, [answer])[answer.name].token_ids)
+    executor.close()
+
+
+def test_a_mixed_batch_chunked_at_64_without_prefix_caching(bench: Bench) -> None:
+    results, engine = bench.run(reference(bench), max_batched_tokens=64, prefix_caching=False)
+    for answer in reference(bench):
+        assert_same(answer, results[answer.name].token_ids)
+    assert engine.stats()["cache"]["hit_tokens"] == 0
+
+
+def test_32_requests_at_once_with_prefixes_from_the_cache(bench: Bench) -> None:
+    wanted = reference(bench, longest=1400)
+    batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
+    results, engine = bench.run(batch, max_num_seqs=32)
+    for answer in batch:
+        assert_same(answer, results[answer.name].token_ids)
+    assert engine.stats()["cache"]["hit_tokens"] > 0
+
+
+def test_a_pool_so_small_that_requests_are_preempted(bench: Bench) -> None:
+    wanted = reference(bench, longest=800)
+    tokens = max(len(answer.prompt_ids) for answer in wanted) + 64
+    card = bench.front_door.card
+    blocks = (-(-tokens // 16) + 4) * len(card.plan.groups)
+    block_bytes = card.layout.block_bytes // card.layout.block_size * 16
+    results, engine = bench.run(
+        wanted, kv_cache=f"{blocks * block_bytes}B", block_size=16, max_model_len=0, max_batched_tokens=256
+    )
+    assert engine.stats()["requests"]["preemptions"] > 0
+    for answer in wanted:
+        assert_same(answer, results[answer.name].token_ids)
+
+
+def test_one_group_per_head_index_gives_the_same_tokens(bench: Bench) -> None:
+    config = replace(bench.config, head_grouping="per_head_index")
+    directory = resolve_model(config.model, config.cache_path)
+    worker = ModelWorker(config, directory, 0, SingleRank())
+    worker.initialize_cache()
+    executor = LocalExecutor(worker)
+    engine = EngineCore(config, worker.card, bench.front_door.tokenizer, executor)
+    for answer in reference(bench, longest=800)[-2:]:
+        assert_same(answer, serve(engine, bench.front_door, [answer])[answer.name].token_ids)
+    executor.close()
