@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class Measured:
     first: float = 0.0
     last: float = 0.0
     output_tokens: int = 0
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     error: str | None = None
 
     @property

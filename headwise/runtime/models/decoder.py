@@ -82,8 +82,9 @@ class Decoder(Model):
         self._layers = [self._load_layer(layer) for layer in range(config.num_layers)]
         self._final_norm = self._norm(f"{self.prefix}norm.weight")
         self._lm_head = self._load_lm_head()
-        self._rotations = {rope: RotaryEmbedding(rope, config.head_dim) for rope in _distinct(config.ropes)}
-        self._rope_of = [_distinct(config.ropes).index(rope) for rope in config.ropes]
+        ropes = _distinct(config.ropes)
+        self._rotations = [RotaryEmbedding(rope, config.head_dim) for rope in ropes]
+        self._rope_of = [ropes.index(rope) for rope in config.ropes]
         del self._weights
 
     # ---- weights ----
@@ -154,7 +155,7 @@ class Decoder(Model):
     # ---- computation ----
 
     def forward(self, token_ids: NDArray[np.int32], positions: NDArray[np.int32], attention: AttentionLayer) -> Tensor:
-        rotations = [rotary.cos_sin(positions) for rotary in self._rotations.values()]
+        rotations = [rotary.cos_sin(positions) for rotary in self._rotations]
         x = self.embed(token_ids)
         for index, layer in enumerate(self._layers):
             x = self.layer(index, layer, x, rotations[self._rope_of[index]], attention)

@@ -1,29 +1,54 @@
 """Tensor operations in Paddle on a CPU.
 
-Paddle computes the matrix products and the wide elementwise operations. What is small or strided (rotary embedding, row
-lookups) goes through NumPy views of the same memory: there a Paddle call costs more than the arithmetic.
+Paddle computes the matrix products and the wide elementwise operations. What is small or strided (one row times a
+matrix, rotary embedding, norms of a few rows, row lookups) goes through NumPy views of the same memory: there a Paddle
+call costs more than the arithmetic.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
 from numpy.typing import NDArray
-from paddle import _C_ops
-from paddle.incubate.nn.functional import fused_rms_norm, swiglu
 
 from headwise.runtime.ops.numpy_ops import NumpyOps
 
+
+def _let_mkl_use_avx2() -> None:
+    """Paddle's MKL falls back to SSE on CPUs that are not Intel's, 3 times slower; this makes it use AVX2.
+
+    MKL reads the variable once, when it is loaded.
+    """
+    try:
+        vendor_is_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return
+    if vendor_is_amd:
+        os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "5")
+
+
+_let_mkl_use_avx2()
+
+import paddle  # noqa: E402
+from paddle import _C_ops  # noqa: E402
+from paddle.incubate.nn.functional import fused_rms_norm  # noqa: E402
+from paddle.nn.functional import swiglu  # noqa: E402
+
 _numpy = NumpyOps()
+
+FEW_ELEMENTS = 1 << 15
+"""Below this, NumPy on one thread norms faster than Paddle wakes its threads."""
 
 
 class _Memory:
-    """Lends a tensor's memory to NumPy arrays, which keep the tensor alive.
+    """Lends a tensor's memory to NumPy arrays, which keep the tensor alive, and says whose memory it is.
 
-    Not `np.from_dlpack`: a Paddle tensor made from an array that was made from a Paddle tensor, both by DLPack,
-    deadlocks in Paddle when the outer one dies (its deleter takes a lock that the inner one's wants too).
+    Paddle must not be given that memory back as a new tensor: a tensor made by DLPack that keeps another such tensor
+    alive deadlocks when it dies (its deleter holds the lock that the inner one's wants). `from_kernel_array` sees to
+    it.
     """
 
     __slots__ = ("__array_interface__", "tensor")
@@ -33,12 +58,10 @@ class _Memory:
         self.__array_interface__ = {
             "data": (tensor.data_ptr(), False),
             "shape": tuple(tensor.shape),
-            "typestr": _TYPES[tensor.dtype],
+            "strides": None if tensor.is_contiguous() else tuple(4 * stride for stride in tensor.strides),
+            "typestr": "<f4",
             "version": 3,
         }
-
-
-_TYPES = {paddle.float32: "<f4", paddle.int32: "<i4", paddle.int64: "<i8"}
 
 
 class PaddleOps:
@@ -53,29 +76,37 @@ class PaddleOps:
     def tensor(self, array: NDArray[Any]) -> paddle.Tensor:
         if array.dtype != np.float32:
             raise TypeError(f"tensors are float32, got an array of {array.dtype}")
-        return paddle.from_dlpack(_writable(np.ascontiguousarray(array)))
+        return self.from_kernel_array(_writable(np.ascontiguousarray(array)))
 
     def numpy(self, tensor: paddle.Tensor) -> NDArray[Any]:
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
         return np.asarray(_Memory(tensor))
 
-    kernel_array = numpy
+    def kernel_array(self, tensor: paddle.Tensor) -> NDArray[Any]:
+        return np.ascontiguousarray(self.numpy(tensor))
 
     def from_kernel_array(self, array: NDArray[Any]) -> paddle.Tensor:
-        return paddle.from_dlpack(array)
+        lender = _lender(array)
+        if lender is None:
+            return paddle.from_dlpack(array)
+        same = array.shape == tuple(lender.shape) and array.ctypes.data == lender.data_ptr()
+        return lender if same else paddle.from_dlpack(array.copy())
 
     def linear_weight(self, weight: NDArray[np.float32]) -> paddle.Tensor:
         return self.tensor(weight)
 
     def linear(self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        y = _C_ops.matmul(x, weight, False, True)
+        if x.shape[0] == 1:
+            y = self.from_kernel_array(self.numpy(x) @ self.numpy(weight).T)
+        else:
+            y = _C_ops.matmul(x, weight, False, True)
         return y if bias is None else y + bias
 
     def embedding(self, table: paddle.Tensor, ids: NDArray[np.int32]) -> paddle.Tensor:
         return self.tensor(self.numpy(table)[ids])
 
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
+        if x.size < FEW_ELEMENTS:
+            return self.from_kernel_array(_numpy.rms_norm(self.numpy(x), self.numpy(weight), eps))
         return fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
 
     def rope(self, x: paddle.Tensor, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> paddle.Tensor:
@@ -90,6 +121,14 @@ class PaddleOps:
 
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return self.tensor(self.numpy(x)[rows])
+
+
+def _lender(array: NDArray[Any]) -> paddle.Tensor | None:
+    """The tensor whose memory an array views, if there is one."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base.tensor if isinstance(base, _Memory) else None
 
 
 def _writable(array: NDArray[Any]) -> NDArray[Any]:

@@ -1,0 +1,152 @@
+"""What the engine adds to a decode step: `EngineCore` with asynchronous scheduling against the bare model loop.
+
+Both run the same batches in one process, in turns: the engine decodes a batch for a round, then the very same steps
+(rows, positions, contexts, tokens) are replayed by `ModelWorker.execute` back to back. The replay writes the same KV
+and must sample the same tokens, which is checked.
+
+    python benchmarks/engine_overhead.py [--quick] [--batch 16] [--context 512]
+
+The last line is JSON; `overhead_ratio` is the median over the rounds of the engine's step time over the bare one.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # read when paddle and numba are imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from headwise.runtime.batch import BatchRequest, StepResult
+from headwise.runtime.comm import SingleRank
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.engine import EngineCore
+from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.local_executor import LocalExecutor
+from headwise.runtime.model_card import read_model_card
+from headwise.runtime.request import SamplingParams
+from headwise.runtime.worker import ModelWorker
+
+SETTLE = 4
+"""Steps at the start of a round that are not counted: the pipeline fills, and caches and threads change hands."""
+
+
+class RecordingWorker:
+    """Passes steps on to a worker and keeps them, with their results."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        self.worker = worker
+        self.steps: list[tuple[BatchRequest, StepResult]] = []
+
+    def execute(self, batch: BatchRequest) -> StepResult:
+        result = self.worker.execute(batch)
+        self.steps.append((batch, result))
+        return result
+
+
+class CountingExecutor(LocalExecutor):
+    """Counts the steps it was given, so that one can wait for the last of them."""
+
+    submitted = 0
+
+    def submit(self, batch: BatchRequest) -> None:
+        self.submitted += 1
+        super().submit(batch)
+
+
+class DecodingEngine:
+    """An engine in the middle of decoding a batch of equal prompts."""
+
+    def __init__(self, model: str, batch: int, context: int, tokens: int) -> None:
+        config = EngineConfig(model=model, max_num_seqs=batch)
+        directory = resolve_model(config.model, config.cache_path)
+        token_bytes = read_model_card(config, directory).bytes_per_token
+        room = batch * (context + tokens + 2 * config.block_size)
+        config = replace(config, kv_cache=f"{room * token_bytes:.0f}")
+        worker = ModelWorker(config, directory, 0, SingleRank())
+        worker.initialize_cache()
+        self.recorder = RecordingWorker(worker)
+        self.executor = CountingExecutor(self.recorder)  # type: ignore[arg-type]
+        door = FrontDoor.open(config)
+        self.core = EngineCore(config, door.card, door.tokenizer, self.executor)
+        rng = np.random.default_rng(0)
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        for _ in range(batch):
+            self.core.add(door.prepare(prompt=rng.integers(1000, 30000, context).tolist(), sampling=sampling))
+        while not self._is_steady(batch):
+            self.core.step(None)
+
+    def _is_steady(self, batch: int) -> bool:
+        last = self.recorder.steps[-1][0] if self.recorder.steps else None
+        return last is not None and len(last.rows) == batch == last.num_tokens
+
+    def decode(self, steps: int) -> list[float]:
+        """Seconds between the results of ``steps`` steps; then waits until the worker is idle."""
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            self.core.step(None)
+            times.append(time.perf_counter())
+        while len(self.recorder.steps) < self.executor.submitted:
+            time.sleep(0.001)
+        return list(np.diff(times))
+
+    def replay(self, first: int) -> list[float]:
+        """Seconds of each recorded step from ``first`` on, run again by the bare worker."""
+        recorded, nothing = self.recorder.steps, np.empty((0, 4), dtype=np.int32)
+        batches = [replace(batch, table_updates=nothing, new_sequences=()) for batch, _ in recorded[first:]]
+        batches[0] = replace(batches[0], token_ids=recorded[first - 1][1].token_ids)
+        times, results = [time.perf_counter()], []
+        for batch in batches:
+            results.append(self.recorder.worker.execute(batch))
+            times.append(time.perf_counter())
+        for result, (_, known) in zip(results, recorded[first:], strict=True):
+            if not np.array_equal(result.token_ids, known.token_ids):
+                raise SystemExit(f"step {known.step_id} sampled other tokens when it was run again")
+        return list(np.diff(times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens of each sequence")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=32, help="steps of a round that count")
+    parser.add_argument("--quick", action="store_true", help="five rounds of 16 steps, under a minute on two cores")
+    args = parser.parse_args()
+    rounds, steps = (5, 16) if args.quick else (args.rounds, args.steps)
+    print(f"prefill of {args.batch} prompts of {args.context} tokens ...", flush=True)
+    engine = DecodingEngine(args.model, args.batch, args.context, rounds * (steps + SETTLE + 2) + 8)
+    print(f"{'round':>5} {'engine, ms/step':>16} {'bare, ms/step':>14} {'ratio':>7}")
+    with_engine, bare, ratios = [], [], []
+    for index in range(rounds):
+        first = len(engine.recorder.steps)
+        with_engine.append(statistics.median(engine.decode(steps + SETTLE)[SETTLE:]))
+        bare.append(statistics.median(engine.replay(first)[SETTLE:]))
+        ratios.append(with_engine[-1] / bare[-1])
+        print(f"{index:>5} {1000 * with_engine[-1]:>16.2f} {1000 * bare[-1]:>14.2f} {ratios[-1]:>7.3f}", flush=True)
+    engine.executor.close()
+    result = {
+        "overhead_ratio": statistics.median(ratios),
+        "engine_step_ms": 1000 * statistics.median(with_engine),
+        "bare_step_ms": 1000 * statistics.median(bare),
+        "batch": args.batch,
+        "context": args.context,
+        "rounds": rounds,
+        "steps": steps,
+        "model": args.model,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

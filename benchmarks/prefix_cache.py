@@ -1,0 +1,70 @@
+"""What a cached prefix saves: time to first token of a request whose prefix was served before, over that of the first.
+
+    python benchmarks/prefix_cache.py [--quick] [--prefix-tokens 1500] [--prefixes 7]
+
+For each of several distinct prefixes, two requests with the prefix and a short text of their own are served, one
+after the other, by an engine in this process. The last line is JSON; `ttft_ratio` is the median over the prefixes.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # read when paddle is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import json
+import statistics
+
+import numpy as np
+
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.local import LocalEngine
+from headwise.runtime.request import GenerationResult, SamplingParams
+
+OWN_TOKENS = 32
+"""Tokens of each request behind the shared prefix."""
+
+
+def serve(engine: LocalEngine, prompt: np.ndarray) -> GenerationResult:
+    sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    return engine.generate([prompt.tolist()], sampling)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prefix-tokens", type=int, default=1500)
+    parser.add_argument("--prefixes", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="three prefixes, under a minute on two cores")
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    ratios, hits = [], []
+    with LocalEngine(EngineConfig(model=args.model, kv_cache="1GiB")) as engine:
+        serve(engine, rng.integers(1000, 30000, 600))  # first calls of the kernels at this size
+        print(f"{'prefix':>6} {'first TTFT, ms':>15} {'second TTFT, ms':>16} {'cached tokens':>14} {'ratio':>7}")
+        for index in range(3 if args.quick else args.prefixes):
+            prefix = rng.integers(1000, 30000, args.prefix_tokens)
+            first, second = (
+                serve(engine, np.append(prefix, rng.integers(1000, 30000, OWN_TOKENS))) for _ in range(2)
+            )
+            ratios.append(second.timings.ttft_s / first.timings.ttft_s)
+            hits.append(second.usage.cached_tokens)
+            print(
+                f"{index:>6} {1000 * first.timings.ttft_s:>15.1f} {1000 * second.timings.ttft_s:>16.1f} "
+                f"{second.usage.cached_tokens:>14} {ratios[-1]:>7.3f}"
+            )
+    result = {
+        "ttft_ratio": statistics.median(ratios),
+        "prefix_tokens": args.prefix_tokens,
+        "cached_tokens": statistics.median(hits),
+        "prefixes": len(ratios),
+        "model": args.model,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""Tiny random models against a dense oracle written plainly here, for one rank and for several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from headwise.cache_controller.planner import plan_head_groups
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.errors import ModelError
+from headwise.runtime.comm import Communicator, SingleRank
+from headwise.runtime.models.base import ModelConfig, Shard
+from headwise.runtime.models.registry import build_model, model_config, valid_tp_sizes
+from headwise.runtime.ops.select import make_ops
+
+BASE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "llama": {**BASE, "architectures": ["LlamaForCausalLM"]},
+    "llama_biased_tied": {
+        **BASE,
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "llama3_scaled": {**BASE, "architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3},
+    "linear_scaled": {
+        **BASE,
+        "architectures": ["LlamaForCausalLM"],
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    },
+    "mistral_window": {**BASE, "architectures": ["MistralForCausalLM"], "sliding_window": 7},
+    "gemma3": {
+        **BASE,
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 5,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 20,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "attn_logit_softcapping": 30.0,
+        "final_logit_softcapping": 20.0,
+    },
+}
+
+
+class RandomWeights:
+    """Weights of any name, drawn from the name, with the shape that the name must have."""
+
+    def __init__(self, config: ModelConfig, prefix: str = "model.") -> None:
+        c = config
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        linear = {
+            "self_attn.q_proj": (q, c.hidden_size),
+            "self_attn.k_proj": (kv, c.hidden_size),
+            "self_attn.v_proj": (kv, c.hidden_size),
+            "self_attn.o_proj": (c.hidden_size, q),
+            "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
+            "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+            "mlp.down_proj": (c.hidden_size, c.intermediate_size),
+        }
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes: dict[str, tuple[int, ...]] = {f"{prefix}embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+        for layer in range(c.num_layers):
+            at = f"{prefix}layers.{layer}."
+            shapes |= {f"{at}{name}.weight": shape for name, shape in linear.items()}
+            shapes |= {f"{at}{name}.bias": shape[:1] for name, shape in linear.items()}
+            shapes |= {f"{at}{name}.weight": (c.hidden_size,) for name in norms}
+            shapes |= {f"{at}self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
+        shapes |= {f"{prefix}norm.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
+        draw = np.random.default_rng(0)
+        self._tensors = {name: draw.standard_normal(s, dtype=np.float32) * 0.2 for name, s in shapes.items()}
+        self.names: Sequence[str] = tuple(self._tensors)
+
+    def tensor(self, name: str) -> np.ndarray:
+        return self._tensors[name]
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._tensors[name][start:stop]
+
+    def columns(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._tensors[name][:, start:stop]
+
+
+class DenseAttention:
+    """Attention over the whole sequence at once, masked by each head's policy."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, ops) -> None:
+        self._config, self._shard, self._ops = config, shard, ops
+
+    def __call__(self, layer: int, query, key, value):
+        c, heads = self._config, self._shard.kv_heads[layer]
+        q, k, v = (self._ops.kernel_array(t).astype(np.float64) for t in (query, key, value))
+        share = c.num_heads // c.num_kv_heads
+        out = np.empty_like(q)
+        for local, head in enumerate(heads):
+            mask = visible(c.policies[layer][head], len(q))
+            for index in range(local * share, (local + 1) * share):
+                scores = q[:, index] @ k[:, local].T * c.attention_scale
+                out[:, index] = softmax(capped(scores, c.attention_softcap), mask) @ v[:, local]
+        return self._ops.from_kernel_array(out.astype(np.float32))
+
+
+def visible(policy: HeadPolicy, count: int) -> np.ndarray:
+    p, k = np.arange(count)[:, None], np.arange(count)[None]
+    return (k <= p) & ((policy.window == 0) | (p - k < policy.window) | (k < policy.sink))
+
+
+def capped(x: np.ndarray, cap: float) -> np.ndarray:
+    return cap * np.tanh(x / cap) if cap else x
+
+
+def softmax(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    scores = np.where(mask, scores, -np.inf)
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+class Oracle:
+    """The whole model in float64, as the papers write it: no sharing of code with the package."""
+
+    def __init__(self, hf: dict, weights: RandomWeights) -> None:
+        self.hf, self.w = hf, lambda name: weights.tensor(name).astype(np.float64)
+        self.gemma = hf["architectures"][0].startswith("Gemma")
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        hf, embedding = self.hf, self.w("model.embed_tokens.weight")
+        x = embedding[ids] * (hf["hidden_size"] ** 0.5 if self.gemma else 1.0)
+        for layer in range(hf["num_hidden_layers"]):
+            x = self.layer(layer, x)
+        x = self.norm(x, "model.norm.weight")
+        tied = hf.get("tie_word_embeddings", self.gemma)
+        return capped(x @ (embedding if tied else self.w("lm_head.weight")).T, hf.get("final_logit_softcapping", 0))
+
+    def layer(self, layer: int, x: np.ndarray) -> np.ndarray:
+        at = f"model.layers.{layer}."
+        attended = self.attention(layer, self.norm(x, f"{at}input_layernorm.weight"))
+        if self.gemma:
+            x = x + self.norm(attended, f"{at}post_attention_layernorm.weight")
+            fed = self.mlp(at, self.norm(x, f"{at}pre_feedforward_layernorm.weight"))
+            return x + self.norm(fed, f"{at}post_feedforward_layernorm.weight")
+        x = x + attended
+        return x + self.mlp(at, self.norm(x, f"{at}post_attention_layernorm.weight"))
+
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        scale = self.w(name) + (1.0 if self.gemma else 0.0)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.hf["rms_norm_eps"]) * scale
+
+    def linear(self, x: np.ndarray, name: str, key: str) -> np.ndarray:
+        y = x @ self.w(f"{name}.weight").T
+        return y + self.w(f"{name}.bias") if self.hf.get(key) else y
+
+    def mlp(self, at: str, x: np.ndarray) -> np.ndarray:
+        gate, up = (self.linear(x, f"{at}mlp.{name}_proj", "mlp_bias") for name in ("gate", "up"))
+        if self.gemma:
+            act = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        else:
+            act = gate / (1 + np.exp(-gate))
+        return self.linear(act * up, f"{at}mlp.down_proj", "mlp_bias")
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        hf, at = self.hf, f"model.layers.{layer}.self_attn."
+        dim, heads, kv_heads = hf["head_dim"], hf["num_attention_heads"], hf["num_key_value_heads"]
+        q, k, v = (
+            self.linear(x, f"{at}{name}_proj", "attention_bias").reshape(len(x), -1, dim) for name in ("q", "k", "v")
+        )
+        if self.gemma:
+            q, k = self.norm(q, f"{at}q_norm.weight"), self.norm(k, f"{at}k_norm.weight")
+        local = self.gemma and (layer + 1) % hf["sliding_window_pattern"] != 0
+        window = hf.get("sliding_window", 0) if local or not self.gemma else 0
+        angles = np.arange(len(x))[:, None, None] * self.frequencies(local)
+        q, k = rotate(q, angles), rotate(k, angles)
+        scale = hf.get("query_pre_attn_scalar", dim) ** -0.5
+        mask = visible(HeadPolicy(window), len(x))
+        out = np.empty_like(q)
+        for head in range(heads):
+            shared = head * kv_heads // heads
+            scores = capped(q[:, head] @ k[:, shared].T * scale, hf.get("attn_logit_softcapping", 0))
+            out[:, head] = softmax(scores, mask) @ v[:, shared]
+        return self.linear(out.reshape(len(x), -1), f"{at}o_proj", "attention_bias")
+
+    def frequencies(self, local: bool) -> np.ndarray:
+        hf = self.hf
+        parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        theta = hf["rope_local_base_freq"] if local else parameters.get("rope_theta", hf["rope_theta"])
+        inverse = theta ** -(np.arange(0, hf["head_dim"], 2) / hf["head_dim"])
+        if parameters.get("rope_type") == "linear":
+            return inverse / parameters["factor"]
+        if parameters.get("rope_type") == "llama3":
+            return np.array([llama3_frequency(f, parameters) for f in inverse])
+        return inverse
+
+
+def llama3_frequency(frequency: float, p: dict) -> float:
+    wavelength = 2 * np.pi / frequency
+    if wavelength < p["original_max_position_embeddings"] / p["high_freq_factor"]:
+        return frequency
+    if wavelength > p["original_max_position_embeddings"] / p["low_freq_factor"]:
+        return frequency / p["factor"]
+    smooth = (p["original_max_position_embeddings"] / wavelength - p["low_freq_factor"]) / (
+        p["high_freq_factor"] - p["low_freq_factor"]
+    )
+    return (1 - smooth) * frequency / p["factor"] + smooth * frequency
+
+
+def rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+def run_rank(config: ModelConfig, weights, comm: Communicator, ids: np.ndarray, ops_name: str = "numpy"):
+    plan = plan_head_groups(config.policies, comm.size)
+    shard = Shard(comm.rank, comm.size, plan.kv_heads(comm.rank))
+    ops = make_ops(ops_name)
+    model = build_model(config, weights, ops, comm, shard)
+    attention = DenseAttention(config, shard, ops)
+    return model.logits(model.forward(ids, np.arange(len(ids), dtype=np.int32), attention))
+
+
+IDS = np.random.default_rng(1).integers(0, 50, 40).astype(np.int32)
+
+
+@pytest.mark.parametrize("ops_name", ["numpy", "paddle"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_computes_what_the_oracle_says(name: str, ops_name: str) -> None:
+    if ops_name == "paddle":
+        pytest.importorskip("paddle")
+    config = model_config(CONFIGS[name])
+    weights = RandomWeights(config)
+    logits = run_rank(config, weights, SingleRank(), IDS, ops_name)
+    np.testing.assert_allclose(logits, Oracle(CONFIGS[name], weights).logits(IDS), atol=2e-4, rtol=2e-4)
+
+
+class ThreadComm:
+    """Ranks as threads that meet at a barrier."""
+
+    def __init__(self, rank: int, size: int, shared: list, barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, size
+        self._shared, self._barrier = shared, barrier
+
+    def _exchange(self, x: np.ndarray) -> list[np.ndarray]:
+        self._shared[self.rank] = x.copy()
+        self._barrier.wait(20)
+        everyone = list(self._shared)
+        self._barrier.wait(20)
+        return everyone
+
+    def all_reduce(self, x: np.ndarray) -> np.ndarray:
+        return np.sum(self._exchange(x), axis=0)
+
+    def gather(self, x: np.ndarray) -> np.ndarray | None:
+        everyone = self._exchange(x)
+        return np.concatenate(everyone, axis=-1) if self.rank == 0 else None
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "llama_biased_tied", "gemma3"])
+def test_tensor_parallel_ranks_together_compute_the_same(name: str, size: int) -> None:
+    config = model_config(CONFIGS[name])
+    weights = RandomWeights(config)
+    shared, barrier, results = [None] * size, threading.Barrier(size), {}
+
+    def rank_main(rank: int) -> None:
+        results[rank] = run_rank(config, weights, ThreadComm(rank, size, shared, barrier), IDS)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    expected = run_rank(config, weights, SingleRank(), IDS)
+    np.testing.assert_allclose(results[0], expected, atol=1e-4, rtol=1e-4)
+    assert all(results[rank] is None for rank in range(1, size))
+
+
+def test_a_multimodal_checkpoint_keeps_its_decoder_under_a_prefix() -> None:
+    text = {key: value for key, value in CONFIGS["gemma3"].items() if key != "architectures"}
+    config = model_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    weights = RandomWeights(config, prefix="language_model.model.")
+    expected = run_rank(config, RandomWeights(config), SingleRank(), IDS)
+    np.testing.assert_array_equal(run_rank(config, weights, SingleRank(), IDS), expected)
+
+
+def test_window_layers_become_window_policies() -> None:
+    config = model_config(CONFIGS["gemma3"])
+    assert [row[0] for row in config.policies] == [HeadPolicy(5), HeadPolicy(5), FULL]
+    assert model_config(CONFIGS["mistral_window"]).policies[0][0] == HeadPolicy(7)
+    assert model_config({**CONFIGS["mistral_window"], "sliding_window": None}).policies[0][0] == FULL
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are"),
+        ({"architectures": []}, "architecture missing from config.json is not supported"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive integer, got 0"),
+        ({"hidden_size": "big"}, "'hidden_size' must be a positive integer, got 'big'"),
+        ({"num_key_value_heads": 3}, "8 attention heads cannot share 3 key-value heads"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope scaling 'yarn' is not supported; supported are"),
+    ],
+)
+def test_a_config_that_cannot_be_served_says_why(changes, message) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config({**CONFIGS["llama"], **changes})
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    config = model_config(CONFIGS["llama"])
+    other = model_config({**CONFIGS["llama"], "vocab_size": 51})
+    with pytest.raises(ModelError, match="do not belong together"):
+        run_rank(other, RandomWeights(config), SingleRank(), IDS)
+
+
+def test_tp_sizes_must_divide_kv_heads_and_mlp() -> None:
+    assert valid_tp_sizes(model_config(CONFIGS["llama"])) == [1, 2, 4]
+    assert valid_tp_sizes(model_config({**CONFIGS["llama"], "intermediate_size": 50})) == [1, 2]
