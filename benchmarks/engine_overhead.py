@@ -19,7 +19,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import argparse
 import json
 import statistics
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -36,30 +38,41 @@ from headwise.runtime.request import SamplingParams
 from headwise.runtime.worker import ModelWorker
 
 SETTLE = 4
-"""Steps at the start of a round that are not counted: the pipeline fills, and caches and threads change hands."""
+"""Steps at the start of a round that are not counted: the pipeline fills, and caches change hands."""
+
+NO_STEP = StepResult(-1, 0, np.empty(0, np.int32))
 
 
 class RecordingWorker:
-    """Passes steps on to a worker and keeps them, with their results."""
+    """Passes steps on to a worker and keeps them with their results; also runs what else belongs on its thread."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
         self.steps: list[tuple[BatchRequest, StepResult]] = []
 
-    def execute(self, batch: BatchRequest) -> StepResult:
+    def execute(self, batch: BatchRequest | Callable[[], None]) -> StepResult:
+        if callable(batch):
+            batch()
+            return NO_STEP
         result = self.worker.execute(batch)
         self.steps.append((batch, result))
         return result
 
 
-class CountingExecutor(LocalExecutor):
-    """Counts the steps it was given, so that one can wait for the last of them."""
+class TurnTakingExecutor(LocalExecutor):
+    """Lets the benchmark have the worker's thread between the engine's steps."""
 
-    submitted = 0
+    def run(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the worker's thread when all steps are done, and wait for it."""
+        done = threading.Event()
+        self.submit(work)  # type: ignore[arg-type]
+        self.submit(done.set)  # type: ignore[arg-type]
+        done.wait()
 
-    def submit(self, batch: BatchRequest) -> None:
-        self.submitted += 1
-        super().submit(batch)
+    def poll(self, timeout_s: float | None) -> StepResult | None:
+        while (result := super().poll(timeout_s)) is NO_STEP:
+            pass
+        return result
 
 
 class DecodingEngine:
@@ -74,7 +87,7 @@ class DecodingEngine:
         worker = ModelWorker(config, directory, 0, SingleRank())
         worker.initialize_cache()
         self.recorder = RecordingWorker(worker)
-        self.executor = CountingExecutor(self.recorder)  # type: ignore[arg-type]
+        self.executor = TurnTakingExecutor(self.recorder)  # type: ignore[arg-type]
         door = FrontDoor.open(config)
         self.core = EngineCore(config, door.card, door.tokenizer, self.executor)
         rng = np.random.default_rng(0)
@@ -89,28 +102,31 @@ class DecodingEngine:
         return last is not None and len(last.rows) == batch == last.num_tokens
 
     def decode(self, steps: int) -> list[float]:
-        """Seconds between the results of ``steps`` steps; then waits until the worker is idle."""
+        """Seconds between the results of ``steps`` steps. Two more are in flight then."""
         times = [time.perf_counter()]
         for _ in range(steps):
             self.core.step(None)
             times.append(time.perf_counter())
-        while len(self.recorder.steps) < self.executor.submitted:
-            time.sleep(0.001)
-        return list(np.diff(times))
+        return np.diff(times).tolist()
 
     def replay(self, first: int) -> list[float]:
-        """Seconds of each recorded step from ``first`` on, run again by the bare worker."""
-        recorded, nothing = self.recorder.steps, np.empty((0, 4), dtype=np.int32)
-        batches = [replace(batch, table_updates=nothing, new_sequences=()) for batch, _ in recorded[first:]]
-        batches[0] = replace(batches[0], token_ids=recorded[first - 1][1].token_ids)
-        times, results = [time.perf_counter()], []
-        for batch in batches:
-            results.append(self.recorder.worker.execute(batch))
+        """Seconds of each recorded step from ``first`` on, run again by the bare worker on the same thread."""
+        times, results = [], []
+
+        def run_again() -> None:
+            recorded, nothing = self.recorder.steps, np.empty((0, 4), dtype=np.int32)
+            batches = [replace(batch, table_updates=nothing, new_sequences=()) for batch, _ in recorded[first:]]
+            batches[0] = replace(batches[0], token_ids=recorded[first - 1][1].token_ids)
             times.append(time.perf_counter())
-        for result, (_, known) in zip(results, recorded[first:], strict=True):
+            for batch in batches:
+                results.append(self.recorder.worker.execute(batch))
+                times.append(time.perf_counter())
+
+        self.executor.run(run_again)
+        for result, (_, known) in zip(results, self.recorder.steps[first:], strict=True):
             if not np.array_equal(result.token_ids, known.token_ids):
                 raise SystemExit(f"step {known.step_id} sampled other tokens when it was run again")
-        return list(np.diff(times))
+        return np.diff(times).tolist()
 
 
 def main() -> None:

@@ -46,9 +46,7 @@ def main() -> None:
         print(f"{'prefix':>6} {'first TTFT, ms':>15} {'second TTFT, ms':>16} {'cached tokens':>14} {'ratio':>7}")
         for index in range(3 if args.quick else args.prefixes):
             prefix = rng.integers(1000, 30000, args.prefix_tokens)
-            first, second = (
-                serve(engine, np.append(prefix, rng.integers(1000, 30000, OWN_TOKENS))) for _ in range(2)
-            )
+            first, second = (serve(engine, np.append(prefix, rng.integers(1000, 30000, OWN_TOKENS))) for _ in range(2))
             ratios.append(second.timings.ttft_s / first.timings.ttft_s)
             hits.append(second.usage.cached_tokens)
             print(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError, HeadwiseError
-from headwise.runtime.bench_workload import BenchRequest, Workload, arrival_times, make_requests
+from headwise.runtime.bench_workload import BenchRequest, Workload, arrival_times
 from headwise.runtime.request import OutputDelta, Usage
 
 if TYPE_CHECKING:

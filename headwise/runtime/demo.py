@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headwise.runtime.config import EngineConfig
 from headwise.runtime.request import GenerationResult, SamplingParams
 
 if TYPE_CHECKING:

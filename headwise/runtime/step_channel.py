@@ -141,7 +141,10 @@ class ZmqExecutor:
         if self._lost is None and self._steps and self._clock() - self._head_since > self._step_timeout_s:
             step = self._steps[0]
             silent = sorted(set(range(len(self._ranks))) - set(step.results))
-            self._lost = f"step {step.step_id} did not end within step_timeout_s = {self._step_timeout_s:g} s on TP rank {silent}"
+            self._lost = (
+                f"step {step.step_id} did not end within step_timeout_s = {self._step_timeout_s:g} s "
+                f"on TP rank {silent}"
+            )
         if self._lost is not None:
             raise EngineDiedError(self._lost)
 

@@ -104,7 +104,7 @@ class StoreServer:
             with self._lock:
                 self._store.drop(node)
             for known in (self._peers, self._heard, self._asked):
-                known.pop(node, None)  # type: ignore[attr-defined]
+                known.pop(node, None)
 
     def _ask_for_snapshots(self) -> None:
         import zmq

@@ -105,7 +105,7 @@ def test_an_impossible_workload_is_refused(arguments: dict[str, int], message: s
 
 @pytest.mark.parametrize("arguments", [{}, {"concurrency": 2, "rate": 1.0}])
 def test_a_load_is_either_closed_or_open(arguments: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="either a concurrency .* or a rate"):
+    with pytest.raises(ConfigError, match=r"either a concurrency .* or a rate"):
         Load(**arguments)
 
 

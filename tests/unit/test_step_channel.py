@@ -20,9 +20,7 @@ Execute = Callable[[BatchRequest], StepResult]
 
 def batch(step_id: int, rows: int = 2) -> BatchRequest:
     ints = np.arange(rows, dtype=np.int32)
-    return BatchRequest(
-        step_id, ints, ints, ints, ints, np.ones(rows, np.bool_), np.empty((0, 4), np.int32)
-    )
+    return BatchRequest(step_id, ints, ints, ints, ints, np.ones(rows, np.bool_), np.empty((0, 4), np.int32))
 
 
 class Echo:
@@ -206,10 +204,14 @@ def test_a_step_for_a_worker_that_left_is_refused(tmp_path: Path) -> None:
     executor = group.start([Echo(0)])
     group._stop.set()
     group._threads[0].join(10)
-    with pytest.raises(EngineDiedError, match="TP rank 0 cannot be reached"):
+
+    def submit_until_it_is_noticed() -> None:
         for step_id in range(100):
             executor.submit(batch(step_id))
             time.sleep(0.02)
+
+    with pytest.raises(EngineDiedError, match="TP rank 0 cannot be reached"):
+        submit_until_it_is_noticed()
     group.close()
 
 

@@ -62,7 +62,7 @@ def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
     [
         StepResult(3, 1, np.array([5, -1], np.int32), {1: TokenLogprobs(-0.5, ((4, -0.5), (9, -2.0)))}, error="rank 1"),
         GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 2, "salt", "", ((0, 3, "abc"),)),
-        OutputDelta("r", (1, 2), "hé", (TokenLogprobs(-1.0, ()),), FinishReason.STOP, None, Usage(1, 0, 2), Timings(1.0)),
+        OutputDelta("r", (1, 2), "hé", (TokenLogprobs(-1.0, ()),), FinishReason.STOP, None, Usage(1, 0, 2), Timings(1)),
         OutputDelta("r"),
     ],
 )

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwise.runtime.philox import philox_4x32, uniform
+from headwise.runtime.request import SamplingParams
+from headwise.runtime.sampler import Sampler, filtered
+
+VOCAB = 40
+draw = np.random.default_rng(0)
+
+
+def sample(logits, params, seeds, positions):
+    return Sampler().sample(
+        np.asarray(logits, dtype=np.float32), params, np.array(seeds, np.uint64), np.array(positions, np.int64)
+    )
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_published_known_answers(counter, key, expected) -> None:
+    words = philox_4x32(np.array([counter], np.uint64), np.array([key], np.uint64))
+    assert words[0].tolist() == expected
+
+
+def test_uniforms_are_spread_over_the_unit_interval_for_neighbouring_seeds_and_positions() -> None:
+    seeds, positions = np.meshgrid(np.arange(100, dtype=np.uint64), np.arange(100))
+    numbers = uniform(seeds.ravel(), positions.ravel())
+    counts, _ = np.histogram(numbers, bins=20, range=(0, 1))
+    assert counts.sum() == 10_000
+    assert abs(counts - 500).max() < 110  # five standard deviations
+    assert len(set(numbers.tolist())) == 10_000
+
+
+def test_greedy_takes_the_best_token_and_the_first_of_equals() -> None:
+    logits = np.zeros((2, VOCAB))
+    logits[0, 7] = 1
+    tokens, _ = sample(logits, [SamplingParams(temperature=0)] * 2, [0, 0], [1, 1])
+    assert tokens.tolist() == [7, 0]
+
+
+params_strategy = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.1, 3),
+    top_k=st.integers(0, VOCAB + 5),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+)
+
+
+@given(params_strategy, st.integers(0, 2**32))
+def test_the_filters_keep_what_their_definitions_say(params: SamplingParams, seed: int) -> None:
+    logits = np.random.default_rng(seed).integers(-6, 6, VOCAB).astype(np.float32)  # with many ties
+    kept, weights = filtered(logits, params)
+    scaled = logits / params.temperature
+    probability = np.exp(scaled - scaled.max())
+    order = sorted(range(VOCAB), key=lambda i: (-logits[i], i))
+    assert kept.tolist() == order[: len(kept)]
+    assert len(kept) >= 1
+    assert len(kept) <= (params.top_k or VOCAB)
+    assert (probability[kept] >= params.min_p * (1 - 1e-6)).all()
+    passed = [i for i in order[: params.top_k or VOCAB] if probability[i] >= params.min_p * (1 - 1e-6)]
+    mass = probability[passed].sum()
+    assert probability[kept[:-1]].sum() < params.top_p * mass + 1e-6
+    assert probability[kept].sum() >= params.top_p * mass - 1e-6
+    assert (np.diff(weights) <= 0).all()
+
+
+@settings(max_examples=30)
+@given(st.permutations(range(6)))
+def test_a_row_draws_the_same_token_in_any_batch(order) -> None:
+    logits = np.random.default_rng(3).standard_normal((6, VOCAB))
+    params = [SamplingParams(temperature=0.5 + i, top_k=3 * i, top_p=1 - i / 10) for i in range(6)]
+    alone = [int(sample(logits[i : i + 1], [params[i]], [i], [i + 9])[0][0]) for i in range(6)]
+    together, _ = sample(logits[list(order)], [params[i] for i in order], list(order), [i + 9 for i in order])
+    assert together.tolist() == [alone[i] for i in order]
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    logits = np.log([0.5, 0.3, 0.15, 0.05])
+    count = 4000
+    tokens, _ = sample(np.tile(logits, (count, 1)), [SamplingParams()] * count, [11] * count, range(count))
+    observed = np.bincount(tokens, minlength=4)
+    expected = count * np.array([0.5, 0.3, 0.15, 0.05])
+    assert ((observed - expected) ** 2 / expected).sum() < 25
+
+
+def test_a_low_temperature_is_nearly_greedy() -> None:
+    logits = draw.standard_normal((50, VOCAB))
+    tokens, _ = sample(logits, [SamplingParams(temperature=1e-3)] * 50, range(50), range(50))
+    assert tokens.tolist() == logits.argmax(1).tolist()
+
+
+def test_logprobs_are_of_the_model_whatever_the_filters() -> None:
+    logits = draw.standard_normal((2, VOCAB))
+    params = [SamplingParams(temperature=0.3, top_k=1, logprobs=3), SamplingParams(temperature=0)]
+    tokens, logprobs = sample(logits, params, [1, 1], [5, 5])
+    expected = np.log(np.exp(logits[0]) / np.exp(logits[0]).sum())
+    assert set(logprobs) == {0}
+    assert logprobs[0].chosen == pytest.approx(expected[tokens[0]], abs=1e-5)
+    best = np.argsort(-expected)[:3]
+    assert [token for token, _ in logprobs[0].top] == best.tolist()
+    assert [value for _, value in logprobs[0].top] == pytest.approx(expected[best].tolist(), abs=1e-5)
+    _, chosen_only = sample(logits[:1], [SamplingParams(logprobs=0)], [1], [5])
+    assert chosen_only[0].top == ()
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_row_without_usable_logits_is_named(value: float) -> None:
+    logits = np.zeros((3, VOCAB))
+    logits[1] = value
+    with pytest.raises(ValueError, match=r"the logits of rows \[1\] are not finite"):
+        sample(logits, [SamplingParams(temperature=0)] * 3, [0] * 3, [0] * 3)
