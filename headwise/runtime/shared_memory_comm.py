@@ -1,0 +1,202 @@
+"""Collectives between processes of one machine through shared memory.
+
+One segment holds a counter per rank, on a cache line of its own, and a buffer per rank, twice:
+
+    | counters, 64 bytes a rank | buffers of even rounds | buffers of odd rounds |
+
+In round n every rank copies its part into its buffer of n's parity, then sets its counter to n; it reads the others'
+buffers once their counters have reached n. A rank that sets its counter to n + 1 has read all of round n, so whoever has
+seen all counters at n + 1 may write to round n's buffers again: that is round n + 2, which uses the same parity. Hence two
+sets of buffers are enough, with one wait a round.
+
+Memory order: a counter must not be seen before the payload written ahead of it. x86-64 keeps the order of stores, and
+of loads, of a processor. CPUs that do not (aarch64) have a fence on either side of the counter: taking and releasing a
+lock, which Python does by an atomic exchange with full ordering.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import EngineDiedError
+
+_LINE = 64
+_YIELDS = 2000
+"""Times to give up the processor before sleeping: some milliseconds."""
+_NAP_S = 0.0005
+_STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64")
+
+
+class SharedMemoryComm:
+    """The `Communicator` of ranks on one machine. Every rank makes one with the same ``name``, ``size``, ``max_bytes``.
+
+    The rank with ``create`` makes the segment and the others wait for it; its name is removed once all have come, so
+    that nothing is left however the ranks end. Waiting gives up the processor at once: where ranks outnumber cores,
+    spinning costs ten times as much. Not thread-safe.
+
+    Raises `EngineDiedError` if a rank does not come within ``timeout_s``, here and in every collective.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, max_bytes: int, timeout_s: float, create: bool) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        self._capacity = -(-max_bytes // _LINE) * _LINE
+        length = size * _LINE + 2 * size * self._capacity
+        path = _directory() / f"headwise-{name}"
+        self._bytes: NDArray[np.uint8] = np.frombuffer(_map(path, length, timeout_s, create), np.uint8)
+        # One int64 a line: `[size]`, strided.
+        self._counters: NDArray[Any] = self._bytes[: size * _LINE].view(np.int64)[:: _LINE // 8]
+        self._round = 0
+        self._fence = threading.Lock()
+        try:
+            self._exchange(np.empty(0, np.uint8))
+        finally:
+            if create:
+                path.unlink()
+
+    # ---- collectives ----
+
+    def all_reduce(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The sum over ranks as a new array, summed in rank order so that every rank has the same bits."""
+        flat = np.ascontiguousarray(x).reshape(-1)
+        total = np.empty_like(flat)
+        for part in _pieces(len(flat), self._capacity // 4):
+            views = self._exchange(flat[part])
+            np.add(views[0], views[1], out=total[part])
+            for view in views[2:]:
+                total[part] += view
+        return total.reshape(x.shape)
+
+    def gather(self, x: NDArray[np.float32]) -> NDArray[np.float32] | None:
+        """Concatenate ``x [rows, columns]`` along the last axis on rank 0; columns may differ between ranks."""
+        widths = [int(view[0]) for view in self._exchange(np.array([x.shape[-1]], np.int64))]
+        rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+        whole = np.empty((len(rows), sum(widths)), np.float32) if self.rank == 0 else None
+        edges = np.concatenate([[0], np.cumsum(widths)])
+        per_round = self._capacity // (4 * max(widths))
+        if per_round == 0:
+            raise ValueError(f"a row of {max(widths)} floats does not fit in a buffer of {self._capacity} bytes")
+        for part in _pieces(len(rows), per_round):
+            count = part.stop - part.start
+            views = self._exchange(rows[part].reshape(-1), [4 * count * width for width in widths])
+            if whole is not None:
+                for rank, view in enumerate(views):
+                    whole[part, edges[rank] : edges[rank + 1]] = view.reshape(count, -1)
+        return None if whole is None else whole.reshape(*x.shape[:-1], sum(widths))
+
+    def broadcast(self, x: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Rank 0's ``x`` on every rank, as a new array."""
+        result = np.empty(int(np.prod(shape)), np.int32)
+        flat = result if x is None else np.ascontiguousarray(x, dtype=np.int32).reshape(-1)
+        nothing = np.empty(0, np.int32)
+        for part in _pieces(len(result), self._capacity // 4):
+            count = part.stop - part.start
+            mine = flat[part] if self.rank == 0 else nothing
+            result[part] = self._exchange(mine, [4 * count] + [0] * (self.size - 1))[0]
+        return result.reshape(shape)
+
+    def close(self) -> None:
+        """Release the segment: its memory goes with the last rank that has it mapped. Idempotent."""
+        self._counters = self._bytes = np.empty(0, np.uint8)
+
+    # ---- one round ----
+
+    def _exchange(self, mine: NDArray[Any], lengths: list[int] | None = None) -> list[NDArray[Any]]:
+        """Publish ``mine`` and return every rank's part of this round, valid until the next round but one.
+
+        ``lengths`` are the bytes of each rank's part, where they are not all as long as ``mine``.
+        """
+        self._round += 1
+        views = [
+            self._buffer(rank)[: mine.nbytes if lengths is None else lengths[rank]].view(mine.dtype)
+            for rank in range(self.size)
+        ]
+        if mine.size:
+            views[self.rank][:] = mine
+        self._order()
+        self._counters[self.rank] = self._round
+        self._wait()
+        self._order()
+        return views
+
+    def _buffer(self, rank: int) -> NDArray[np.uint8]:
+        start = self.size * _LINE + ((self._round % 2) * self.size + rank) * self._capacity
+        return self._bytes[start : start + self._capacity]
+
+    def _wait(self) -> None:
+        deadline = 0.0
+        for turn in _forever():
+            if int(self._counters.min()) >= self._round:
+                return
+            if turn < _YIELDS:
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            deadline = deadline or now + self._timeout_s
+            if now > deadline:
+                missing = [rank for rank in range(self.size) if self._counters[rank] < self._round]
+                raise EngineDiedError(
+                    f"tensor-parallel ranks {missing} did not come to a collective within {self._timeout_s:g} s"
+                )
+            time.sleep(_NAP_S)
+
+    def _order(self) -> None:
+        if not _STORES_ARE_ORDERED:
+            with self._fence:
+                pass
+
+
+def _directory() -> Path:
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def _forever() -> Iterator[int]:
+    turn = 0
+    while True:
+        yield turn
+        turn += 1
+
+
+def _pieces(count: int, most: int) -> Iterator[slice]:
+    for start in range(0, count, most):
+        yield slice(start, min(start + most, count))
+
+
+def _map(path: Path, length: int, timeout_s: float, create: bool) -> mmap.mmap:
+    """The segment, made here or waited for until it is there in full."""
+    if create:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        os.ftruncate(descriptor, length)
+    else:
+        descriptor = _open_when_there(path, length, timeout_s)
+    try:
+        return mmap.mmap(descriptor, length)
+    finally:
+        os.close(descriptor)
+
+
+def _open_when_there(path: Path, length: int, timeout_s: float) -> int:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            time.sleep(0.01)
+            continue
+        if os.fstat(descriptor).st_size >= length:
+            return descriptor
+        os.close(descriptor)
+    raise EngineDiedError(f"tensor-parallel rank 0 did not make {path} within {timeout_s:g} s")
