@@ -129,20 +129,31 @@ class ModelWorker:
             return token_ids, {}
         last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[wanted] - 1
         logits = self._model.logits(self._ops.take_rows(hidden, last_rows))
-        sampled, logprobs = None, {}
+        sampled, logprobs, broken = None, {}, None
         if logits is not None:
-            sequences = [self._sequences[row] for row in batch.rows[wanted].tolist()]
-            sampled, by_index = self._sampler.sample(
-                logits,
-                [sequence.sampling for sequence in sequences],
-                np.array([sequence.seed for sequence in sequences], dtype=np.uint64),
-                (batch.starts + batch.query_lens)[wanted].astype(np.int64),
-            )
-            logprobs = {int(wanted[index]): value for index, value in by_index.items()}
+            try:
+                sampled, logprobs = self._draw(batch, wanted, logits)
+            except ValueError as error:  # the other ranks wait for tokens: give them some before failing
+                sampled, broken = np.zeros(len(wanted), dtype=np.int32), error
         sampled = self._comm.broadcast(sampled, (len(wanted),))
+        if broken is not None:
+            raise broken
         self._last_sampled[batch.rows[wanted]] = sampled
         token_ids[wanted] = sampled
         return token_ids, logprobs
+
+    def _draw(
+        self, batch: BatchRequest, wanted: NDArray[np.int64], logits: NDArray[np.float32]
+    ) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
+        """Tokens for the ``wanted`` sequences of the batch, and log-probabilities by index into the batch."""
+        sequences = [self._sequences[row] for row in batch.rows[wanted].tolist()]
+        tokens, logprobs = self._sampler.sample(
+            logits,
+            [sequence.sampling for sequence in sequences],
+            np.array([sequence.seed for sequence in sequences], dtype=np.uint64),
+            (batch.starts + batch.query_lens)[wanted].astype(np.int64),
+        )
+        return tokens, {int(wanted[index]): value for index, value in logprobs.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: AttentionBatch) -> Tensor:
         """Write a layer's keys and values, then attend over the cache."""

@@ -1,0 +1,373 @@
+"""The engine behind a socket: one thread that owns an `EngineCore` and talks to its clients.
+
+The thread never waits for a client: what a client does not read in time is dropped with its requests. The core can
+be replaced while the server runs (new workers after a lost one); requests that arrive meanwhile are held.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headwise.errors import EngineDiedError, HeadwiseError, InvalidRequestError, OverloadedError, RequestAbortedError
+from headwise.runtime import wire
+from headwise.runtime.client_protocol import (
+    CLIENT_TIMEOUT_S,
+    MAX_MESSAGE_BYTES,
+    STATUS_INTERVAL_S,
+    Abort,
+    EngineStatus,
+    GetStats,
+    Outputs,
+    Ping,
+    Pong,
+    Stats,
+    Submit,
+    failure,
+)
+from headwise.runtime.request import GenerateRequest, OutputDelta
+
+if TYPE_CHECKING:
+    import zmq
+
+    from headwise.storage.flusher import Flusher, IndexUpdate
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.05
+"""Longest wait for a message: stops, lost workers and silent clients are noticed that fast."""
+
+_NOT_SERVED = RequestAbortedError(
+    "the engine does not serve this request any more: the connection was lost, or its output was not read in time"
+)
+
+
+class Core(Protocol):
+    """What the server needs of `headwise.runtime.engine.EngineCore`."""
+
+    def add(self, request: GenerateRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self, timeout_s: float | None) -> list[OutputDelta]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> dict[str, Any]: ...
+    def drain_index_updates(self) -> Iterable[IndexUpdate]: ...
+    def fail_all(self, error: str) -> list[OutputDelta]: ...
+
+
+@dataclass
+class _Client:
+    """A connection: when it last spoke, and the requests it has here."""
+
+    heard: float
+    requests: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Where and as whom an engine reports: the scheduler's endpoint, the deployment's secret, the engine's name."""
+
+    endpoint: str
+    secret: str
+    engine: str
+
+
+class EngineServer:
+    """Serves clients at ``endpoint`` (the one bound, where port ``*`` was asked for).
+
+    reporting:  tell this scheduler of the engine; None: nobody
+    flusher:    gets the cache's index updates; used by the server's thread only
+    max_held:   requests held while there is no core
+    send_queue: messages a client may leave unread before it is dropped
+    on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        reporting: Reporting | None = None,
+        flusher: Flusher | None = None,
+        max_held: int = 1024,
+        send_queue: int = 1000,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
+        on_died: Callable[[EngineDiedError], None] = lambda error: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, send_queue)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.bind(endpoint)
+        self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._reporting = reporting
+        self._report_socket = self._context.socket(zmq.DEALER)
+        if reporting is not None:
+            self._report_socket.connect(reporting.endpoint)
+        self._report_at = clock()
+        self._flusher = flusher
+        self._max_held = max_held
+        self._client_timeout_s = client_timeout_s
+        self._on_died = on_died
+        self._clock = clock
+        self._core: Core | None = None
+        self._core_sockets: Sequence[zmq.Socket[bytes]] = ()
+        self._held: dict[str, tuple[int, GenerateRequest]] = {}
+        self._clients: dict[bytes, _Client] = {}
+        self._owners: dict[str, bytes] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._malformed = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headwise-engine", daemon=True)
+
+    # ---- from any thread ----
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes]] = ()) -> None:
+        """Serve with this core from now on; ``sockets`` become readable when its `step` has something to do."""
+        self._commands.put(lambda: self._attach(core, sockets))
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Run ``command`` on the server's thread, between steps."""
+        self._commands.put(command)
+
+    def fail_held(self, error: EngineDiedError) -> None:
+        """No new core will come: end the requests that wait for one."""
+        self._commands.put(lambda: self._fail_held(error))
+
+    def stop(self) -> None:
+        """End the thread and close the sockets; live requests get an error."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._context.destroy(linger=100)
+
+    # ---- the loop ----
+
+    def _run(self) -> None:
+        import zmq
+
+        busy = False
+        while not self._stopping.is_set():
+            poller = zmq.Poller()
+            for socket in (self._socket, *self._core_sockets):
+                poller.register(socket, zmq.POLLIN)
+            ready = dict(poller.poll(0 if busy else IDLE_S * 1000))
+            self._run_commands()
+            if self._socket in ready:
+                self._take_messages()
+            # A step may have been collected without an output: as long as something happens, look again at once.
+            busy = self._step() or bool(ready)
+            self._drop_silent()
+            self._report()
+            if self._flusher is not None:
+                self._flusher.service()
+        self._die(EngineDiedError("the deployment is stopping"))
+        self._fail_held(EngineDiedError("the deployment is stopping"))
+
+    def _run_commands(self) -> None:
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _step(self) -> bool:
+        if self._core is None:
+            return False
+        deltas: list[OutputDelta] = []
+        try:
+            if self._core.has_work():
+                deltas = self._core.step(0)
+            if self._flusher is not None:
+                self._flusher.flush(self._core.drain_index_updates())
+        except EngineDiedError as error:
+            self._die(error)
+        except Exception as error:
+            log.exception("the engine failed")
+            self._die(EngineDiedError(f"the engine failed: {type(error).__name__}: {error}"))
+        self._send_deltas(deltas)
+        return bool(deltas)
+
+    def _attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes]]) -> None:
+        self._core, self._core_sockets = core, sockets
+        held, self._held = self._held, {}
+        for key, request in held.values():
+            owner = self._owners.get(request.request_id)  # its client may be dropped while others are served
+            if owner is not None:
+                self._add(owner, key, request)
+
+    def _die(self, error: EngineDiedError) -> None:
+        """End every request with ``error``. Deltas are not sent: each request gets the error itself."""
+        core, self._core, self._core_sockets = self._core, None, ()
+        if core is None:
+            return
+        core.fail_all(str(error))
+        for request_id in [request_id for request_id in self._owners if request_id not in self._held]:
+            self._end_with(request_id, error)
+        if not self._stopping.is_set():
+            self._on_died(error)
+
+    def _fail_held(self, error: EngineDiedError) -> None:
+        held, self._held = self._held, {}
+        for request_id in held:
+            self._end_with(request_id, error)
+
+    # ---- messages in ----
+
+    def _take_messages(self) -> None:
+        import zmq
+
+        while True:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            client = self._clients.setdefault(identity, _Client(self._clock()))
+            client.heard = self._clock()
+            try:
+                if len(frames) != 1:
+                    raise wire.WireError(f"a message must be one frame, got {len(frames)}")
+                self._take(identity, wire.decode(frames[0], Submit, Abort, GetStats, Ping))
+            except HeadwiseError as error:
+                self._malformed += 1
+                self._send(identity, failure(error))
+
+    def _take(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, Submit):
+            self._submit(identity, message.key, message.request)
+        elif isinstance(message, Abort):
+            if self._owners.get(message.request_id) == identity:
+                self._abort(message.request_id)
+        elif isinstance(message, GetStats):
+            self._send(identity, Stats(message.key, self.stats()))
+        else:
+            self._send(identity, Pong())
+            for request_id in message.request_ids:
+                if self._owners.get(request_id) != identity:
+                    self._send(identity, failure(_NOT_SERVED, request_id=request_id))
+
+    def _submit(self, identity: bytes, key: int, request: GenerateRequest) -> None:
+        try:
+            _check_request(request)
+            if request.request_id in self._owners:
+                raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
+            if self._core is None and len(self._held) >= self._max_held:
+                raise OverloadedError(f"the engine is starting and holds {self._max_held} requests; try again later")
+        except HeadwiseError as error:
+            self._send(identity, failure(error, key, request.request_id))
+            return
+        self._owners[request.request_id] = identity
+        self._clients[identity].requests.add(request.request_id)
+        if self._core is None:
+            self._held[request.request_id] = (key, request)
+        else:
+            self._add(identity, key, request)
+
+    def _add(self, identity: bytes, key: int, request: GenerateRequest) -> None:
+        assert self._core is not None
+        try:
+            self._core.add(request)
+        except HeadwiseError as error:
+            self._forget(request.request_id)
+            self._send(identity, failure(error, key, request.request_id))
+
+    def _abort(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+        self._forget(request_id)
+        if self._core is not None:
+            self._core.abort(request_id)
+
+    # ---- messages out ----
+
+    def _send_deltas(self, deltas: list[OutputDelta]) -> None:
+        by_client: defaultdict[bytes, list[OutputDelta]] = defaultdict(list)
+        for delta in deltas:
+            owner = self._owners.get(delta.request_id)
+            if owner is not None:
+                by_client[owner].append(delta)
+            if delta.finish_reason is not None:
+                self._forget(delta.request_id)
+        for identity, its in by_client.items():
+            self._send(identity, Outputs(tuple(its)))
+
+    def _end_with(self, request_id: str, error: EngineDiedError) -> None:
+        identity = self._owners.get(request_id)
+        self._forget(request_id)
+        if identity is not None:
+            self._send(identity, failure(error, request_id=request_id))
+
+    def _send(self, identity: bytes, message: Any) -> None:
+        """Send without waiting; a client that is gone or does not read is dropped."""
+        import zmq
+
+        try:
+            self._socket.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._drop(identity, "does not read its messages" if isinstance(error, zmq.Again) else "is gone")
+
+    # ---- clients ----
+
+    def _drop_silent(self) -> None:
+        now = self._clock()
+        silent = [i for i, client in self._clients.items() if now - client.heard > self._client_timeout_s]
+        for identity in silent:
+            self._drop(identity, f"said nothing for {self._client_timeout_s:g} s")
+
+    def _drop(self, identity: bytes, why: str) -> None:
+        client = self._clients.pop(identity, None)
+        if client is None or not client.requests:
+            return
+        log.warning("client %s %s: aborting its %d requests", identity.hex(), why, len(client.requests))
+        for request_id in list(client.requests):
+            self._abort(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        client = self._clients.get(self._owners.pop(request_id, b""))
+        if client is not None:
+            client.requests.discard(request_id)
+
+    # ---- the outside ----
+
+    def stats(self) -> dict[str, Any]:
+        """The core's statistics and the server's own; for the server's thread."""
+        server = {
+            "ready": self._core is not None,
+            "clients": len(self._clients),
+            "held": len(self._held),
+            "malformed": self._malformed,
+        }
+        return {**(self._core.stats() if self._core is not None else {}), "server": server}
+
+    def _report(self) -> None:
+        import zmq
+
+        if self._reporting is None or self._clock() < self._report_at:
+            return
+        self._report_at = self._clock() + STATUS_INTERVAL_S
+        secret, engine = self._reporting.secret, self._reporting.engine
+        status = EngineStatus(secret, engine, self.endpoint, len(self._owners), self.stats())
+        try:
+            self._report_socket.send(wire.encode(status), zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("the scheduler does not take reports")
+
+
+def _check_request(request: GenerateRequest) -> None:
+    """What the types on the wire do not say."""
+    if not 0 < len(request.request_id) <= 128:
+        raise InvalidRequestError("a request id must have 1 to 128 characters")
+    if request.prompt_token_ids.ndim != 1:
+        raise InvalidRequestError(f"prompt_token_ids must be one row, got shape {request.prompt_token_ids.shape}")
+    if request.prompt_token_ids.size and int(request.prompt_token_ids.min()) < 0:
+        raise InvalidRequestError(f"prompt_token_ids must not be negative, got {request.prompt_token_ids.min()}")
