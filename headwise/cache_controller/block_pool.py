@@ -75,8 +75,8 @@ class BlockPool:
             del self._cached[block]
         self._references[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each. Blocks given first are evicted first."""
+    def release(self, blocks: Iterable[int], *, evict_first: bool = False) -> None:
+        """Drop one reference of each. Blocks given first are evicted first; all at once next with ``evict_first``."""
         for block in blocks:
             if self._references[block] < 1:
                 raise ValueError(f"block {block} is released more often than it was retained")
@@ -84,6 +84,8 @@ class BlockPool:
             if self._references[block] == 0:
                 if self._registered[block]:
                     self._cached[block] = None
+                    if evict_first:
+                        self._cached.move_to_end(block, last=False)
                 else:
                     self._free.append(block)
 

@@ -6,7 +6,7 @@ workers and the attention store must know.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.radix_tree import NOWHERE, Node, RadixTree
-from headwise.cache_controller.windows import first_live_block, num_blocks_for, sink_blocks
+from headwise.cache_controller.windows import first_live_block, num_blocks_for, peak_blocks, sink_blocks
 
 DEVICE_TIER = "device"
 
@@ -53,13 +53,20 @@ class CacheStats:
     queried_tokens: int
     hit_tokens: int
     evicted_blocks: int
+    recycled_blocks: int
 
 
 @dataclass
 class _Row:
-    """One sequence: columns of its table that are allocated, registered, and announced."""
+    """One sequence: columns of its table that are allocated, registered, and announced.
+
+    held:     blocks in its table, over all groups
+    recycled: per group, the column up to which blocks behind the sink were given back
+    """
 
     num_blocks: int = 0
+    held: int = 0
+    recycled: list[int] = field(default_factory=list)
     registered: int = 0
     announced: int = 0
     hashes: list[bytes] = field(default_factory=list)
@@ -70,6 +77,8 @@ class CacheManager:
 
     A row is one running sequence. Its life: `match` and `adopt` a prefix, `extend` before tokens are computed,
     `commit` after they were, `release` once no step in flight may touch its blocks.
+
+    step_tokens: most tokens of one sequence in the steps that are in flight together
     """
 
     def __init__(
@@ -80,11 +89,13 @@ class CacheManager:
         num_blocks: int,
         max_rows: int,
         max_blocks: int,
+        step_tokens: int,
         prefix_caching: bool = True,
     ) -> None:
         self.policies = tuple(policies)
         self.block_size = block_size
         self.max_blocks = max_blocks
+        self.step_tokens = step_tokens
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks, self._on_evict)
         self.tree = RadixTree(len(self.policies))
@@ -95,21 +106,21 @@ class CacheManager:
         self._index_groups = self._full_groups or self._window_groups
         self._table_updates: list[tuple[int, int, int, int]] = []
         self._index_updates: list[IndexUpdate] = []
-        self._queried_tokens = self._hit_tokens = self._evicted_blocks = 0
+        self._queried_tokens = self._hit_tokens = self._evicted_blocks = self._recycled_blocks = 0
 
     # ---- questions ----
 
-    def blocks_needed(self, tokens: int) -> int:
-        """Blocks of the pool that a sequence of ``tokens`` tokens holds, over all groups."""
-        return num_blocks_for(tokens, self.block_size) * len(self.policies)
+    def peak_blocks(self, tokens: int) -> int:
+        """Most blocks that a sequence of up to ``tokens`` tokens holds at any time, over all groups."""
+        return sum(peak_blocks(policy, tokens, self.block_size, self.step_tokens) for policy in self.policies)
 
     @property
     def num_available(self) -> int:
         return self.pool.num_available
 
-    def row_capacity(self, row: int) -> int:
-        """Tokens that the row's allocated blocks have room for."""
-        return self._rows[row].num_blocks * self.block_size
+    def promised_blocks(self, row: int, tokens: int) -> int:
+        """Blocks that a row may still take until it has ``tokens`` tokens."""
+        return max(0, self.peak_blocks(tokens) - self._rows[row].held)
 
     def stats(self) -> CacheStats:
         return CacheStats(
@@ -121,6 +132,7 @@ class CacheManager:
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
             evicted_blocks=self._evicted_blocks,
+            recycled_blocks=self._recycled_blocks,
         )
 
     # ---- prefix hits ----
@@ -154,9 +166,22 @@ class CacheManager:
         live = blocks - first_live_block(policy, blocks * self.block_size, self.block_size)
         return run >= live and from_start >= min(sink_blocks(policy, self.block_size), blocks)
 
+    def _kept(self, match: PrefixMatch) -> Iterator[tuple[int, int, int]]:
+        """(group, depth, block) of what a sequence that starts with the match may still see."""
+        tokens = match.num_blocks * self.block_size
+        for group, policy in enumerate(self.policies):
+            sinks, live = sink_blocks(policy, self.block_size), first_live_block(policy, tokens, self.block_size)
+            for depth, node in enumerate(match.nodes):
+                if depth >= live or depth < sinks:
+                    yield group, depth, node.device[group]
+
+    def num_kept(self, match: PrefixMatch) -> int:
+        """Blocks of a match that adopting it puts into the row's table."""
+        return sum(1 for _ in self._kept(match))
+
     def num_reclaimed(self, match: PrefixMatch) -> int:
         """Blocks of a match that nobody holds now: adopting it takes them out of `num_available`."""
-        return sum(block != NOWHERE and not self.pool.is_held(block) for node in match.nodes for block in node.device)
+        return sum(not self.pool.is_held(block) for _, _, block in self._kept(match))
 
     # ---- the life of a row ----
 
@@ -164,19 +189,17 @@ class CacheManager:
         """Open ``row`` for a sequence whose prefix is ``match`` (maybe empty)."""
         if row in self._rows:
             raise ValueError(f"row {row} is in use")
-        self._rows[row] = _Row(match.num_blocks, match.num_blocks, match.num_blocks, [n.hash for n in match.nodes])
-        table = self.tables[row]
-        for group, policy in enumerate(self.policies):
-            sinks = sink_blocks(policy, self.block_size)
-            live = first_live_block(policy, match.num_blocks * self.block_size, self.block_size)
-            for depth, node in enumerate(match.nodes):
-                block = node.device[group]
-                if depth >= live or depth < sinks:
-                    self.pool.retain(block)
-                    table[group, depth] = block
-                    self._table_updates.append((row, group, depth, block))
+        count, tokens = match.num_blocks, match.num_blocks * self.block_size
+        recycled = [first_live_block(policy, tokens, self.block_size) for policy in self.policies]
+        state = _Row(count, 0, recycled, count, count, [node.hash for node in match.nodes])
+        self._rows[row] = state
+        for group, depth, block in self._kept(match):
+            self.pool.retain(block)
+            self.tables[row, group, depth] = block
+            self._table_updates.append((row, group, depth, block))
+            state.held += 1
         self._queried_tokens += prompt_tokens
-        self._hit_tokens += match.num_blocks * self.block_size
+        self._hit_tokens += tokens
 
     def extend(self, row: int, tokens: int) -> bool:
         """Make room for ``tokens`` tokens in all; False, and nothing changed, if the pool has not enough."""
@@ -196,12 +219,38 @@ class CacheManager:
                 self.tables[row, group, depth] = block
                 self._table_updates.append((row, group, depth, block))
         state.num_blocks = last
+        state.held += (last - first) * groups
         return True
 
-    def commit(self, row: int, hashes: Sequence[bytes]) -> None:
-        """Say that the row's first ``len(hashes)`` blocks are computed and named by ``hashes``."""
-        if not self.prefix_caching:
-            return
+    def commit(self, row: int, tokens: int, hashes: Sequence[bytes]) -> None:
+        """Say that the row's first ``tokens`` tokens are computed; ``hashes`` name their full blocks.
+
+        Steps in flight must not look at positions before ``tokens``' windows: what these leave is recycled.
+        """
+        if self.prefix_caching:
+            self._register_up_to(row, hashes)
+        if self._window_groups:
+            self._recycle(row, tokens)
+
+    def _recycle(self, row: int, tokens: int) -> None:
+        """Give back the window blocks that no later query sees; registered ones are the first to be evicted."""
+        state = self._rows[row]
+        for group in self._window_groups:
+            policy = self.policies[group]
+            first = max(state.recycled[group], sink_blocks(policy, self.block_size))
+            live = min(first_live_block(policy, tokens, self.block_size), state.num_blocks)
+            if live <= first:
+                continue
+            dead = self.tables[row, group, first:live]
+            blocks = dead[dead != NOWHERE].tolist()
+            dead[:] = NOWHERE
+            self._table_updates.extend((row, group, depth, NOWHERE) for depth in range(first, live))
+            state.recycled[group] = live
+            state.held -= len(blocks)
+            self._recycled_blocks += len(blocks)
+            self.pool.release(blocks, evict_first=True)
+
+    def _register_up_to(self, row: int, hashes: Sequence[bytes]) -> None:
         state, nodes = self._rows[row], self.tree.nodes
         first = min(state.registered, len(hashes))
         while first > 0 and hashes[first - 1] not in nodes:
@@ -283,6 +332,7 @@ class CacheManager:
         for row, state in self._rows.items():
             held = self.tables[row]
             assert (held[:, state.num_blocks :] == NOWHERE).all(), f"row {row} holds blocks behind its end"
+            assert (held != NOWHERE).sum() == state.held, f"row {row} miscounts its blocks"
             for block in held[held != NOWHERE].tolist():
                 references[block] += 1
         for block, count in enumerate(references):

@@ -23,3 +23,16 @@ def first_live_block(policy: HeadPolicy, tokens: int, block_size: int) -> int:
     if policy.is_full:
         return 0
     return max(0, (tokens - policy.window + 1) // block_size)
+
+
+def peak_blocks(policy: HeadPolicy, tokens: int, block_size: int, in_flight: int) -> int:
+    """Most blocks a group ever holds for a sequence that grows to ``tokens`` tokens.
+
+    A window group holds its sink, and the blocks that the window and the ``in_flight`` tokens of steps under way reach
+    into; the rest is recycled.
+    """
+    whole = num_blocks_for(tokens, block_size)
+    if policy.is_full:
+        return whole
+    window = num_blocks_for(policy.window - 1 + in_flight, block_size) + 1
+    return min(whole, sink_blocks(policy, block_size) + window)

@@ -80,6 +80,11 @@ class EngineConfig:
         return parse_bytes(self.kv_cache)
 
     @property
+    def steps_in_flight(self) -> int:
+        """Steps that may be on their way to the workers at once."""
+        return 2 if self.async_scheduling else 1
+
+    @property
     def cache_path(self) -> Path:
         return Path(self.cache_dir).expanduser()
 

@@ -105,3 +105,20 @@ def comparison(answers: list[Answer]) -> Any:
     out.add_row("time to first token", *(f"{1000 * answer.ttft_s:.0f} ms" for answer in answers))
     out.add_row("time per token after it", *(f"{1000 * r.timings.tpot_s:.0f} ms" for r in results))
     return out
+
+
+def cache_table(stats: dict[str, Any]) -> Any:
+    """The engines' caches, as a table."""
+    from rich.table import Table
+
+    out = Table(title="Cache", title_justify="left")
+    for column in ("engine", "blocks", "cached", "free", "prompt tokens", "hits", "hit rate"):
+        out.add_column(column, justify="left" if column == "engine" else "right")
+    for name, engine in stats["engines"].items():
+        cache = engine["cache"]
+        rate = cache["hit_tokens"] / max(1, cache["queried_tokens"])
+        counts = (
+            cache[key] for key in ("total_blocks", "cached_blocks", "free_blocks", "queried_tokens", "hit_tokens")
+        )
+        out.add_row(name, *map(str, counts), f"{rate:.0%}")
+    return out

@@ -48,12 +48,13 @@ class EngineCore:
             num_blocks=card.spec.num_blocks,
             max_rows=card.spec.max_rows,
             max_blocks=card.spec.max_blocks,
+            step_tokens=config.max_batched_tokens * config.steps_in_flight,
             prefix_caching=config.prefix_caching,
         )
         self.resources = ResourceManager(
             self.cache, max_rows=card.spec.max_rows, max_batched_tokens=config.max_batched_tokens
         )
-        self._depth = 2 if config.async_scheduling else 1
+        self._depth = config.steps_in_flight
         self._steps: deque[ScheduledStep] = deque()
         self._live: dict[str, Sequence] = {}
         self._texts: dict[str, OutputText] = {}
@@ -129,7 +130,7 @@ class EngineCore:
                 self._fail(sequence, result.error)
             elif not sequence.finished:
                 computed = int(batch.starts[index] + batch.query_lens[index])
-                self.cache.commit(sequence.row, sequence.block_hashes(computed, self.config.block_size))
+                self.cache.commit(sequence.row, computed, sequence.block_hashes(computed, self.config.block_size))
                 if batch.sample[index]:
                     self._take(sequence, tokens[index], result.logprobs.get(index))
             self.resources.step_done(sequence)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
+from headwise.cache_controller.windows import peak_blocks
 from headwise.errors import ConfigError, ModelError
 from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.config import EngineConfig
@@ -59,13 +60,29 @@ def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
         raise ConfigError(str(error)) from None
     layout = gqa_layout(config.block_size, plan.slots, model.head_dim, KV_DTYPE)
     spec = _cache_spec(config, layout, len(plan.groups), _asked_length(config, model))
-    max_model_len = min(_asked_length(config, model), spec.num_blocks // len(plan.groups) * config.block_size)
+    max_model_len = min(_asked_length(config, model), _tokens_that_fit(config, plan, spec))
     if max_model_len < config.max_model_len:
         raise ConfigError(
             f"kv_cache {config.kv_cache} holds {max_model_len} tokens, max_model_len is {config.max_model_len}: "
             "raise the one or lower the other"
         )
     return ModelCard(config.model, _identity(raw, directory), model, plan, layout, spec, max_model_len)
+
+
+def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec) -> int:
+    """The longest sequence that the pool holds, in whole blocks: window groups take a fixed part of it."""
+    in_flight = config.max_batched_tokens * config.steps_in_flight
+
+    def fits(columns: int) -> bool:
+        tokens = columns * config.block_size
+        needed = (peak_blocks(policy, tokens, config.block_size, in_flight) for policy in plan.policies)
+        return sum(needed) <= spec.num_blocks
+
+    low, high = 1, spec.max_blocks
+    while low < high:  # the largest number of columns that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * config.block_size
 
 
 def _asked_length(config: EngineConfig, model: ModelConfig) -> int:

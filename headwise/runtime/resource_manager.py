@@ -115,7 +115,7 @@ class ResourceManager:
         return self.cache.match(hashes, max_tokens=sequence.num_tokens - 1)
 
     def _fits(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        needed = self.cache.blocks_needed(sequence.num_tokens + 1) - match.num_blocks * len(self.cache.policies)
+        needed = self.cache.peak_blocks(sequence.num_tokens + 1) - self.cache.num_kept(match)
         return needed <= self.cache.num_available - self.cache.num_reclaimed(match) - self._promised_blocks()
 
     def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
@@ -138,8 +138,7 @@ class ResourceManager:
 
     def _promised_blocks(self) -> int:
         """Blocks that admitted sequences will still take for tokens they already have."""
-        needed = self.cache.blocks_needed
-        return sum(max(0, needed(s.length) - needed(self.cache.row_capacity(s.row))) for s in self.running)
+        return sum(self.cache.promised_blocks(s.row, s.length) for s in self.running)
 
     def _send(self, plan: Plan) -> ScheduledStep:
         sequences = tuple(plan)

@@ -5,9 +5,9 @@ One segment holds a counter per rank, on a cache line of its own, and a buffer p
     | counters, 64 bytes a rank | buffers of even rounds | buffers of odd rounds |
 
 In round n every rank copies its part into its buffer of n's parity, then sets its counter to n; it reads the others'
-buffers once their counters have reached n. A rank that sets its counter to n + 1 has read all of round n, so whoever has
-seen all counters at n + 1 may write to round n's buffers again: that is round n + 2, which uses the same parity. Hence two
-sets of buffers are enough, with one wait a round.
+buffers once their counters have reached n. A rank that sets its counter to n + 1 has read all of round n, so whoever
+has seen all counters at n + 1 may write to round n's buffers again: that is round n + 2, which uses the same parity.
+Hence two sets of buffers are enough, with one wait a round.
 
 Memory order: a counter must not be seen before the payload written ahead of it. x86-64 keeps the order of stores, and
 of loads, of a processor. CPUs that do not (aarch64) have a fence on either side of the counter: taking and releasing a

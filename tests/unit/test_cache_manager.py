@@ -15,7 +15,9 @@ WINDOW = HeadPolicy(window=6, sink=3)
 
 
 def manager(num_blocks: int = 24, policies=(FULL,), **kwargs) -> CacheManager:
-    return CacheManager(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=8, max_blocks=16, **kwargs)
+    return CacheManager(
+        policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=8, max_blocks=16, step_tokens=BLOCK, **kwargs
+    )
 
 
 def hashes_of(tokens) -> list[bytes]:
@@ -30,7 +32,7 @@ def serve(cache: CacheManager, row: int, tokens) -> int:
     match = cache.match(hashes, len(tokens) - 1)
     cache.adopt(row, match, len(tokens))
     assert cache.extend(row, len(tokens))
-    cache.commit(row, hashes)
+    cache.commit(row, len(tokens), hashes)
     return match.num_blocks * BLOCK
 
 
@@ -88,11 +90,35 @@ def test_a_window_group_needs_its_sink_and_not_its_middle() -> None:
     for evicted, servable in ((0, 0), (1, 6), (2, 6)):
         cache = manager(num_blocks=32, policies=(FULL, WINDOW))
         serve(cache, 0, range(24))
-        block = int(cache.tables[0, 1, evicted])
+        block = cache.tree.nodes[hashes_of(range(24))[evicted]].device[1]
         cache.release(0)
         cache.pool._cached.move_to_end(block, last=False)
         cache.pool._evict_one()
         assert cache.match(hashes_of(range(24)), 24).num_blocks == servable
+
+
+def test_a_window_group_gives_back_what_no_query_sees_any_more() -> None:
+    cache = manager(num_blocks=64, policies=(FULL, WINDOW))
+    cache.adopt(0, cache.match([], 0), 48)
+    for done in range(BLOCK, 49, BLOCK):
+        assert cache.extend(0, done)
+        cache.commit(0, done, hashes_of(range(done)))
+        held = (cache.tables[0] >= 0).sum(axis=1)
+        assert held[0] == done // BLOCK
+        assert held[1] <= 1 + 3  # the sink's block, and those that a window of 6 and a step of 4 reach into
+    assert cache.tables[0, 1].tolist()[:12] == [cache.tables[0, 1, 0], *[-1] * 9, *cache.tables[0, 1, 10:12]]
+    assert cache.stats().recycled_blocks == 9
+
+
+def test_recycled_blocks_are_the_first_to_be_evicted_but_serve_until_then() -> None:
+    cache = manager(num_blocks=14, policies=(FULL, WINDOW))
+    serve(cache, 0, range(24))
+    assert cache.match(hashes_of(range(12)), 12).num_blocks == 3
+    assert cache.pool.num_cached == 3
+    cache.adopt(1, cache.match([], 0), 4)
+    assert cache.extend(1, 8)  # takes the two free blocks and two recycled ones
+    assert cache.match(hashes_of(range(12)), 12).num_blocks < 3
+    assert cache.match(hashes_of(range(24)), 24).num_blocks == 6
 
 
 def test_index_updates_state_what_a_finished_request_left_and_what_eviction_took() -> None:
@@ -148,7 +174,7 @@ class CacheMachine(RuleBasedStateMachine):
             for block in self.cache.tables[row, :, depth].tolist():
                 self.content[block] = tuple(tokens[: min(done, (depth + 1) * BLOCK)])
         self.computed[row] = done
-        self.cache.commit(row, hashes_of(tokens[:done]))
+        self.cache.commit(row, done, hashes_of(tokens[:done]))
         self._assert_row_reads_right(row)
 
     @rule(row=consumes(rows))

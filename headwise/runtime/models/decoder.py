@@ -63,9 +63,7 @@ class Decoder(Model):
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> None:
         if config.intermediate_size % shard.size:
-            raise ModelError(
-                f"tp_size {shard.size} does not divide the model's MLP size, {config.intermediate_size}"
-            )
+            raise ModelError(f"tp_size {shard.size} does not divide the model's MLP size, {config.intermediate_size}")
         self.config = config
         self.ops = ops
         self._comm = comm

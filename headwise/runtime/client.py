@@ -1,0 +1,166 @@
+"""The client of a deployment: text in, text out, streamed or whole, plain or asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
+from headwise.runtime.client_io import ClientIO
+from headwise.runtime.client_protocol import Route
+from headwise.runtime.request import GenerationResult, SamplingParams, as_token_ids
+from headwise.runtime.streams import AsyncStream, Stream
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Sampling = SamplingParams | Mapping[str, Any] | None
+
+
+class Client:
+    """Talks to the deployment at ``address``: ``HOST:PORT``, ``tcp://HOST:PORT``, or by way of its Ray cluster
+    ``ray:auto`` or ``ray:HOST:PORT``, with ``/NAME`` behind it for a deployment of another name than headwise.
+
+    Safe to use from several threads and event loops. Every call takes its sampling as a `SamplingParams`, or as
+    keywords of that name, and ``priority`` and ``cache_salt`` (see `GenerateRequest`). Errors are those of
+    `headwise.errors`. Raises `DeploymentError` if nothing answers at the address.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = _resolve(address)
+        self._io = ClientIO(self.address)
+        try:
+            self.stats()
+        except HeadwiseError:
+            self.close()
+            raise
+
+    # ---- plain ----
+
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
+    ) -> GenerationResult | list[GenerationResult]:
+        """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others."""
+        if _is_one(prompt):
+            return self.stream(prompt, sampling, **options).read()  # type: ignore[arg-type]
+        streams: list[Stream] = []
+        try:
+            streams.extend(self.stream(one, sampling, **options) for one in prompt)  # type: ignore[arg-type]
+            return [stream.read() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    def stream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> Stream:
+        """Complete a prompt and iterate over its deltas, whose ``text`` is what is new."""
+        return Stream(self._io, _route(prompt, None, sampling, options))
+
+    def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
+        """Answer a chat: messages of ``role`` and ``content``."""
+        return self.stream_chat(messages, sampling, **options).read()
+
+    def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> Stream:
+        return Stream(self._io, _route(None, messages, sampling, options))
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data: the model, the scheduler's counts, and by name each live engine's statistics."""
+        answers: queue.SimpleQueue[dict[str, Any] | HeadwiseError] = queue.SimpleQueue()
+        self._io.ask_stats(answers.put)
+        answer = answers.get()
+        if isinstance(answer, HeadwiseError):
+            raise answer
+        return answer
+
+    # ---- asynchronous ----
+
+    async def agenerate(
+        self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
+    ) -> GenerationResult | list[GenerationResult]:
+        if _is_one(prompt):
+            return await self.astream(prompt, sampling, **options).read()  # type: ignore[arg-type]
+        streams: list[AsyncStream] = []
+        try:
+            streams.extend(self.astream(one, sampling, **options) for one in prompt)  # type: ignore[arg-type]
+            return list(await asyncio.gather(*(stream.read() for stream in streams)))
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    def astream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> AsyncStream:
+        """Called in an event loop; iterate over it with ``async for``."""
+        return AsyncStream(self._io, _route(prompt, None, sampling, options))
+
+    async def achat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
+        return await self.astream_chat(messages, sampling, **options).read()
+
+    def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> AsyncStream:
+        return AsyncStream(self._io, _route(None, messages, sampling, options))
+
+    async def astats(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self.stats)
+
+    # ---- end ----
+
+    def close(self) -> None:
+        """Abort what is still running and disconnect; idempotent."""
+        if hasattr(self, "_io"):
+            self._io.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _resolve(address: str) -> str:
+    """The ZeroMQ endpoint of an address; raises `DeploymentError`."""
+    if address.startswith("ray:"):
+        from headwise.runtime.bootstrap import resolve_client_address
+
+        cluster, _, name = address.removeprefix("ray:").partition("/")
+        return resolve_client_address(cluster, name or "headwise")
+    match = re.fullmatch(r"(?:tcp://)?([^/:\s]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise DeploymentError(
+            f"{address!r} is no address; write HOST:PORT, tcp://HOST:PORT, ray:auto or ray:HOST:PORT[/NAME]"
+        )
+    return f"tcp://{match[1]}:{match[2]}"
+
+
+def _is_one(prompt: Any) -> bool:
+    """Whether this is one prompt (text, or token ids) rather than several."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
+        raise InvalidRequestError(f"a prompt must be a string or token ids, got {type(prompt).__name__}")
+    return len(prompt) == 0 or not (isinstance(prompt[0], str | Sequence) or hasattr(prompt[0], "__len__"))
+
+
+def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Route:
+    """The message for a call; raises `InvalidRequestError` on values that no deployment would take."""
+    priority, cache_salt = options.pop("priority", 0), options.pop("cache_salt", "")
+    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) >= 2**31:
+        raise InvalidRequestError(f"priority must be an integer from -2**31 + 1 to 2**31 - 1, got {priority!r}")
+    if not isinstance(cache_salt, str):
+        raise InvalidRequestError(f"cache_salt must be a string, got {cache_salt!r}")
+    text = prompt if isinstance(prompt, str) else None
+    token_ids = None if prompt is None or text is not None else as_token_ids(prompt)  # type: ignore[arg-type]
+    return Route(0, text, token_ids, messages, _sampling(sampling, options), priority, cache_salt)
+
+
+def _sampling(sampling: Sampling, options: dict[str, Any]) -> dict[str, Any]:
+    given = asdict(sampling) if isinstance(sampling, SamplingParams) else dict(sampling or {})
+    try:
+        return SamplingParams.from_wire({**given, **options}).to_wire()
+    except TypeError as error:
+        raise InvalidRequestError(f"sampling parameters are of the wrong type: {error}") from None
