@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError, HeadwiseError
-from headwise.runtime.bench_workload import BenchRequest, Workload, arrival_times
-from headwise.runtime.request import OutputDelta, Usage
+from headwise.runtime.bench_workload import BenchRequest, Workload, arrival_times, make_requests
+from headwise.runtime.loader.progress import Progress
+from headwise.runtime.request import OutputDelta, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -163,7 +164,27 @@ def table(summary: dict[str, Any], title: str) -> Table:
     return out
 
 
-def bench_deployment(
-    address: str, workload: Workload, load: Load, on_done: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Run a workload against the deployment at a client address; the summary, with what was asked for."""
+def bench_deployment(address: str, workload: Workload, load: Load, progress: Progress) -> dict[str, Any]:
+    """Run a workload against the deployment at a client address: the summary, and what was asked for.
+
+    Raises `DeploymentError` if nothing answers there, `ConfigError` if every request failed.
+    """
+    from headwise.runtime.client import Client
+
+    requests = make_requests(workload)
+    done = 0
+
+    def on_done() -> None:
+        nonlocal done
+        done += 1
+        progress.update(done, len(requests))
+
+    with Client(address) as client:
+
+        def stream(request: BenchRequest) -> AsyncIterator[OutputDelta]:
+            sampling = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
+            return client.astream(request.prompt, sampling)
+
+        progress.stage(f"sending {len(requests)} requests: {load}")
+        measured = asyncio.run(run_load(stream, requests, load, workload.seed, on_done))
+    return {**summarize(measured), "load": asdict(load), "workload": asdict(workload)}

@@ -246,11 +246,12 @@ def demo(options: EngineOptions) -> None:
 
     Downloads the model once (93 MB).
     """
+    from headwise.runtime.client import Client
     from headwise.runtime.demo import run_demo
-    from headwise.runtime.terminal import progress
 
-    with progress() as bars:
-        run_demo(options.load(), bars)
+    options.overrides.setdefault("port", 0)  # whatever else is served on this machine is left alone
+    with _deployment(options.load(), None) as deployment, Client(deployment.client_address) as client:
+        run_demo(client)
 
 
 # ---- bench ----

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ class ClientIO:
         self._scheduler = self._connect(endpoint)
         self._engines: dict[str, _Peer] = {}
         self._requests: dict[str, Call] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may cancel a stream in the middle of a command
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="headwise-client", daemon=True)
         self._thread.start()
@@ -93,7 +94,7 @@ class ClientIO:
     # ---- from any thread ----
 
     def start(self, call: Call) -> None:
-        """Begin a call; raises `DeploymentError` if the client is closed, `InvalidRequestError` if it cannot be sent."""
+        """Begin a call; raises `DeploymentError` on a closed client, `InvalidRequestError` if it cannot be sent."""
         call.route = replace(call.route, key=next(self._keys))
         try:
             data = wire.encode(call.route)
@@ -114,23 +115,23 @@ class ClientIO:
     def close(self) -> None:
         """End every call with `RequestAbortedError` and close the sockets; idempotent."""
         with self._lock:
-            closed, self._closed = self._closed, True
-        if not closed:
-            os.write(self._wake_write, b".")
+            if not self._closed:
+                self._closed = True
+                self._wake()
+        if threading.current_thread() is not self._thread:  # the garbage collector may call from anywhere
             self._thread.join()
-            os.close(self._wake_write)
-            os.close(self._wake_read)
 
     def _command(self, command: Callable[[], None], needed: bool = True) -> None:
         with self._lock:
             if not self._closed:
                 self._commands.put(command)
-                try:
-                    os.write(self._wake_write, b".")
-                except BlockingIOError:
-                    pass  # the pipe is full: the thread will wake anyway
+                self._wake()
             elif needed:
                 raise DeploymentError(f"this client of {self.endpoint} is closed; make a new one")
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # the pipe is full: the thread will wake anyway
+            os.write(self._wake_write, b".")
 
     # ---- the thread ----
 
@@ -310,3 +311,6 @@ class ClientIO:
         for peer in [self._scheduler, *self._engines.values()]:
             self._fail_calls(peer, closed)
         self._context.destroy(linger=100)
+        with self._lock:
+            os.close(self._wake_write)
+            os.close(self._wake_read)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from headwise.runtime.client_protocol import STATUS_INTERVAL_S
 from headwise.runtime.request import GenerationResult, SamplingParams
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def run_demo(client: Client) -> None:
     answers = [ask(client, question) for question in QUESTIONS]
     console.print()
     console.print(comparison(answers))
+    time.sleep(2 * STATUS_INTERVAL_S)  # so that the engine has reported what it did
     console.print(cache_table(client.stats()))
 
 

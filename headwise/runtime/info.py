@@ -29,11 +29,18 @@ def describe(config: EngineConfig, card: ModelCard) -> Iterator[tuple[str, str]]
     yield "block", f"{layout.block_size} tokens of one group, {format_bytes(layout.block_bytes)}"
     yield (
         "block pool",
-        f"{spec.num_blocks} blocks per rank, {format_bytes(spec.num_blocks * layout.block_bytes)}; "
-        f"room for {spec.num_blocks // groups * layout.block_size} tokens",
+        f"{spec.num_blocks} blocks per rank, {format_bytes(spec.num_blocks * layout.block_bytes)}",
     )
-    yield "cache of 1,000 tokens", format_bytes(1000 * card.bytes_per_token) + " over all ranks"
+    yield "cache of 1,000 tokens", _bytes_of_thousand(card)
     yield "replicas x TP ranks", f"{config.replicas} x {config.tp_size}"
+
+
+def _bytes_of_thousand(card: ModelCard) -> str:
+    policies = card.plan.policies
+    inside = 1000 * card.bytes_per_token
+    behind = inside * sum(policy.is_full for policy in policies) / len(policies)
+    text = f"{format_bytes(inside)} over all ranks"
+    return text if behind == inside else f"{text}; {format_bytes(behind)} of tokens that no window reaches any more"
 
 
 def _group(group: HeadGroup) -> str:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from headwise.runtime.philox import philox_4x32, uniform
 from headwise.runtime.request import SamplingParams
 from headwise.runtime.sampler import Sampler, filtered
+from headwise.runtime.sampler import draw as draw_token
 
 VOCAB = 40
 draw = np.random.default_rng(0)
@@ -68,15 +69,15 @@ def test_the_filters_keep_what_their_definitions_say(params: SamplingParams, see
     scaled = logits / params.temperature
     probability = np.exp(scaled - scaled.max())
     order = sorted(range(VOCAB), key=lambda i: (-logits[i], i))
-    assert kept.tolist() == order[: len(kept)]
+    assert kept.tolist() == sorted(order[: len(kept)])
     assert len(kept) >= 1
     assert len(kept) <= (params.top_k or VOCAB)
     assert (probability[kept] >= params.min_p * (1 - 1e-6)).all()
     passed = [i for i in order[: params.top_k or VOCAB] if probability[i] >= params.min_p * (1 - 1e-6)]
     mass = probability[passed].sum()
-    assert probability[kept[:-1]].sum() < params.top_p * mass + 1e-6
+    assert probability[kept].sum() - probability[kept].min() < params.top_p * mass + 1e-6
     assert probability[kept].sum() >= params.top_p * mass - 1e-6
-    assert (np.diff(weights) <= 0).all()
+    np.testing.assert_allclose(weights, probability[kept], rtol=1e-6)
 
 
 @settings(max_examples=30)
@@ -98,10 +99,28 @@ def test_frequencies_follow_the_distribution() -> None:
     assert ((observed - expected) ** 2 / expected).sum() < 25
 
 
-def test_a_low_temperature_is_nearly_greedy() -> None:
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 5e-324])
+def test_the_lowest_temperatures_are_greedy(temperature: float) -> None:
     logits = draw.standard_normal((50, VOCAB))
-    tokens, _ = sample(logits, [SamplingParams(temperature=1e-3)] * 50, range(50), range(50))
+    tokens, _ = sample(logits, [SamplingParams(temperature=temperature)] * 50, range(50), range(50))
     assert tokens.tolist() == logits.argmax(1).tolist()
+
+
+@given(st.floats(0, 1, exclude_max=True), st.floats(0.01, 1))
+def test_a_token_with_a_logit_of_minus_infinity_is_never_drawn(number: float, top_p: float) -> None:
+    logits = np.full(VOCAB, -np.inf, dtype=np.float32)
+    logits[[3, 17]] = 1.0, 2.0
+    assert draw_token(logits, SamplingParams(top_p=top_p), number) in (3, 17)
+
+
+def test_the_nucleus_of_a_large_vocabulary_is_the_one_that_a_full_sort_finds() -> None:
+    logits = (draw.standard_normal(50_000) * 3).astype(np.float32)
+    probability = np.exp(logits.astype(np.float64) - logits.max())
+    order = np.argsort(-probability, kind="stable")
+    for top_p in (1e-9, 0.1, 0.5, 0.9, 0.999):
+        reached = int(np.argmax(np.cumsum(probability[order]) >= top_p * probability.sum()))
+        kept, _ = filtered(logits, SamplingParams(top_p=top_p))
+        assert kept.tolist() == sorted(order[: reached + 1].tolist())
 
 
 def test_logprobs_are_of_the_model_whatever_the_filters() -> None:

@@ -1,0 +1,577 @@
+"""Client, global scheduler and engine server over real sockets; only the model is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from headwise.errors import (
+    DeploymentError,
+    EngineDiedError,
+    HeadwiseError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestAbortedError,
+)
+from headwise.runtime import client_io, wire
+from headwise.runtime.client import Client
+from headwise.runtime.client_protocol import Failed, GetStats, Outputs, Ping, Pong, Route, Stats, Submit
+from headwise.runtime.engine_server import EngineServer, Reporting
+from headwise.runtime.global_scheduler import GlobalScheduler
+from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, Usage, as_token_ids
+from headwise.runtime.routing import STATUS_TIMEOUT_S, EngineTable
+
+SECRET = "of-this-deployment"
+
+
+class ScriptedCore:
+    """Says "0 1 2 ...", one token per step to each request; `gate` holds the steps back."""
+
+    def __init__(self, max_requests: int = 100) -> None:
+        self.live: dict[str, tuple[GenerateRequest, int]] = {}
+        self.aborted: list[str] = []
+        self.steps = 0
+        self.max_requests = max_requests
+        self.gate = threading.Event()
+        self.gate.set()
+        self.dies: Exception | None = None
+
+    def add(self, request: GenerateRequest) -> None:
+        if len(self.live) >= self.max_requests:
+            raise OverloadedError(f"{self.max_requests} requests are waiting already")
+        self.live[request.request_id] = (request, 0)
+
+    def abort(self, request_id: str) -> None:
+        if self.live.pop(request_id, None):
+            self.aborted.append(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def step(self, timeout_s: float | None) -> list[OutputDelta]:
+        if self.dies is not None:
+            raise self.dies
+        if not self.gate.is_set():
+            return []
+        self.steps += 1
+        return [self._next(request_id) for request_id in list(self.live)]
+
+    def _next(self, request_id: str) -> OutputDelta:
+        request, count = self.live[request_id]
+        self.live[request_id] = (request, count + 1)
+        if count + 1 < (request.sampling.max_tokens or 1):
+            return OutputDelta(request_id, (count,), f"{count} ")
+        del self.live[request_id]
+        usage = Usage(len(request.prompt_token_ids), 0, count + 1)
+        return OutputDelta(request_id, (count,), f"{count} ", finish_reason=FinishReason.LENGTH, usage=usage)
+
+    def stats(self) -> dict[str, Any]:
+        return {"live": len(self.live)}
+
+    def drain_index_updates(self) -> list[Any]:
+        return []
+
+    def fail_all(self, error: str) -> list[OutputDelta]:
+        failed, self.live = list(self.live), {}
+        return [OutputDelta(request_id, finish_reason=FinishReason.ERROR, error=error) for request_id in failed]
+
+
+def prepare(*, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str) -> GenerateRequest:
+    """A front door whose tokens are characters."""
+    text = prompt if messages is None else "".join(message["content"] for message in messages)
+    tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
+    if not len(tokens):
+        raise InvalidRequestError("the prompt is empty")
+    params = SamplingParams.from_wire(sampling)
+    return GenerateRequest(f"r-{time.monotonic_ns()}-{threading.get_ident()}", tokens, params, priority, cache_salt)
+
+
+class Deployment:
+    """A scheduler and engines of this process."""
+
+    def __init__(self) -> None:
+        self.scheduler = GlobalScheduler(prepare, "127.0.0.1", 0, secret=SECRET, model="scripted")
+        self.scheduler.start()
+        self.address = f"127.0.0.1:{self.scheduler.port}"
+        self.servers: list[EngineServer] = []
+        self.died: list[EngineDiedError] = []
+
+    def add_engine(self, core: ScriptedCore | None, **options: Any) -> EngineServer:
+        reporting = Reporting(f"tcp://{self.address}", SECRET, f"engine-{len(self.servers)}")
+        server = EngineServer("tcp://127.0.0.1:*", reporting=reporting, on_died=self.died.append, **options)
+        if core is not None:
+            server.attach(core)
+        server.start()
+        self.servers.append(server)
+        with Client(self.address) as client:
+            eventually(lambda: len(client.stats()["engines"]) == len(self.servers))
+        return server
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.stop()
+        self.scheduler.stop()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true within 10 s"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def deployment() -> Iterator[Deployment]:
+    deployment = Deployment()
+    yield deployment
+    deployment.close()
+
+
+@pytest.fixture
+def core(deployment: Deployment) -> ScriptedCore:
+    core = ScriptedCore()
+    deployment.add_engine(core)
+    return core
+
+
+@pytest.fixture
+def client(deployment: Deployment, core: ScriptedCore) -> Iterator[Client]:
+    with Client(deployment.address) as client:
+        yield client
+
+
+# ---- what a client can do ----
+
+
+def test_generate_returns_the_whole_text(client: Client) -> None:
+    result = client.generate("abc", max_tokens=4)
+    assert result.text == "0 1 2 3 "
+    assert result.token_ids == [0, 1, 2, 3]
+    assert result.finish_reason is FinishReason.LENGTH
+    assert result.usage == Usage(3, 0, 4)
+    assert result.request_id.startswith("r-")
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3])])
+def test_token_ids_are_one_prompt(client: Client, prompt: Any) -> None:
+    assert client.generate(prompt, max_tokens=1).usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize("prompts", [["a", "bcd"], [[1], [1, 2, 3]], ["a", [1, 2, 3]]])
+def test_several_prompts_give_several_results_in_order(client: Client, prompts: Any) -> None:
+    results = client.generate(prompts, SamplingParams(max_tokens=2))
+    assert [result.usage.prompt_tokens for result in results] == [1, 3]
+    assert [result.text for result in results] == ["0 1 ", "0 1 "]
+
+
+def test_a_stream_gives_each_delta_and_the_result(client: Client) -> None:
+    stream = client.stream("abc", {"max_tokens": 3}, temperature=0.0)
+    assert [delta.text for delta in stream] == ["0 ", "1 ", "2 "]
+    assert stream.result.text == "0 1 2 "
+    assert next(stream, None) is None
+
+
+def test_chats_send_their_messages(client: Client) -> None:
+    messages = [{"role": "user", "content": "four"}]
+    assert client.chat(messages, max_tokens=1).usage.prompt_tokens == 4
+    assert [delta.text for delta in client.stream_chat(messages, max_tokens=1)] == ["0 "]
+
+
+def test_priority_and_salt_reach_the_engine(client: Client, core: ScriptedCore) -> None:
+    core.gate.clear()
+    with client.stream("abc", priority=-3, cache_salt="tenant"):
+        eventually(lambda: len(core.live) == 1)
+        ((request, _),) = core.live.values()
+        assert (request.priority, request.cache_salt) == (-3, "tenant")
+
+
+def test_the_asynchronous_calls_do_the_same(client: Client) -> None:
+    async def calls() -> None:
+        one, two = await client.agenerate(["a", "bc"], max_tokens=2)
+        assert (one.text, two.usage.prompt_tokens) == ("0 1 ", 2)
+        assert [delta.text async for delta in client.astream("x", max_tokens=2)] == ["0 ", "1 "]
+        assert (await client.achat([{"role": "user", "content": "hi"}], max_tokens=1)).text == "0 "
+        assert (await client.astats())["model"] == "scripted"
+        with pytest.raises(InvalidRequestError):
+            await client.agenerate("")
+
+    asyncio.run(calls())
+
+
+def test_many_threads_share_one_client(client: Client) -> None:
+    texts: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: texts.append(client.generate("a", max_tokens=3).text)) for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert texts == ["0 1 2 "] * 16
+
+
+def test_a_step_s_tokens_reach_a_client_as_one_message(deployment: Deployment, core: ScriptedCore) -> None:
+    core.gate.clear()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(deployment.servers[0].endpoint)
+        for index in range(20):
+            request = GenerateRequest(f"r{index}", np.ones(1, np.int32), SamplingParams(max_tokens=3))
+            socket.send(wire.encode(Submit(index, request)))
+        eventually(lambda: len(core.live) == 20)
+        core.gate.set()
+        messages = [wire.decode(socket.recv(), Outputs) for _ in range(3)]
+    assert [len(message.deltas) for message in messages] == [20, 20, 20]
+
+
+# ---- cancelling ----
+
+
+def cancel(stream: Any) -> None:
+    stream.cancel()
+
+
+def leave_block(stream: Any) -> None:
+    with stream:
+        next(stream)
+
+
+@pytest.mark.parametrize("end", [cancel, leave_block])
+def test_a_stream_that_is_left_aborts_its_request(client: Client, core: ScriptedCore, end: Any) -> None:
+    stream = client.stream("abc", max_tokens=10**6)
+    assert next(stream).text == "0 "
+    end(stream)
+    eventually(lambda: len(core.aborted) == 1)
+    assert list(stream) == []
+    assert stream.result.finish_reason is FinishReason.ABORT
+    assert client.generate("abc", max_tokens=1).text == "0 "
+
+
+def test_breaking_out_of_a_loop_aborts_the_request(client: Client, core: ScriptedCore) -> None:
+    for _ in client.stream("abc", max_tokens=10**6):
+        break
+    gc.collect()
+    eventually(lambda: len(core.aborted) == 1)
+
+
+def test_cancelling_from_another_thread_ends_a_waiting_stream(client: Client, core: ScriptedCore) -> None:
+    core.gate.clear()
+    stream = client.stream("abc")
+    threading.Timer(0.2, stream.cancel).start()
+    assert list(stream) == []
+
+
+def test_a_cancelled_task_aborts_its_request(client: Client, core: ScriptedCore) -> None:
+    async def calls() -> None:
+        task = asyncio.create_task(client.agenerate("abc", max_tokens=10**6))
+        while not core.live:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(calls())
+    eventually(lambda: len(core.aborted) == 1)
+
+
+def test_the_first_error_of_several_prompts_cancels_the_others(client: Client, core: ScriptedCore) -> None:
+    with pytest.raises(InvalidRequestError, match="empty"):
+        client.generate(["", "abc"], max_tokens=10**6)
+    eventually(lambda: not core.live)
+
+
+def test_closing_the_client_ends_its_requests(deployment: Deployment, core: ScriptedCore) -> None:
+    core.gate.clear()
+    client = Client(deployment.address)
+    stream = client.stream("abc")
+    eventually(lambda: len(core.live) == 1)
+    client.close()
+    with pytest.raises(RequestAbortedError, match="closed"):
+        next(stream)
+    eventually(lambda: len(core.aborted) == 1)
+    with pytest.raises(DeploymentError, match="closed"):
+        client.generate("abc")
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_q": 1}, "unknown sampling parameter top_q"),
+        ({"stop": 5}, "wrong type"),
+        ({"stop": "x" * 10_000_000}, "10000000 characters"),
+        ({"priority": "high"}, "priority must be an integer"),
+        ({"cache_salt": b"x"}, "cache_salt must be a string"),
+    ],
+)
+def test_bad_options_are_named(client: Client, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        client.generate("abc", **options)
+    assert client.generate("abc", max_tokens=1).text == "0 "
+
+
+@pytest.mark.parametrize("prompt", ["", [], [-1], [1.5], 7, None])
+def test_bad_prompts_are_refused(client: Client, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        client.generate(prompt)
+
+
+def test_a_request_that_no_message_can_hold_is_refused_here(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be sent"):
+        client.chat([{"role": "user", "content": object()}])
+
+
+def test_an_overloaded_engine_says_so(deployment: Deployment) -> None:
+    deployment.add_engine(ScriptedCore(max_requests=0))
+    with Client(deployment.address) as client, pytest.raises(OverloadedError, match="0 requests are waiting"):
+        client.generate("abc")
+
+
+def test_no_engine_is_an_overload_and_no_hang(deployment: Deployment) -> None:
+    with Client(deployment.address) as client, pytest.raises(OverloadedError, match="no engine is ready"):
+        client.generate("abc")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\xa4Ping\x90", wire.encode(Outputs(()))])
+@pytest.mark.parametrize("to", ["scheduler", "engine"])
+def test_malformed_messages_are_answered_and_disturb_nobody(
+    deployment: Deployment, client: Client, to: str, data: bytes
+) -> None:
+    endpoint = f"tcp://{deployment.address}" if to == "scheduler" else deployment.servers[0].endpoint
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(endpoint)
+        socket.send(data)
+        socket.send_multipart([b"a", b"b"])
+        answers = [wire.decode(socket.recv()) for _ in range(2)]
+    assert [type(answer) for answer in answers] == [Failed, Failed]
+    assert answers[0].error == "WireError"
+    assert "one frame" in answers[1].message
+    assert client.generate("abc", max_tokens=1).text == "0 "
+
+
+def test_the_scheduler_itself_checks_what_hand_made_clients_send(deployment: Deployment, core: ScriptedCore) -> None:
+    route = Route(5, "abc", None, None, {"stop": 7}, 0, "")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(f"tcp://{deployment.address}")
+        socket.send(wire.encode(route))
+        answer = wire.decode(socket.recv(), Failed)
+    assert answer.key == 5
+    assert "prepared" in answer.message
+
+
+def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deployment, core: ScriptedCore) -> None:
+    bad = [
+        GenerateRequest("", np.ones(1, np.int32), SamplingParams()),
+        GenerateRequest("r", np.ones((2, 2), np.int32), SamplingParams()),
+        GenerateRequest("r", np.array([-5], np.int32), SamplingParams()),
+    ]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(deployment.servers[0].endpoint)
+        for request in bad:
+            socket.send(wire.encode(Submit(1, request)))
+        answers = [wire.decode(socket.recv(), Failed) for _ in bad]
+    assert all(answer.error == "InvalidRequestError" for answer in answers)
+    assert not core.live
+
+
+def test_a_request_id_of_another_client_can_be_neither_taken_nor_aborted(
+    deployment: Deployment, core: ScriptedCore
+) -> None:
+    core.gate.clear()
+    request = GenerateRequest("mine", np.ones(1, np.int32), SamplingParams())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as mine, context.socket(zmq.DEALER) as other:
+        for socket in (mine, other):
+            socket.connect(deployment.servers[0].endpoint)
+        mine.send(wire.encode(Submit(1, request)))
+        eventually(lambda: "mine" in core.live)
+        other.send(wire.encode(Submit(1, request)))
+        assert "taken" in wire.decode(other.recv(), Failed).message
+        other.send(wire.encode(client_io.Abort("mine")))
+        other.send(wire.encode(GetStats(2)))
+        assert wire.decode(other.recv(), Stats).stats["live"] == 1
+
+
+# ---- who dies, and who does not listen ----
+
+
+def test_an_engine_that_dies_fails_its_requests_and_serves_again_with_a_new_core(
+    deployment: Deployment, core: ScriptedCore, client: Client
+) -> None:
+    core.gate.clear()
+    stream = client.stream("abc")
+    eventually(lambda: len(core.live) == 1)
+    core.dies = EngineDiedError("TP rank 1 was killed")
+    with pytest.raises(EngineDiedError, match="TP rank 1 was killed"):
+        next(stream)
+    assert [str(error) for error in deployment.died] == ["TP rank 1 was killed"]
+    waiting = client.stream("abc", max_tokens=2)  # held until there is a core again
+    deployment.servers[0].attach(ScriptedCore())
+    assert waiting.read().text == "0 1 "
+
+
+def test_a_bug_in_the_engine_is_an_error_of_its_requests_too(
+    deployment: Deployment, core: ScriptedCore, client: Client
+) -> None:
+    core.dies = KeyError("row 3")
+    with pytest.raises(EngineDiedError, match="KeyError: 'row 3'"):
+        client.generate("abc")
+    assert len(deployment.died) == 1
+
+
+def test_requests_held_for_an_engine_that_never_comes_back_fail(deployment: Deployment) -> None:
+    server = deployment.add_engine(None, max_held=1)
+    with Client(deployment.address) as client:
+        held = client.stream("abc")
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.connect(server.endpoint)
+            socket.send(wire.encode(GetStats(1)))
+            eventually(lambda: client.stats()["engines"]["engine-0"]["server"]["held"] == 1)
+        with pytest.raises(OverloadedError, match="starting and holds 1"):
+            client.generate("abc")
+        server.fail_held(EngineDiedError("the workers cannot be restarted"))
+        with pytest.raises(EngineDiedError, match="cannot be restarted"):
+            held.read()
+
+
+def test_an_engine_that_stops_answering_is_dead_to_its_clients(
+    deployment: Deployment, core: ScriptedCore, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(client_io, "PING_INTERVAL_S", 0.1)
+    release = threading.Event()
+    core.gate.clear()
+    stream = client.stream("abc")
+    eventually(lambda: len(core.live) == 1)
+    deployment.servers[0].call(lambda: release.wait(10) and None)
+    with pytest.raises(EngineDiedError, match="stopped answering"):
+        next(stream)
+    release.set()
+
+
+def test_a_request_the_engine_does_not_know_is_failed_by_the_next_ping(
+    deployment: Deployment, core: ScriptedCore
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(deployment.servers[0].endpoint)
+        socket.send(wire.encode(Ping(("lost",))))
+        answers = [wire.decode(socket.recv()) for _ in range(2)]
+    assert isinstance(answers[0], Pong)
+    assert (answers[1].request_id, answers[1].error) == ("lost", "RequestAbortedError")
+
+
+def test_a_client_that_vanishes_has_its_requests_aborted(deployment: Deployment) -> None:
+    core = ScriptedCore()
+    core.gate.clear()
+    server = deployment.add_engine(core, client_timeout_s=0.3)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(server.endpoint)
+        socket.send(wire.encode(Submit(1, GenerateRequest("gone", np.ones(1, np.int32), SamplingParams()))))
+        eventually(lambda: core.aborted == ["gone"])
+
+
+def test_a_client_that_does_not_read_is_dropped_and_the_others_go_on(deployment: Deployment) -> None:
+    core = ScriptedCore()
+    server = deployment.add_engine(core, send_queue=2)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.RCVBUF, 4096)
+    socket.connect(server.endpoint)
+    for index in range(50):
+        request = GenerateRequest(f"slow-{index}", np.ones(1, np.int32), SamplingParams(max_tokens=10**9))
+        socket.send(wire.encode(Submit(index, request)))
+    with Client(deployment.address) as client:
+        eventually(lambda: len(core.aborted) == 50)
+        assert client.generate("abc", max_tokens=1).text == "0 "
+    context.destroy(linger=0)
+
+
+def test_stopping_an_engine_fails_what_it_serves(deployment: Deployment, core: ScriptedCore, client: Client) -> None:
+    core.gate.clear()
+    stream = client.stream("abc")
+    eventually(lambda: len(core.live) == 1)
+    deployment.servers[0].stop()
+    with pytest.raises(HeadwiseError, match="stopping"):
+        next(stream)
+
+
+# ---- addresses ----
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "http://a:1", "a:99999", "a:0", "a b:80"])
+def test_what_is_no_address_is_said_to_be_none(address: str) -> None:
+    with pytest.raises(DeploymentError, match=r"write HOST:PORT"):
+        Client(address)
+
+
+def test_an_address_where_nothing_answers_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 0.3)
+    with pytest.raises(DeploymentError, match=r"tcp://127\.0\.0\.1:9 .*headwise serve"):
+        Client("127.0.0.1:9")
+
+
+def test_a_port_that_is_taken_is_an_error_with_a_remedy(deployment: Deployment) -> None:
+    with pytest.raises(DeploymentError, match=rf"cannot listen on 127.0.0.1:{deployment.scheduler.port}.*--port"):
+        GlobalScheduler(prepare, "127.0.0.1", deployment.scheduler.port, secret=SECRET, model="second")
+
+
+def test_nothing_is_left_behind(deployment: Deployment, core: ScriptedCore) -> None:
+    def client_threads() -> int:
+        return sum(thread.name == "headwise-client" for thread in threading.enumerate())
+
+    before = client_threads()
+    for _ in range(3):
+        with Client(deployment.address) as client:
+            client.generate("abc", max_tokens=1)
+    client = Client(deployment.address)
+    del client
+    gc.collect()
+    eventually(lambda: client_threads() <= before)
+
+
+# ---- routing ----
+
+
+def status(engine: str, load: int = 0) -> Any:
+    from headwise.runtime.client_protocol import EngineStatus
+
+    return EngineStatus(SECRET, engine, f"tcp://{engine}", load, {})
+
+
+def test_requests_go_to_the_engine_with_the_least_load_in_turn_among_equals() -> None:
+    table = EngineTable()
+    table.update(status("a", 2), now=0.0)
+    table.update(status("b", 0), now=0.0)
+    assert sorted(table.pick(0.0).engine for _ in range(6)) == ["a", "a", "b", "b", "b", "b"]
+    table.update(status("a", 9), now=1.0)
+    table.update(status("b", 9), now=1.0)
+    assert {table.pick(1.0).engine for _ in range(2)} == {"a", "b"}
+
+
+def test_an_engine_that_stopped_reporting_gets_no_requests() -> None:
+    table = EngineTable()
+    table.update(status("a"), now=0.0)
+    table.update(status("b", 5), now=2.0)
+    assert table.pick(STATUS_TIMEOUT_S + 1.0).engine == "b"
+    with pytest.raises(OverloadedError):
+        table.pick(STATUS_TIMEOUT_S + 3.0)
+
+
+def test_a_status_without_the_deployment_s_secret_is_ignored(deployment: Deployment) -> None:
+    forged = status("evil")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket, Client(deployment.address) as client:
+        socket.connect(f"tcp://{deployment.address}")
+        socket.send(wire.encode(type(forged)("guess", forged.engine, forged.endpoint, 0, {})))
+        socket.send(wire.encode(Ping()))
+        assert isinstance(wire.decode(socket.recv()), Pong)
+        assert client.stats()["engines"] == {}
