@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal, Optional
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from headwise.runtime.config import EngineConfig
     from headwise.runtime.local import LocalEngine
     from headwise.runtime.request import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -152,9 +155,14 @@ def _local_engine(config: EngineConfig) -> LocalEngine:
 
 def _deployment(config: EngineConfig, address: str | None) -> Deployment:
     from headwise.runtime.bootstrap import Deployment
+    from headwise.runtime.info import chosen
+    from headwise.runtime.loader.resolve import resolve_model
+    from headwise.runtime.model_card import read_model_card
     from headwise.runtime.terminal import progress
 
     with progress() as bars:
+        directory = resolve_model(config.model, config.cache_path, bars)  # the scheduler runs on this node, too
+        logger.info(chosen(config, read_model_card(config, directory)))
         return Deployment.start(config, address, progress=bars)
 
 
@@ -202,7 +210,7 @@ def serve(
     from headwise.runtime.terminal import until_signal
 
     config = options.load()
-    with until_signal(), _deployment(config, address) as deployment:
+    with _deployment(config, address) as deployment, until_signal():  # Ray sets handlers of its own when it starts
         typer.echo(f"serving {config.model} at {deployment.client_address}")
         deployment.wait()
 

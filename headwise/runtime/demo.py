@@ -52,10 +52,7 @@ at the door. There are thirty places for bicycles and two for cars of visitors w
 floors and to the roof.
 """
 
-QUESTIONS = (
-    "When is the museum open, and what does a ticket cost?",
-    "What can I see in the lighthouse room?",
-)
+QUESTIONS = ("When is the museum open, and when is it closed?", "Where is the museum?")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def ask(client: Client, question: str) -> Answer:
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
     result, ttft_s = GenerationResult(""), 0.0
     started = time.perf_counter()
-    for delta in client.stream_chat(messages, SamplingParams(temperature=0.0, max_tokens=80)):
+    for delta in client.stream_chat(messages, SamplingParams(temperature=0.0, max_tokens=64, stop=("\n",))):
         if delta.token_ids and not result.token_ids:
             ttft_s = time.perf_counter() - started
         result.add(delta)

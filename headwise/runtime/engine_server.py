@@ -141,6 +141,10 @@ class EngineServer:
         """Run ``command`` on the server's thread, between steps."""
         self._commands.put(command)
 
+    def fail(self, error: EngineDiedError) -> None:
+        """The core is dead, although it may not have noticed: end its requests, and call ``on_died``."""
+        self._commands.put(lambda: self._die(error))
+
     def fail_held(self, error: EngineDiedError) -> None:
         """No new core will come: end the requests that wait for one."""
         self._commands.put(lambda: self._fail_held(error))

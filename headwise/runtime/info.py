@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from headwise.cache_controller.planner import HeadGroup
 from headwise.cache_controller.policy import HeadPolicy
@@ -33,6 +34,19 @@ def describe(config: EngineConfig, card: ModelCard) -> Iterator[tuple[str, str]]
     )
     yield "cache of 1,000 tokens", _bytes_of_thousand(card)
     yield "replicas x TP ranks", f"{config.replicas} x {config.tp_size}"
+
+
+def chosen(config: EngineConfig, card: ModelCard) -> str:
+    """What was chosen for a deployment, in one line."""
+    plan, spec = card.plan, card.spec
+    tensor_ops = ("paddle" if find_spec("paddle") else "numpy") if config.tensor_ops == "auto" else config.tensor_ops
+    kernels = "numba" if config.kernels == "auto" else config.kernels
+    pool = format_bytes(spec.num_blocks * card.layout.block_bytes)
+    return (
+        f"{card.model}: device=cpu tensor_ops={tensor_ops} kernels={kernels} "
+        f"replicas={config.replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{plan.slots} "
+        f"pool={spec.num_blocks} blocks of {card.layout.block_size} tokens, {pool} per rank"
+    )
 
 
 def _bytes_of_thousand(card: ModelCard) -> str:

@@ -91,10 +91,14 @@ class ZmqExecutor:
         """Sockets that become readable when `poll` may have something to give."""
         return () if self._socket.closed else (self._socket,)
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every worker is connected; raises `EngineDiedError` if one is lost or late."""
+    def wait_ready(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until every worker is connected; raises `EngineDiedError` if one is lost or late.
+
+        ``check`` is called meanwhile and may raise what it knows of the workers' fate.
+        """
         deadline = self._clock() + timeout_s
         while len(self._ready) < len(self._ranks):
+            check()
             self._check()
             if self._clock() > deadline:
                 missing = sorted(set(range(len(self._ranks))) - self._ready)

@@ -419,6 +419,11 @@ def test_an_engine_that_dies_fails_its_requests_and_serves_again_with_a_new_core
     assert waiting.read().text == "0 1 "
 
 
+def test_an_idle_engine_whose_workers_are_lost_lets_go_of_its_core(deployment: Deployment, core: ScriptedCore) -> None:
+    deployment.servers[0].fail(EngineDiedError("TP rank 0 was killed"))
+    eventually(lambda: [str(error) for error in deployment.died] == ["TP rank 0 was killed"])
+
+
 def test_a_bug_in_the_engine_is_an_error_of_its_requests_too(
     deployment: Deployment, core: ScriptedCore, client: Client
 ) -> None:

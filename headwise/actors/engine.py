@@ -1,0 +1,193 @@
+"""The actor of one replica: an engine, its server, and the supervision of its workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+import ray
+
+from headwise.actors.names import NAMESPACE
+from headwise.actors.placement import is_loopback, node_address
+from headwise.actors.worker_group import WorkerGroup
+from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.engine import EngineCore
+from headwise.runtime.engine_server import EngineServer, Reporting
+from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.storage.flusher import Flusher
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 20
+"""Restarts of an engine's process before Ray gives it up."""
+MAX_FAILED_STARTS = 3
+"""Times in a row that new workers may fail to start before the engine's process gives up."""
+_WATCH_S = 1.0
+_STORE_CHECK_S = 5.0
+
+
+@ray.remote(max_restarts=MAX_RESTARTS, max_concurrency=4)
+class Engine:
+    """Serves by itself from the moment it is made, and again after Ray restarted it.
+
+    A lost worker fails the requests it was serving; then all ranks are started anew, with an empty cache and a new
+    epoch, while the server holds the requests that come meanwhile.
+    """
+
+    def __init__(self, config: EngineConfig, index: int, front: tuple[str, int], secret: str, store: str) -> None:
+        """``front`` is the scheduler's node and port, ``store`` the attention store's actor, by name.
+
+        No handles: an actor whose arguments hold references cannot be restarted once they are lost.
+        """
+        self._config = config
+        self._name = f"engine-{index}"
+        self._placement = ray.util.get_current_placement_group()
+        self._front = front
+        self._secret = secret
+        self._store = ray.get_actor(store, namespace=NAMESPACE)
+        self._group: WorkerGroup | None = None
+        self._server: EngineServer | None = None
+        self._flusher: Flusher | None = None
+        self._core_died = threading.Event()
+        self._stopping = threading.Event()
+        self._settled = threading.Event()
+        self._failure: HeadwiseError | None = None
+        self._thread = threading.Thread(target=self._supervise, name="headwise-supervisor", daemon=True)
+        self._thread.start()
+
+    # ---- for the driver ----
+
+    def ready(self) -> str:
+        """Wait until the engine serves; its endpoint. Raises what keeps it from serving."""
+        self._settled.wait()
+        if self._failure is not None:
+            raise self._failure
+        assert self._server is not None
+        return self._server.endpoint
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers, by rank; empty while they are being started."""
+        group = self._group
+        return [] if group is None else group.pids()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    # ---- the supervisor's thread ----
+
+    def _supervise(self) -> None:
+        try:
+            self._open()
+            self._serve()
+        except HeadwiseError as error:
+            self._give_up(error)
+        except Exception as error:
+            log.exception("the engine's supervisor failed")
+            self._give_up(DeploymentError(f"{self._name} failed: {type(error).__name__}: {error}"))
+        finally:
+            if self._server is not None:
+                self._server.stop()
+            if self._flusher is not None:
+                self._flusher.close()
+
+    def _open(self) -> None:
+        """Everything that outlives the workers: model, server, flusher."""
+        host, port = self._front
+        address = node_address()
+        if is_loopback(self._config.host):
+            if host != address:
+                raise DeploymentError(
+                    f"{self._name} was placed on node {address}, which cannot reach {self._config.host} of node "
+                    f"{host}: set host to 0.0.0.0"
+                )
+            host = address = "127.0.0.1"
+        self._front_door = FrontDoor.open(self._config)
+        self._model_dir = resolve_model(self._config.model, self._config.cache_path)
+        self._flusher = Flusher(self._name, time.time_ns(), ray.get(self._store.endpoint.remote()))
+        self._server = EngineServer(
+            f"tcp://{address}:*",
+            reporting=Reporting(f"tcp://{host}:{port}", self._secret, self._name),
+            flusher=self._flusher,
+            max_held=self._config.max_queued,
+            on_died=self._on_died,
+        )
+        self._server.start()
+
+    def _serve(self) -> None:
+        """One group of workers after the other, until stopped or until none can be started."""
+        failed_starts = 0
+        while not self._stopping.is_set():
+            group = WorkerGroup(self._config, self._front_door.card, self._model_dir, self._placement)
+            try:
+                group.wait_ready()
+                failed_starts = 0
+                self._attach(group)
+                self._settled.set()
+                self._watch(group)
+            except HeadwiseError as error:
+                failed_starts += 1
+                log.error("%s: workers did not start: %s", self._name, error)
+                if not self._settled.is_set() or failed_starts == MAX_FAILED_STARTS:
+                    raise
+            finally:
+                self._group = None
+                group.close()
+
+    def _attach(self, group: WorkerGroup) -> None:
+        assert self._server is not None
+        assert self._flusher is not None
+        flusher, epoch = self._flusher, time.time_ns()
+        core = EngineCore(self._config, self._front_door.card, self._front_door.tokenizer, group.executor)
+        self._core_died.clear()
+        self._server.call(lambda: flusher.restart(epoch))
+        self._server.attach(core, group.executor.sockets)
+        self._group = group
+
+    def _watch(self, group: WorkerGroup) -> None:
+        """Return once the engine's thread has let go of a group that lost a worker, or when stopped."""
+        assert self._server is not None
+        next_check = 0.0
+        while not self._core_died.is_set():
+            if self._stopping.is_set():
+                self._server.stop()
+                return
+            try:
+                group.watch(_WATCH_S)
+            except HeadwiseError as error:
+                self._server.fail(EngineDiedError(str(error)))
+                self._core_died.wait()
+            if time.monotonic() >= next_check:
+                next_check = time.monotonic() + _STORE_CHECK_S
+                self._follow_store()
+
+    def _on_died(self, error: EngineDiedError) -> None:
+        """On the server's thread: it uses the executor no more."""
+        log.error("%s: %s", self._name, error)
+        self._core_died.set()
+
+    def _follow_store(self) -> None:
+        """A store that was restarted has another endpoint."""
+        flusher, server = self._flusher, self._server
+        assert flusher is not None
+        assert server is not None
+        try:
+            endpoint = ray.get(self._store.endpoint.remote(), timeout=_WATCH_S)
+        except (ray.exceptions.RayError, TimeoutError):
+            return
+        server.call(lambda: flusher.reconnect(endpoint))
+
+    def _give_up(self, error: HeadwiseError) -> None:
+        """At the first start the driver is told, by `ready`. Later nobody asks: exit, so that Ray starts it again."""
+        if self._server is not None:
+            self._server.fail_held(EngineDiedError(f"{self._name} cannot be started again: {error}"))
+        first_start = not self._settled.is_set() and not ray.get_runtime_context().was_current_actor_reconstructed
+        self._failure = error
+        self._settled.set()
+        if not first_start:
+            time.sleep(_WATCH_S)
+            os._exit(1)

@@ -1,0 +1,52 @@
+"""The actor of one tensor-parallel rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import ray
+
+from headwise.runtime.comm import Communicator, SingleRank
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.shared_memory_comm import SharedMemoryComm
+from headwise.runtime.step_channel import serve_steps
+from headwise.runtime.worker import ModelWorker
+
+log = logging.getLogger(__name__)
+
+
+@ray.remote(max_concurrency=4)
+class Worker:
+    """Holds a `ModelWorker`; `serve` keeps one thread, so that the other methods stay responsive."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, rank: int) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._rank = rank
+        self._stopping = threading.Event()
+
+    def serve(self, endpoint: str, comm_name: str, comm_bytes: int) -> None:
+        """Load, warm up, and execute steps until `stop`. Raises what goes wrong."""
+        comm = self._communicator(comm_name, comm_bytes)
+        try:
+            worker = ModelWorker(self._config, self._model_dir, self._rank, comm)
+            worker.initialize_cache()
+            log.info("headwise: %s", worker.describe())
+            serve_steps(worker, endpoint, self._rank, self._stopping.is_set)
+        finally:
+            comm.close()
+
+    def _communicator(self, name: str, max_bytes: int) -> Communicator:
+        if self._config.tp_size == 1:
+            return SingleRank()
+        timeout_s = self._config.step_timeout_s
+        return SharedMemoryComm(name, self._rank, self._config.tp_size, max_bytes, timeout_s, create=self._rank == 0)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def pid(self) -> int:
+        return os.getpid()

@@ -1,0 +1,80 @@
+"""The workers of one engine, from their start to the loss of the first of them."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from headwise.actors.placement import in_bundle
+from headwise.actors.worker import Worker
+from headwise.errors import EngineDiedError, HeadwiseError
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.model_card import ModelCard
+from headwise.runtime.step_channel import ZmqExecutor
+from headwise.runtime.worker import threads_per_worker
+
+
+class WorkerGroup:
+    """Actors of all ranks, and the executor that reaches them. A group that lost a worker is closed, not mended."""
+
+    def __init__(self, config: EngineConfig, card: ModelCard, model_dir: Path, placement: PlacementGroup) -> None:
+        self._config = config
+        self._directory = tempfile.TemporaryDirectory(prefix="headwise-")
+        self.executor = ZmqExecutor(f"ipc://{self._directory.name}/steps", config.tp_size, config.step_timeout_s)
+        threads = str(threads_per_worker(config))
+        # Read by the libraries at import, hence before the worker's process imports anything.
+        env = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
+        self._workers = [
+            Worker.options(**in_bundle(placement, rank + 1), runtime_env={"env_vars": env}).remote(
+                config, model_dir, rank
+            )
+            for rank in range(config.tp_size)
+        ]
+        name = uuid.uuid4().hex
+        # A row of a rank's logits must fit; everything else goes in pieces.
+        largest = 4 * max(card.config.vocab_size, config.max_batched_tokens * card.config.hidden_size)
+        self._serving = [worker.serve.remote(self.executor.endpoint, name, largest) for worker in self._workers]
+
+    def wait_ready(self) -> None:
+        """Wait until all ranks are loaded and take steps; raises what the first failing one raised."""
+        self.executor.wait_ready(self._config.start_timeout_s, lambda: self.watch(0.0))
+
+    def watch(self, timeout_s: float) -> None:
+        """Return after ``timeout_s``; raise if a worker has ended by then: its own error, or `EngineDiedError`."""
+        ended, _ = ray.wait(self._serving, timeout=timeout_s)
+        if not ended:
+            return
+        rank = self._serving.index(ended[0])
+        try:
+            ray.get(ended[0])
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, HeadwiseError):
+                raise error.cause from None
+            raise EngineDiedError(f"the worker of TP rank {rank} failed: {error.cause!r}") from None
+        except ray.exceptions.RayError as error:
+            raise EngineDiedError(f"the worker of TP rank {rank} died: {_first_line(error)}") from None
+        raise EngineDiedError(f"the worker of TP rank {rank} stopped serving")
+
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [int(pid) for pid in ray.get([worker.pid.remote() for worker in self._workers])]
+
+    def close(self) -> None:
+        """End the processes and the channel; nobody may be using the executor any more."""
+        for worker in self._workers:
+            worker.stop.remote()
+        with suppress(ray.exceptions.RayError):
+            ray.wait(self._serving, num_returns=len(self._serving), timeout=1.0)
+        for worker in self._workers:
+            ray.kill(worker)
+        self.executor.close()
+        self._directory.cleanup()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,325 @@
+"""Starting and stopping a deployment: the one module of the runtime that knows Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from headwise.actors.names import NAMESPACE, actor_name
+from headwise.errors import DeploymentError, HeadwiseError
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.loader.progress import Progress, SilentProgress
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 10.0
+LOCAL_RESOURCES_TIMEOUT_S = 15.0
+OBJECT_STORE_BYTES = 80 << 20
+"""Of a Ray instance started here: nothing large goes through its object store."""
+_WATCH_S = 2.0
+_QUIET: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
+
+
+class Deployment:
+    """A running deployment: one scheduler, one attention store, and ``replicas`` engines with their workers.
+
+    This process owns its actors: they end with it, however it ends. Made by `start`.
+    """
+
+    def __init__(self, config: EngineConfig, cluster: _Cluster) -> None:
+        self.config = config
+        self.client_address = ""
+        self._cluster = cluster
+        self._actors: dict[str, Any] = {}
+        self._placements: list[Any] = []
+        self._stopped = False
+
+    @classmethod
+    def start(cls, config: EngineConfig, address: str | None = None, progress: Progress | None = None) -> Deployment:
+        """Start a deployment and wait until it serves.
+
+        address: of the Ray cluster: ``HOST:PORT``, or ``auto`` for the one this machine is part of. None takes the
+                 cluster of the Ray job this process runs in (`RAY_ADDRESS`, which Ray sets), or starts a local Ray
+                 instance that ends with the deployment.
+
+        Raises `DeploymentError` if it cannot be started or the cluster cannot be reached, and the `ModelError` or
+        `ConfigError` that keeps an engine from serving.
+        """
+        progress = progress or SilentProgress()
+        address = address or os.environ.get("RAY_ADDRESS") or None
+        progress.stage(f"connecting to the Ray cluster at {address}" if address else "starting a local Ray instance")
+        deployment = cls(config, _Cluster.connect(address) if address else _Cluster.start())
+        try:
+            deployment._start_actors(progress)
+        except BaseException:
+            deployment.stop()
+            raise
+        return deployment
+
+    def _start_actors(self, progress: Progress) -> None:
+        from headwise.actors import placement
+        from headwise.actors.engine import Engine
+        from headwise.actors.scheduler import Scheduler
+        from headwise.actors.store import Store
+
+        config, secret = self.config, secrets.token_hex(16)
+        progress.stage("starting the scheduler")
+        scheduler = self._named(Scheduler, "scheduler", placement.on_this_node(), config, secret)
+        self._named(Store, "store", placement.on_this_node(), config)
+        store = actor_name(config.name, "store")
+        front = _get(scheduler.start.remote())
+        self.client_address = _get(scheduler.client_address.remote())
+        progress.stage("waiting for the cluster's resources")
+        timeout_s = LOCAL_RESOURCES_TIMEOUT_S if self._cluster.owned else config.start_timeout_s
+        self._placements = placement.reserve(config, timeout_s)
+        progress.stage(f"starting {config.replicas} engine(s) with {config.tp_size} worker(s) each")
+        engines = []
+        for index, group in enumerate(self._placements):
+            options = placement.in_bundle(group, 0)
+            engines.append(self._named(Engine, f"engine-{index}", options, config, index, front, secret, store))
+        started = [engine.ready.remote() for engine in engines]
+        for done in range(len(started)):
+            progress.update(done, len(started))
+            ready, started = ray.wait(started)
+            _get(ready[0])
+
+    def _named(self, actor_class: Any, role: str, options: dict[str, Any], *arguments: Any) -> Any:
+        """Make an actor under the deployment's name; raises `DeploymentError` if there is one already."""
+        name = actor_name(self.config.name, role)
+        try:
+            handle = actor_class.options(name=name, namespace=NAMESPACE, **options).remote(*arguments)
+        except ValueError:
+            raise DeploymentError(
+                f"a deployment named {self.config.name!r} is already running on this Ray cluster; "
+                "stop it, or choose another name"
+            ) from None
+        self._actors[role] = handle
+        return handle
+
+    # ---- while it runs ----
+
+    def wait(self) -> None:
+        """Block for as long as the deployment lives, logging what fails and comes back.
+
+        Raises `DeploymentError` when an actor is dead for good.
+        """
+        failing: set[str] = set()
+        while not self._stopped:
+            for role, actor in self._actors.items():
+                try:
+                    ray.get(actor.__ray_ready__.remote(), timeout=_WATCH_S)
+                except ray.exceptions.ActorDiedError as error:
+                    raise DeploymentError(f"the {role} is dead and will not be restarted: {error}") from None
+                except (ray.exceptions.RayError, TimeoutError) as error:
+                    if role not in failing:
+                        log.warning("the %s does not answer: %s", role, error)
+                    failing.add(role)
+                else:
+                    if role in failing:
+                        log.warning("the %s answers again", role)
+                    failing.discard(role)
+            time.sleep(_WATCH_S)
+
+    def worker_pids(self) -> list[list[int]]:
+        """Process ids of the workers: per engine, by rank. An engine that is restarting its workers has none."""
+        engines = [actor for role, actor in self._actors.items() if role.startswith("engine-")]
+        return [_get(engine.worker_pids.remote()) for engine in engines]
+
+    def store_stats(self) -> dict[str, Any]:
+        """The attention store's statistics: see `AttentionStore.stats`."""
+        stats: dict[str, Any] = _get(self._actors["store"].stats.remote())
+        return stats
+
+    # ---- the end ----
+
+    def stop(self) -> None:
+        """End all actors and give back what they hold; a Ray instance started for them ends too. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        try:
+            self._stop_actors()
+        finally:
+            self._cluster.disconnect()
+
+    def _stop_actors(self) -> None:
+        stopping = [actor.stop.remote() for role, actor in reversed(self._actors.items())]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
+        for actor in self._actors.values():
+            ray.kill(actor)
+        if self._placements:
+            from headwise.actors.placement import release
+
+            release(self._placements)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while any(_exists(self.config.name, role) for role in self._actors) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class _Cluster:
+    """This process's connection to Ray, and the local instance if it was started here."""
+
+    def __init__(self, owned: bool, connected_here: bool, directory: str | None, environment: dict[str, str]) -> None:
+        self.owned = owned
+        self._connected_here = connected_here
+        self._directory = directory
+        self._environment = environment
+
+    @classmethod
+    def start(cls) -> _Cluster:
+        """Start a Ray instance of one node in this process, with files of its own; no dashboard."""
+        if ray.is_initialized():
+            raise DeploymentError(
+                "this process is connected to a Ray cluster already: give address='auto' to deploy there, or call "
+                "ray.shutdown() first"
+            )
+        environment = dict(os.environ)
+        # Ray's sockets lie in here, and their paths may have no more than 107 characters.
+        directory = tempfile.mkdtemp(prefix="hw-", dir="/tmp")
+        _read_authentication()
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=directory,
+                _system_config={"worker_niceness": 0},  # serving is no background work
+                **_QUIET,
+            )
+        except Exception as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise DeploymentError(f"a local Ray instance could not be started: {error}") from error
+        return cls(True, True, directory, environment)
+
+    @classmethod
+    def connect(cls, address: str) -> _Cluster:
+        """Connect to a running cluster, or use the connection there is; raises `DeploymentError`."""
+        environment = dict(os.environ)
+        if ray.is_initialized():
+            return cls(False, False, None, environment)
+        remedy = "start one with `ray start --head`, or leave the address out to start a local one"
+        _check_reachable(address, remedy)
+        _read_authentication()
+        try:
+            ray.init(address=address, **_QUIET)
+        except ray.exceptions.AuthenticationError as error:
+            raise DeploymentError(
+                f"the Ray cluster at {address} refused this process's token: set RAY_AUTH_MODE=token and "
+                f"RAY_AUTH_TOKEN_PATH to its token file ({_first_line(error)})"
+            ) from None
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise DeploymentError(f"no Ray cluster at {address}: {_first_line(error)}; {remedy}") from None
+        return cls(False, True, None, environment)
+
+    def disconnect(self) -> None:
+        if self._connected_here:
+            ray.shutdown()
+            # Ray turns its token authentication on by setting a variable, which would outlive the instance.
+            for name in [name for name in os.environ if name.startswith("RAY_")]:
+                if name in self._environment:
+                    os.environ[name] = self._environment[name]
+                else:
+                    del os.environ[name]
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def resolve_client_address(cluster: str, name: str) -> str:
+    """The client address (``tcp://HOST:PORT``) of the deployment ``name`` on a Ray cluster (``HOST:PORT`` or ``auto``).
+
+    Raises `DeploymentError` if there is no such cluster or deployment.
+    """
+    with _connection(cluster):
+        try:
+            scheduler = ray.get_actor(actor_name(name, "scheduler"), namespace=NAMESPACE)
+        except ValueError:
+            raise DeploymentError(
+                f"no deployment named {name!r} runs on the Ray cluster at {cluster}; start one with `headwise serve`"
+            ) from None
+        address: str = _get(scheduler.client_address.remote())
+        return address
+
+
+@contextlib.contextmanager
+def _connection(cluster: str) -> Iterator[None]:
+    connection = _Cluster.connect(cluster)
+    try:
+        yield
+    finally:
+        connection.disconnect()
+
+
+def _read_authentication() -> None:
+    """Let Ray see RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH as they are now; by itself it reads them when imported.
+
+    Processes that Ray starts read them at their own start, and would disagree with this one.
+    """
+    with contextlib.suppress(ImportError):  # releases of Ray without tokens
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _check_reachable(address: str, remedy: str) -> None:
+    """Ray itself waits for minutes for a cluster that is not there."""
+    if address.startswith("ray://"):
+        raise DeploymentError(f"{address!r}: Ray clients cannot own a deployment; give the cluster's HOST:6379 instead")
+    if address == "auto":
+        current = Path("/tmp/ray/ray_current_cluster")  # where Ray itself looks
+        address = current.read_text().strip() if current.exists() else ""
+        if not address:
+            return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise DeploymentError(f"{address!r} is no address of a Ray cluster; write HOST:PORT or auto")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise DeploymentError(f"no Ray cluster at {address}: {error}; {remedy}") from None
+
+
+def _get(reference: Any) -> Any:
+    """`ray.get`, raising headwise's own errors as they were raised and Ray's as `DeploymentError`."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, HeadwiseError):
+            raise error.cause from None
+        raise DeploymentError(f"an actor failed: {error.cause!r}") from error
+    except ray.exceptions.RayError as error:
+        raise DeploymentError(f"an actor of the deployment died: {_first_line(error)}") from error
+
+
+def _exists(name: str, role: str) -> bool:
+    try:
+        ray.get_actor(actor_name(name, role), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,255 @@
+"""A whole deployment on Ray: from start to what happens when a worker is killed under a stream."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise import Client, EngineConfig, SamplingParams
+from headwise.errors import (
+    ConfigError,
+    DeploymentError,
+    EngineDiedError,
+    HeadwiseError,
+    InvalidRequestError,
+    ModelError,
+)
+from headwise.runtime.bootstrap import Deployment
+from headwise.runtime.request import FinishReason
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(240)]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+CONFIG = EngineConfig(port=0, tp_size=3, max_model_len=512, kv_cache="64MiB", block_size=16, cpu_threads=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def authentication(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Ray's token authentication, on purpose and with a token of our own."""
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text("0123456789abcdef" * 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        yield
+
+
+@pytest.fixture(scope="module")
+def deployment(authentication: None) -> Iterator[Deployment]:
+    with Deployment.start(CONFIG) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Deployment) -> Iterator[Client]:
+    with Client(deployment.client_address) as client:
+        yield client
+
+
+def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"did not come true within {within_s} s"
+        time.sleep(0.05)
+
+
+def engine(client: Client) -> dict[str, Any]:
+    stats: dict[str, Any] = client.stats()["engines"]["engine-0"]
+    return stats
+
+
+def test_generates_streams_and_chats(client: Client) -> None:
+    result = client.generate("The capital of France is", GREEDY)
+    assert result.text.startswith(" Paris")
+    assert result.usage.completion_tokens == 8
+    assert result.finish_reason is FinishReason.LENGTH
+    streamed = list(client.stream("The capital of France is", GREEDY))
+    assert "".join(delta.text for delta in streamed) == result.text
+    assert len(streamed) > 1
+    assert client.chat([{"role": "user", "content": "Say hello."}], GREEDY).text
+
+
+def test_several_prompts_and_two_clients_at_once_get_the_tokens_they_get_alone(
+    deployment: Deployment, client: Client
+) -> None:
+    prompts = ["One, two, three,", "The sky is", "Water boils at"]
+    alone = [client.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    together: list[list[int]] = []
+    with Client(deployment.client_address) as other:
+        thread = threading.Thread(target=lambda: together.extend(r.token_ids for r in other.generate(prompts, GREEDY)))
+        thread.start()
+        mine = [result.token_ids for result in client.generate(prompts, GREEDY)]
+        thread.join(60)
+    assert mine == alone
+    assert together == alone
+
+
+def test_a_second_request_is_served_from_the_cache_and_the_store_knows(deployment: Deployment, client: Client) -> None:
+    prompt = "All happy families are alike; every unhappy family is unhappy in its own way. " * 4
+    first, second = client.generate(prompt, GREEDY), client.generate(prompt, GREEDY)
+    assert second.usage.cached_tokens >= 64
+    assert second.token_ids == first.token_ids
+    cached = engine(client)["cache"]["cached_blocks"]
+    assert cached > 0
+
+    def agreed() -> bool:
+        node = deployment.store_stats()["nodes"]["engine-0"]
+        return not node["behind"] and node["blocks"]["device"] > 0
+
+    eventually(agreed)
+
+
+def test_cancelling_a_stream_frees_its_blocks(client: Client) -> None:
+    stream = client.stream("Once upon a time", max_tokens=400, ignore_eos=True)
+    next(stream)
+    eventually(lambda: engine(client)["cache"]["held_blocks"] > 0)
+    stream.cancel()
+    eventually(lambda: engine(client)["cache"]["held_blocks"] == 0)
+    assert engine(client)["requests"]["running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ("", {}, "empty"),
+        ([], {}, "empty"),
+        ("word " * 1000, {}, "512 tokens"),
+        ([10**6], {}, "vocabulary"),
+        ("hi", {"temperature": float("nan")}, "temperature"),
+        ("hi", {"stop": "x" * 10_000_000}, "10000000 characters"),
+        ("hi", {"top_q": 0.5}, "unknown sampling parameter top_q"),
+        ("hi", {"max_tokens": 10_000}, "512 tokens"),
+    ],
+)
+def test_bad_input_is_named_and_disturbs_nobody(client: Client, prompt: Any, options: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        client.generate(prompt, **options)
+
+
+def test_bad_chats_are_named(client: Client) -> None:
+    for messages in ([], [{"role": "user"}], [{"content": "hi"}], "hi"):
+        with pytest.raises(HeadwiseError):
+            client.chat(messages)
+    assert client.generate("Still there?", GREEDY).token_ids
+
+
+def test_a_killed_worker_fails_its_requests_within_five_seconds_and_the_next_one_is_served(
+    deployment: Deployment, client: Client
+) -> None:
+    expected = client.generate("The capital of France is", GREEDY).token_ids
+    ((_, rank_1, _),) = deployment.worker_pids()
+    stream = client.stream("Once upon a time", max_tokens=400, ignore_eos=True)
+    next(stream)
+    os.kill(rank_1, signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(EngineDiedError, match="TP rank 1"):
+        stream.read()
+    assert time.monotonic() - killed < 5.0  # the promise itself, not a measurement
+    assert client.generate("The capital of France is", GREEDY).token_ids == expected
+    assert rank_1 not in deployment.worker_pids()[0]
+
+
+def test_a_second_deployment_of_the_name_is_refused_and_the_first_goes_on(client: Client) -> None:
+    with pytest.raises(DeploymentError, match="'headwise' is already running"):
+        Deployment.start(CONFIG, address="auto")
+    assert client.generate("Still there?", GREEDY).token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"tp_size": 7}, ConfigError, "7"),
+        ({"model": "/nowhere/model"}, ModelError, "/nowhere/model"),
+        ({"replicas": 50}, DeploymentError, "no room for engine"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error_of_the_caller(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], error: Any, says: str
+) -> None:
+    config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "start_timeout_s": 3.0, **changes})
+    with pytest.raises(error, match=says):
+        Deployment.start(config, address="auto")
+
+
+def test_a_port_that_is_taken_is_named(deployment: Deployment) -> None:
+    port = int(deployment.client_address.rpartition(":")[2])
+    config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "port": port})
+    with pytest.raises(DeploymentError, match=rf"{port}.*--port"):
+        Deployment.start(config, address="auto")
+
+
+def test_clients_find_a_deployment_by_its_ray_cluster(deployment: Deployment) -> None:
+    with Client("ray:auto") as client:
+        assert client.address == deployment.client_address
+    with pytest.raises(DeploymentError, match="no deployment named 'other'"):
+        Client("ray:auto/other")
+
+
+def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_three_starts(tmp_path: Path) -> None:
+    script = """
+        import os, sys, threading
+        from headwise import Client, EngineConfig
+        from headwise.errors import DeploymentError
+        from headwise.runtime.bootstrap import Deployment
+
+        def left():
+            segments = [name for name in os.listdir("/dev/shm") if name.startswith("headwise")]
+            return threading.active_count(), segments, {k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH")}
+
+        config = EngineConfig(port=0, max_model_len=128, kv_cache="32MiB", cache_dir=sys.argv[1])
+        before = left()
+        files = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
+                assert client.generate("Hello", max_tokens=2).token_ids
+                pids = deployment.worker_pids()[0]
+            assert left() == before, left()
+            assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+            open_files = len(os.listdir("/proc/self/fd"))
+            assert open_files <= files + 8, (files, open_files)
+            files = max(files, open_files)
+        try:
+            Client(deployment.client_address)
+        except DeploymentError as error:
+            assert "headwise serve" in str(error)
+        else:
+            raise AssertionError("a stopped deployment answers")
+        print("clean")
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["HOME"] = str(tmp_path)  # no token there: Ray makes one at the first start and finds it at the second
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(CONFIG.cache_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.stdout.strip() == "clean", done.stderr
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere", "ray://127.0.0.1:10001"])
+def test_a_ray_cluster_that_is_not_there_is_an_error_of_the_address(address: str) -> None:
+    script = """
+        import sys
+        from headwise import EngineConfig
+        from headwise.errors import DeploymentError
+        from headwise.runtime.bootstrap import Deployment
+        try:
+            Deployment.start(EngineConfig(), address=sys.argv[1])
+        except DeploymentError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert address in done.stdout, done.stderr
