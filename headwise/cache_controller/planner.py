@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,13 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 
 MAX_PADDING = 0.03
 """Largest share of slots that may stay empty for the sake of fewer groups."""
+
+MAX_ROUNDED_UP = 0.03
+"""Largest share of members kept in a group looser than they need, unless uneven ranks force more.
+
+Always safe: a kernel masks by the member's own policy. Ranks share block tables, so each loosest policy that does
+not divide evenly over the ranks forces up to one such member on every rank but one.
+"""
 
 Policies = Sequence[Sequence[HeadPolicy]]
 """``[num_layers][num_kv_heads]``"""
@@ -31,7 +37,7 @@ class Member(NamedTuple):
 class HeadGroup:
     """Members that live and die together.
 
-    policy:  the loosest of the members' policies: what the group's blocks must keep
+    policy:  the loosest of the members' policies: what the group's blocks must keep. Some members may need less
     members: ``[tp_size][<= slots]``, ordered by layer, so that a layer is one byte range of a block
     """
 
@@ -87,7 +93,7 @@ def plan_head_groups(
 ) -> HeadGroupPlan:
     """Pack the members of a model into groups.
 
-    ``auto`` packs by policy, with the fewest groups whose padding is at most `MAX_PADDING`.
+    ``auto`` packs by policy, with the fewest groups that stay within `MAX_PADDING` and `MAX_ROUNDED_UP`.
     ``per_head_index`` makes one group per KV head index of a rank, over all layers.
 
     Raises ValueError if ``tp_size`` does not divide the KV heads, or the policies are not a full table.
@@ -119,52 +125,84 @@ def _shape(policies: Policies) -> tuple[int, int]:
 def _deal(policies: Policies, tp_size: int) -> list[list[list[int]]]:
     """``[rank][layer]`` KV heads, an equal number each, with each policy spread over the ranks.
 
-    A layer of one policy is dealt in contiguous runs, the usual sharding. Otherwise each head goes to the rank
-    that has the fewest members of its policy and room left in this layer.
+    A layer of one policy is dealt in contiguous runs, the usual sharding. Any other is dealt loosest head first, in
+    rounds that give each rank one; in a round, the rank that has the fewest heads so loose chooses first.
     """
     num_layers, num_kv_heads = len(policies), len(policies[0])
     room = num_kv_heads // tp_size
+    order = _loosest_first(policies)
     dealt: list[list[list[int]]] = [[[] for _ in range(num_layers)] for _ in range(tp_size)]
-    counts = [Counter[HeadPolicy]() for _ in range(tp_size)]
+    # counts[rank, p]: heads of the rank that are as loose as policy p or looser
+    counts: NDArray[np.int64] = np.zeros((tp_size, len(order)), dtype=np.int64)
     for layer, row in enumerate(policies):
-        for head in sorted(range(num_kv_heads), key=lambda h: (row[h], h)):
-            open_ranks = [r for r in range(tp_size) if len(dealt[r][layer]) < room]
-            rank = open_ranks[0] if len(set(row)) == 1 else min(open_ranks, key=lambda r: (counts[r][row[head]], r))
+        heads = sorted(range(num_kv_heads), key=lambda head: (order[row[head]], head))
+        for place, head in enumerate(heads):
+            if order[row[heads[0]]] == order[row[heads[-1]]]:
+                rank = place // room
+            else:
+                rank = _next_rank([len(dealt[r][layer]) for r in range(tp_size)], counts[:, order[row[head]] :])
             dealt[rank][layer].append(head)
-            counts[rank][row[head]] += 1
-    for rank_heads in dealt:
-        for heads in rank_heads:
-            heads.sort()
-    return dealt
+            counts[rank, order[row[head]] :] += 1
+    return [[sorted(heads) for heads in layers] for layers in dealt]
+
+
+def _next_rank(in_layer: list[int], counts: NDArray[np.int64]) -> int:
+    """The rank that takes the next head: of those with the fewest in this layer, the one with the lowest counts."""
+    return min(range(len(in_layer)), key=lambda rank: (in_layer[rank], counts[rank].tolist(), rank))
+
+
+def _loosest_first(policies: Policies) -> dict[HeadPolicy, int]:
+    """Position of each policy in the order from loosest to tightest."""
+    found = {policy for row in policies for policy in row}
+    ordered = sorted(found, key=lambda policy: (not policy.is_full, -policy.window, -policy.sink))
+    return {policy: index for index, policy in enumerate(ordered)}
 
 
 def _group_by_policy(policies: Policies, dealt: list[list[list[int]]]) -> tuple[int, tuple[HeadGroup, ...]]:
-    by_policy: dict[HeadPolicy, list[list[Member]]] = defaultdict(lambda: [[] for _ in dealt])
-    for rank, layers in enumerate(dealt):
-        for layer, heads in enumerate(layers):
-            for head in heads:
-                by_policy[policies[layer][head]][rank].append(Member(layer, head))
-    sizes = [max(map(len, ranks)) for ranks in by_policy.values()]
-    slots = _choose_slots(sizes, sum(len(heads) for heads in dealt[0]))
+    """Line up each rank's members loosest first, and cut the line into groups.
+
+    Where a cut does not fall between two policies, tighter heads ride in the looser group: the slots would be empty
+    otherwise. Full groups come first: they decide how far a prefix reaches.
+    """
+    order = _loosest_first(policies)
+    lines = [
+        sorted(
+            (Member(layer, head) for layer, heads in enumerate(layers) for head in heads),
+            key=lambda member: (order[policies[member.layer][member.kv_head]], member),
+        )
+        for layers in dealt
+    ]
+    kinds = np.array([[order[policies[m.layer][m.kv_head]] for m in line] for line in lines])
+    slots = _choose_slots(kinds)
     groups = []
-    for policy in sorted(by_policy):  # full first: its groups decide how far a prefix reaches
-        ranks = by_policy[policy]
-        for first in range(0, max(map(len, ranks)), slots):
-            members = tuple(tuple(rank[first : first + slots]) for rank in ranks)
-            groups.append(HeadGroup(policy, members))
+    for first in range(0, len(lines[0]), slots):
+        members = tuple(tuple(sorted(line[first : first + slots])) for line in lines)
+        groups.append(HeadGroup(_loosest([policies[m.layer][m.kv_head] for rank in members for m in rank]), members))
     return slots, tuple(groups)
 
 
-def _choose_slots(sizes: list[int], members: int) -> int:
-    """Group size with the fewest groups within `MAX_PADDING`, else with the least padding."""
+def _choose_slots(kinds: NDArray[np.int64]) -> int:
+    """Group size with the fewest groups that wastes little; see `MAX_PADDING` and `MAX_ROUNDED_UP`.
 
-    def cost(slots: int) -> tuple[bool, float, int]:
-        groups = sum(-(-size // slots) for size in sizes)
-        padding = (groups * slots - members) / members
-        too_much = padding > MAX_PADDING
-        return (too_much, padding if too_much else groups, groups * slots)
+    ``kinds [ranks, members]`` are the policies of each rank's line, as their positions from loosest to tightest.
+    """
+    ranks, members = kinds.shape
+    unavoidable = _rounded_up(kinds, 1)  # uneven ranks share tables
 
-    return min(range(1, max(sizes) + 1), key=cost)
+    def cost(slots: int) -> tuple[bool, int, int]:
+        groups = -(-members // slots)
+        empty, rounded = (groups * slots - members) * ranks, _rounded_up(kinds, slots)
+        allowed = max(MAX_ROUNDED_UP * kinds.size, unavoidable)
+        too_much = empty > MAX_PADDING * kinds.size or rounded > allowed
+        return (too_much, empty + rounded if too_much else groups, empty + rounded)
+
+    return min(range(1, members + 1), key=cost)
+
+
+def _rounded_up(kinds: NDArray[np.int64], slots: int) -> int:
+    """Members in a group that keeps more than they need, with groups of ``slots``."""
+    loosest = kinds[:, ::slots].min(axis=0)  # lines are in order: the first of each cut is the loosest
+    return int(np.count_nonzero(kinds > np.repeat(loosest, slots)[: kinds.shape[1]]))
 
 
 def _group_by_head_index(policies: Policies, dealt: list[list[list[int]]]) -> tuple[HeadGroup, ...]:

@@ -55,6 +55,14 @@ class EngineConfig:
     head_grouping: Literal["auto", "per_head_index"] = _option(
         "auto", "How heads are packed into groups: by policy, or one group per KV head index."
     )
+    head_pattern: str = _option(
+        "",
+        "File of scores per layer and KV head, DuoAttention's TSV or the JSON of `headwise calibrate`: the heads "
+        "that score lowest see a sink and a window only. Empty: attention as the model defines it.",
+    )
+    sparsity: float = _option(0.5, "Share of heads that head_pattern limits to sink and window.", 0.0, 1.0)
+    sink: int = _option(64, "First tokens that heads limited by head_pattern always see.", 0)
+    window: int = _option(256, "Most recent tokens that heads limited by head_pattern see.", 1)
     prefix_caching: bool = _option(True, "Keep finished blocks and reuse them for requests with the same prefix.")
     max_model_len: int = _option(0, "Most tokens of a sequence, prompt and output; 0 is the model's own limit.", 0)
     max_num_seqs: int = _option(64, "Most sequences in one step.", 1, 65536)
@@ -74,6 +82,10 @@ class EngineConfig:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise ConfigError(f"name must be letters, digits, '.', '_' or '-', got {self.name!r}")
         parse_bytes(self.kv_cache)
+        if self.head_pattern:
+            from headwise.cache_controller.head_pattern import check_streaming  # numpy: not for `--help`
+
+            check_streaming(self.sparsity, self.sink, self.window, self.block_size)
 
     @property
     def kv_cache_bytes(self) -> int:

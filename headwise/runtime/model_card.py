@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+from headwise.cache_controller.head_pattern import HeadPattern, Policies, parse_pattern, policies_from_scores
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
 from headwise.cache_controller.windows import peak_blocks
@@ -25,7 +26,7 @@ class ModelCard:
     """A model as a deployment serves it.
 
     model:         the name it was asked for by
-    identity:      differs between models whose cache blocks must not be mixed
+    identity:      differs between models, and between head policies, whose cache blocks must not be mixed
     max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds
     """
 
@@ -53,7 +54,11 @@ def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
         raise ModelError(f"cannot read {path}: {error.strerror}; a model directory needs a config.json") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
-    model = model_config(hf_config)
+    model, identity = model_config(hf_config), _identity(raw, directory)
+    if config.head_pattern:
+        policies = _patterned(config, model, identity)
+        if policies != model.policies:
+            model, identity = replace(model, policies=policies), _with_policies(identity, policies)
     try:
         plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping)
     except ValueError as error:
@@ -66,7 +71,31 @@ def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
             f"kv_cache {config.kv_cache} holds {max_model_len} tokens, max_model_len is {config.max_model_len}: "
             "raise the one or lower the other"
         )
-    return ModelCard(config.model, _identity(raw, directory), model, plan, layout, spec, max_model_len)
+    return ModelCard(config.model, identity, model, plan, layout, spec, max_model_len)
+
+
+def load_pattern(path: str | Path) -> HeadPattern:
+    """Read a head pattern's file; raises ConfigError naming it."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read head pattern {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no head pattern: it is not text; give a TSV or JSON file") from None
+    return parse_pattern(text, str(path))
+
+
+def _patterned(config: EngineConfig, model: ModelConfig, identity: str) -> Policies:
+    """The model's policies under the configured head pattern."""
+    pattern = load_pattern(config.head_pattern)
+    pattern.check_fits((model.num_layers, model.num_kv_heads), config.model, identity)
+    return policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, model.policies)
+
+
+def _with_policies(identity: str, policies: Policies) -> str:
+    """Keys and values depend on what the layers below could see: other policies, other blocks."""
+    table = ";".join(",".join(f"{policy.window}/{policy.sink}" for policy in row) for row in policies)
+    return sha256(f"{identity}:{table}".encode()).hexdigest()[:32]
 
 
 def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec) -> int:

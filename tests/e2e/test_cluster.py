@@ -208,16 +208,15 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_th
 
         config = EngineConfig(port=0, max_model_len=128, kv_cache="32MiB", cache_dir=sys.argv[1])
         before = left()
-        files = len(os.listdir("/proc/self/fd"))
-        for _ in range(2):
+        files = []
+        for _ in range(3):
             with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
                 assert client.generate("Hello", max_tokens=2).token_ids
                 pids = deployment.worker_pids()[0]
             assert left() == before, left()
             assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-            open_files = len(os.listdir("/proc/self/fd"))
-            assert open_files <= files + 8, (files, open_files)
-            files = max(files, open_files)
+            files.append(len(os.listdir("/proc/self/fd")))
+        assert files[2] <= files[1], files  # the first start opens what Ray keeps for the process's life
         try:
             Client(deployment.client_address)
         except DeploymentError as error:

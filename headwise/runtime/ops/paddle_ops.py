@@ -7,7 +7,10 @@ call costs more than the arithmetic.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +35,13 @@ def _let_mkl_use_avx2() -> None:
 
 _let_mkl_use_avx2()
 
-import paddle  # noqa: E402
-from paddle import _C_ops  # noqa: E402
-from paddle.incubate.nn.functional import fused_rms_norm  # noqa: E402
-from paddle.nn.functional import swiglu  # noqa: E402
+# Importing Paddle talks of ccache and of OMP_NUM_THREADS, which is set on purpose.
+with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+    warnings.simplefilter("ignore")
+    import paddle
+    from paddle import _C_ops
+    from paddle.incubate.nn.functional import fused_rms_norm
+    from paddle.nn.functional import swiglu
 
 _numpy = NumpyOps()
 
