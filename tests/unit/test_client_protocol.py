@@ -413,7 +413,7 @@ def test_an_engine_that_dies_fails_its_requests_and_serves_again_with_a_new_core
     core.dies = EngineDiedError("TP rank 1 was killed")
     with pytest.raises(EngineDiedError, match="TP rank 1 was killed"):
         next(stream)
-    assert [str(error) for error in deployment.died] == ["TP rank 1 was killed"]
+    eventually(lambda: [str(error) for error in deployment.died] == ["TP rank 1 was killed"])
     waiting = client.stream("abc", max_tokens=2)  # held until there is a core again
     deployment.servers[0].attach(ScriptedCore())
     assert waiting.read().text == "0 1 "
@@ -430,7 +430,7 @@ def test_a_bug_in_the_engine_is_an_error_of_its_requests_too(
     core.dies = KeyError("row 3")
     with pytest.raises(EngineDiedError, match="KeyError: 'row 3'"):
         client.generate("abc")
-    assert len(deployment.died) == 1
+    eventually(lambda: len(deployment.died) == 1)
 
 
 def test_requests_held_for_an_engine_that_never_comes_back_fail(deployment: Deployment) -> None:

@@ -12,8 +12,8 @@ from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.comm import Communicator, SingleRank
-from headwise.runtime.models.base import ModelConfig, Shard
-from headwise.runtime.models.registry import build_model, model_config, valid_tp_sizes
+from headwise.runtime.models.base import ModelConfig, Shard, valid_tp_sizes
+from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.select import make_ops
 
 BASE = {
@@ -320,11 +320,71 @@ def test_window_layers_become_window_policies() -> None:
         ({"hidden_size": "big"}, "'hidden_size' must be a positive integer, got 'big'"),
         ({"num_key_value_heads": 3}, "8 attention heads cannot share 3 key-value heads"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope scaling 'yarn' is not supported; supported are"),
+        ({"rope_scaling": {"type": "linear"}}, "rope scaling needs a positive number 'factor'"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor 1 must be less than high_freq_factor"),
+        ({"rope_scaling": "linear"}, "'rope_scaling' must be an object, got 'linear'"),
+        ({"rope_parameters": [10000.0]}, "'rope_parameters' must be an object"),
+        ({"rope_theta": "high"}, "'rope_theta' must be a positive number, got 'high'"),
+        ({"rope_theta": 0}, "'rope_theta' must be a positive number, got 0"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a positive number, got nan"),
+        ({"eos_token_id": [2, "</s>"]}, r"token ids must be integers from 0 on, got \[2, '</s>'\]"),
+        ({"architectures": "LlamaForCausalLM"}, "'architectures' must be a list of names, got 'LlamaForCausalLM'"),
+        ({"hidden_act": "gelu"}, "LlamaForCausalLM is served with the activation 'silu' only, got 'gelu'"),
+        ({"head_dim": 15}, "rotary embedding needs an even 'head_dim', got 15"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'quantization_config' is .*, which cannot be served"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is 0.5, which cannot be served"),
     ],
 )
 def test_a_config_that_cannot_be_served_says_why(changes, message) -> None:
     with pytest.raises(ModelError, match=message):
         model_config({**CONFIGS["llama"], **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": "sliding_attention"}, "'layer_types' must name 3 layers, got 'sliding_attention'"),
+        ({"layer_types": ["full_attention"]}, "'layer_types' must name 3 layers"),
+        ({"layer_types": ["full_attention"] * 2 + ["chunked"]}, r"layer types \['chunked'\] are not supported"),
+        ({"text_config": 3}, "'text_config' must be an object, got 3"),
+        ({"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' must be a positive number, got 0"),
+        ({"final_logit_softcapping": -1.0}, "'final_logit_softcapping' must be a positive number, got -1.0"),
+        ({"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True, which cannot be served"),
+    ],
+)
+def test_a_gemma_config_that_cannot_be_served_says_why(changes, message) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config({**CONFIGS["gemma3"], **changes})
+
+
+def test_a_published_multimodal_gemma_config_leaves_out_what_hugging_face_defaults_to() -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = model_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    full = [row[0].is_full for row in config.policies]
+    assert full == [(layer + 1) % 6 == 0 for layer in range(34)]
+    assert {rope.theta for rope, is_full in zip(config.ropes, full, strict=True) if is_full} == {1e6}
+    assert all((rope.scaling is None) != is_full for rope, is_full in zip(config.ropes, full, strict=True))
+
+
+def test_mistral_has_a_window_unless_its_config_says_null() -> None:
+    without = {key: value for key, value in CONFIGS["mistral_window"].items() if key != "sliding_window"}
+    assert model_config(without).policies[0][0] == HeadPolicy(4096)
+    with pytest.raises(ModelError, match="'sliding_window' must be a positive integer, got -3"):
+        model_config({**without, "sliding_window": -3})
+
+
+def test_a_tp_size_that_does_not_fit_the_mlp_names_those_that_do() -> None:
+    config = model_config({**CONFIGS["llama"], "intermediate_size": 50})
+    shard = Shard(0, 4, ((0,),) * 3)
+    with pytest.raises(ModelError, match="tp_size 4 does not divide the model's MLP size, 50; choose 1, 2"):
+        build_model(config, RandomWeights(config), make_ops("numpy"), SingleRank(), shard)
 
 
 def test_weights_of_another_model_are_refused() -> None:

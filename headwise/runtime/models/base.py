@@ -53,6 +53,12 @@ class ModelConfig:
     bos_token_id: int | None = None
 
 
+def valid_tp_sizes(config: ModelConfig) -> list[int]:
+    """Tensor-parallel sizes that divide both the KV heads and the MLP."""
+    sizes = range(1, config.num_kv_heads + 1)
+    return [n for n in sizes if config.num_kv_heads % n == 0 and config.intermediate_size % n == 0]
+
+
 @dataclass(frozen=True)
 class Shard:
     """One tensor-parallel rank's part of a model.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.comm import Communicator
-from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, RopeConfig, Shard
+from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, RopeConfig, Shard, valid_tp_sizes
 from headwise.runtime.models.rope import RotaryEmbedding
 from headwise.runtime.ops.base import Tensor, TensorOps, Weight
 
@@ -63,7 +63,11 @@ class Decoder(Model):
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> None:
         if config.intermediate_size % shard.size:
-            raise ModelError(f"tp_size {shard.size} does not divide the model's MLP size, {config.intermediate_size}")
+            fitting = ", ".join(map(str, valid_tp_sizes(config)))
+            raise ModelError(
+                f"tp_size {shard.size} does not divide the model's MLP size, {config.intermediate_size}; "
+                f"choose {fitting}"
+            )
         self.config = config
         self.ops = ops
         self._comm = comm

@@ -8,18 +8,27 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.models.base import AttentionLayer, ModelConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder, Layer, Rotation
-from headwise.runtime.models.hf_config import HfConfig, decoder_config, positive, rope
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, positive, rope
 from headwise.runtime.ops.base import Tensor
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
+_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
+"""Those of Hugging Face's ``Gemma3TextConfig``: the published multimodal models leave these fields out."""
+
 
 def parse(config: HfConfig) -> ModelConfig:
-    text = {**config, **config.get("text_config", {})}
+    text = {**_DEFAULTS, **config, **mapping(config, "text_config")}
     kinds = text.get("layer_types")
     pattern = positive(text, "sliding_window_pattern", default=6)
-    if kinds is not None and len(kinds) != text.get("num_hidden_layers"):
-        raise ModelError(f"config.json: {len(kinds)} layer_types for {text.get('num_hidden_layers')} layers")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != text.get("num_hidden_layers")):
+        raise ModelError(f"config.json: 'layer_types' must name {text.get('num_hidden_layers')} layers, got {kinds!r}")
 
     def layer_type(layer: int) -> str:
         if kinds is not None:
@@ -28,7 +37,7 @@ def parse(config: HfConfig) -> ModelConfig:
 
     def layer_rope(kind: str) -> RopeConfig:
         if kind == "sliding_attention" and not text.get("rope_parameters"):
-            return RopeConfig(float(text.get("rope_local_base_freq", 10000.0)))
+            return RopeConfig(number(text, "rope_local_base_freq", 10000.0))
         return rope(text, kind, default_theta=10000.0 if kind == "sliding_attention" else 1000000.0)
 
     return decoder_config(
@@ -38,9 +47,10 @@ def parse(config: HfConfig) -> ModelConfig:
         ropes=layer_rope,
         window=positive(text, "sliding_window", default=4096),
         tie_embeddings=bool(text.get("tie_word_embeddings", True)),
-        attention_scale=float(text.get("query_pre_attn_scalar", 256)) ** -0.5,
-        attention_softcap=float(text.get("attn_logit_softcapping") or 0.0),
-        logit_softcap=float(text.get("final_logit_softcapping") or 0.0),
+        activation="gelu_pytorch_tanh",
+        attention_scale=number(text, "query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_softcap=number(text, "attn_logit_softcapping", optional=True),
+        logit_softcap=number(text, "final_logit_softcapping", optional=True),
     )
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, RopeConfig
-from headwise.runtime.models.rope import scaling_kind
+from headwise.runtime.models.rope import inverse_frequencies
 
 HfConfig = Mapping[str, Any]
+
+_SERVED_VALUES: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "partial_rotary_factor": (None, 1),
+    "use_bidirectional_attention": (None, False),
+}
+"""Fields that change what a decoder computes, and the values that are served: others would be silently wrong."""
 
 
 def positive(config: HfConfig, key: str, default: int | None = None) -> int:
@@ -23,26 +31,42 @@ def positive(config: HfConfig, key: str, default: int | None = None) -> int:
     return value
 
 
+def number(config: HfConfig, key: str, default: float | None = None, *, optional: bool = False) -> float:
+    """A positive finite number; 0 if it is ``optional`` and missing. Raises ModelError naming it."""
+    value = config.get(key)
+    if value is None:
+        value = 0.0 if optional else default
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not valid or value < 0 or (value == 0 and not optional):
+        raise ModelError(f"config.json: {key!r} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def mapping(config: HfConfig, key: str) -> HfConfig:
+    """A field that holds an object, empty if it is missing; raises ModelError naming it."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ModelError(f"config.json: {key!r} must be an object, got {value!r}")
+    return value
+
+
 def rope(config: HfConfig, layer_type: str | None = None, default_theta: float = 10000.0) -> RopeConfig:
     """Rotary embedding: ``rope_parameters`` (maybe per layer type), or ``rope_theta`` and ``rope_scaling``."""
-    parameters = config.get("rope_parameters") or {}
+    parameters = mapping(config, "rope_parameters")
     if layer_type is not None and layer_type in parameters:
-        parameters = parameters[layer_type]
+        parameters = mapping(parameters, layer_type)
     if parameters:
-        return _checked(RopeConfig(float(parameters.get("rope_theta", default_theta)), parameters))
-    return _checked(RopeConfig(float(config.get("rope_theta", default_theta)), config.get("rope_scaling")))
-
-
-def _checked(rope_config: RopeConfig) -> RopeConfig:
-    scaling_kind(rope_config.scaling)
-    return rope_config
+        _check_served(parameters)
+        return RopeConfig(number(parameters, "rope_theta", default_theta), parameters)
+    return RopeConfig(number(config, "rope_theta", default_theta), mapping(config, "rope_scaling") or None)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
     """``eos_token_id`` may be missing, one id or several."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise ModelError(f"config.json: token ids must be integers from 0 on, got {value!r}")
+    return ids
 
 
 def decoder_config(
@@ -52,24 +76,37 @@ def decoder_config(
     layer_types: Callable[[int], str] = lambda layer: "full_attention",
     ropes: Callable[[str], RopeConfig] | None = None,
     window: int = 0,
+    activation: str = "silu",
     **changes: Any,
 ) -> ModelConfig:
     """The `ModelConfig` of a Llama-like ``config.json``.
 
     layer_types: ``"full_attention"`` or ``"sliding_attention"`` of a layer; sliding layers see ``window`` tokens
     ropes:       rotary embedding of a layer type, if it differs between them
+    activation:  the MLP's, the only one that the model computes
     changes:     further fields of `ModelConfig`
     """
+    _check_served(config)
+    named = config.get("hidden_activation") or config.get("hidden_act") or activation
+    if named != activation:
+        raise ModelError(
+            f"config.json: {architecture} is served with the activation {activation!r} only, got {named!r}"
+        )
     heads, hidden = positive(config, "num_attention_heads"), positive(config, "hidden_size")
     kv_heads = positive(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     head_dim = positive(config, "head_dim", default=hidden // heads)
+    if head_dim % 2:
+        raise ModelError(f"config.json: rotary embedding needs an even 'head_dim', got {head_dim}")
     types = [layer_types(layer) for layer in range(positive(config, "num_hidden_layers"))]
     policies = {"full_attention": FULL, "sliding_attention": HeadPolicy(window=window)}
     unknown = sorted(set(types) - set(policies))
     if unknown:
         raise ModelError(f"config.json: layer types {unknown} are not supported; known are {sorted(policies)}")
+    rope_of = {kind: rope(config) if ropes is None else ropes(kind) for kind in set(types)}
+    for rope_config in rope_of.values():
+        inverse_frequencies(rope_config, head_dim)  # raises on a scaling that cannot be computed
     values: dict[str, Any] = {
         "architecture": architecture,
         "hidden_size": hidden,
@@ -80,10 +117,10 @@ def decoder_config(
         "head_dim": head_dim,
         "vocab_size": positive(config, "vocab_size"),
         "max_position": positive(config, "max_position_embeddings"),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": number(config, "rms_norm_eps", 1e-6),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
         "policies": tuple((policies[kind],) * kv_heads for kind in types),
-        "ropes": tuple(rope(config) if ropes is None else ropes(kind) for kind in types),
+        "ropes": tuple(rope_of[kind] for kind in types),
         "attention_scale": head_dim**-0.5,
         "attention_bias": bool(config.get("attention_bias", False)),
         "mlp_bias": bool(config.get("mlp_bias", False)),
@@ -91,3 +128,9 @@ def decoder_config(
         "bos_token_id": next(iter(token_ids(config.get("bos_token_id"))), None),
     }
     return ModelConfig(**{**values, **changes})
+
+
+def _check_served(config: HfConfig) -> None:
+    for key, served in _SERVED_VALUES.items():
+        if config.get(key) not in served:
+            raise ModelError(f"config.json: {key!r} is {config[key]!r}, which cannot be served; use a model without it")

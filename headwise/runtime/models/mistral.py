@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
-from headwise.runtime.models.hf_config import HfConfig, decoder_config
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, positive
 
 ARCHITECTURES = ("MistralForCausalLM",)
 
 
 def parse(config: HfConfig) -> ModelConfig:
-    window = config.get("sliding_window") or 0
+    # Hugging Face's default is a window; only an explicit null means none.
+    window = 0 if config.get("sliding_window", 4096) is None else positive(config, "sliding_window", default=4096)
     kind = "sliding_attention" if window else "full_attention"
     return decoder_config(config, "MistralForCausalLM", layer_types=lambda layer: kind, window=window)
 

@@ -30,6 +30,8 @@ _MODELS = {
 def model_config(config: HfConfig) -> ModelConfig:
     """Read a ``config.json`` mapping; raises ModelError on an architecture or a value that is not supported."""
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise ModelError(f"config.json: 'architectures' must be a list of names, got {names!r}")
     entry = next((_MODELS[name] for name in names if name in _MODELS), None)
     if entry is None:
         raise ModelError(
@@ -42,9 +44,3 @@ def model_config(config: HfConfig) -> ModelConfig:
 def build_model(config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> Model:
     """One rank's model with its weights loaded; raises ModelError if they do not fit the config."""
     return _MODELS[config.architecture].model(config, weights, ops, comm, shard)
-
-
-def valid_tp_sizes(config: ModelConfig) -> list[int]:
-    """Tensor-parallel sizes that divide both the KV heads and the MLP."""
-    sizes = range(1, config.num_kv_heads + 1)
-    return [n for n in sizes if config.num_kv_heads % n == 0 and config.intermediate_size % n == 0]

@@ -55,6 +55,8 @@ def _llama3(inverse: NDArray[np.float32], scaling: Mapping[str, Any]) -> NDArray
     """Long wavelengths are divided by the factor, short ones kept, those between blended."""
     factor, low = _need(scaling, "factor"), _need(scaling, "low_freq_factor")
     high, trained = _need(scaling, "high_freq_factor"), _need(scaling, "original_max_position_embeddings")
+    if low >= high:
+        raise ModelError(f"rope scaling: low_freq_factor {low:g} must be less than high_freq_factor {high:g}")
     wavelength = 2 * math.pi / inverse
     blend = (trained / wavelength - low) / (high - low)
     blended = (1 - blend) * inverse / factor + blend * inverse

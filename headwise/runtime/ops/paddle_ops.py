@@ -1,8 +1,8 @@
 """Tensor operations in Paddle on a CPU.
 
-Paddle computes the matrix products and the wide elementwise operations. What is small or strided (one row times a
-matrix, rotary embedding, norms of a few rows, row lookups) goes through NumPy views of the same memory: there a Paddle
-call costs more than the arithmetic.
+Paddle computes the matrix products and the wide elementwise operations. What is small or strided (rotary embedding,
+norms of a few rows, row lookups) goes through NumPy views of the same memory: there a Paddle call costs more than the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from headwise.runtime.ops.numpy_ops import NumpyOps
 
 
-def _let_mkl_use_avx2() -> None:
-    """Paddle's MKL falls back to SSE on CPUs that are not Intel's, 3 times slower; this makes it use AVX2.
+def _prepare_libraries() -> None:
+    """Set what Paddle's libraries read from the environment once, when they are loaded.
 
-    MKL reads the variable once, when it is loaded.
+    OpenMP: idle threads sleep rather than spin, since attention kernels want the cores in between.
+    MKL: falls back to SSE on CPUs that are not Intel's, 3 times slower; the variable makes it use AVX2.
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         vendor_is_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -33,7 +35,7 @@ def _let_mkl_use_avx2() -> None:
         os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "5")
 
 
-_let_mkl_use_avx2()
+_prepare_libraries()
 
 # Importing Paddle talks of ccache and of OMP_NUM_THREADS, which is set on purpose.
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
@@ -75,8 +77,9 @@ class PaddleOps:
 
     name = "paddle"
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
         paddle.set_device("cpu")
+        paddle.base.core.set_num_threads(threads)
         paddle.set_grad_enabled(False)
 
     def tensor(self, array: NDArray[Any]) -> paddle.Tensor:
@@ -101,10 +104,7 @@ class PaddleOps:
         return self.tensor(weight)
 
     def linear(self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        if x.shape[0] == 1:
-            y = self.from_kernel_array(self.numpy(x) @ self.numpy(weight).T)
-        else:
-            y = _C_ops.matmul(x, weight, False, True)
+        y = _C_ops.matmul(x, weight, False, True)
         return y if bias is None else y + bias
 
     def embedding(self, table: paddle.Tensor, ids: NDArray[np.int32]) -> paddle.Tensor:

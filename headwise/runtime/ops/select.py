@@ -6,12 +6,13 @@ from importlib.util import find_spec
 
 from headwise.errors import ConfigError
 from headwise.runtime.ops.base import TensorOps
+from headwise.runtime.ops.threads import set_numpy_threads
 
 
-def make_ops(name: str) -> TensorOps:
-    """The tensor operations called ``name``; ``auto`` is paddle where it is installed, else numpy.
+def make_ops(name: str, threads: int = 1) -> TensorOps:
+    """The tensor operations called ``name``, on ``threads`` threads; ``auto`` is paddle where installed, else numpy.
 
-    Threads are OpenMP's and OpenBLAS's own: ``OMP_NUM_THREADS`` of the process, which whoever starts it sets.
+    The number of threads is the process's: the last call decides.
 
     Raises ConfigError if the framework is unknown or not installed.
     """
@@ -20,6 +21,7 @@ def make_ops(name: str) -> TensorOps:
     if name == "numpy":
         from headwise.runtime.ops.numpy_ops import NumpyOps
 
+        set_numpy_threads(threads)
         return NumpyOps()
     if name == "paddle":
         try:
@@ -29,5 +31,6 @@ def make_ops(name: str) -> TensorOps:
                 f"tensor_ops paddle needs paddlepaddle, which cannot be imported ({error}): "
                 "`pip install paddlepaddle`, or use tensor_ops numpy"
             ) from None
-        return PaddleOps()
+        set_numpy_threads(1)  # Paddle has threads of its own: two pools would take the cores from each other
+        return PaddleOps(threads)
     raise ConfigError(f"unknown tensor_ops {name!r}; choose auto, paddle or numpy")
