@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from hashlib import sha256
 
 import ray
 
@@ -48,6 +49,7 @@ class Engine:
         self._placement = ray.util.get_current_placement_group()
         self._front = front
         self._secret = secret
+        self._token = sha256(f"{secret}/{index}".encode()).hexdigest()[:16]
         self._store = ray.get_actor(store, namespace=NAMESPACE)
         self._group: WorkerGroup | None = None
         self._server: EngineServer | None = None
@@ -72,7 +74,7 @@ class Engine:
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, by rank; empty while they are being started."""
         group = self._group
-        return [] if group is None else group.pids()
+        return [] if group is None else group.pids
 
     def stop(self) -> None:
         self._stopping.set()
@@ -122,7 +124,7 @@ class Engine:
         """One group of workers after the other, until stopped or until none can be started."""
         failed_starts = 0
         while not self._stopping.is_set():
-            group = WorkerGroup(self._config, self._front_door.card, self._model_dir, self._placement)
+            group = WorkerGroup(self._config, self._front_door.card, self._model_dir, self._placement, self._token)
             try:
                 group.wait_ready()
                 failed_starts = 0

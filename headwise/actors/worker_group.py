@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import uuid
 from contextlib import suppress
@@ -20,12 +21,22 @@ from headwise.runtime.worker import threads_per_worker
 
 
 class WorkerGroup:
-    """Actors of all ranks, and the executor that reaches them. A group that lost a worker is closed, not mended."""
+    """Actors of all ranks, and the executor that reaches them. A group that lost a worker is closed, not mended.
 
-    def __init__(self, config: EngineConfig, card: ModelCard, model_dir: Path, placement: PlacementGroup) -> None:
+    token: unguessable and the same for all groups of an engine; names the directory of its socket, so that a group
+           removes what one left behind whose engine was killed
+    pids:  process ids by rank, once the group is ready
+    """
+
+    def __init__(
+        self, config: EngineConfig, card: ModelCard, model_dir: Path, placement: PlacementGroup, token: str
+    ) -> None:
         self._config = config
-        self._directory = tempfile.TemporaryDirectory(prefix="headwise-")
-        self.executor = ZmqExecutor(f"ipc://{self._directory.name}/steps", config.tp_size, config.step_timeout_s)
+        self.pids: list[int] = []
+        self._directory = Path(tempfile.gettempdir()) / f"headwise-{token}"
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(mode=0o700)
+        self.executor = ZmqExecutor(f"ipc://{self._directory}/steps", config.tp_size, config.step_timeout_s)
         threads = str(threads_per_worker(config))
         # Read by the libraries at import, hence before the worker's process imports anything.
         env = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
@@ -42,7 +53,12 @@ class WorkerGroup:
 
     def wait_ready(self) -> None:
         """Wait until all ranks are loaded and take steps; raises what the first failing one raised."""
+        pids = [worker.pid.remote() for worker in self._workers]
         self.executor.wait_ready(self._config.start_timeout_s, lambda: self.watch(0.0))
+        try:
+            self.pids = ray.get(pids)
+        except ray.exceptions.RayError as error:
+            raise EngineDiedError(f"a worker died as soon as it was ready: {_first_line(error)}") from None
 
     def watch(self, timeout_s: float) -> None:
         """Return after ``timeout_s``; raise if a worker has ended by then: its own error, or `EngineDiedError`."""
@@ -60,10 +76,6 @@ class WorkerGroup:
             raise EngineDiedError(f"the worker of TP rank {rank} died: {_first_line(error)}") from None
         raise EngineDiedError(f"the worker of TP rank {rank} stopped serving")
 
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [int(pid) for pid in ray.get([worker.pid.remote() for worker in self._workers])]
-
     def close(self) -> None:
         """End the processes and the channel; nobody may be using the executor any more."""
         for worker in self._workers:
@@ -73,7 +85,7 @@ class WorkerGroup:
         for worker in self._workers:
             ray.kill(worker)
         self.executor.close()
-        self._directory.cleanup()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _first_line(error: Exception) -> str:

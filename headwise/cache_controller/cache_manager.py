@@ -314,10 +314,21 @@ class CacheManager:
 
     def _on_evict(self, blocks: list[int]) -> None:
         self._evicted_blocks += len(blocks)
+        run: list[Node] = []  # neighbours of one path, the deepest first: so they were released, so they go
         for block in blocks:
             node, group = self.tree.detach(block)
-            if group in self._index_groups:
-                self._index_updates.append(IndexUpdate(DEVICE_TIER, node.depth, (node.hash,), resident=False))
+            if group not in self._index_groups or (run and run[-1] is node):
+                continue
+            if run and run[-1].parent is not node:
+                self._announce_gone(run)
+                run = []
+            run.append(node)
+        if run:
+            self._announce_gone(run)
+
+    def _announce_gone(self, run: list[Node]) -> None:
+        hashes = tuple(node.hash for node in reversed(run))
+        self._index_updates.append(IndexUpdate(DEVICE_TIER, run[-1].depth, hashes, resident=False))
 
     # ---- what others must hear ----
 
