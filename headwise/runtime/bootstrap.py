@@ -122,6 +122,8 @@ class Deployment:
                 try:
                     ray.get(actor.__ray_ready__.remote(), timeout=_WATCH_S)
                 except ray.exceptions.ActorDiedError as error:
+                    if self._stopped:
+                        return
                     raise DeploymentError(f"the {role} is dead and will not be restarted: {error}") from None
                 except (ray.exceptions.RayError, TimeoutError) as error:
                     if role not in failing:

@@ -67,7 +67,7 @@ class Client:
         return Stream(self._io, _route(None, messages, sampling, options))
 
     def stats(self) -> dict[str, Any]:
-        """Plain data: the model, the scheduler's counts, and by name each live engine's statistics."""
+        """Plain data: the model, the scheduler's counts, and by name the engines' statistics of half a second ago."""
         answers: queue.SimpleQueue[dict[str, Any] | HeadwiseError] = queue.SimpleQueue()
         self._io.ask_stats(answers.put)
         answer = answers.get()

@@ -57,10 +57,9 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -201,6 +200,12 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequestError("prompt token ids must be one flat list of integers from 0 to 2**31 - 1") from None
     return array.astype(np.int32)
+
+
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidRequestError(f"{name} must be a list, got {value!r}")
+    return tuple(value)
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:

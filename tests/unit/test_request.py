@@ -24,6 +24,8 @@ from headwise.runtime.request import SamplingParams, as_token_ids
         ({"max_tokens": True}, "max_tokens must be an integer"),
         ({"seed": -1}, "seed must be an integer from 0"),
         ({"logprobs": 21}, "logprobs must be an integer from 0 to 20"),
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
         ({"stop": ("",)}, "a stop string must be a non-empty string"),
         ({"stop": "x" * 10_000_000}, "a stop string has 10000000 characters; at most 1024 are allowed"),
         ({"stop": ["a"] * 17}, "17 stop strings were given; at most 16"),
