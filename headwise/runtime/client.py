@@ -160,7 +160,4 @@ def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling,
 
 def _sampling(sampling: Sampling, options: dict[str, Any]) -> dict[str, Any]:
     given = asdict(sampling) if isinstance(sampling, SamplingParams) else dict(sampling or {})
-    try:
-        return SamplingParams.from_wire({**given, **options}).to_wire()
-    except TypeError as error:
-        raise InvalidRequestError(f"sampling parameters are of the wrong type: {error}") from None
+    return SamplingParams.from_wire({**given, **options}).to_wire()

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.errors import ConfigError
+
 _PEOPLE = (
     "Agnes Thorne", "Bartholomew Quill", "Clara Venn", "Dorian Ashby", "Edith Marlow", "Felix Oakes", "Greta Lund",
     "Hector Pym", "Isolde Crane", "Jasper Wren", "Katrin Holt", "Leopold Finch", "Mabel Stroud", "Nathaniel Grey",
@@ -81,6 +83,9 @@ _COLOURS = ("red", "green", "blue", "white", "black", "yellow", "silver", "brown
 _OWNERS = ("door", "box", "safe", "gate", "boat", "cellar", "chest", "tower", "garden", "barn")
 
 
+MAX_KEYS = len(_COLOURS)
+
+
 class Encoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
@@ -107,20 +112,27 @@ class PasskeyInput:
 
 
 def passkey_input(encoder: Encoder, tokens: int, keys: int, seed: int) -> PasskeyInput:
-    """An input of about ``tokens`` tokens with ``keys`` (at most 100) pass keys, evenly spread over its chronicle."""
+    """An input of ``tokens`` tokens, or a few less, with ``keys`` pass keys evenly spread over its chronicle.
+
+    Raises `ConfigError` if there are more keys than names for them, or no room for so many.
+    """
+    if not 1 <= keys <= MAX_KEYS:
+        raise ConfigError(f"{keys} pass keys cannot be hidden in one input; choose from 1 to {MAX_KEYS}")
     draw = random.Random(seed)
-    names = draw.sample([f"{colour} {owner}" for colour in _COLOURS for owner in _OWNERS], keys)
-    numbers = [str(draw.randrange(10_000, 100_000)) for _ in names]
-    pairs = list(zip(names, numbers, strict=True))
-    needles = [_ids(encoder, f" Remember: the pass key of the {name} is {number}.") for name, number in pairs]
+    # No two names share a word: what is measured is retrieval, not how well a small model tells them apart.
+    colours, owners = draw.sample(_COLOURS, keys), draw.sample(_OWNERS, keys)
+    pairs = [(f"{colour} {owner}", str(draw.randrange(10_000, 100_000))) for colour, owner in zip(colours, owners)]
+    needles = [_ids(encoder, f" Remember: the pass key of the {name} is {key}.") for name, key in pairs]
     draw.shuffle(pairs)
     questions = [(_ids(encoder, f" The pass key of the {name} is"), _ids(encoder, f" {key}")) for name, key in pairs]
-    stop = _ids(encoder, ".")
-    room = tokens - sum(map(len, needles)) - sum(len(question) + len(answer) + 1 for question, answer in questions)
-    text = _start(encoder)
+    text, stop = _start(encoder), _ids(encoder, ".")
+    asked = sum(len(question) + len(answer) + len(stop) for question, answer in questions)
+    room = tokens - len(text) - asked - sum(map(len, needles))
+    if room < keys + 1:
+        raise ConfigError(f"{tokens} tokens have no room for {keys} pass keys; use longer inputs or fewer keys")
     for needle in needles:
-        text += _story(encoder, draw, _CHRONICLE, max(1, room // (keys + 1))) + needle
-    text += _story(encoder, draw, _CHRONICLE, max(1, tokens - len(text) - (tokens - room) + sum(map(len, needles))))
+        text += _story(encoder, draw, _CHRONICLE, room // (keys + 1)) + needle
+    text += _story(encoder, draw, _CHRONICLE, tokens - asked - len(text))
     answers = []
     for question, answer in questions:
         text += question
@@ -133,27 +145,28 @@ def held_out_text(encoder: Encoder, tokens: int, seed: int) -> NDArray[np.int32]
     """``int32 [tokens]``: sentences that no pass key input has, and paragraphs of plain prose between them."""
     draw = random.Random(seed)
     text, paragraphs = _start(encoder), draw.sample(_PROSE, len(_PROSE))
-    share = max(1, (tokens - sum(len(_ids(encoder, paragraph)) for paragraph in paragraphs)) // len(paragraphs))
+    prose = [_ids(encoder, f"\n\n{paragraph}\n\n") for paragraph in paragraphs]
+    for paragraph in prose:
+        text += _story(encoder, draw, _HELD_OUT, (tokens - sum(map(len, prose))) // len(prose)) + paragraph
     while len(text) < tokens:
-        for paragraph in paragraphs:
-            text += _story(encoder, draw, _HELD_OUT, share) + _ids(encoder, "\n\n" + paragraph + "\n\n")
-        paragraphs = paragraphs[:1]  # a longer text goes on as a chronicle: repeated prose is too easy to predict
-        share = tokens
+        text += _story(encoder, draw, _HELD_OUT, 256)
     return np.array(text[:tokens], dtype=np.int32)
 
 
 def _story(encoder: Encoder, draw: random.Random, sentences: Sequence[str], tokens: int) -> list[int]:
-    """Sentences with names and things filled in, cut at ``tokens`` tokens."""
+    """Sentences with names and things filled in, as many as fit in ``tokens`` tokens."""
     story: list[int] = []
-    while len(story) < tokens:
+    while True:
         a, b = draw.sample(_PEOPLE, 2)
         words = {
             "t": draw.choice(_TRADES), "p": draw.choice(_PLACES), "x": draw.choice(_THINGS),
             "n": draw.randrange(2, 29), "month": draw.choice(_MONTHS),
         }  # fmt: skip
         sentence = draw.choice(sentences).format(a=a, b=b, **words)
-        story += _ids(encoder, " " + sentence[0].upper() + sentence[1:])
-    return story[:tokens]
+        ids = _ids(encoder, " " + sentence[0].upper() + sentence[1:])
+        if len(story) + len(ids) > tokens:
+            return story
+        story += ids
 
 
 def _start(encoder: Encoder) -> list[int]:
