@@ -2,7 +2,8 @@
 
 Both run the same batches in one process, in turns: the engine decodes a batch for a round, then the very same steps
 (rows, positions, contexts, tokens) are replayed by `ModelWorker.execute` back to back. The replay writes the same KV
-and must sample the same tokens, which is checked.
+and must sample the same tokens, which is checked. Works for models without window heads: theirs are recycled before the
+replay.
 
     python benchmarks/engine_overhead.py [--quick] [--batch 16] [--context 512]
 

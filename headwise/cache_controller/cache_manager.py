@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.radix_tree import NOWHERE, Node, RadixTree
-from headwise.cache_controller.windows import first_live_block, num_blocks_for, peak_blocks, sink_blocks
+from headwise.cache_controller.windows import first_live_block, next_recycling, num_blocks_for, peak_blocks, sink_blocks
 
 DEVICE_TIER = "device"
 
@@ -70,6 +70,7 @@ class _Row:
 
     held:     blocks in its table, over all groups
     recycled: per group, the column up to which blocks behind the sink were given back
+    recycle_at: tokens at which the next block of a window group dies
     fresh:    runs (first column, hashes) that this row brought into the tree, to be announced when it closes: until
               then it holds them, so they cannot be evicted
     """
@@ -77,6 +78,7 @@ class _Row:
     num_blocks: int = 0
     held: int = 0
     recycled: list[int] = field(default_factory=list)
+    recycle_at: int = 0
     registered: int = 0
     fresh: list[tuple[int, list[bytes]]] = field(default_factory=list)
 
@@ -205,7 +207,7 @@ class CacheManager:
             raise ValueError(f"row {row} is in use")
         tokens = match.num_blocks * self.block_size
         recycled = [first_live_block(policy, tokens, self.block_size) for policy in self.policies]
-        self._rows[row] = _Row(match.num_blocks, match.num_kept, recycled, match.num_blocks)
+        self._rows[row] = _Row(match.num_blocks, match.num_kept, recycled, registered=match.num_blocks)
         for group, first, blocks in match.kept:
             self.pool.retain(blocks)
             self._enter(row, group, first, np.array(blocks, dtype=np.int32))
@@ -240,9 +242,10 @@ class CacheManager:
 
         Steps in flight must not look at positions before ``tokens``' windows: what these leave is recycled.
         """
-        if self.prefix_caching:
+        state = self._rows[row]
+        if self.prefix_caching and len(hashes) > state.registered:
             self._register_up_to(row, hashes)
-        if self._window_groups:
+        if self._window_groups and tokens >= state.recycle_at:
             self._recycle(row, tokens)
 
     def _recycle(self, row: int, tokens: int) -> None:
@@ -261,21 +264,22 @@ class CacheManager:
             state.held -= len(blocks)
             self._recycled_blocks += len(blocks)
             self.pool.release(blocks, evict_first=True)
+        state.recycle_at = min(
+            next_recycling(self.policies[group], tokens, self.block_size) for group in self._window_groups
+        )
 
     def _register_up_to(self, row: int, hashes: Sequence[bytes]) -> None:
         state, nodes = self._rows[row], self.tree.nodes
-        first = min(state.registered, len(hashes))
+        first = state.registered
         while first > 0 and hashes[first - 1] not in nodes:
             first -= 1  # another row's copy was in the tree and has been evicted since: ours takes its place
-        if first == len(hashes):
-            return
         parent = nodes[hashes[first - 1]] if first else None
         columns = self.tables[row, :, first : len(hashes)].T.tolist()
         for depth, blocks in enumerate(columns, first):
             parent = self.tree.insert(hashes[depth], parent, depth)
             if self._register(parent, blocks):
                 self._note_fresh(state, depth, parent.hash)
-        state.registered = max(state.registered, len(hashes))
+        state.registered = len(hashes)
 
     def _register(self, node: Node, blocks: list[int]) -> bool:
         """Let the tree have the row's blocks of a node where it has none; whether that made the node resident."""

@@ -179,14 +179,14 @@ def check_streaming(sparsity: float, sink: int, window: int, block_size: int = 1
         raise ConfigError(f"sink must not be negative, got {sink}; 0 keeps no first tokens")
     if window < 1:
         raise ConfigError(f"window must be at least 1, a token sees itself, got {window}")
-    if sink > window:
-        raise ConfigError(f"sink {sink} is more than window {window}: lower sink or raise window")
     if window < block_size:
         raise ConfigError(
             f"window {window} is less than block_size {block_size}: memory is freed in whole blocks, so a window "
             f"smaller than one hides tokens and frees nothing for it; use a window of at least {block_size}, or "
             "smaller blocks"
         )
+    if sink > window:
+        raise ConfigError(f"sink {sink} is more than window {window}: lower sink or raise window")
 
 
 def _tighter(own: HeadPolicy, streaming: HeadPolicy) -> HeadPolicy:

@@ -25,6 +25,11 @@ def first_live_block(policy: HeadPolicy, tokens: int, block_size: int) -> int:
     return max(0, (tokens - policy.window + 1) // block_size)
 
 
+def next_recycling(policy: HeadPolicy, tokens: int, block_size: int) -> int:
+    """The number of tokens at which `first_live_block` of a window policy next grows."""
+    return (first_live_block(policy, tokens, block_size) + 1) * block_size + policy.window - 1
+
+
 def peak_blocks(policy: HeadPolicy, tokens: int, block_size: int, in_flight: int) -> int:
     """Most blocks a group ever holds for a sequence that grows to ``tokens`` tokens.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional
 import typer
 
 from headwise import __version__
+from headwise.runtime.cli_calibrate import calibrate
 from headwise.runtime.cli_options import EngineOptions, command, config_reference
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Measure a running deployment.")
 app.add_typer(bench, name="bench")
+app.command()(calibrate)
 
 
 def main() -> None:

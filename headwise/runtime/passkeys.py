@@ -122,7 +122,10 @@ def passkey_input(encoder: Encoder, tokens: int, keys: int, seed: int) -> Passke
     # No two names share a word: what is measured is retrieval, not how well a small model tells them apart.
     colours, owners = draw.sample(_COLOURS, keys), draw.sample(_OWNERS, keys)
     pairs = [(f"{colour} {owner}", str(draw.randrange(10_000, 100_000))) for colour, owner in zip(colours, owners)]
-    needles = [_ids(encoder, f" Remember: the pass key of the {name} is {key}.") for name, key in pairs]
+    needles = [
+        _ids(encoder, f" Remember this: the pass key of the {name} is {key}. The {name} opens with {key}.")
+        for name, key in pairs
+    ]
     draw.shuffle(pairs)
     questions = [(_ids(encoder, f" The pass key of the {name} is"), _ids(encoder, f" {key}")) for name, key in pairs]
     text, stop = _start(encoder), _ids(encoder, ".")

@@ -7,10 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager, PrefixMatch
-from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence
+from headwise.runtime.batch import BatchRequest, NewSequence
 from headwise.runtime.sequence import Phase, Sequence
 
 Plan = dict[Sequence, int]
@@ -57,9 +56,11 @@ class ResourceManager:
         """The next step, or None if there is nothing to do until a step in flight comes back."""
         plan: Plan = {}
         budget = self.max_batched_tokens
-        for sequence in [s for s in self.running if s.is_decoding]:  # one token each: no prompt may stall them
-            budget -= self._plan(plan, sequence, budget)
-        for sequence in [s for s in self.running if not s.is_decoding]:
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            (decoding if sequence.is_decoding else prefilling).append(sequence)
+        for sequence in decoding + prefilling:  # those take one token each: no prompt may stall them
             budget -= self._plan(plan, sequence, budget)
         while budget > 0 and (admitted := self._admit(plan, now)):
             budget -= self._plan(plan, admitted, budget)
@@ -144,12 +145,12 @@ class ResourceManager:
         sequences = tuple(plan)
         counts = list(plan.values())
         starts = [s.scheduled for s in sequences]
-        token_ids = [_input_tokens(s, n) for s, n in plan.items()]
-        samples = [s.scheduled + n == s.length for s, n in plan.items()]
-        for sequence, count, sample in zip(sequences, counts, samples, strict=True):
-            sequence.scheduled += count
-            sequence.pending += sample
-            sequence.in_flight += 1
+        token_ids = np.empty(sum(counts), dtype=np.int32)
+        samples, at = [], 0
+        for sequence, count in plan.items():
+            sequence.take_inputs(count, token_ids[at : at + count])
+            samples.append(sequence.schedule(count))
+            at += count
         self._step_id += 1
         new, self._new = tuple(self._new), []
         batch = BatchRequest(
@@ -157,7 +158,7 @@ class ResourceManager:
             rows=np.array([s.row for s in sequences], dtype=np.int32),
             starts=np.array(starts, dtype=np.int32),
             query_lens=np.array(counts, dtype=np.int32),
-            token_ids=np.concatenate(token_ids),
+            token_ids=token_ids,
             sample=np.array(samples, dtype=np.bool_),
             table_updates=self.cache.drain_table_updates(),
             new_sequences=new,
@@ -198,12 +199,3 @@ class ResourceManager:
         sequence.scheduled = 0
         if not sequence.finished:
             self.add(sequence)
-
-
-def _input_tokens(sequence: Sequence, count: int) -> NDArray[np.int32]:
-    """The next ``count`` input tokens; the one not known yet is the worker's last sample."""
-    stop = sequence.scheduled + count
-    known = sequence.tokens[sequence.scheduled : stop]
-    if len(known) == count:
-        return known.copy()
-    return np.append(known, np.int32(LAST_SAMPLED)).astype(np.int32)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_hash import extend_hashes
+from headwise.runtime.batch import LAST_SAMPLED
 from headwise.runtime.request import GenerateRequest
 
 
@@ -85,6 +86,20 @@ class Sequence:
     def is_complete(self) -> bool:
         """Whether the steps in flight sample its last token: nothing is left to schedule."""
         return self.length >= self.max_length
+
+    def take_inputs(self, count: int, out: NDArray[np.int32]) -> None:
+        """Write the next ``count`` input tokens to ``out``; the one not known yet is the worker's last sample."""
+        known = min(count, self.num_tokens - self.scheduled)
+        out[:known] = self._tokens[self.scheduled : self.scheduled + known]
+        out[known:] = LAST_SAMPLED
+
+    def schedule(self, count: int) -> bool:
+        """Note that a step takes the next ``count`` tokens; whether it samples: nothing is left behind them."""
+        self.scheduled += count
+        self.in_flight += 1
+        samples = self.scheduled == self.length
+        self.pending += samples
+        return samples
 
     def append(self, token: int) -> None:
         if self.num_tokens == len(self._tokens):

@@ -89,7 +89,9 @@ def test_a_broken_file_is_named_with_its_row_and_the_remedy(text: str, message: 
 
 
 def test_a_pattern_of_another_shape_says_both_shapes() -> None:
-    with pytest.raises(ConfigError, match=r"p: the pattern has 2 rows \(layers\) of 2 .* m has 30 layers of 3 KV heads"):
+    with pytest.raises(
+        ConfigError, match=r"p: the pattern has 2 rows \(layers\) of 2 .* m has 30 layers of 3 KV heads"
+    ):
         HeadPattern(SCORES, "p").check_fits((30, 3), "m", "id")
 
 
