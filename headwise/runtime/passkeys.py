@@ -66,16 +66,16 @@ _PROSE = (
     "Engineers who straighten such a river gain land and lose time: the water that used to wander for two days now "
     "arrives within a few hours, all of it together, at the bridge of the next town.",
     "To tune a piano is to spread an error evenly. Twelve perfect fifths do not make seven octaves; they overshoot by "
-    "about a quarter of a semitone, and that surplus must go somewhere. Older tuners hid it in one interval that nobody "
+    "about a quarter of a semitone, and that surplus must go somewhere. Older tuners hid it in an interval that nobody "
     "played, and the others rang pure. Now each fifth is made a little too narrow, by an amount that few people hear, "
     "so that every key is equally usable and none is quite right.",
     "Bread dough rises because yeast cannot finish its meal. The flour's starch is cut into sugar by enzymes that wake "
     "up when the flour is wetted; the yeast eats the sugar, and without enough air it makes gas and alcohol of it. "
     "Gluten, the net of protein that kneading has stretched, holds the gas in small rooms. In the oven the rooms grow "
     "once more, the walls set, the alcohol leaves with the steam, and what stays is a foam that one can cut.",
-    "Before there were clocks at sea, a captain knew how far north he was and could only guess how far east. The height "
+    "Before there were clocks at sea, a captain knew how far north he was and could but guess how far east. The height "
     "of the pole star gives the one; the other is a difference of time, and a pendulum is of no use on a rolling "
-    "deck. The prize for a method went, late and with bad grace, to a carpenter who built a watch that kept its beat in "
+    "deck. The prize for a method went, late and with bad grace, to a carpenter who built a watch that kept time in "
     "heat and cold. Astronomers had offered the moon instead, with tables and an hour of arithmetic.",
 )
 _MONTHS = ("January", "March", "April", "June", "August", "October", "November")
@@ -120,8 +120,8 @@ def passkey_input(encoder: Encoder, tokens: int, keys: int, seed: int) -> Passke
         raise ConfigError(f"{keys} pass keys cannot be hidden in one input; choose from 1 to {MAX_KEYS}")
     draw = random.Random(seed)
     # No two names share a word: what is measured is retrieval, not how well a small model tells them apart.
-    colours, owners = draw.sample(_COLOURS, keys), draw.sample(_OWNERS, keys)
-    pairs = [(f"{colour} {owner}", str(draw.randrange(10_000, 100_000))) for colour, owner in zip(colours, owners)]
+    names = zip(draw.sample(_COLOURS, keys), draw.sample(_OWNERS, keys), strict=True)
+    pairs = [(f"{colour} {owner}", str(draw.randrange(10_000, 100_000))) for colour, owner in names]
     needles = [
         _ids(encoder, f" Remember this: the pass key of the {name} is {key}. The {name} opens with {key}.")
         for name, key in pairs

@@ -26,6 +26,10 @@ PROMPT, OUTPUT = 400, 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
 
 
+KeysValues = dict[int, tuple[np.ndarray, np.ndarray]]
+"""Per layer, of all tokens so far."""
+
+
 class MaskedAttention:
     """An `AttentionLayer` in NumPy: all keys of the sequence so far, and a mask per KV head.
 
@@ -61,7 +65,7 @@ class MaskedAttention:
 
 def oracle(worker: ModelWorker, name: str, prompt: list[int]) -> Answer:
     """Greedy tokens of the worker's own model under masked attention, and by how much each was the best."""
-    kv: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    kv: KeysValues = {}
     tokens, gaps, step = list(prompt), [], np.array(prompt, dtype=np.int32)
     for _ in range(OUTPUT):
         positions = np.arange(len(tokens) - len(step), len(tokens), dtype=np.int32)
