@@ -14,6 +14,7 @@ from headwise.runtime.cli_options import EngineOptions, command
 if TYPE_CHECKING:
     from headwise.runtime.config import EngineConfig
     from headwise.runtime.loader.progress import Progress
+    from headwise.runtime.passkeys import PasskeyInput
 
 MEASURING_SEED, JUDGING_SEED = 0, 1_000_000
 
@@ -100,10 +101,10 @@ def _calibrate(
     if tokens > model.config.max_position:
         raise ConfigError(f"--tokens {tokens} is more than {config.model} can take, {model.config.max_position}")
 
-    def made_up(seed: int, count: int) -> list:
-        return [passkey_input(model.tokenizer, tokens, passkeys, seed + index) for index in range(count)]
+    def made_up(seed: int) -> list[PasskeyInput]:
+        return [passkey_input(model.tokenizer, tokens, passkeys, seed + index) for index in range(inputs)]
 
-    measured_on, judged_by = made_up(MEASURING_SEED, inputs), made_up(JUDGING_SEED, inputs)
+    measured_on, judged_by = made_up(MEASURING_SEED), made_up(JUDGING_SEED)
     pattern = measure_pattern(model, measured_on, config.sink, config.window, f"headwise {__version__}", bars)
     output.write_text(format_pattern(pattern), encoding="utf-8")
     if heat_map:
