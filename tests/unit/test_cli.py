@@ -16,7 +16,7 @@ from headwise.runtime.cli import app
 from headwise.runtime.cli_options import config_reference
 from headwise.runtime.config import EngineConfig
 
-COMMANDS = [["generate"], ["serve"], ["info"], ["demo"], ["bench", "serve"]]
+COMMANDS = [["generate"], ["serve"], ["info"], ["demo"], ["bench", "serve"], ["calibrate"]]
 
 
 def run(*arguments: str | Path) -> Result:
