@@ -7,17 +7,17 @@ import ray
 from headwise.actors.placement import node_address
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.front_door import FrontDoor
-from headwise.runtime.global_scheduler import GlobalScheduler
+from headwise.runtime.scheduler_server import SchedulerServer
 
 
 @ray.remote(max_restarts=20, max_concurrency=4)
-class Scheduler:
+class GlobalScheduler:
     """Clients find a restarted scheduler again where the port was configured; a free one is taken anew."""
 
     def __init__(self, config: EngineConfig, secret: str) -> None:
         self._config = config
         self._secret = secret
-        self._server: GlobalScheduler | None = None
+        self._server: SchedulerServer | None = None
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self.start()
 
@@ -25,7 +25,7 @@ class Scheduler:
         """Open the model and serve; the node's address and the port. Raises `DeploymentError`, `ModelError`."""
         config = self._config
         front_door = FrontDoor.open(config)
-        self._server = GlobalScheduler(
+        self._server = SchedulerServer(
             front_door.prepare,
             config.host,
             config.port,

@@ -13,7 +13,7 @@ from headwise.storage.store_server import StoreServer
 
 
 @ray.remote(max_restarts=20, max_concurrency=4)
-class Store:
+class AttentionStore:
     """Starts empty, also after a restart: the engines find it again and tell it all they hold."""
 
     def __init__(self, config: EngineConfig) -> None:

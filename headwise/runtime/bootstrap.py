@@ -72,13 +72,13 @@ class Deployment:
     def _start_actors(self, progress: Progress) -> None:
         from headwise.actors import placement
         from headwise.actors.engine import Engine
-        from headwise.actors.scheduler import Scheduler
-        from headwise.actors.store import Store
+        from headwise.actors.scheduler import GlobalScheduler
+        from headwise.actors.store import AttentionStore
 
         config, secret = self.config, secrets.token_hex(16)
         progress.stage("starting the scheduler")
-        scheduler = self._named(Scheduler, "scheduler", placement.on_this_node(), config, secret)
-        self._named(Store, "store", placement.on_this_node(), config)
+        scheduler = self._named(GlobalScheduler, "scheduler", placement.on_this_node(), config, secret)
+        self._named(AttentionStore, "store", placement.on_this_node(), config)
         store = actor_name(config.name, "store")
         front = _get(scheduler.start.remote())
         self.client_address = _get(scheduler.client_address.remote())

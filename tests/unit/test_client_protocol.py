@@ -25,9 +25,9 @@ from headwise.runtime import client_io, wire
 from headwise.runtime.client import Client
 from headwise.runtime.client_protocol import Failed, GetStats, Outputs, Ping, Pong, Route, Stats, Submit
 from headwise.runtime.engine_server import EngineServer, Reporting
-from headwise.runtime.global_scheduler import GlobalScheduler
 from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, Usage, as_token_ids
 from headwise.runtime.routing import STATUS_TIMEOUT_S, EngineTable
+from headwise.runtime.scheduler_server import SchedulerServer
 
 SECRET = "of-this-deployment"
 
@@ -98,7 +98,7 @@ class Deployment:
     """A scheduler and engines of this process."""
 
     def __init__(self) -> None:
-        self.scheduler = GlobalScheduler(prepare, "127.0.0.1", 0, secret=SECRET, model="scripted")
+        self.scheduler = SchedulerServer(prepare, "127.0.0.1", 0, secret=SECRET, model="scripted")
         self.scheduler.start()
         self.address = f"127.0.0.1:{self.scheduler.port}"
         self.servers: list[EngineServer] = []
@@ -527,7 +527,7 @@ def test_an_address_where_nothing_answers_is_an_error_with_a_remedy(monkeypatch:
 
 def test_a_port_that_is_taken_is_an_error_with_a_remedy(deployment: Deployment) -> None:
     with pytest.raises(DeploymentError, match=rf"cannot listen on 127.0.0.1:{deployment.scheduler.port}.*--port"):
-        GlobalScheduler(prepare, "127.0.0.1", deployment.scheduler.port, secret=SECRET, model="second")
+        SchedulerServer(prepare, "127.0.0.1", deployment.scheduler.port, secret=SECRET, model="second")
 
 
 def test_nothing_is_left_behind(deployment: Deployment, core: ScriptedCore) -> None:

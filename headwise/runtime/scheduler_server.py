@@ -40,7 +40,7 @@ class Prepare(Protocol):
     ) -> GenerateRequest: ...
 
 
-class GlobalScheduler:
+class SchedulerServer:
     """Serves at ``tcp://host:port`` on one thread; tokenises on a few others.
 
     secret: of the deployment; engines report with it
