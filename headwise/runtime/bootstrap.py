@@ -85,7 +85,7 @@ class Deployment:
         progress.stage("waiting for the cluster's resources")
         timeout_s = LOCAL_RESOURCES_TIMEOUT_S if self._cluster.owned else config.start_timeout_s
         self._placements = placement.reserve(config, timeout_s)
-        progress.stage(f"starting {config.replicas} engine(s) with {config.tp_size} worker(s) each")
+        progress.stage(f"loading and warming up {config.replicas} engine(s) with {config.tp_size} worker(s) each")
         engines = []
         for index, group in enumerate(self._placements):
             options = placement.in_bundle(group, 0)
