@@ -1,6 +1,6 @@
 """CPU attention kernels against the memory bandwidth of the machine and against gather-then-matmul.
 
-    OMP_WAIT_POLICY=passive python benchmarks/kernels.py [--quick] [--threads N]
+    python benchmarks/kernels.py [--quick] [--threads N]
 
 Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once.
 """
