@@ -23,6 +23,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """The mixture of experts that stands for the MLP in some layers.
+
+    layers:             those layers, ascending; the others have a dense MLP of `ModelConfig.intermediate_size`
+    expert_size:        intermediate size of one expert
+    num_shared_experts: experts that every token goes through besides its routed ones
+    norm_min:           least sum that a token's routing weights are divided by
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    num_shared_experts: int
+    norm_min: float
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model's geometry, read from a Hugging Face ``config.json`` by its architecture's module.
 
@@ -51,12 +69,18 @@ class ModelConfig:
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    moe: MoeConfig | None = None
+
+    @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """Intermediate sizes that tensor parallelism splits over the ranks."""
+        return (self.intermediate_size,) if self.moe is None else (self.intermediate_size, self.moe.expert_size)
 
 
 def valid_tp_sizes(config: ModelConfig) -> list[int]:
-    """Tensor-parallel sizes that divide both the KV heads and the MLP."""
+    """Tensor-parallel sizes that divide the KV heads and every MLP."""
     sizes = range(1, config.num_kv_heads + 1)
-    return [n for n in sizes if config.num_kv_heads % n == 0 and config.intermediate_size % n == 0]
+    return [n for n in sizes if not any(total % n for total in (config.num_kv_heads, *config.mlp_sizes))]
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,24 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class GatedMlp:
+    """One rank's part of ``down(act(gate x) * up x)``."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
 class Layer:
-    """One rank's weights of a decoder layer. ``norms`` are by their Hugging Face names."""
+    """One rank's weights of a decoder layer.
+
+    mlp:   what `Decoder.load_mlp` made and `Decoder.feed_forward` computes
+    norms: by their Hugging Face names
+    """
 
     qkv: Linear
     out: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: Any
     norms: dict[str, Tensor]
 
 
@@ -62,11 +73,11 @@ class Decoder(Model):
     """Added to every norm weight: 1 where a model stores it as its distance from 1."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> None:
-        if config.intermediate_size % shard.size:
+        undivided = next((size for size in config.mlp_sizes if size % shard.size), None)
+        if undivided is not None:
             fitting = ", ".join(map(str, valid_tp_sizes(config)))
             raise ModelError(
-                f"tp_size {shard.size} does not divide the model's MLP size, {config.intermediate_size}; "
-                f"choose {fitting}"
+                f"tp_size {shard.size} does not divide the model's MLP size, {undivided}; choose {fitting}"
             )
         self.config = config
         self.ops = ops
@@ -108,17 +119,28 @@ class Decoder(Model):
         dim, share = config.head_dim, config.num_heads // config.num_kv_heads
         kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
         q = [(start * share, stop * share) for start, stop in kv]
-        part = config.intermediate_size // shard.size
-        mlp = [(shard.rank * part, (shard.rank + 1) * part)]
         attention, has_bias = at + "self_attn.", config.attention_bias
         return Layer(
             qkv=self._split_rows(
                 [(attention + "q_proj", q), (attention + "k_proj", kv), (attention + "v_proj", kv)], has_bias
             ),
             out=self._split_columns(attention + "o_proj", q, has_bias),
-            gate_up=self._split_rows([(at + "mlp.gate_proj", mlp), (at + "mlp.up_proj", mlp)], config.mlp_bias),
-            down=self._split_columns(at + "mlp.down_proj", mlp, config.mlp_bias),
+            mlp=self.load_mlp(layer, f"{at}mlp."),
             norms={name: self._norm(f"{at}{name}.weight") for name in self.norm_names},
+        )
+
+    def load_mlp(self, layer: int, at: str) -> Any:
+        """The weights named ``at...`` that stand for a layer's MLP."""
+        return self.gated_mlp(at, self.config.intermediate_size)
+
+    def gated_mlp(self, at: str, size: int) -> GatedMlp:
+        """This rank's part of a gated MLP of intermediate size ``size``."""
+        shard, has_bias = self._shard, self.config.mlp_bias
+        part = size // shard.size
+        mine = [(shard.rank * part, (shard.rank + 1) * part)]
+        return GatedMlp(
+            gate_up=self._split_rows([(f"{at}gate_proj", mine), (f"{at}up_proj", mine)], has_bias),
+            down=self._split_columns(f"{at}down_proj", mine, has_bias),
         )
 
     def _split_rows(self, parts: list[tuple[str, list[tuple[int, int]]]], has_bias: bool) -> Linear:
@@ -193,8 +215,12 @@ class Decoder(Model):
         return query, key
 
     def mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        """The gated MLP of the normed ``x [T, hidden]``, summed over the ranks."""
-        return self.reduce(self._linear(self.activate(self._linear(x, layer.gate_up)), layer.down))
+        """The MLP of the normed ``x [T, hidden]``, summed over the ranks."""
+        return self.reduce(self.feed_forward(layer.mlp, x))
+
+    def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
+        """This rank's part of what `load_mlp` made, for ``x [T, hidden]``."""
+        return self._linear(self.activate(self._linear(x, mlp.gate_up)), mlp.down)
 
     def activate(self, gate_up: Tensor) -> Tensor:
         return self.ops.silu_mul(gate_up)

@@ -31,6 +31,16 @@ def positive(config: HfConfig, key: str, default: int | None = None) -> int:
     return value
 
 
+def integer(config: HfConfig, key: str, default: int, least: int = 0) -> int:
+    """An integer field of at least ``least``; raises ModelError naming it."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ModelError(f"config.json: {key!r} must be an integer of at least {least}, got {value!r}")
+    return value
+
+
 def number(config: HfConfig, key: str, default: float | None = None, *, optional: bool = False) -> float:
     """A positive finite number; 0 if it is ``optional`` and missing. Raises ModelError naming it."""
     value = config.get(key)
@@ -56,7 +66,7 @@ def rope(config: HfConfig, layer_type: str | None = None, default_theta: float =
     if layer_type is not None and layer_type in parameters:
         parameters = mapping(parameters, layer_type)
     if parameters:
-        _check_served(parameters)
+        check_served(parameters)
         return RopeConfig(number(parameters, "rope_theta", default_theta), parameters)
     return RopeConfig(number(config, "rope_theta", default_theta), mapping(config, "rope_scaling") or None)
 
@@ -86,7 +96,7 @@ def decoder_config(
     activation:  the MLP's, the only one that the model computes
     changes:     further fields of `ModelConfig`
     """
-    _check_served(config)
+    check_served(config)
     named = config.get("hidden_activation") or config.get("hidden_act") or activation
     if named != activation:
         raise ModelError(
@@ -130,7 +140,8 @@ def decoder_config(
     return ModelConfig(**{**values, **changes})
 
 
-def _check_served(config: HfConfig) -> None:
-    for key, served in _SERVED_VALUES.items():
+def check_served(config: HfConfig, served_values: Mapping[str, tuple[Any, ...]] = _SERVED_VALUES) -> None:
+    """Raise ModelError if a field has a value that is not among the served ones."""
+    for key, served in served_values.items():
         if config.get(key) not in served:
             raise ModelError(f"config.json: {key!r} is {config[key]!r}, which cannot be served; use a model without it")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headwise.errors import ModelError
 from headwise.runtime.comm import Communicator
-from headwise.runtime.models import gemma3, llama, mistral
+from headwise.runtime.models import ernie45, gemma3, llama, mistral
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder, Weights
 from headwise.runtime.models.hf_config import HfConfig
@@ -24,6 +24,8 @@ _MODELS = {
     **dict.fromkeys(llama.ARCHITECTURES, _Entry(llama.parse, llama.Llama)),
     **dict.fromkeys(mistral.ARCHITECTURES, _Entry(mistral.parse, mistral.Mistral)),
     **dict.fromkeys(gemma3.ARCHITECTURES, _Entry(gemma3.parse, gemma3.Gemma3)),
+    ernie45.DENSE: _Entry(ernie45.parse, ernie45.Ernie45),
+    ernie45.MOE: _Entry(ernie45.parse_moe, ernie45.Ernie45Moe),
 }
 
 

@@ -54,3 +54,11 @@ class TensorOps(Protocol):
 
     def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor:
         """Rows ``rows`` of ``x [T, N]``."""
+
+    def scatter_add_rows(
+        self, target: Tensor, rows: NDArray[np.int64], x: Tensor, weights: NDArray[np.float32]
+    ) -> None:
+        """Add ``weights[i] * x[i]`` of ``x [R, N]`` to row ``rows[i]`` of ``target [T, N]``, in place.
+
+        ``rows`` names no row twice, and ``target`` is the result of an operation, never a weight.
+        """

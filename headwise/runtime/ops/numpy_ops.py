@@ -67,3 +67,6 @@ class NumpyOps:
 
     def take_rows(self, x: Array, rows: NDArray[np.int64]) -> Array:
         return x[rows]
+
+    def scatter_add_rows(self, target: Array, rows: NDArray[np.int64], x: Array, weights: Array) -> None:
+        target[rows] += weights[:, None] * x

@@ -128,6 +128,11 @@ class PaddleOps:
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return self.tensor(self.numpy(x)[rows])
 
+    def scatter_add_rows(
+        self, target: paddle.Tensor, rows: NDArray[np.int64], x: paddle.Tensor, weights: NDArray[np.float32]
+    ) -> None:
+        _numpy.scatter_add_rows(self.numpy(target), rows, self.numpy(x), weights)
+
 
 def _lender(array: NDArray[Any]) -> paddle.Tensor | None:
     """The tensor whose memory an array views, if there is one."""

@@ -1,0 +1,260 @@
+"""ERNIE 4.5, dense and mixture of experts, and the head windows that its ``config.json`` may ask for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.errors import ModelError
+from headwise.runtime.comm import Communicator
+from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig, Shard
+from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear, Weights
+from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
+from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
+from headwise.runtime.ops.base import Tensor, TensorOps
+
+DENSE = "Ernie4_5ForCausalLM"
+MOE = "Ernie4_5_MoeForCausalLM"
+
+_SERVED_VALUES: dict[str, tuple[Any, ...]] = {"use_bias": (None, False), "moe_gate_act": (None, "softmax")}
+_THETA = 500000.0
+_RMS_NORM_EPS = 1e-5
+_DENSE_HEAD_DIM = 128
+"""Defaults of Hugging Face's ``Ernie4_5Config`` that differ from those of other decoders."""
+
+
+def parse(config: HfConfig) -> ModelConfig:
+    return _parse({"head_dim": _DENSE_HEAD_DIM, **config}, DENSE)
+
+
+def parse_moe(config: HfConfig) -> ModelConfig:
+    decoder = _parse(config, MOE)
+    return replace(decoder, moe=_moe(config, decoder.num_layers))
+
+
+def _parse(config: HfConfig, architecture: str) -> ModelConfig:
+    check_served(config, _SERVED_VALUES)
+
+    def layer_rope(kind: str) -> RopeConfig:
+        return rope(config, default_theta=_THETA)
+
+    decoder = decoder_config(
+        {"rms_norm_eps": _RMS_NORM_EPS, **config},
+        architecture,
+        ropes=layer_rope,
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+    )
+    return replace(decoder, policies=head_policies(config, decoder.num_layers, decoder.num_kv_heads))
+
+
+def _moe(config: HfConfig, num_layers: int) -> MoeConfig:
+    """The ``moe_*`` fields, with the defaults of Hugging Face's ``Ernie4_5_MoeConfig``.
+
+    Layer ``l`` has experts if ``moe_layer_start_index <= l <= moe_layer_end_index`` (-1: the last layer) and
+    ``l + 1`` is a multiple of ``moe_layer_interval``.
+    """
+    start = integer(config, "moe_layer_start_index", default=1)
+    end = integer(config, "moe_layer_end_index", default=-1, least=-1)
+    interval = positive(config, "moe_layer_interval", default=1)
+    stop = num_layers if end == -1 else min(end + 1, num_layers)
+    experts, per_token = positive(config, "moe_num_experts", default=64), positive(config, "moe_k", default=6)
+    if per_token > experts:
+        raise ModelError(f"config.json: 'moe_k' {per_token} is more than 'moe_num_experts' {experts}")
+    return MoeConfig(
+        layers=tuple(layer for layer in range(start, stop) if (layer + 1) % interval == 0),
+        num_experts=experts,
+        experts_per_token=per_token,
+        expert_size=positive(config, "moe_intermediate_size", default=1536),
+        num_shared_experts=integer(config, "moe_num_shared_experts", default=2),
+        norm_min=number(config, "moe_norm_min", 1e-12),
+    )
+
+
+# ---- head windows ----
+
+
+def head_policies(config: HfConfig, num_layers: int, num_kv_heads: int) -> tuple[tuple[HeadPolicy, ...], ...]:
+    """What every KV head sees, ``[num_layers][num_kv_heads]``, from four fields of ``config.json``.
+
+    window_size:           most recent tokens that a windowed head sees. Missing or null: no head is windowed.
+    sink_size:             first tokens that it sees besides, 0 by default; less than the window.
+    window_attn_skip_freq: layers that are not windowed. An integer ``n``: every n-th, those where ``layer + 1`` is a
+                           multiple of ``n``. A list of one 0 or 1 a layer: those with 0. Missing or null: none.
+    head_wise_swa_ratio:   share of the KV heads that are windowed in a windowed layer, 1 by default: the first
+                           ``round(ratio * num_kv_heads)`` of them (a half is rounded to the even number).
+
+    Raises ModelError on values that make no sense.
+    """
+    details = ("sink_size", "window_attn_skip_freq", "head_wise_swa_ratio")
+    if config.get("window_size") is None:
+        lost = [key for key in details if config.get(key)]
+        if lost:
+            raise ModelError(f"config.json: {lost[0]!r} means nothing without 'window_size'; give it, or remove {lost}")
+        return ((FULL,) * num_kv_heads,) * num_layers
+    window, sink = positive(config, "window_size"), integer(config, "sink_size", default=0)
+    if sink >= window:
+        raise ModelError(f"config.json: 'sink_size' {sink} must be less than 'window_size' {window}")
+    windowed = round(_swa_ratio(config) * num_kv_heads)
+    mixed = (HeadPolicy(window, sink),) * windowed + (FULL,) * (num_kv_heads - windowed)
+    return tuple(mixed if is_windowed else (FULL,) * num_kv_heads for is_windowed in _windowed(config, num_layers))
+
+
+def _swa_ratio(config: HfConfig) -> float:
+    ratio = config.get("head_wise_swa_ratio")
+    if ratio is None:
+        return 1.0
+    if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 <= ratio <= 1:
+        raise ModelError(f"config.json: 'head_wise_swa_ratio' must be a number from 0 to 1, got {ratio!r}")
+    return float(ratio)
+
+
+def _windowed(config: HfConfig, num_layers: int) -> list[bool]:
+    """Whether each layer is windowed."""
+    skip = config.get("window_attn_skip_freq")
+    if skip is None:
+        return [True] * num_layers
+    if isinstance(skip, list):
+        if len(skip) != num_layers or any(flag not in (0, 1) for flag in skip):
+            raise ModelError(
+                f"config.json: 'window_attn_skip_freq' must be a list of one 0 or 1 for each of {num_layers} layers, "
+                f"got {skip!r}"
+            )
+        return [bool(flag) for flag in skip]
+    if not isinstance(skip, int) or isinstance(skip, bool) or skip < 1:
+        raise ModelError(
+            "config.json: 'window_attn_skip_freq' must be a positive integer, or a list of one 0 or 1 a layer, "
+            f"got {skip!r}"
+        )
+    return [(layer + 1) % skip != 0 for layer in range(num_layers)]
+
+
+# ---- weights ----
+
+
+class ErnieWeights:
+    """A checkpoint's weights in the shape that the shared decoder takes.
+
+    Rotary embedding: ERNIE rotates neighbours ``(2i, 2i + 1)`` of a head by the angle ``i``, the rope operation
+    the elements ``(i, i + D / 2)``. So the rows of the query and the key projection are reordered here, each head's
+    even ones before its odd ones: then the rope operation turns the pairs that ERNIE turns, and queries and keys,
+    being reordered alike, have the same products.
+
+    Experts: published checkpoints have three matrices per expert; those that transformers 5 keeps in its own layout
+    have one ``gate_up_proj [E, 2 I, hidden]`` and one ``down_proj [E, hidden, I]`` a layer. Either is read by the
+    published names.
+    """
+
+    _ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+    _EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+    _CORRECTION = ("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias")
+
+    def __init__(self, source: Weights, head_dim: int) -> None:
+        self._source = source
+        self._known = frozenset(source.names)
+        self._even_first = np.concatenate([np.arange(0, head_dim, 2), np.arange(1, head_dim, 2)])
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._source.names
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        return self._source.tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        expert = self._fused_expert(name)
+        if expert is not None:
+            return expert[start:stop]
+        rows = self._source.rows(name, start, stop)
+        if not name.endswith(self._ROTATED):
+            return rows
+        heads = rows.reshape(-1, len(self._even_first), rows.shape[1])
+        return heads[:, self._even_first].reshape(rows.shape)
+
+    def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        expert = self._fused_expert(name)
+        return self._source.columns(name, start, stop) if expert is None else expert[:, start:stop]
+
+    def correction(self, at: str) -> NDArray[np.float32]:
+        """A router's ``e_score_correction_bias [num_experts]``."""
+        published, fused = (at + name for name in self._CORRECTION)
+        return self._source.tensor(fused if fused in self._known else published).reshape(-1)
+
+    def _fused_expert(self, name: str) -> NDArray[np.float32] | None:
+        """One expert's matrix out of a layer's, if that is how this checkpoint has it."""
+        match = None if name in self._known else self._EXPERT.fullmatch(name)
+        if match is None:
+            return None
+        expert, is_down = int(match["expert"]), match["kind"] == "down"
+        fused = f"{match['at']}.{'down' if is_down else 'gate_up'}_proj"
+        if fused not in self._known:
+            return None
+        matrix = self._source.rows(fused, expert, expert + 1)[0]
+        if is_down:
+            return matrix
+        gate, up = np.split(matrix, 2)
+        return gate if match["kind"] == "gate" else up
+
+
+# ---- models ----
+
+
+class Ernie45(Decoder):
+    """The shared decoder over `ErnieWeights`."""
+
+    _weights: ErnieWeights
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> None:
+        super().__init__(config, ErnieWeights(weights, config.head_dim), ops, comm, shard)
+
+
+class Ernie45Moe(Ernie45):
+    """Routed and shared experts for the MLP in most layers.
+
+    Tensor parallel: every rank routes all tokens and computes its part of every expert, so that the sum over experts
+    and the sum over ranks are one all-reduce.
+    """
+
+    def load_mlp(self, layer: int, at: str) -> Any:
+        moe = self.config.moe
+        if moe is None or layer not in moe.layers:
+            return super().load_mlp(layer, at)
+        router, correction = self._weights.tensor(f"{at}gate.weight"), self._weights.correction(at)
+        expected = (moe.num_experts, self.config.hidden_size)
+        if router.shape != expected or len(correction) != moe.num_experts:
+            raise ModelError(
+                f"{at}gate.weight has the shape {router.shape} and its correction bias {len(correction)} experts, "
+                f"config.json says {expected}: weights and config.json do not belong together"
+            )
+        experts = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
+        shared_size = moe.num_shared_experts * moe.expert_size
+        return MoeMlp(
+            config=moe,
+            router=Linear(self.ops.linear_weight(router)),
+            correction=correction,
+            experts=tuple(experts),
+            shared=self.gated_mlp(f"{at}shared_experts.", shared_size) if shared_size else None,
+        )
+
+    def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
+        if not isinstance(mlp, MoeMlp):
+            return super().feed_forward(mlp, x)
+        total = self._shared(mlp.shared, x)
+        for expert, tokens, weights in tokens_by_expert(*self._route(mlp, x)):
+            part = super().feed_forward(mlp.experts[expert], self.ops.take_rows(x, tokens))
+            self.ops.scatter_add_rows(total, tokens, part, weights)
+        return total
+
+    def _shared(self, shared: GatedMlp | None, x: Tensor) -> Tensor:
+        if shared is None:
+            return self.ops.tensor(np.zeros(x.shape, dtype=np.float32))
+        return super().feed_forward(shared, x)
+
+    def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        logits = self.ops.numpy(self._linear(x, mlp.router))
+        return route(logits, mlp.correction, mlp.config.experts_per_token, mlp.config.norm_min)
