@@ -211,9 +211,9 @@ class Oracle:
         return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
 
     def mask(self, layer: int, kv_head: int, count: int) -> np.ndarray:
-        """Every third layer is full; elsewhere the first two of four heads see 2 first and 6 last tokens."""
+        """Every third layer is full; elsewhere the last two of four heads see 2 first and 6 last tokens."""
         seen = np.tril(np.ones((count, count), bool))
-        if layer == 2 or kv_head >= 2:
+        if layer == 2 or kv_head < 2:
             return seen
         for token in range(count):
             seen[token, 2 : max(2, token - 5)] = False
@@ -237,10 +237,10 @@ def test_head_windows_with_sinks_compute_what_the_oracle_says(base: dict[str, An
         ({}, ["----"] * 4),
         ({"window_size": 6, "sink_size": 2}, ["wwww"] * 4),
         ({**HEAD_WINDOWS, "head_wise_swa_ratio": 1}, ["wwww", "wwww", "----", "wwww"]),
-        (HEAD_WINDOWS, ["ww--", "ww--", "----", "ww--"]),
-        ({**HEAD_WINDOWS, "window_attn_skip_freq": [0, 1, 1, 0]}, ["----", "ww--", "ww--", "----"]),
+        (HEAD_WINDOWS, ["--ww", "--ww", "----", "--ww"]),
+        ({**HEAD_WINDOWS, "window_attn_skip_freq": [0, 1, 1, 0]}, ["----", "--ww", "--ww", "----"]),
         ({**HEAD_WINDOWS, "window_attn_skip_freq": 1}, ["----"] * 4),
-        ({**HEAD_WINDOWS, "window_attn_skip_freq": None, "head_wise_swa_ratio": 0.45}, ["ww--"] * 4),
+        ({**HEAD_WINDOWS, "window_attn_skip_freq": None, "head_wise_swa_ratio": 0.45}, ["--ww"] * 4),
         ({**HEAD_WINDOWS, "window_attn_skip_freq": None, "head_wise_swa_ratio": 0.0}, ["----"] * 4),
     ],
 )

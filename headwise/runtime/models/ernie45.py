@@ -86,8 +86,9 @@ def head_policies(config: HfConfig, num_layers: int, num_kv_heads: int) -> tuple
     sink_size:             first tokens that it sees besides, 0 by default; less than the window.
     window_attn_skip_freq: layers that are not windowed. An integer ``n``: every n-th, those where ``layer + 1`` is a
                            multiple of ``n``. A list of one 0 or 1 a layer: those with 0. Missing or null: none.
-    head_wise_swa_ratio:   share of the KV heads that are windowed in a windowed layer, 1 by default: the first
-                           ``round(ratio * num_kv_heads)`` of them (a half is rounded to the even number).
+    head_wise_swa_ratio:   share of the KV heads that are windowed in a windowed layer, 1 by default: the last
+                           ``round(ratio * num_kv_heads)`` of them (a half is rounded to the even number). That the
+                           full heads come first is how PaddlePaddle's own servers read the field.
 
     Raises ModelError on values that make no sense.
     """
@@ -101,7 +102,7 @@ def head_policies(config: HfConfig, num_layers: int, num_kv_heads: int) -> tuple
     if sink >= window:
         raise ModelError(f"config.json: 'sink_size' {sink} must be less than 'window_size' {window}")
     windowed = round(_swa_ratio(config) * num_kv_heads)
-    mixed = (HeadPolicy(window, sink),) * windowed + (FULL,) * (num_kv_heads - windowed)
+    mixed = (FULL,) * (num_kv_heads - windowed) + (HeadPolicy(window, sink),) * windowed
     return tuple(mixed if is_windowed else (FULL,) * num_kv_heads for is_windowed in _windowed(config, num_layers))
 
 
