@@ -55,14 +55,15 @@ class ResourceManager:
     def schedule(self, now: float) -> ScheduledStep | None:
         """The next step, or None if there is nothing to do until a step in flight comes back."""
         plan: Plan = {}
-        budget = self.max_batched_tokens
+        budget, preemptions = self.max_batched_tokens, self.num_preemptions
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self.running:
             (decoding if sequence.is_decoding else prefilling).append(sequence)
         for sequence in decoding + prefilling:  # those take one token each: no prompt may stall them
             budget -= self._plan(plan, sequence, budget)
-        while budget > 0 and (admitted := self._admit(plan, now)):
+        # Where blocks were short in this step, no newcomer may take what came free.
+        while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(plan, now)):
             budget -= self._plan(plan, admitted, budget)
         return self._send(plan) if plan else None
 
@@ -98,12 +99,14 @@ class ResourceManager:
 
         Where they do not, a running sequence of lower priority makes way.
         """
-        if not self._waiting or self._draining:
+        if not self._waiting or any(not leaving.finished for leaving in self._draining):
             return None
         sequence = self._waiting[0][1]
         match = self._match(sequence)
-        if not self._free_rows or (self.running and not self._fits(sequence, match)):
-            if self.running[-1].order[0] > sequence.order[0]:
+        others = self.running or self._draining
+        if not self._free_rows or (others and not self._fits(sequence, match)):
+            urgent = self.running and self.running[-1].order[0] > sequence.order[0]
+            if urgent and not self._draining:  # else wait for what is on its way back
                 self._preempt_latest(plan)
             return None
         heapq.heappop(self._waiting)

@@ -137,6 +137,19 @@ def test_a_stop_id_ends_a_request_while_the_next_step_is_in_flight() -> None:
     assert result.finish_reason is FinishReason.STOP
 
 
+def test_a_request_starts_while_a_finished_one_is_still_in_a_step_in_flight() -> None:
+    engine, executor = make_engine(num_blocks=32, eager=False)
+    engine.add(request("stops", [5, 6], 30, stop_token_ids=(continuation([5, 6], 1)[0],)))
+    engine.step(0)
+    executor.finish_one()
+    assert [delta.finish_reason for delta in engine.step(0)] == [FinishReason.STOP]
+    assert len(executor.queue) == 1  # the step that was sent before the end was known
+    engine.add(request("next", [7, 8], 3))
+    engine.step(0)
+    assert [new.request_id for new in executor.queue[-1].new_sequences] == ["next"]
+    assert run(engine)["next"].token_ids == continuation([7, 8], 3)
+
+
 def test_an_abort_frees_its_blocks_and_leaves_the_others_alone() -> None:
     engine, _ = make_engine(num_blocks=32, eager=False)
     engine.add(request("stays", [1] * 5, 12))
