@@ -124,7 +124,7 @@ class Engine:
         """One group of workers after the other, until stopped or until none can be started."""
         failed_starts = 0
         while not self._stopping.is_set():
-            group = WorkerGroup(self._config, self._front_door.card, self._model_dir, self._placement, self._token)
+            group = WorkerGroup(self._config, self._model_dir, self._placement, self._token)
             try:
                 group.wait_ready()
                 failed_starts = 0

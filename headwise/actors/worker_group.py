@@ -15,9 +15,11 @@ from headwise.actors.placement import in_bundle
 from headwise.actors.worker import Worker
 from headwise.errors import EngineDiedError, HeadwiseError
 from headwise.runtime.config import EngineConfig
-from headwise.runtime.model_card import ModelCard
 from headwise.runtime.step_channel import ZmqExecutor
 from headwise.runtime.worker import threads_per_worker
+
+COMM_BUFFER_BYTES = 4 << 20
+"""Of each of a rank's two buffers in shared memory, of which containers have little; larger payloads go in pieces."""
 
 
 class WorkerGroup:
@@ -28,9 +30,7 @@ class WorkerGroup:
     pids:  process ids by rank, once the group is ready
     """
 
-    def __init__(
-        self, config: EngineConfig, card: ModelCard, model_dir: Path, placement: PlacementGroup, token: str
-    ) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, placement: PlacementGroup, token: str) -> None:
         self._config = config
         self.pids: list[int] = []
         self._directory = Path(tempfile.gettempdir()) / f"headwise-{token}"
@@ -47,9 +47,9 @@ class WorkerGroup:
             for rank in range(config.tp_size)
         ]
         name = uuid.uuid4().hex
-        # A row of a rank's logits must fit; everything else goes in pieces.
-        largest = 4 * max(card.config.vocab_size, config.max_batched_tokens * card.config.hidden_size)
-        self._serving = [worker.serve.remote(self.executor.endpoint, name, largest) for worker in self._workers]
+        self._serving = [
+            worker.serve.remote(self.executor.endpoint, name, COMM_BUFFER_BYTES) for worker in self._workers
+        ]
 
     def wait_ready(self) -> None:
         """Wait until all ranks are loaded and take steps; raises what the first failing one raised."""

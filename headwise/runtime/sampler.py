@@ -12,6 +12,9 @@ from headwise.runtime.request import SamplingParams, TokenLogprobs
 
 Logits = NDArray[np.float32]
 
+_BUCKET_SHIFT = 49
+"""Leaves a float64's exponent and 3 bits of its fraction: weights of a bucket differ by an eighth at most."""
+
 
 class Sampler:
     """Draws depend on (seed, position) and the row's own logits alone, never on the rest of the batch."""
@@ -47,19 +50,20 @@ class Sampler:
 
 
 def draw(logits: Logits, params: SamplingParams, number: float) -> int:
-    """The token at ``number`` in [0, 1) of the filtered distribution's cumulative sum, in the order of token ids."""
+    """The token at ``number`` of the filtered distribution's cumulative sum, in the order of token ids.
+
+    ``number`` is a multiple of 2**-53 in [0, 1), as `uniform` gives it.
+    """
     candidates, weights = filtered(logits, params)
     cumulative = np.cumsum(weights)
-    index = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    if index == len(candidates):  # the product was rounded up to the sum
-        index = int(np.flatnonzero(weights)[-1])
-    return int(candidates[index])
+    # With at most 53 bits below 1, the product rounds to less than the sum: the index is in range, its weight not zero.
+    return int(candidates[np.searchsorted(cumulative, number * cumulative[-1], side="right")])
 
 
 def filtered(logits: Logits, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Token ids that pass top-k, then min-p, then top-p, ascending, and their weights (not normalised).
 
-    Never sorts the vocabulary: with top-p alone, only what could belong to the nucleus.
+    Never sorts the vocabulary: top-k partitions it, and top-p sorts only the tokens about as likely as its last one.
     """
     candidates, scaled = np.arange(len(logits)), logits.astype(np.float64)
     if 0 < params.top_k < len(logits):
@@ -86,13 +90,22 @@ def _most_likely(logits: Logits, count: int) -> NDArray[np.int64]:
 
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
-    """Indices, ascending, of the smallest set of weights that reaches ``top_p`` of their sum; never empty."""
-    total = weights.sum()
-    # All weights below this together are less than 1 - top_p of the sum: none of them is ever needed.
-    likely = np.flatnonzero(weights >= (1 - top_p) * total / len(weights))
-    likely = likely[np.argsort(-weights[likely], kind="stable")]
-    cumulative = np.cumsum(weights[likely])
-    return np.sort(likely[: np.searchsorted(cumulative, top_p * total) + 1])
+    """Indices, ascending, of the smallest set of weights that reaches ``top_p < 1`` of their sum; never empty.
+
+    The leading bits of non-negative floats order them as integers, so buckets by those bits are in order: whole
+    buckets are kept until the one in which the sum is reached, and that one alone is sorted.
+    """
+    buckets = weights.view(np.int64) >> _BUCKET_SHIFT
+    mass = np.cumsum(np.bincount(buckets, weights)[::-1])  # from the most likely bucket down
+    target = top_p * mass[-1]
+    crossing = int(np.searchsorted(mass, target))
+    edge = len(mass) - 1 - crossing
+    tied = np.flatnonzero(buckets == edge)
+    tied = tied[np.argsort(-weights[tied], kind="stable")]
+    before = mass[crossing - 1] if crossing else 0.0
+    kept = buckets > edge
+    kept[tied[: np.searchsorted(before + np.cumsum(weights[tied]), target) + 1]] = True
+    return np.flatnonzero(kept)
 
 
 def token_logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:

@@ -10,7 +10,8 @@ has seen all counters at n + 1 may write to round n's buffers again: that is rou
 Hence two sets of buffers are enough, with one wait a round.
 
 Memory order: a counter must not be seen before the payload written ahead of it. x86-64 keeps the order of stores, and
-of loads, of a processor. On other CPUs (aarch64) a lock is taken and released twice on either side of the counter:
+of loads, of a processor; the streaming stores of a large copy are the exception, and the C library fences them before
+the copy returns. On other CPUs (aarch64) a lock is taken and released twice on either side of the counter:
 nothing before the first release is seen after it, nothing after the second acquire is seen before that, and aarch64
 keeps a release and the acquire that follows it in order. (Once would not do: an acquire and a release let both sides in
 between.) This rests on the architecture's rules; the tests run on x86-64.
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import EngineDiedError
+from headwise.errors import DeploymentError, EngineDiedError
 
 _LINE = 64
 _YIELDS = 2000
@@ -43,28 +44,39 @@ _STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64")
 class SharedMemoryComm:
     """The `Communicator` of ranks on one machine. Every rank makes one with the same ``name``, ``size``, ``max_bytes``.
 
-    The rank with ``create`` makes the segment and the others wait for it; its name is removed once all have come, so
-    that nothing is left however the ranks end. Waiting gives up the processor at once: where ranks outnumber cores,
-    spinning costs ten times as much. Not thread-safe.
+    ``max_bytes`` is the size of one buffer, of which each rank has two; larger payloads go in pieces. The rank with
+    ``create`` makes the segment and the others wait for it; its name is removed once all have come, and from then on
+    nothing is left however the ranks end. (A creator killed while it waits for the others leaves the name, and a page.)
+    Waiting gives up the processor at once: where ranks outnumber cores, spinning costs ten times as much. Not
+    thread-safe.
 
-    Raises `EngineDiedError` if a rank does not come within ``timeout_s``, here and in every collective.
+    Raises `EngineDiedError` if a rank does not come within ``timeout_s``, here and in every collective, and
+    `DeploymentError` if there is no room for the segment.
     """
 
     def __init__(self, name: str, rank: int, size: int, max_bytes: int, timeout_s: float, create: bool) -> None:
+        if size < 2 or not 0 <= rank < size or max_bytes < 1:
+            raise ValueError(
+                f"rank {rank} of {size} with buffers of {max_bytes} bytes: there must be two ranks or more, the rank "
+                "one of them, and the buffers not empty"
+            )
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
         self._capacity = -(-max_bytes // _LINE) * _LINE
         length = size * _LINE + 2 * size * self._capacity
         path = _directory() / f"headwise-{name}"
-        self._bytes: NDArray[np.uint8] = np.frombuffer(_map(path, length, timeout_s, create), np.uint8)
-        # One int64 a line: `[size]`, strided.
-        self._counters: NDArray[Any] = self._bytes[: size * _LINE].view(np.int64)[:: _LINE // 8]
         self._round = 0
         self._fence = threading.Lock()
+        descriptor = _make(path, length) if create else _open_when_there(path, length, timeout_s)
         try:
+            self._bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, length), np.uint8)
+            # One int64 a line: `[size]`, strided.
+            self._counters: NDArray[Any] = self._bytes[: size * _LINE].view(np.int64)[:: _LINE // 8]
             self._exchange(np.empty(0, np.uint8))
+            _reserve(descriptor, length, path.parent)
         finally:
+            os.close(descriptor)
             if create:
                 path.unlink()
 
@@ -84,29 +96,39 @@ class SharedMemoryComm:
     def gather(self, x: NDArray[np.float32]) -> NDArray[np.float32] | None:
         """Concatenate ``x [rows, columns]`` along the last axis on rank 0; columns may differ between ranks."""
         widths = [int(view[0]) for view in self._exchange(np.array([x.shape[-1]], np.int64))]
-        rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+        rows = x.reshape(int(np.prod(x.shape[:-1])), x.shape[-1])
         whole = np.empty((len(rows), sum(widths)), np.float32) if self.rank == 0 else None
-        edges = np.concatenate([[0], np.cumsum(widths)])
-        per_round = self._capacity // (4 * max(widths))
-        if per_round == 0:
-            raise ValueError(f"a row of {max(widths)} floats does not fit in a buffer of {self._capacity} bytes")
-        for part in _pieces(len(rows), per_round):
+        starts = [sum(widths[:rank]) for rank in range(self.size)]
+        for part, columns in self._tiles(len(rows), max(widths)):
+            spans = [range(width)[columns] for width in widths]
             count = part.stop - part.start
-            views = self._exchange(rows[part].reshape(-1), [4 * count * width for width in widths])
+            lengths = [4 * count * len(span) for span in spans]
+            views = self._exchange(np.ascontiguousarray(rows[part, columns]).reshape(-1), lengths)
             if whole is not None:
-                for rank, view in enumerate(views):
-                    whole[part, edges[rank] : edges[rank + 1]] = view.reshape(count, -1)
+                for start, span, view in zip(starts, spans, views, strict=True):
+                    whole[part, start + span.start : start + span.stop] = view.reshape(count, -1)
         return None if whole is None else whole.reshape(*x.shape[:-1], sum(widths))
 
+    def _tiles(self, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+        """Cut ``[rows, columns]`` into parts that fit in a buffer: whole rows where they do."""
+        most = self._capacity // 4
+        for part in _pieces(rows, max(1, most // max(1, columns))):
+            for span in _pieces(columns, most):
+                yield part, span
+
     def broadcast(self, x: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray[np.int32]:
-        """Rank 0's ``x`` on every rank, as a new array."""
+        """Rank 0's ``x`` on every rank, as a new array; ``x`` of the other ranks is ignored."""
+        if self.rank > 0:
+            flat = np.empty(0, np.int32)
+        elif x is None or x.shape != shape:
+            given = "nothing" if x is None else f"an array of shape {x.shape}"
+            raise ValueError(f"rank 0 must broadcast an array of shape {shape}, got {given}")
+        else:
+            flat = np.ascontiguousarray(x, dtype=np.int32).reshape(-1)
         result = np.empty(int(np.prod(shape)), np.int32)
-        flat = result if x is None else np.ascontiguousarray(x, dtype=np.int32).reshape(-1)
-        nothing = np.empty(0, np.int32)
         for part in _pieces(len(result), self._capacity // 4):
-            count = part.stop - part.start
-            mine = flat[part] if self.rank == 0 else nothing
-            result[part] = self._exchange(mine, [4 * count] + [0] * (self.size - 1))[0]
+            lengths = [4 * (part.stop - part.start)] + [0] * (self.size - 1)
+            result[part] = self._exchange(flat[part], lengths)[0]
         return result.reshape(shape)
 
     def close(self) -> None:
@@ -178,20 +200,29 @@ def _pieces(count: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + most, count))
 
 
-def _map(path: Path, length: int, timeout_s: float, create: bool) -> mmap.mmap:
-    """The segment, made here or waited for until it is there in full."""
-    if create:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        os.ftruncate(descriptor, length)
-    else:
-        descriptor = _open_when_there(path, length, timeout_s)
+def _make(path: Path, length: int) -> int:
+    """A new segment, empty: memory comes as it is written to, or by `_reserve`."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    os.ftruncate(descriptor, length)
+    return descriptor
+
+
+def _reserve(descriptor: int, length: int, directory: Path) -> None:
+    """Get the memory of the whole segment: if there were no room later, a write would kill the process by SIGBUS.
+
+    By every rank, so that all of them fail; only once all have come, so that a rank killed earlier leaves no memory.
+    """
     try:
-        return mmap.mmap(descriptor, length)
-    finally:
-        os.close(descriptor)
+        os.posix_fallocate(descriptor, 0, length)
+    except OSError as error:
+        raise DeploymentError(
+            f"no room for {length} bytes of buffers between tensor-parallel ranks in {directory} ({error.strerror}): "
+            "make it larger (in Docker by --shm-size) or lower max_batched_tokens"
+        ) from error
 
 
 def _open_when_there(path: Path, length: int, timeout_s: float) -> int:
+    """The segment that rank 0 makes, once it is there in full."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -202,4 +233,5 @@ def _open_when_there(path: Path, length: int, timeout_s: float) -> int:
         if os.fstat(descriptor).st_size >= length:
             return descriptor
         os.close(descriptor)
+        time.sleep(0.01)
     raise EngineDiedError(f"tensor-parallel rank 0 did not make {path} within {timeout_s:g} s")

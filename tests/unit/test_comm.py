@@ -1,43 +1,49 @@
 from __future__ import annotations
 
+import errno
 import multiprocessing
-import threading
+import os
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headwise.errors import EngineDiedError
+from headwise.errors import DeploymentError, EngineDiedError
 from headwise.runtime.shared_memory_comm import SharedMemoryComm
 
 
-def in_threads(size: int, body: Callable[[SharedMemoryComm], Any], max_bytes: int = 256) -> list[Any]:
-    """Run ``body`` on every rank; their results by rank."""
-    name, results = uuid.uuid4().hex, [None] * size
+def in_threads(
+    size: int, body: Callable[[SharedMemoryComm], Any], max_bytes: int = 256, timeout_s: float = 20
+) -> list[Any]:
+    """Run ``body`` on every rank; their results by rank. Raises what a rank raised."""
+    name = uuid.uuid4().hex
 
-    def rank_main(rank: int) -> None:
-        comm = SharedMemoryComm(name, rank, size, max_bytes, timeout_s=20, create=rank == 0)
-        results[rank] = body(comm)
-        comm.close()
+    def rank_main(rank: int) -> Any:
+        comm = SharedMemoryComm(name, rank, size, max_bytes, timeout_s, create=rank == 0)
+        try:
+            return body(comm)
+        finally:
+            comm.close()
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not list(Path("/dev/shm").glob(f"*{name}"))
+    with ThreadPoolExecutor(size) as ranks:
+        results = list(ranks.map(rank_main, range(size)))
+    assert not left_behind(name)
     return results
+
+
+def left_behind(name: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"*{name}"))
 
 
 def part(rank: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(rank).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])  # of 4, an order of the sum other than by rank shows
 @pytest.mark.parametrize("shape", [(1,), (4, 8), (37, 11)])
 def test_all_reduce_gives_every_rank_the_same_bits(size: int, shape: tuple[int, ...]) -> None:
     expected = part(0, *shape)
@@ -47,10 +53,17 @@ def test_all_reduce_gives_every_rank_the_same_bits(size: int, shape: tuple[int, 
         np.testing.assert_array_equal(result, expected)
 
 
-def test_gather_joins_uneven_columns_on_rank_0_alone() -> None:
-    results = in_threads(3, lambda comm: comm.gather(part(comm.rank, 9, 5 + comm.rank)))
-    np.testing.assert_array_equal(results[0], np.concatenate([part(r, 9, 5 + r) for r in range(3)], axis=1))
+@pytest.mark.parametrize("widths", [(5, 6, 7), (64, 64, 64), (200, 65, 3), (0, 8, 0), (0, 0, 0)])
+def test_gather_joins_uneven_columns_on_rank_0_alone(widths: tuple[int, ...]) -> None:
+    # Of 64 columns one row fits in a buffer; of 65, none.
+    results = in_threads(3, lambda comm: comm.gather(part(comm.rank, 9, widths[comm.rank])))
+    np.testing.assert_array_equal(results[0], np.concatenate([part(r, 9, widths[r]) for r in range(3)], axis=1))
     assert results[1:] == [None, None]
+
+
+def test_gather_keeps_the_leading_axes() -> None:
+    results = in_threads(2, lambda comm: comm.gather(part(comm.rank, 2, 3, 4)))
+    np.testing.assert_array_equal(results[0], np.concatenate([part(r, 2, 3, 4) for r in range(2)], axis=-1))
 
 
 def test_broadcast_carries_more_than_the_buffer_holds() -> None:
@@ -76,34 +89,105 @@ def test_a_rank_that_never_comes_is_named() -> None:
     name = uuid.uuid4().hex
     with pytest.raises(EngineDiedError, match=r"ranks \[1\] did not come to a collective within 0.2 s"):
         SharedMemoryComm(name, 0, 2, 64, timeout_s=0.2, create=True)
-    assert not list(Path("/dev/shm").glob(f"*{name}"))
+    assert not left_behind(name)
     with pytest.raises(EngineDiedError, match="rank 0 did not make"):
         SharedMemoryComm(name, 1, 2, 64, timeout_s=0.2, create=False)
 
 
-def test_a_row_that_cannot_fit_is_refused() -> None:
+def test_a_rank_that_leaves_between_collectives_is_named_by_all_others() -> None:
+    def body(comm: SharedMemoryComm) -> str:
+        comm.all_reduce(part(comm.rank, 4))
+        if comm.rank == 1:
+            return "left"
+        with pytest.raises(EngineDiedError) as raised:
+            comm.all_reduce(part(comm.rank, 4))
+        return str(raised.value)
+
+    first, _, last = in_threads(3, body, timeout_s=0.3)
+    assert first == last == "tensor-parallel ranks [1] did not come to a collective within 0.3 s"
+
+
+@pytest.mark.parametrize("given", [None, np.zeros(1, np.int32), np.zeros((3, 1), np.int32)])
+def test_rank_0_cannot_broadcast_something_of_another_shape(given: np.ndarray | None) -> None:
     def body(comm: SharedMemoryComm) -> None:
-        with pytest.raises(ValueError, match="a row of 65 floats does not fit"):
-            comm.gather(part(0, 2, 65))
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match=r"rank 0 must broadcast an array of shape \(3,\)"):
+                comm.broadcast(given, (3,))
 
     in_threads(2, body)
 
 
-def process_main(name: str, rank: int, out: Any) -> None:
-    comm = SharedMemoryComm(name, rank, 2, 4096, timeout_s=60, create=rank == 0)
+def test_results_are_the_callers_own() -> None:
+    def body(comm: SharedMemoryComm) -> bool:
+        x = part(comm.rank, 8)
+        total = comm.all_reduce(x)
+        tokens = comm.broadcast(np.arange(8, dtype=np.int32), (8,))
+        copies = total.copy(), tokens.copy()
+        for _ in range(4):  # both sets of buffers are written over
+            comm.all_reduce(np.zeros(8, np.float32))
+        kept = np.array_equal(total, copies[0]) and np.array_equal(tokens, copies[1])
+        return kept and np.array_equal(x, part(comm.rank, 8))
+
+    assert in_threads(3, body) == [True, True, True]
+
+
+def test_every_rank_is_refused_buffers_that_there_is_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    name = uuid.uuid4().hex
+    with ThreadPoolExecutor(2) as ranks:
+        made = [ranks.submit(SharedMemoryComm, name, rank, 2, 64, 20, rank == 0) for rank in range(2)]
+    for each in made:
+        with pytest.raises(DeploymentError, match=r"no room for 384 bytes .*No space left.* lower max_batched_tokens"):
+            each.result()
+    assert not left_behind(name)
+
+
+@pytest.mark.parametrize(("rank", "size", "max_bytes"), [(0, 1, 64), (2, 2, 64), (-1, 2, 64), (0, 2, 0)])
+def test_ranks_and_buffers_that_make_no_sense_are_refused(rank: int, size: int, max_bytes: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} of {size} with buffers of {max_bytes} bytes"):
+        SharedMemoryComm(uuid.uuid4().hex, rank, size, max_bytes, timeout_s=0.1, create=True)
+
+
+def process_main(name: str, rank: int, size: int, out: Any) -> None:
+    comm = SharedMemoryComm(name, rank, size, 4096, timeout_s=60, create=rank == 0)
     total = np.zeros(5, np.float32)
     for _ in range(200):
-        total = comm.all_reduce(total / 2 + rank)
+        total = comm.all_reduce((total if rank == 0 else 0) + np.full(5, rank, np.float32))
     out.put((rank, total.tolist()))
 
 
-def test_ranks_in_processes_of_their_own() -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_in_processes_of_their_own(size: int) -> None:
     context = multiprocessing.get_context("spawn")
     name, out = uuid.uuid4().hex, context.Queue()
-    processes = [context.Process(target=process_main, args=(name, rank, out)) for rank in range(2)]
+    processes = [context.Process(target=process_main, args=(name, rank, size, out)) for rank in range(size)]
     for process in processes:
         process.start()
     results = dict(out.get(timeout=60) for _ in processes)
     for process in processes:
         process.join(20)
-    assert results[0] == results[1] == [200.0] * 5
+    assert results == {rank: [200.0 * sum(range(size))] * 5 for rank in range(size)}
+    assert [process.exitcode for process in processes] == [0] * size
+    assert not left_behind(name)
+
+
+def test_nothing_is_left_of_ranks_that_are_killed() -> None:
+    context = multiprocessing.get_context("spawn")
+    name, out = uuid.uuid4().hex, context.Queue()
+    victim = context.Process(target=wait_for_ever, args=(name, out))
+    victim.start()
+    comm = SharedMemoryComm(name, 1, 2, 64, timeout_s=60, create=False)
+    out.get(timeout=60)
+    victim.kill()
+    victim.join(20)
+    comm.close()
+    assert not left_behind(name)
+
+
+def wait_for_ever(name: str, out: Any) -> None:
+    comm = SharedMemoryComm(name, 0, 2, 64, timeout_s=60, create=True)
+    out.put("made")
+    comm.all_reduce(np.zeros(1, np.float32))

@@ -113,8 +113,18 @@ def test_a_token_with_a_logit_of_minus_infinity_is_never_drawn(number: float, to
     assert draw_token(logits, SamplingParams(top_p=top_p), number) in (3, 17)
 
 
-def test_the_nucleus_of_a_large_vocabulary_is_the_one_that_a_full_sort_finds() -> None:
-    logits = (draw.standard_normal(50_000) * 3).astype(np.float32)
+@pytest.mark.parametrize("number", [0.0, 2.0**-53, 1 - 2.0**-53])
+@given(seed=st.integers(0, 2**32), params=params_strategy)
+def test_the_ends_of_the_unit_interval_draw_a_token_that_passed_the_filters(number, seed, params) -> None:
+    logits = np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32)
+    logits[[0, -1]] = -np.inf  # the tokens that an index off by one would give
+    kept, weights = filtered(logits, params)
+    assert draw_token(logits, params, number) in kept[weights > 0]
+
+
+@pytest.mark.parametrize("spread", [0, 0.01, 3, 300])
+def test_the_nucleus_of_a_large_vocabulary_is_the_one_that_a_full_sort_finds(spread: float) -> None:
+    logits = (draw.standard_normal(50_000) * spread).astype(np.float32)
     probability = np.exp(logits.astype(np.float64) - logits.max())
     order = np.argsort(-probability, kind="stable")
     for top_p in (1e-9, 0.1, 0.5, 0.9, 0.999):
