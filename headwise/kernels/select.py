@@ -9,6 +9,11 @@ from headwise.kernels.reference import ReferenceKernels
 KERNELS = ("auto", "numba", "reference")
 
 
+def resolve_kernels_name(name: str) -> str:
+    """What ``auto`` stands for: the fastest for host memory. Any other name is itself."""
+    return "numba" if name == "auto" else name
+
+
 def make_kernels(name: str, threads: int) -> AttentionKernels:
     """The kernels called ``name``; ``auto`` takes the fastest for host memory (``numba``).
 

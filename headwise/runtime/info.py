@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from headwise.cache_controller.planner import HeadGroup
 from headwise.cache_controller.policy import HeadPolicy
+from headwise.kernels.select import resolve_kernels_name
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.model_card import ModelCard
+from headwise.runtime.ops.select import resolve_ops_name
 
 
 def describe(config: EngineConfig, card: ModelCard) -> Iterator[tuple[str, str]]:
@@ -39,8 +40,7 @@ def describe(config: EngineConfig, card: ModelCard) -> Iterator[tuple[str, str]]
 def chosen(config: EngineConfig, card: ModelCard) -> str:
     """What was chosen for a deployment, in one line."""
     plan, spec = card.plan, card.spec
-    tensor_ops = ("paddle" if find_spec("paddle") else "numpy") if config.tensor_ops == "auto" else config.tensor_ops
-    kernels = "numba" if config.kernels == "auto" else config.kernels
+    tensor_ops, kernels = resolve_ops_name(config.tensor_ops), resolve_kernels_name(config.kernels)
     pool = format_bytes(spec.num_blocks * card.layout.block_bytes)
     return (
         f"{card.model}: device=cpu tensor_ops={tensor_ops} kernels={kernels} "

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from threadpoolctl import ThreadpoolController
+
 from headwise.errors import ConfigError
 from headwise.runtime.ops.base import TensorOps
-from headwise.runtime.ops.threads import set_numpy_threads
+
+
+def resolve_ops_name(name: str) -> str:
+    """What ``auto`` stands for on this machine; any other name is itself."""
+    if name != "auto":
+        return name
+    return "paddle" if find_spec("paddle") is not None else "numpy"
 
 
 def make_ops(name: str, threads: int = 1) -> TensorOps:
@@ -16,12 +24,11 @@ def make_ops(name: str, threads: int = 1) -> TensorOps:
 
     Raises ConfigError if the framework is unknown or not installed.
     """
-    if name == "auto":
-        name = "paddle" if find_spec("paddle") is not None else "numpy"
+    name = resolve_ops_name(name)
     if name == "numpy":
         from headwise.runtime.ops.numpy_ops import NumpyOps
 
-        set_numpy_threads(threads)
+        _set_numpy_threads(threads)
         return NumpyOps()
     if name == "paddle":
         try:
@@ -31,6 +38,14 @@ def make_ops(name: str, threads: int = 1) -> TensorOps:
                 f"tensor_ops paddle needs paddlepaddle, which cannot be imported ({error}): "
                 "`pip install paddlepaddle`, or use tensor_ops numpy"
             ) from None
-        set_numpy_threads(1)  # Paddle has threads of its own: two pools would take the cores from each other
+        _set_numpy_threads(1)  # Paddle has threads of its own: two pools would take the cores from each other
         return PaddleOps(threads)
     raise ConfigError(f"unknown tensor_ops {name!r}; choose auto, paddle or numpy")
+
+
+def _set_numpy_threads(threads: int) -> None:
+    """Let NumPy's matrix products use ``threads`` threads.
+
+    Idle OpenBLAS threads spin: with more of them than free cores, a product takes many times as long as on one.
+    """
+    ThreadpoolController().select(internal_api="openblas").limit(limits=threads)
