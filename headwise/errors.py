@@ -7,6 +7,11 @@ class HeadwiseError(Exception):
     """Base class of all errors raised by headwise."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, for use within another message."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 class ConfigError(HeadwiseError):
     """A configuration value, flag or file is not usable."""
 

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 
 from headwise.actors.placement import in_bundle
 from headwise.actors.worker import Worker
-from headwise.errors import EngineDiedError, HeadwiseError
+from headwise.errors import EngineDiedError, HeadwiseError, first_line
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.step_channel import ZmqExecutor
 from headwise.runtime.worker import threads_per_worker
@@ -58,7 +58,7 @@ class WorkerGroup:
         try:
             self.pids = ray.get(pids)
         except ray.exceptions.RayError as error:
-            raise EngineDiedError(f"a worker died as soon as it was ready: {_first_line(error)}") from None
+            raise EngineDiedError(f"a worker died as soon as it was ready: {first_line(error)}") from None
 
     def watch(self, timeout_s: float) -> None:
         """Return after ``timeout_s``; raise if a worker has ended by then: its own error, or `EngineDiedError`."""
@@ -73,7 +73,7 @@ class WorkerGroup:
                 raise error.cause from None
             raise EngineDiedError(f"the worker of TP rank {rank} failed: {error.cause!r}") from None
         except ray.exceptions.RayError as error:
-            raise EngineDiedError(f"the worker of TP rank {rank} died: {_first_line(error)}") from None
+            raise EngineDiedError(f"the worker of TP rank {rank} died: {first_line(error)}") from None
         raise EngineDiedError(f"the worker of TP rank {rank} stopped serving")
 
     def close(self) -> None:
@@ -86,7 +86,3 @@ class WorkerGroup:
             ray.kill(worker)
         self.executor.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

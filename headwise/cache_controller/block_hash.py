@@ -43,14 +43,15 @@ def extend_hashes(
         digest = sha256(previous)
         digest.update(data[index * stride : (index + 1) * stride])
         if extra_keys:
-            _add_extra_keys(digest, extra_keys, index * block_size, (index + 1) * block_size)
+            digest.update(_overlapping(extra_keys, index * block_size, (index + 1) * block_size))
         previous = digest.digest()[:HASH_BYTES]
         hashes.append(previous)
 
 
-def _add_extra_keys(digest: object, extra_keys: Sequence[ExtraKey], first: int, last: int) -> None:
-    """Mix in the items that overlap the tokens ``[first, last)``, with where they lie relative to it."""
-    for start, end, content in extra_keys:
-        if start < last and end > first:
-            data = f"{start - first}:{end - first}:{len(content)}:{content};".encode()
-            digest.update(data)  # type: ignore[attr-defined]
+def _overlapping(extra_keys: Sequence[ExtraKey], first: int, last: int) -> bytes:
+    """The items that overlap the tokens ``[first, last)``, with where they lie relative to it."""
+    return b"".join(
+        f"{start - first}:{end - first}:{len(content)}:{content};".encode()
+        for start, end, content in extra_keys
+        if start < last and end > first
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 NOWHERE = -1
 
@@ -44,8 +43,13 @@ class RadixTree:
 
     def find(self, hashes: Sequence[bytes]) -> list[Node]:
         """The nodes of the longest known prefix of a path, whatever they still hold."""
-        known = self.nodes.get
-        return list(takewhile(bool, map(known, hashes)))  # type: ignore[arg-type]
+        found = []
+        for block_hash in hashes:
+            node = self.nodes.get(block_hash)
+            if node is None:
+                break
+            found.append(node)
+        return found
 
     def insert(self, block_hash: bytes, parent: Node | None, depth: int) -> Node:
         """The node of a hash, made if it is not there."""

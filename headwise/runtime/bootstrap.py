@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from headwise.actors.names import NAMESPACE, actor_name
-from headwise.errors import DeploymentError, HeadwiseError
+from headwise.errors import DeploymentError, HeadwiseError, first_line
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.loader.progress import Progress, SilentProgress
 
@@ -233,10 +233,10 @@ class _Cluster:
         except ray.exceptions.AuthenticationError as error:
             raise DeploymentError(
                 f"the Ray cluster at {address} refused this process's token: set RAY_AUTH_MODE=token and "
-                f"RAY_AUTH_TOKEN_PATH to its token file ({_first_line(error)})"
+                f"RAY_AUTH_TOKEN_PATH to its token file ({first_line(error)})"
             ) from None
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise DeploymentError(f"no Ray cluster at {address}: {_first_line(error)}; {remedy}") from None
+            raise DeploymentError(f"no Ray cluster at {address}: {first_line(error)}; {remedy}") from None
         return cls(False, True, None, environment)
 
     def disconnect(self) -> None:
@@ -316,7 +316,7 @@ def _get(reference: Any) -> Any:
             raise error.cause from None
         raise DeploymentError(f"an actor failed: {error.cause!r}") from error
     except ray.exceptions.RayError as error:
-        raise DeploymentError(f"an actor of the deployment died: {_first_line(error)}") from error
+        raise DeploymentError(f"an actor of the deployment died: {first_line(error)}") from error
 
 
 def _pid(actor: Any) -> int:
@@ -329,7 +329,3 @@ def _exists(name: str, role: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

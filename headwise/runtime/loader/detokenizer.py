@@ -2,6 +2,9 @@
 
 A token is not a piece of text: a character's bytes may be spread over several tokens. Each detokenizer keeps back only
 what later tokens can still change, and looks at every token once.
+
+Not the ``tokenizers`` library's ``DecodeStream``: of byte-fallback tokens that turn out to be no UTF-8 it has shown the
+first ones as characters by then, which decoding the whole sequence replaces.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from headwise.errors import ModelError
+from headwise.errors import ModelError, first_line
 from headwise.runtime.loader.aliases import ALIASES, fetch_alias
 from headwise.runtime.loader.checkpoint import INDEX, SINGLE
 from headwise.runtime.loader.gguf_convert import converted_directory
@@ -74,8 +74,7 @@ def _from_hub(repository: str, progress: Progress) -> Path:
         # The hub's own cache, so that a model other programs have fetched is not fetched again.
         return Path(snapshot_download(match[1], revision=match[2], allow_patterns=_HUB_PATTERNS))
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"cannot fetch hf:{repository}: {reason}. Check the name, the network and, for a gated model, "
+            f"cannot fetch hf:{repository}: {first_line(error)}. Check the name, the network and, for a gated model, "
             "`huggingface-cli login`"
         ) from error
