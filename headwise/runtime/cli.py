@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -67,9 +67,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat the user's message.")],
     options: EngineOptions,
     chat: Annotated[bool, typer.Option("--chat", help="Answer PROMPT as a chat message.")] = False,
-    system: Annotated[Optional[str], typer.Option(help="System prompt of the chat.")] = None,  # noqa: UP045
+    system: Annotated[str | None, typer.Option(help="System prompt of the chat.")] = None,
     address: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="HOST:PORT", help="Use the deployment that listens there."),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Compute in this process, without Ray.")] = False,
@@ -85,11 +85,11 @@ def generate(
         typer.Option(help="Drop tokens less likely than this share of the likeliest."),
     ] = 0.0,
     seed: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Equal seeds give equal samples."),
     ] = None,
     stop: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(help="End before this text; may be repeated."),
     ] = None,
 ) -> None:
@@ -194,7 +194,7 @@ def _print_stream(server: Client | LocalEngine, prompt: str | list[dict[str, str
 def serve(
     options: EngineOptions,
     address: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="RAY_ADDRESS", help="Ray cluster to run on; 'auto' is the one this machine is part of."),
     ] = None,
 ) -> None:
@@ -272,11 +272,11 @@ def demo(options: EngineOptions) -> None:
 def bench_serve(
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="The deployment's client address.")],
     concurrency: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Closed loop: requests in flight at any time."),
     ] = None,
     rate: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="Open loop: requests per second, Poisson arrivals."),
     ] = None,
     num_requests: Annotated[int, typer.Option(help="Requests to send.")] = 100,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -16,7 +16,7 @@ from headwise.errors import HeadwiseError
 from headwise.runtime.config import EngineConfig, field_default
 
 _ConfigFile = Annotated[
-    Optional[Path],  # noqa: UP045  typer reads hints at run time
+    Path | None,
     typer.Option(
         "--config",
         metavar="FILE.yaml",
@@ -84,7 +84,7 @@ def _flag(f: Field[Any], hint: Any) -> Any:
     declaration = f"--{name}/--no-{name}" if hint is bool else f"--{name}"
     text = f"{f.metadata['help']} [default: {_shown(field_default(f))}]"
     option = typer.Option(declaration, help=text, show_default=False)
-    return Annotated[Optional[hint], option]  # noqa: UP045
+    return Annotated[hint | None, option]
 
 
 def config_reference() -> str:
