@@ -12,17 +12,11 @@ The last line is JSON; `overhead_ratio` is the median over the rounds of the eng
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # read when paddle and numba are imported
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import argparse
 import json
+import os
 import statistics
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -41,38 +35,17 @@ from headwise.runtime.worker import ModelWorker
 SETTLE = 4
 """Steps at the start of a round that are not counted: the pipeline fills, and caches change hands."""
 
-NO_STEP = StepResult(-1, 0, np.empty(0, np.int32))
-
 
 class RecordingWorker:
-    """Passes steps on to a worker and keeps them with their results; also runs what else belongs on its thread."""
+    """Passes steps on to a worker and keeps them with their results."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
         self.steps: list[tuple[BatchRequest, StepResult]] = []
 
-    def execute(self, batch: BatchRequest | Callable[[], None]) -> StepResult:
-        if callable(batch):
-            batch()
-            return NO_STEP
+    def execute(self, batch: BatchRequest) -> StepResult:
         result = self.worker.execute(batch)
         self.steps.append((batch, result))
-        return result
-
-
-class TurnTakingExecutor(LocalExecutor):
-    """Lets the benchmark have the worker's thread between the engine's steps."""
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the worker's thread when all steps are done, and wait for it."""
-        done = threading.Event()
-        self.submit(work)  # type: ignore[arg-type]
-        self.submit(done.set)  # type: ignore[arg-type]
-        done.wait()
-
-    def poll(self, timeout_s: float | None) -> StepResult | None:
-        while (result := super().poll(timeout_s)) is NO_STEP:
-            pass
         return result
 
 
@@ -88,7 +61,7 @@ class DecodingEngine:
         worker = ModelWorker(config, directory, 0, SingleRank())
         worker.initialize_cache()
         self.recorder = RecordingWorker(worker)
-        self.executor = TurnTakingExecutor(self.recorder)  # type: ignore[arg-type]
+        self.executor = LocalExecutor(self.recorder)
         door = FrontDoor.open(config)
         self.core = EngineCore(config, door.card, door.tokenizer, self.executor)
         rng = np.random.default_rng(0)
@@ -123,7 +96,7 @@ class DecodingEngine:
                 results.append(self.recorder.worker.execute(batch))
                 times.append(time.perf_counter())
 
-        self.executor.run(run_again)
+        self.executor.thread.submit(run_again).result()
         for result, (_, known) in zip(results, self.recorder.steps[first:], strict=True):
             if not np.array_equal(result.token_ids, known.token_ids):
                 raise SystemExit(f"step {known.step_id} sampled other tokens when it was run again")

@@ -8,13 +8,9 @@ after the other, by an engine in this process. The last line is JSON; `ttft_rati
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))  # read when paddle is imported
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import argparse
 import json
+import os
 import statistics
 
 import numpy as np

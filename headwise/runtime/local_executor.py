@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
 
 from headwise.errors import EngineDiedError
 from headwise.runtime.batch import BatchRequest, StepResult
-from headwise.runtime.worker import ModelWorker
+
+
+class Worker(Protocol):
+    """What is needed of a worker: `headwise.runtime.worker.ModelWorker`."""
+
+    def execute(self, batch: BatchRequest) -> StepResult: ...
 
 
 class LocalExecutor:
-    """Runs the steps of `ModelWorker` on one thread, in order; the engine schedules meanwhile."""
+    """Runs a worker's steps on one thread, in order; the engine schedules meanwhile.
 
-    def __init__(self, worker: ModelWorker) -> None:
+    thread: the worker's, for whoever must do something between two steps
+    """
+
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._batches: queue.SimpleQueue[BatchRequest | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepResult | EngineDiedError] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="headwise-worker", daemon=True)
-        self._thread.start()
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headwise-worker")
+        self._steps: deque[Future[StepResult]] = deque()
 
     def submit(self, batch: BatchRequest) -> None:
-        self._batches.put(batch)
+        self._steps.append(self.thread.submit(self._worker.execute, batch))
 
     def poll(self, timeout_s: float | None) -> StepResult | None:
-        try:
-            result = self._results.get(timeout=timeout_s) if timeout_s != 0 else self._results.get_nowait()
-        except queue.Empty:
+        if not self._steps or not wait([self._steps[0]], timeout_s).done:
             return None
-        if isinstance(result, EngineDiedError):
-            raise result
-        return result
+        error = self._steps[0].exception()
+        if error is not None:
+            raise EngineDiedError(f"the worker failed: {type(error).__name__}: {error}") from error
+        return self._steps.popleft().result()
 
     def close(self) -> None:
-        self._batches.put(None)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            try:
-                self._results.put(self._worker.execute(batch))
-            except Exception as error:
-                self._results.put(EngineDiedError(f"the worker failed in step {batch.step_id}: {error!r}"))
-                return
+        self.thread.shutdown(cancel_futures=True)
