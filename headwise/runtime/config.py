@@ -64,6 +64,10 @@ class EngineConfig:
     sink: int = _option(64, "First tokens that heads limited by head_pattern always see.", 0)
     window: int = _option(256, "Most recent tokens that heads limited by head_pattern see.", 1)
     prefix_caching: bool = _option(True, "Keep finished blocks and reuse them for requests with the same prefix.")
+    recycling: bool = _option(
+        True,
+        "Give a window head's blocks back once no query can see them; off: when the request ends, to compare.",
+    )
     max_model_len: int = _option(0, "Most tokens of a sequence, prompt and output; 0 is the model's own limit.", 0)
     max_num_seqs: int = _option(64, "Most sequences in one step.", 1, 65536)
     max_batched_tokens: int = _option(512, "Token budget of one step; longer prompts are computed in chunks.", 1)

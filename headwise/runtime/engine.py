@@ -43,7 +43,7 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self.cache = CacheManager(
-            card.plan.policies,
+            card.kept,
             block_size=config.block_size,
             num_blocks=card.spec.num_blocks,
             max_rows=card.spec.max_rows,

@@ -10,6 +10,7 @@ from pathlib import Path
 from headwise.cache_controller.head_pattern import HeadPattern, Policies, parse_pattern, policies_from_scores
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
+from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.windows import peak_blocks
 from headwise.errors import ConfigError, ModelError
 from headwise.kernels.gqa import gqa_layout
@@ -28,6 +29,7 @@ class ModelCard:
     model:         the name it was asked for by
     identity:      differs between models, and between head policies, whose cache blocks must not be mixed
     max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds
+    recycling:     whether blocks that a group's window has left are given back
     """
 
     model: str
@@ -37,11 +39,21 @@ class ModelCard:
     layout: BlockLayout
     spec: CacheSpec
     max_model_len: int
+    recycling: bool = True
+
+    @property
+    def kept(self) -> tuple[HeadPolicy, ...]:
+        """What the cache keeps for each group: without recycling, everything."""
+        return kept_policies(self.plan, self.recycling)
 
     @property
     def bytes_per_token(self) -> float:
         """Cache bytes a token takes, over all ranks and groups."""
         return self.layout.block_bytes * len(self.plan.groups) * self.plan.tp_size / self.layout.block_size
+
+
+def kept_policies(plan: HeadGroupPlan, recycling: bool) -> tuple[HeadPolicy, ...]:
+    return plan.policies if recycling else (FULL,) * len(plan.groups)
 
 
 def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
@@ -71,7 +83,7 @@ def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
             f"kv_cache {config.kv_cache} holds {max_model_len} tokens, max_model_len is {config.max_model_len}: "
             "raise the one or lower the other"
         )
-    return ModelCard(config.model, identity, model, plan, layout, spec, max_model_len)
+    return ModelCard(config.model, identity, model, plan, layout, spec, max_model_len, config.recycling)
 
 
 def load_pattern(path: str | Path) -> HeadPattern:
@@ -101,10 +113,11 @@ def _with_policies(identity: str, policies: Policies) -> str:
 def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec) -> int:
     """The longest sequence that the pool holds, in whole blocks: window groups take a fixed part of it."""
     in_flight = config.max_batched_tokens * config.steps_in_flight
+    kept = kept_policies(plan, config.recycling)
 
     def fits(columns: int) -> bool:
         tokens = columns * config.block_size
-        needed = (peak_blocks(policy, tokens, config.block_size, in_flight) for policy in plan.policies)
+        needed = (peak_blocks(policy, tokens, config.block_size, in_flight) for policy in kept)
         return sum(needed) <= spec.num_blocks
 
     low, high = 1, spec.max_blocks
