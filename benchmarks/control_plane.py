@@ -53,6 +53,10 @@ def manager(groups: int, num_blocks: int, rows: int, context: int) -> CacheManag
     )
 
 
+def extend(cache: CacheManager, row: int, count: int) -> bool:
+    return cache.extend(np.array([row], dtype=np.int32), np.array([count]))
+
+
 def admit_and_free(context: int, groups: int, num_blocks: int, rounds: int) -> tuple[float, float]:
     """Median microseconds to admit a request with a half hit into a full pool, and to free it."""
     cache = manager(groups, num_blocks, 2, context)
@@ -61,8 +65,8 @@ def admit_and_free(context: int, groups: int, num_blocks: int, rounds: int) -> t
     def run_through(sequence: NDArray[np.int32]) -> None:
         hashes = hashes_of(sequence)
         cache.adopt(0, cache.match(hashes, len(sequence) - 1), len(sequence))
-        assert cache.extend(0, len(sequence))
-        cache.commit(0, len(sequence), hashes)
+        assert extend(cache, 0, len(sequence))
+        cache.register(0, hashes)
         cache.release(0)
         cache.drain_table_updates()
 
@@ -76,11 +80,12 @@ def admit_and_free(context: int, groups: int, num_blocks: int, rounds: int) -> t
         hashes = hashes_of(prompt)
         match = cache.match(hashes, len(prompt) - 1)
         cache.adopt(1, match, len(prompt))
-        assert cache.extend(1, len(prompt))
+        assert extend(cache, 1, len(prompt))
         admits.append(time.perf_counter() - started)
         assert match.num_blocks == len(shared) // BLOCK
         cache.drain_table_updates()
-        cache.commit(1, len(prompt), hashes)
+        cache.register(1, hashes)
+        cache.recycle(np.array([1], np.int32), np.array([len(prompt)]))
         started = time.perf_counter()
         cache.release(1)
         frees.append(time.perf_counter() - started)
@@ -91,22 +96,18 @@ def admit_and_free(context: int, groups: int, num_blocks: int, rounds: int) -> t
 def decode_step(requests: int, groups: int, context: int, rounds: int) -> float:
     """Median microseconds to plan a decode step and to commit it, as the engine does, text aside."""
     cache = manager(groups, requests * groups * (context // BLOCK + 4), requests, context + rounds + 2 * BLOCK)
-    resources = ResourceManager(cache, max_rows=requests, max_batched_tokens=requests * (context + BLOCK))
+    budget = requests * (context + BLOCK)
+    resources = ResourceManager(cache, max_rows=requests, max_batched_tokens=budget, prefill_chunk=budget)
     for index in range(requests):
         request = GenerateRequest(str(index), tokens(context + index % BLOCK), SamplingParams(seed=1))
         resources.add(Sequence(request, SEED, (0, index), context + rounds + 2 * BLOCK, 0.0))
     step = resources.schedule(0.0)
-    times = []
+    times, sampled = [], np.full(requests, 7, dtype=np.int32)
     for _ in range(rounds):
         assert step is not None
         assert len(step.sequences) == requests
         started = time.perf_counter()
-        computed = (step.batch.starts + step.batch.query_lens).tolist()
-        for sequence, count in zip(step.sequences, computed, strict=True):
-            cache.commit(sequence.row, count, sequence.block_hashes(count, BLOCK))
-            sequence.pending -= 1
-            sequence.append(7)
-            resources.step_done(sequence)
+        resources.commit(step, sampled)
         step = resources.schedule(0.0)
         times.append(time.perf_counter() - started)
         cache.drain_index_updates()

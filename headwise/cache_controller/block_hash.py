@@ -35,15 +35,17 @@ def extend_hashes(
     block_size: int,
     extra_keys: Sequence[ExtraKey] = (),
 ) -> None:
-    """Append to ``hashes`` those of the full blocks of ``tokens`` (``int32 [n]``) that are not in it yet."""
+    """Append to ``hashes`` those of the full blocks of ``tokens`` (``int32 [n]``), which follow those of ``hashes``."""
     data = np.ascontiguousarray(tokens, dtype=np.int32).data.cast("B")
     stride = 4 * block_size
     previous = hashes[-1] if hashes else seed
-    for index in range(len(hashes), len(tokens) // block_size):
+    first = len(hashes)
+    for index in range(len(tokens) // block_size):
         digest = sha256(previous)
         digest.update(data[index * stride : (index + 1) * stride])
         if extra_keys:
-            digest.update(_overlapping(extra_keys, index * block_size, (index + 1) * block_size))
+            at = (first + index) * block_size
+            digest.update(_overlapping(extra_keys, at, at + block_size))
         previous = digest.digest()[:HASH_BYTES]
         hashes.append(previous)
 

@@ -6,39 +6,38 @@
         evict                     |  v
           +-----------------------cached                           (registered in the radix tree, nobody uses it)
 
-Every operation is O(1) a block, and takes many blocks at once: counts are arrays, order is an ordered dictionary's.
+Every operation takes many blocks at once and is O(1) a block: states are arrays, the order of eviction is chunked.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-Blocks = Sequence[int] | NDArray[np.int32]
+from headwise.cache_controller.eviction import EvictionOrder
+
+Blocks = NDArray[np.int32]
 
 
 class BlockPool:
     """Hands out block ids ``0 .. num_blocks - 1`` and keeps released, registered blocks until space is needed.
 
-    ``on_evict`` is called with cached blocks, least recently used first, right before they are handed out anew.
+    ``on_evict`` is called with cached blocks, in the order they go, right before they are handed out anew.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[list[int]], None]) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[Blocks], None]) -> None:
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
+        self.num_free = num_blocks
         self._on_evict = on_evict
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._stack: Blocks = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # the first `num_free` are free
+        self._cached = EvictionOrder(num_blocks)
         self._references: NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self._registered: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        self._valued: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
 
     @property
     def num_cached(self) -> int:
@@ -47,83 +46,113 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free) + len(self._cached)
+        return self.num_free + len(self._cached)
 
     @property
     def num_held(self) -> int:
         return self.num_blocks - self.num_available
+
+    @property
+    def free_blocks(self) -> Blocks:
+        """The blocks that hold nothing."""
+        return self._stack[: self.num_free].copy()
+
+    @property
+    def cached_blocks(self) -> Blocks:
+        """The blocks that nobody holds and the tree knows, the next to be evicted first."""
+        return self._cached.blocks()
 
     def is_held(self, block: int) -> bool:
         return bool(self._references[block] > 0)
 
     def count_held(self, blocks: Blocks) -> int:
         """How many of ``blocks`` somebody holds."""
-        return int(np.count_nonzero(self._references[np.asarray(blocks, dtype=np.int32)]))
+        return int(np.count_nonzero(self._references[blocks]))
 
-    def allocate(self, count: int) -> NDArray[np.int32]:
+    def allocate(self, count: int) -> Blocks:
         """``count`` blocks with one reference each; evicts cached ones if free ones do not suffice.
 
         Raises ValueError if more than `num_available` are asked for; nothing is handed out then.
         """
         if count > self.num_available:
             raise ValueError(f"{count} blocks were asked for, {self.num_available} of {self.num_blocks} are available")
-        self._evict(count - len(self._free))
-        at = len(self._free) - count
-        blocks = np.array(self._free[at:], dtype=np.int32)
-        del self._free[at:]
+        if count > self.num_free:
+            self._evict(count - self.num_free)
+        self.num_free -= count
+        blocks = self._stack[self.num_free : self.num_free + count].copy()
         self._references[blocks] = 1
         return blocks
 
-    def register(self, block: int) -> None:
-        """Keep a held block as cache after its last release."""
-        self._registered[block] = True
+    def register(self, blocks: Blocks) -> None:
+        """Keep held blocks as cache after their last release."""
+        self._registered[blocks] = True
+
+    def value(self, blocks: Blocks) -> None:
+        """Say that a later request may well need ``blocks``: those that are registered are never evicted first."""
+        self._valued[blocks] = self._registered[blocks]
 
     def retain(self, blocks: Blocks) -> None:
         """Add a reference to each of ``blocks`` (distinct; held or cached)."""
-        ids = np.asarray(blocks, dtype=np.int32)
-        for block in ids[self._references[ids] == 0].tolist():
-            del self._cached[block]
-        self._references[ids] += 1
+        cached = blocks[self._references[blocks] == 0]
+        if len(cached):
+            self._cached.remove(cached)
+        self._references[blocks] += 1
 
     def release(self, blocks: Blocks, *, evict_first: bool = False) -> None:
-        """Drop a reference of each of ``blocks`` (distinct). Those given first are evicted first.
+        """Drop a reference for each entry of ``blocks``. Those given first are evicted first.
 
-        With ``evict_first`` they are the next to be evicted, before all that is cached now.
+        With ``evict_first`` they go before all that is cached otherwise, unless they are of `value`.
         """
-        ids = np.asarray(blocks, dtype=np.int32)
-        if (self._references[ids] < 1).any():
-            over = ids[self._references[ids] < 1].tolist()
+        np.subtract.at(self._references, blocks, 1)
+        if (self._references[blocks] < 0).any():
+            over = blocks[self._references[blocks] < 0].tolist()
+            np.add.at(self._references, blocks, 1)
             raise ValueError(f"blocks {over} are released more often than they were retained")
-        self._references[ids] -= 1
-        unused = ids[self._references[ids] == 0]
+        unused = blocks[self._references[blocks] == 0]
         keep = self._registered[unused]
-        self._free.extend(unused[~keep].tolist())
-        kept = unused[keep].tolist()
-        self._cached.update(dict.fromkeys(kept))
+        if not keep.all():
+            self._push_free(unused[~keep])
+            unused = unused[keep]
         if evict_first:
-            for block in reversed(kept):
-                self._cached.move_to_end(block, last=False)
+            unused = _distinct(unused)
+            valued = self._valued[unused]
+            self._cached.append(unused[~valued], first=True)
+            unused = unused[valued]
+        self._cached.append(unused)
 
     def evict_all(self) -> None:
         """Forget every cached block."""
         self._evict(len(self._cached))
 
     def _evict(self, count: int) -> None:
-        if count <= 0:
+        if not count:
             return
-        pop = self._cached.popitem
-        blocks = [pop(last=False)[0] for _ in range(count)]
+        blocks = self._cached.pop(count)
         self._registered[blocks] = False
+        self._valued[blocks] = False
         self._on_evict(blocks)
-        self._free.extend(blocks)
+        self._push_free(blocks)
+
+    def _push_free(self, blocks: Blocks) -> None:
+        self._stack[self.num_free : self.num_free + len(blocks)] = blocks
+        self.num_free += len(blocks)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free, cached and held blocks partition the pool."""
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self.free_blocks.tolist()), set(self.cached_blocks.tolist())
         held = set(np.flatnonzero(self._references).tolist())
-        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert len(free) == self.num_free, "a block is twice in the free list"
+        assert len(cached) == len(self.cached_blocks) == self.num_cached, "a block is twice in the order of eviction"
         assert not free & cached, f"blocks {free & cached} are free and cached"
         assert not (free | cached) & held, f"blocks {(free | cached) & held} are held and available"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
-        assert all(self._registered[block] for block in cached), "a cached block is not registered"
-        assert not any(self._registered[block] for block in free), "a free block is registered"
+        assert self._registered[list(cached)].all(), "a cached block is not registered"
+        assert not self._registered[list(free)].any(), "a free block is registered"
+        assert not (self._valued & ~self._registered).any(), "an unregistered block is of value"
+
+
+def _distinct(blocks: Blocks) -> Blocks:
+    """``blocks`` without repetitions: rows that share a prefix may drop one block at once."""
+    if len(blocks) < 2:
+        return blocks
+    return np.fromiter(dict.fromkeys(blocks.tolist()), dtype=np.int32)

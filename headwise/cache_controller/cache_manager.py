@@ -1,39 +1,50 @@
 """The scheduler's view of one engine's cache: block tables, prefix hits, allocation and eviction.
 
 No I/O, no clock, no device memory: it decides, and says in `drain_table_updates` and `drain_index_updates` what
-workers and the attention store must know.
+workers and the attention store must know. Whatever happens in every step happens to all rows of the batch at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.policy import HeadPolicy
-from headwise.cache_controller.radix_tree import NOWHERE, Node, RadixTree
-from headwise.cache_controller.windows import first_live_block, next_recycling, num_blocks_for, peak_blocks, sink_blocks
+from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree
+from headwise.cache_controller.windows import GroupWindows
 
 DEVICE_TIER = "device"
 
+Rows = NDArray[np.int32]
+Tokens = NDArray[np.int64]
+"""Per row, a number of tokens."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class PrefixMatch:
-    """A prefix of ``num_blocks`` blocks that can be served from the cache.
+    """A prefix that can be served from the cache.
 
-    kept: runs (group, first column, device blocks) of what a sequence that starts with the prefix may still see
+    blocks:  ``int32 [groups, num_blocks]``, what a sequence that starts with it may still see; else `NOWHERE`
+    reached: blocks of the prefix that could be served if no window group had lost its own
     """
 
-    num_blocks: int = 0
-    kept: tuple[tuple[int, int, list[int]], ...] = ()
+    blocks: NDArray[np.int32]
+    reached: int = 0
 
     @property
-    def num_kept(self) -> int:
-        """Blocks that adopting the match puts into a row's table."""
-        return sum(len(blocks) for _, _, blocks in self.kept)
+    def num_blocks(self) -> int:
+        return int(self.blocks.shape[1])
+
+    @property
+    def kept(self) -> NDArray[np.int32]:
+        """The device blocks that adopting the match puts into a row's table."""
+        kept: NDArray[np.int32] = self.blocks[self.blocks != NOWHERE]
+        return kept
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,11 @@ class IndexUpdate:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counts of blocks, and of tokens asked for and served by prefix caching since the start."""
+    """Counts of blocks, and of tokens asked for and served by prefix caching since the start.
+
+    smallest_reusable_prefix: tokens that two requests must have in common for the second to be served any
+    lost_window_tokens:       tokens of prefixes that the full groups still had, and no window group could resume
+    """
 
     total_blocks: int
     free_blocks: int
@@ -60,36 +75,25 @@ class CacheStats:
     nodes: int
     queried_tokens: int
     hit_tokens: int
+    lost_window_tokens: int
     evicted_blocks: int
     recycled_blocks: int
-
-
-@dataclass
-class _Row:
-    """One sequence: columns of its table that are allocated and registered.
-
-    held:     blocks in its table, over all groups
-    recycled: per group, the column up to which blocks behind the sink were given back
-    recycle_at: tokens at which the next block of a window group dies
-    fresh:    runs (first column, hashes) that this row brought into the tree, to be announced when it closes: until
-              then it holds them, so they cannot be evicted
-    """
-
-    num_blocks: int = 0
-    held: int = 0
-    recycled: list[int] = field(default_factory=list)
-    recycle_at: int = 0
-    registered: int = 0
-    fresh: list[tuple[int, list[bytes]]] = field(default_factory=list)
+    smallest_reusable_prefix: int
 
 
 class CacheManager:
     """Owns the pool, the prefix tree and the block tables ``int32 [max_rows, groups, max_blocks]``.
 
     A row is one running sequence. Its life: `match` and `adopt` a prefix, `extend` before tokens are computed,
-    `commit` after they were, `release` once no step in flight may touch its blocks.
+    `register` and `recycle` after they were, `release` once no step in flight may touch its blocks.
+
+    What window groups leave behind is evicted before anything else, but for the windows at which a request is likely
+    to resume: where a request was served, where it could have been had the window been there (a branch of the tree),
+    and the end of a prompt. Those, and the end of a request, stay as long as the rest of their prefix does.
 
     step_tokens: most tokens of one sequence in the steps that are in flight together
+    num_blocks:  per row, the columns of its tables that are allocated
+    registered:  per row, the columns that the tree knows
     """
 
     def __init__(
@@ -108,30 +112,49 @@ class CacheManager:
         self.max_blocks = max_blocks
         self.step_tokens = step_tokens
         self.prefix_caching = prefix_caching
+        groups = len(self.policies)
         self.pool = BlockPool(num_blocks, self._on_evict)
-        self.tree = RadixTree(len(self.policies))
-        self.tables: NDArray[np.int32] = np.full((max_rows, len(self.policies), max_blocks), NOWHERE, dtype=np.int32)
-        self._rows: dict[int, _Row] = {}
-        self._full_groups = [g for g, policy in enumerate(self.policies) if policy.is_full]
-        self._window_groups = [g for g, policy in enumerate(self.policies) if not policy.is_full]
-        self._index_groups = self._full_groups or self._window_groups
-        self._table_updates: list[tuple[int, int, int, NDArray[np.int32]]] = []
+        self.tree = RadixTree(groups, num_blocks)
+        self.windows = GroupWindows(policies, block_size)
+        self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
+        self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self.registered: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self._open: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        self._held: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # blocks in the row's tables
+        self._recycled: NDArray[np.int64] = np.zeros((max_rows, groups), dtype=np.int64)  # columns given back up to
+        self._recycle_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens
+        # Depths at which another request may resume: the match's end or the branch, and the prompt's end.
+        self._resume: NDArray[np.int64] = np.zeros((max_rows, 2), dtype=np.int64)
+        # Runs (first column, hashes) that a row brought into the tree, to be announced when it closes: until then it
+        # holds them, so they cannot be evicted.
+        self._fresh: dict[int, list[tuple[int, list[bytes]]]] = {}
+        self._window_groups = np.flatnonzero(~self.windows.is_full)
+        self._is_index_group = self.windows.is_full if self.windows.is_full.any() else ~self.windows.is_full
+        self._table_updates: list[NDArray[np.int32]] = []
         self._index_updates: list[IndexUpdate] = []
-        self._queried_tokens = self._hit_tokens = self._evicted_blocks = self._recycled_blocks = 0
+        self._queried_tokens = self._hit_tokens = self._lost_window_tokens = 0
+        self._evicted_blocks = self._recycled_blocks = 0
 
     # ---- questions ----
-
-    def peak_blocks(self, tokens: int) -> int:
-        """Most blocks that a sequence of up to ``tokens`` tokens holds at any time, over all groups."""
-        return sum(peak_blocks(policy, tokens, self.block_size, self.step_tokens) for policy in self.policies)
 
     @property
     def num_available(self) -> int:
         return self.pool.num_available
 
-    def promised_blocks(self, row: int, tokens: int) -> int:
-        """Blocks that a row may still take until it has ``tokens`` tokens."""
-        return max(0, self.peak_blocks(tokens) - self._rows[row].held)
+    def peak_blocks(self, tokens: int) -> int:
+        """Most blocks that a sequence of up to ``tokens`` tokens holds at any time, over all groups."""
+        return int(self.windows.peak_blocks(tokens, self.step_tokens))
+
+    def promised_blocks(self, rows: Rows, tokens: Tokens) -> int:
+        """Blocks that ``rows`` may still take until they have ``tokens`` tokens each."""
+        peak = self.windows.peak_blocks(tokens, self.step_tokens)
+        return int(np.maximum(0, peak - self._held[rows]).sum())
+
+    def blocks_needed(self, rows: Rows, tokens: Tokens) -> NDArray[np.int64]:
+        """Blocks that each row lacks for ``tokens`` tokens in all."""
+        columns = -(-tokens // self.block_size)
+        needed: NDArray[np.int64] = np.maximum(0, columns - self.num_blocks[rows]) * len(self.policies)
+        return needed
 
     def stats(self) -> CacheStats:
         return CacheStats(
@@ -142,8 +165,10 @@ class CacheManager:
             nodes=len(self.tree.nodes),
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
+            lost_window_tokens=self._lost_window_tokens,
             evicted_blocks=self._evicted_blocks,
             recycled_blocks=self._recycled_blocks,
+            smallest_reusable_prefix=self.block_size if self.prefix_caching else 0,
         )
 
     # ---- prefix hits ----
@@ -155,198 +180,182 @@ class CacheManager:
         has its sink blocks and the blocks that a query after the prefix may see.
         """
         if not self.prefix_caching:
-            return PrefixMatch()
+            return PrefixMatch(np.empty((len(self.policies), 0), dtype=np.int32))
         nodes = self.tree.find(hashes[: max_tokens // self.block_size])
-        for group in self._full_groups:
-            held = [node.device[group] for node in nodes]
-            if NOWHERE in held:
-                del nodes[held.index(NOWHERE) :]
-        count = self._window_depth(nodes) if self._window_groups else len(nodes)
-        return PrefixMatch(count, self._kept(nodes[:count]))
+        held = self.tree.device[nodes]
+        lacking = (held[:, self.windows.is_full] == NOWHERE).any(axis=1)
+        reached = int(lacking.argmax()) if lacking.any() else len(nodes)
+        count = self._window_depth(held[:reached]) if len(self._window_groups) else reached
+        return PrefixMatch(self._seen_after(held[:count]), reached)
 
-    def _window_depth(self, nodes: Sequence[Node]) -> int:
-        """The deepest prefix of ``nodes`` that every window group can serve."""
-        best = 0
-        runs = dict.fromkeys(self._window_groups, 0)  # resident blocks in a row, ending at this one
-        sinks = dict.fromkeys(self._window_groups, 0)  # resident blocks in a row, from the first one
-        for depth, node in enumerate(nodes):
-            for group in self._window_groups:
-                resident = node.device[group] != NOWHERE
-                runs[group] = runs[group] + 1 if resident else 0
-                if resident and sinks[group] == depth:
-                    sinks[group] += 1
-            if all(self._window_servable(g, depth + 1, runs[g], sinks[g]) for g in self._window_groups):
-                best = depth + 1
-        return best
+    def _window_depth(self, held: NDArray[np.int32]) -> int:
+        """The deepest prefix of the path ``held [n, groups]`` that every window group can serve."""
+        resident = held[:, self._window_groups] != NOWHERE
+        column = np.arange(len(held))[:, None]
+        last_gap = np.maximum.accumulate(np.where(resident, -1, column), axis=0)
+        first_gap = np.where(resident, len(held), column).min(axis=0, initial=len(held))
+        depths = column[:, 0] + 1
+        live = self.windows.first_live(depths * self.block_size)[:, self._window_groups]
+        sinks = np.minimum(self.windows.sink_blocks[self._window_groups], depths[:, None])
+        servable = ((last_gap < live) & (first_gap >= sinks)).all(axis=1)
+        return int(depths[servable].max(initial=0))
 
-    def _window_servable(self, group: int, blocks: int, run: int, from_start: int) -> bool:
-        policy = self.policies[group]
-        live = blocks - first_live_block(policy, blocks * self.block_size, self.block_size)
-        return run >= live and from_start >= min(sink_blocks(policy, self.block_size), blocks)
-
-    def _kept(self, nodes: Sequence[Node]) -> tuple[tuple[int, int, list[int]], ...]:
-        """Per group, the sink's run and the window's; a full group's is one."""
-        runs = []
-        for group, policy in enumerate(self.policies):
-            live = first_live_block(policy, len(nodes) * self.block_size, self.block_size)
-            sinks = min(sink_blocks(policy, self.block_size), live)
-            for first, last in ((0, sinks), (live, len(nodes))):
-                if first < last:
-                    runs.append((group, first, [node.device[group] for node in nodes[first:last]]))
-        return tuple(runs)
+    def _seen_after(self, held: NDArray[np.int32]) -> NDArray[np.int32]:
+        """``[groups, n]``: of a path's blocks ``held [n, groups]`` those in a sink or window of a query after it."""
+        column = np.arange(len(held))[:, None]
+        live = self.windows.first_live(len(held) * self.block_size)
+        seen = (column < self.windows.sink_blocks) | (column >= live)
+        return np.where(seen, held, np.int32(NOWHERE)).T
 
     def num_reclaimed(self, match: PrefixMatch) -> int:
         """Blocks of a match that nobody holds now: adopting it takes them out of `num_available`."""
-        return sum(len(blocks) - self.pool.count_held(blocks) for _, _, blocks in match.kept)
+        kept = match.kept
+        return len(kept) - self.pool.count_held(kept)
 
     # ---- the life of a row ----
 
     def adopt(self, row: int, match: PrefixMatch, prompt_tokens: int) -> None:
         """Open ``row`` for a sequence whose prefix is ``match`` (maybe empty)."""
-        if row in self._rows:
+        if self._open[row]:
             raise ValueError(f"row {row} is in use")
-        tokens = match.num_blocks * self.block_size
-        recycled = [first_live_block(policy, tokens, self.block_size) for policy in self.policies]
-        self._rows[row] = _Row(match.num_blocks, match.num_kept, recycled, registered=match.num_blocks)
-        for group, first, blocks in match.kept:
-            self.pool.retain(blocks)
-            self._enter(row, group, first, np.array(blocks, dtype=np.int32))
+        count = match.num_blocks
+        self._open[row] = True
+        self.num_blocks[row] = self.registered[row] = count
+        self._recycled[row] = self.windows.first_live(count * self.block_size)
+        self._recycle_at[row] = 0
+        self._resume[row] = match.reached, prompt_tokens // self.block_size
+        group, column = (match.blocks != NOWHERE).nonzero()
+        blocks = match.blocks[group, column]
+        self._held[row] = len(blocks)
+        self.pool.retain(blocks)
+        self.pool.value(blocks)
+        self._enter(np.full(len(blocks), row, dtype=np.int32), group, column, blocks)
         self._queried_tokens += prompt_tokens
-        self._hit_tokens += tokens
+        self._hit_tokens += count * self.block_size
+        self._lost_window_tokens += (match.reached - count) * self.block_size
 
-    def _enter(self, row: int, group: int, first: int, blocks: NDArray[np.int32]) -> None:
-        """Write ``blocks`` into the table, at the columns from ``first`` on, and note it for the workers."""
-        self.tables[row, group, first : first + len(blocks)] = blocks
-        self._table_updates.append((row, group, first, blocks))
+    def _enter(self, rows: Rows, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]) -> None:
+        """Write ``blocks`` into the tables, and note it for the workers."""
+        self.tables[rows, groups, columns] = blocks
+        updates = np.empty((len(blocks), 4), dtype=np.int32)
+        updates[:, 0], updates[:, 1], updates[:, 2], updates[:, 3] = rows, groups, columns, blocks
+        self._table_updates.append(updates)
 
-    def extend(self, row: int, tokens: int) -> bool:
-        """Make room for ``tokens`` tokens in all; False, and nothing changed, if the pool has not enough."""
-        state = self._rows[row]
-        first, last = state.num_blocks, num_blocks_for(tokens, self.block_size)
-        if last > self.max_blocks:
-            raise ValueError(f"{tokens} tokens need {last} blocks; a block table has {self.max_blocks} columns")
-        if last <= first:
+    def extend(self, rows: Rows, tokens: Tokens) -> bool:
+        """Make room for ``tokens`` tokens in all in each row; False, and nothing changed, if the pool lacks blocks."""
+        columns = -(-tokens // self.block_size)
+        if (columns > self.max_blocks).any():
+            raise ValueError(
+                f"{tokens.max()} tokens need {columns.max()} blocks; a block table has {self.max_blocks} columns"
+            )
+        short = (columns > self.num_blocks[rows]).nonzero()[0]
+        if not len(short):
             return True
-        groups = len(self.policies)
-        if (last - first) * groups > self.pool.num_available:
+        rows, last = rows[short], columns[short]
+        first = self.num_blocks[rows]
+        groups, total = len(self.policies), int((last - first).sum())
+        if total * groups > self.pool.num_available:
             return False
-        blocks = self.pool.allocate((last - first) * groups).reshape(groups, last - first)
-        for group in range(groups):
-            self._enter(row, group, first, blocks[group])
-        state.num_blocks = last
-        state.held += (last - first) * groups
+        index, column = _spans(first, last)
+        row = np.repeat(rows[index], groups)
+        blocks = self.pool.allocate(total * groups)
+        self._enter(row, np.tile(np.arange(groups), total), np.repeat(column, groups), blocks)
+        self.num_blocks[rows] = last
+        self._held[rows] += (last - first) * groups
         return True
 
-    def commit(self, row: int, tokens: int, hashes: Sequence[bytes]) -> None:
-        """Say that the row's first ``tokens`` tokens are computed; ``hashes`` name their full blocks.
-
-        Steps in flight must not look at positions before ``tokens``' windows: what these leave is recycled.
-        """
-        state = self._rows[row]
-        if self.prefix_caching and len(hashes) > state.registered:
-            self._register_up_to(row, hashes)
-        if self._window_groups and tokens >= state.recycle_at:
-            self._recycle(row, tokens)
-
-    def _recycle(self, row: int, tokens: int) -> None:
-        """Give back the window blocks that no later query sees; registered ones are the first to be evicted."""
-        state = self._rows[row]
-        for group in self._window_groups:
-            policy = self.policies[group]
-            first = max(state.recycled[group], sink_blocks(policy, self.block_size))
-            live = min(first_live_block(policy, tokens, self.block_size), state.num_blocks)
-            if live <= first:
-                continue
-            dead = self.tables[row, group, first:live]
-            blocks = dead[dead != NOWHERE]
-            self._enter(row, group, first, np.full(live - first, NOWHERE, dtype=np.int32))
-            state.recycled[group] = live
-            state.held -= len(blocks)
-            self._recycled_blocks += len(blocks)
-            self.pool.release(blocks, evict_first=True)
-        state.recycle_at = min(
-            next_recycling(self.policies[group], tokens, self.block_size) for group in self._window_groups
-        )
-
-    def _register_up_to(self, row: int, hashes: Sequence[bytes]) -> None:
-        state, nodes = self._rows[row], self.tree.nodes
-        first = state.registered
+    def register(self, row: int, hashes: Sequence[bytes]) -> None:
+        """Let the tree know the row's first full blocks, which ``hashes`` name. Their tokens must be computed."""
+        if not self.prefix_caching or len(hashes) <= self.registered[row]:
+            return
+        first, nodes = int(self.registered[row]), self.tree.nodes
         while first > 0 and hashes[first - 1] not in nodes:
             first -= 1  # another row's copy was in the tree and has been evicted since: ours takes its place
-        parent = nodes[hashes[first - 1]] if first else None
-        columns = self.tables[row, :, first : len(hashes)].T.tolist()
-        for depth, blocks in enumerate(columns, first):
-            parent = self.tree.insert(hashes[depth], parent, depth)
-            if self._register(parent, blocks):
-                self._note_fresh(state, depth, parent.hash)
-        state.registered = len(hashes)
+        path = self.tree.insert(hashes[first:], nodes[hashes[first - 1]] if first else ROOT, first)
+        known = self._is_resident(path)
+        self.pool.register(self.tree.attach(path, self.tables[row, :, first : len(hashes)].T))
+        new = self._is_resident(path) & ~known
+        for start, stop in _runs(new):
+            self._fresh.setdefault(row, []).append((first + start, list(hashes[first + start : first + stop])))
+        self.registered[row] = len(hashes)
 
-    def _register(self, node: Node, blocks: list[int]) -> bool:
-        """Let the tree have the row's blocks of a node where it has none; whether that made the node resident."""
-        added = False
-        for group, block in enumerate(blocks):
-            if block != NOWHERE and node.device[group] == NOWHERE:
-                self.tree.attach(node, group, block)
-                self.pool.register(block)
-                added = True
-        return added and self._is_resident(node)
+    def recycle(self, rows: Rows, tokens: Tokens) -> None:
+        """Give back the window blocks that no query from position ``tokens`` of each row on sees.
 
-    def _note_fresh(self, state: _Row, depth: int, block_hash: bytes) -> None:
-        if state.fresh and state.fresh[-1][0] + len(state.fresh[-1][1]) == depth:
-            state.fresh[-1][1].append(block_hash)
-        else:
-            state.fresh.append((depth, [block_hash]))
+        Steps in flight must not look at positions before it.
+        """
+        due = (tokens >= self._recycle_at[rows]).nonzero()[0]
+        if not len(due) or not len(self._window_groups):
+            return
+        rows, tokens = rows[due], tokens[due]
+        live = np.minimum(self.windows.first_live(tokens), self.num_blocks[rows][:, None])
+        first = np.maximum(self._recycled[rows], self.windows.sink_blocks)
+        at, column = _spans(first.ravel(), np.maximum(first, live).ravel())
+        row, group = rows[at // len(self.policies)], at % len(self.policies)
+        blocks = self.tables[row, group, column]
+        self._recycled[rows] = np.maximum(self._recycled[rows], live)
+        self._recycle_at[rows] = self.windows.next_recycling(tokens)
+        held = blocks != NOWHERE
+        row, group, column, blocks = row[held], group[held], column[held], blocks[held]
+        np.subtract.at(self._held, row, 1)
+        self._enter(row, group, column, np.full(len(blocks), NOWHERE, dtype=np.int32))
+        self._recycled_blocks += len(blocks)
+        self.pool.value(blocks[self._resumable(row, group, column)])
+        self.pool.release(blocks, evict_first=True)
+
+    def _resumable(self, rows: Rows, groups: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.bool_]:
+        """Whether the blocks lie in a window at which another request may resume."""
+        depths = self._resume[rows]
+        behind = depths * self.block_size - (self.windows.window[groups] - 1)[:, None]
+        first, column = behind // self.block_size, columns[:, None]
+        inside: NDArray[np.bool_] = (column >= first) & (column < depths)
+        return np.asarray(inside.any(axis=1))
 
     def release(self, row: int) -> None:
         """Close a row. Its registered blocks stay as cache, the deepest to be evicted first."""
-        state = self._rows.pop(row)
-        held = self.tables[row, :, : state.num_blocks]
+        held = self.tables[row, :, : self.num_blocks[row]]
         deepest_first = held.T[::-1].ravel()
         self.pool.release(deepest_first[deepest_first != NOWHERE])
         held[:] = NOWHERE
+        self._open[row] = False
+        self.num_blocks[row] = self.registered[row] = self._held[row] = 0
         self._index_updates += [
-            IndexUpdate(DEVICE_TIER, first, tuple(hashes), resident=True) for first, hashes in state.fresh
+            IndexUpdate(DEVICE_TIER, first, tuple(hashes), resident=True) for first, hashes in self._fresh.pop(row, ())
         ]
 
-    def _is_resident(self, node: Node | None) -> bool:
-        """Whether the device holds what every prefix through this node needs: its full groups."""
-        return node is not None and all(node.device[group] != NOWHERE for group in self._index_groups)
+    def _is_resident(self, nodes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the device holds what every prefix through a node needs: its full groups."""
+        held: NDArray[np.bool_] = self.tree.device[nodes] != NOWHERE
+        return np.asarray((held | ~self._is_index_group).all(axis=1))
 
     def reset(self) -> None:
         """Forget every block that no row holds."""
         self.pool.evict_all()
 
-    def _on_evict(self, blocks: list[int]) -> None:
+    def _on_evict(self, blocks: NDArray[np.int32]) -> None:
         self._evicted_blocks += len(blocks)
-        run: list[Node] = []  # neighbours of one path, the deepest first: so they were released, so they go
-        for block in blocks:
-            node, group = self.tree.detach(block)
-            if group not in self._index_groups or (run and run[-1] is node):
-                continue
-            if run and run[-1].parent is not node:
+        nodes, groups = self.tree.owners(blocks)
+        gone = nodes[self._is_index_group[groups] & self._is_resident(nodes)]
+        run: list[int] = []  # neighbours of one path, the deepest first: so they were released, so they go
+        for node in dict.fromkeys(gone.tolist()):
+            if run and self.tree.parents[run[-1]] != node:
                 self._announce_gone(run)
                 run = []
             run.append(node)
         if run:
             self._announce_gone(run)
+        self.tree.detach(blocks)
 
-    def _announce_gone(self, run: list[Node]) -> None:
-        hashes = tuple(node.hash for node in reversed(run))
-        self._index_updates.append(IndexUpdate(DEVICE_TIER, run[-1].depth, hashes, resident=False))
+    def _announce_gone(self, run: list[int]) -> None:
+        hashes = tuple(self.tree.hashes[node] for node in reversed(run))
+        self._index_updates.append(IndexUpdate(DEVICE_TIER, self.tree.depths[run[-1]], hashes, resident=False))
 
     # ---- what others must hear ----
 
     def drain_table_updates(self) -> NDArray[np.int32]:
         """``int32 [k, 4]``: (row, group, block index, block id) since the last call, in order."""
-        runs, self._table_updates = self._table_updates, []
-        updates = np.empty((sum(len(blocks) for *_, blocks in runs), 4), dtype=np.int32)
-        at = 0
-        for row, group, first, blocks in runs:
-            part = updates[at : at + len(blocks)]
-            part[:, 0], part[:, 1], part[:, 3] = row, group, blocks
-            part[:, 2] = range(first, first + len(blocks))
-            at += len(blocks)
-        return updates
+        updates, self._table_updates = self._table_updates, []
+        return np.concatenate(updates) if updates else np.empty((0, 4), dtype=np.int32)
 
     def drain_index_updates(self) -> list[IndexUpdate]:
         """What changed for the attention store since the last call, in order."""
@@ -355,25 +364,38 @@ class CacheManager:
 
     def resident_paths(self) -> list[IndexUpdate]:
         """Everything that is resident, as statements: a snapshot for the attention store."""
+        nodes = np.fromiter(self.tree.nodes.values(), dtype=np.int64, count=len(self.tree.nodes))
+        tree = self.tree
         return [
-            IndexUpdate(DEVICE_TIER, node.depth, (node.hash,), resident=True)
-            for node in self.tree.nodes.values()
-            if self._is_resident(node)
+            IndexUpdate(DEVICE_TIER, tree.depths[node], (tree.hashes[node],), resident=True)
+            for node in nodes[self._is_resident(nodes)].tolist()
         ]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless tables, pool and tree agree (DESIGN invariant 1)."""
         self.pool.check_integrity()
         self.tree.check_integrity()
-        references = [0] * self.pool.num_blocks
-        for row, state in self._rows.items():
+        for row in np.flatnonzero(self._open).tolist():
             held = self.tables[row]
-            assert (held[:, state.num_blocks :] == NOWHERE).all(), f"row {row} holds blocks behind its end"
-            assert (held != NOWHERE).sum() == state.held, f"row {row} miscounts its blocks"
-            for block in held[held != NOWHERE].tolist():
-                references[block] += 1
-        for block, count in enumerate(references):
+            assert (held[:, self.num_blocks[row] :] == NOWHERE).all(), f"row {row} holds blocks behind its end"
+            assert (held != NOWHERE).sum() == self._held[row], f"row {row} miscounts its blocks"
+        assert (self.tables[~self._open] == NOWHERE).all(), "a closed row holds blocks"
+        blocks, counts = np.unique(self.tables[self.tables != NOWHERE], return_counts=True)
+        references = np.zeros(self.pool.num_blocks, dtype=np.int64)
+        references[blocks] = counts
+        for block, count in enumerate(references.tolist()):
             assert (count > 0) == self.pool.is_held(block), f"block {block} is in {count} tables but held disagrees"
-        closed = np.ones(len(self.tables), dtype=bool)
-        closed[list(self._rows)] = False
-        assert (self.tables[closed] == NOWHERE).all(), "a closed row holds blocks"
+
+
+def _spans(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The columns ``first[i] .. last[i] - 1`` of each i, one after the other: (i, column) of each."""
+    counts = last - first
+    index = np.repeat(np.arange(len(first)), counts)
+    within = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return index, first[index] + within
+
+
+def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Start and stop of each run of True."""
+    edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))

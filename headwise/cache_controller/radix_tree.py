@@ -1,103 +1,150 @@
 """The prefix tree: which token blocks are cached, and where, per head group.
 
 A node is one token block of a path; its chained hash names the whole path, so the tree is a dictionary from hash to
-node, and a lookup follows the request's own hashes.
+node, and a lookup follows the request's own hashes. Nodes are numbers, and what they hold is a row of an array: a
+whole path is matched, registered or evicted with a few array operations, whatever the number of groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 NOWHERE = -1
+ROOT = -1
+"""The parent of a path's first block."""
+
+Nodes = NDArray[np.int64]
 
 
-@dataclass(eq=False, slots=True)
-class Node:
-    """One token block of a path.
-
-    depth:    index of the block in its path
-    device:   per group, the device block that holds it, or `NOWHERE`
-    resident: number of groups that hold it on the device
-    children: number of nodes below
-    """
-
-    hash: bytes
-    parent: Node | None
-    depth: int
-    device: list[int]
-    resident: int = 0
-    children: int = 0
-
-
-@dataclass
 class RadixTree:
     """Nodes by hash, and the owner of every registered device block.
 
-    A node is removed once no tier holds any of it and nothing is below it.
+    A node is removed once no tier holds any of it and nothing is below it; its number is given anew then.
+
+    nodes:  the number of each known hash
+    device: ``int32 [capacity, groups]``, the device block that holds a node for a group, or `NOWHERE`
+    hashes, depths, parents: per node; a depth is the index of the block in its path
     """
 
-    num_groups: int
-    nodes: dict[bytes, Node] = field(default_factory=dict)
-    _owners: dict[int, tuple[Node, int]] = field(default_factory=dict)
+    def __init__(self, num_groups: int, num_blocks: int) -> None:
+        self.nodes: dict[bytes, int] = {}
+        self.device: NDArray[np.int32] = np.full((1024, num_groups), NOWHERE, dtype=np.int32)
+        self.hashes: list[bytes] = []
+        self.depths: list[int] = []
+        self.parents: list[int] = []
+        self._children: list[int] = []
+        self._unused: list[int] = []
+        self._owner: Nodes = np.full(num_blocks, NOWHERE, dtype=np.int64)  # node * groups + group
 
-    def find(self, hashes: Sequence[bytes]) -> list[Node]:
+    @property
+    def num_groups(self) -> int:
+        return int(self.device.shape[1])
+
+    def find(self, hashes: Sequence[bytes]) -> Nodes:
         """The nodes of the longest known prefix of a path, whatever they still hold."""
         found = []
+        known = self.nodes.get
         for block_hash in hashes:
-            node = self.nodes.get(block_hash)
+            node = known(block_hash)
             if node is None:
                 break
             found.append(node)
-        return found
+        return np.array(found, dtype=np.int64)
 
-    def insert(self, block_hash: bytes, parent: Node | None, depth: int) -> Node:
-        """The node of a hash, made if it is not there."""
-        node = self.nodes.get(block_hash)
-        if node is None:
-            node = Node(block_hash, parent, depth, [NOWHERE] * self.num_groups)
-            self.nodes[block_hash] = node
-            if parent is not None:
-                parent.children += 1
+    def insert(self, path: Sequence[bytes], parent: int, depth: int) -> Nodes:
+        """The nodes of a path's blocks from ``depth`` on, below ``parent``; made where they are not there."""
+        made = []
+        for block_hash in path:
+            node = self.nodes.get(block_hash)
+            if node is None:
+                node = self._make(block_hash, parent, depth)
+            made.append(node)
+            parent, depth = node, depth + 1
+        return np.array(made, dtype=np.int64)
+
+    def _make(self, block_hash: bytes, parent: int, depth: int) -> int:
+        if self._unused:
+            node = self._unused.pop()
+            self.hashes[node], self.depths[node], self.parents[node] = block_hash, depth, parent
+        else:
+            node = len(self.hashes)
+            self.hashes.append(block_hash)
+            self.depths.append(depth)
+            self.parents.append(parent)
+            self._children.append(0)
+            if node == len(self.device):
+                self.device = np.concatenate([self.device, np.full_like(self.device, NOWHERE)])
+        self.nodes[block_hash] = node
+        if parent != ROOT:
+            self._children[parent] += 1
         return node
 
-    def attach(self, node: Node, group: int, block: int) -> None:
-        """Say that ``block`` holds ``node`` for ``group``. The group must not be resident yet."""
-        node.device[group] = block
-        node.resident += 1
-        self._owners[block] = (node, group)
+    def attach(self, nodes: Nodes, blocks: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Let ``blocks [n, groups]`` hold ``nodes [n]`` where nothing does yet; those that now do.
 
-    def detach(self, block: int) -> tuple[Node, int]:
-        """Forget a device block: its node and the group. Removes nodes that hold nothing any more."""
-        node, group = self._owners.pop(block)
-        node.device[group] = NOWHERE
-        node.resident -= 1
-        if node.resident == 0 and node.children == 0:
-            self._prune(node)
+        An entry of `NOWHERE` holds nothing.
+        """
+        taken = (blocks != NOWHERE) & (self.device[nodes] == NOWHERE)
+        index, group = taken.nonzero()
+        node = nodes[index]
+        block: NDArray[np.int32] = blocks[index, group]
+        self.device[node, group] = block
+        self._owner[block] = node * self.num_groups + group
+        return block
+
+    def owners(self, blocks: NDArray[np.int32]) -> tuple[Nodes, Nodes]:
+        """Node and group of each of ``blocks``, which must be attached."""
+        node, group = np.divmod(self._owner[blocks], self.num_groups)
         return node, group
 
-    def _prune(self, node: Node | None) -> None:
-        while node is not None and node.resident == 0 and node.children == 0:
-            del self.nodes[node.hash]
-            node = node.parent
-            if node is not None:
-                node.children -= 1
+    def detach(self, blocks: NDArray[np.int32]) -> None:
+        """Forget device blocks. Removes nodes that hold nothing any more."""
+        nodes, groups = self.owners(blocks)
+        self._owner[blocks] = NOWHERE
+        self.device[nodes, groups] = NOWHERE
+        empty = dict.fromkeys(nodes[(self.device[nodes] == NOWHERE).all(axis=1)].tolist())
+        for node in empty:
+            if self.hashes[node]:
+                self._prune(node, empty)
+
+    def _prune(self, node: int, empty: Container[int]) -> None:
+        """Remove a node that holds nothing, and those above it that are left with nothing; ``empty`` are known to."""
+        while not self._children[node]:
+            del self.nodes[self.hashes[node]]
+            self.hashes[node] = b""
+            self._unused.append(node)
+            node = self.parents[node]
+            if node == ROOT:
+                return
+            self._children[node] -= 1
+            if node not in empty and not self._is_empty(node):
+                return
+
+    def _is_empty(self, node: int) -> bool:
+        return bool((self.device[node] == NOWHERE).all())
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless counts, parents and owners agree with the nodes."""
-        children: dict[bytes, int] = dict.fromkeys(self.nodes, 0)
-        blocks: dict[int, tuple[Node, int]] = {}
+        children = [0] * len(self.hashes)
+        owner = np.full_like(self._owner, NOWHERE)
         for block_hash, node in self.nodes.items():
-            assert node.hash == block_hash
-            assert node.resident == sum(block != NOWHERE for block in node.device), "a resident count is wrong"
-            if node.parent is not None:
-                assert self.nodes.get(node.parent.hash) is node.parent, "a node's parent is not in the tree"
-                assert node.depth == node.parent.depth + 1
-                children[node.parent.hash] += 1
-            for group, block in enumerate(node.device):
+            assert self.hashes[node] == block_hash
+            parent = self.parents[node]
+            if parent != ROOT:
+                assert self.nodes.get(self.hashes[parent]) == parent, "a node's parent is not in the tree"
+                assert self.depths[node] == self.depths[parent] + 1
+                children[parent] += 1
+            for group, block in enumerate(self.device[node].tolist()):
                 if block != NOWHERE:
-                    assert block not in blocks, f"block {block} has two owners"
-                    blocks[block] = (node, group)
-        assert all(node.children == children[node.hash] for node in self.nodes.values()), "a child count is wrong"
-        assert all(node.resident or node.children for node in self.nodes.values()), "an empty leaf was kept"
-        assert blocks == self._owners, "owners and nodes disagree"
+                    assert owner[block] == NOWHERE, f"block {block} has two owners"
+                    owner[block] = node * self.num_groups + group
+        for node in self.nodes.values():
+            assert self._children[node] == children[node], "a child count is wrong"
+            assert children[node] or not self._is_empty(node), "an empty leaf was kept"
+        gone = sorted(set(range(len(self.hashes))) - set(self.nodes.values()))
+        assert gone == sorted(self._unused), "a node is lost"
+        assert (self.device[gone] == NOWHERE).all(), "a removed node holds blocks"
+        assert (owner == self._owner).all(), "owners and nodes disagree"

@@ -1,8 +1,19 @@
-"""Which token blocks of a sequence a head policy still needs: the arithmetic of windows and sinks."""
+"""Which token blocks of a sequence each head group still needs: the arithmetic of windows and sinks.
+
+Everything takes one number of tokens or an array of them, and answers for all groups at once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from headwise.cache_controller.policy import HeadPolicy
+
+UNBOUNDED = 1 << 40
+"""The window of a full group: longer than any sequence, so that one formula serves all groups."""
 
 
 def num_blocks_for(tokens: int, block_size: int) -> int:
@@ -10,34 +21,39 @@ def num_blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def sink_blocks(policy: HeadPolicy, block_size: int) -> int:
-    """Leading blocks that hold a sink token."""
-    return num_blocks_for(policy.sink, block_size)
+class GroupWindows:
+    """The windows and sinks of an engine's head groups.
 
-
-def first_live_block(policy: HeadPolicy, tokens: int, block_size: int) -> int:
-    """First block behind the sink that the query at position ``tokens``, or a later one, may see.
-
-    Block ``i`` is dead iff its last token ``(i + 1) * block_size - 1 <= tokens - window``.
+    window:      ``int64 [groups]``, `UNBOUNDED` for full groups
+    sink_blocks: ``int64 [groups]``, leading blocks that hold a sink token
     """
-    if policy.is_full:
-        return 0
-    return max(0, (tokens - policy.window + 1) // block_size)
 
+    def __init__(self, policies: Sequence[HeadPolicy], block_size: int) -> None:
+        self.block_size = block_size
+        self.is_full = np.array([policy.is_full for policy in policies])
+        self.window = np.array([policy.window or UNBOUNDED for policy in policies], dtype=np.int64)
+        self.sink_blocks = -(-np.array([policy.sink for policy in policies], dtype=np.int64) // block_size)
 
-def next_recycling(policy: HeadPolicy, tokens: int, block_size: int) -> int:
-    """The number of tokens at which `first_live_block` of a window policy next grows."""
-    return (first_live_block(policy, tokens, block_size) + 1) * block_size + policy.window - 1
+    def first_live(self, tokens: ArrayLike) -> NDArray[np.int64]:
+        """``[..., groups]``: first block behind the sink that the query at position ``tokens``, or a later one, sees.
 
+        Block ``i`` is dead iff its last token ``(i + 1) * block_size - 1 <= tokens - window``.
+        """
+        behind = np.expand_dims(np.asarray(tokens, dtype=np.int64), -1) - (self.window - 1)
+        live: NDArray[np.int64] = np.maximum(0, behind // self.block_size)
+        return live
 
-def peak_blocks(policy: HeadPolicy, tokens: int, block_size: int, in_flight: int) -> int:
-    """Most blocks a group ever holds for a sequence that grows to ``tokens`` tokens.
+    def next_recycling(self, tokens: ArrayLike) -> NDArray[np.int64]:
+        """``[...]``: the number of tokens at which `first_live` of some group next grows."""
+        grows: NDArray[np.int64] = (self.first_live(tokens) + 1) * self.block_size + (self.window - 1)
+        return np.asarray(grows.min(axis=-1))
 
-    A window group holds its sink, and the blocks that the window and the ``in_flight`` tokens of steps under way reach
-    into; the rest is recycled.
-    """
-    whole = num_blocks_for(tokens, block_size)
-    if policy.is_full:
-        return whole
-    window = num_blocks_for(policy.window - 1 + in_flight, block_size) + 1
-    return min(whole, sink_blocks(policy, block_size) + window)
+    def peak_blocks(self, tokens: ArrayLike, in_flight: int) -> NDArray[np.int64]:
+        """``[...]``: most blocks, over all groups, of a sequence that grows to ``tokens`` tokens.
+
+        A window group holds its sink, and the blocks that the window and the ``in_flight`` tokens of steps under way
+        reach into; the rest is recycled.
+        """
+        whole = np.expand_dims(-(-np.asarray(tokens, dtype=np.int64) // self.block_size), -1)
+        window = -(-(self.window - 1 + in_flight) // self.block_size) + 1
+        return np.asarray(np.minimum(whole, self.sink_blocks + window).sum(axis=-1))

@@ -70,7 +70,11 @@ class EngineConfig:
     )
     max_model_len: int = _option(0, "Most tokens of a sequence, prompt and output; 0 is the model's own limit.", 0)
     max_num_seqs: int = _option(64, "Most sequences in one step.", 1, 65536)
-    max_batched_tokens: int = _option(512, "Token budget of one step; longer prompts are computed in chunks.", 1)
+    max_batched_tokens: int = _option(
+        512,
+        "Token budget of a step, and of one prompt in all steps in flight: longer ones are computed in chunks.",
+        1,
+    )
     max_queued: int = _option(4096, "Most requests waiting in an engine; more are refused.", 1)
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
     step_timeout_s: float = _option(120.0, "Seconds after which a step that does not end counts as a dead worker.", 1.0)
@@ -99,6 +103,16 @@ class EngineConfig:
     def steps_in_flight(self) -> int:
         """Steps that may be on their way to the workers at once."""
         return 2 if self.async_scheduling else 1
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Most tokens of one sequence in a step: a prompt's chunks in flight are no more than a step's budget."""
+        return -(-self.max_batched_tokens // self.steps_in_flight)
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Most tokens of one sequence in the steps that are on their way together."""
+        return self.prefill_chunk * self.steps_in_flight
 
     @property
     def cache_path(self) -> Path:

@@ -48,11 +48,14 @@ class EngineCore:
             num_blocks=card.spec.num_blocks,
             max_rows=card.spec.max_rows,
             max_blocks=card.spec.max_blocks,
-            step_tokens=config.max_batched_tokens * config.steps_in_flight,
+            step_tokens=config.tokens_in_flight,
             prefix_caching=config.prefix_caching,
         )
         self.resources = ResourceManager(
-            self.cache, max_rows=card.spec.max_rows, max_batched_tokens=config.max_batched_tokens
+            self.cache,
+            max_rows=card.spec.max_rows,
+            max_batched_tokens=config.max_batched_tokens,
+            prefill_chunk=config.prefill_chunk,
         )
         self._depth = config.steps_in_flight
         self._steps: deque[ScheduledStep] = deque()
@@ -123,23 +126,18 @@ class EngineCore:
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
         self._counts["steps"] += 1
         self._compute_s += result.compute_s
-        batch = step.batch
-        tokens = result.token_ids.tolist() if result.error is None else []
-        for index, sequence in enumerate(step.sequences):
-            if result.error is not None:
+        if result.error is not None:
+            for sequence in step.sequences:
                 self._fail(sequence, result.error)
-            elif not sequence.finished:
-                computed = int(batch.starts[index] + batch.query_lens[index])
-                self.cache.commit(sequence.row, computed, sequence.block_hashes(computed, self.config.block_size))
-                if batch.sample[index]:
-                    self._take(sequence, tokens[index], result.logprobs.get(index))
-            self.resources.step_done(sequence)
+            self.resources.step_done(step)
+            return
+        tokens = result.token_ids.tolist()
+        for index in self.resources.commit(step, result.token_ids):
+            self._take(step.sequences[index], tokens[index], result.logprobs.get(index))
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a sampled token and say so."""
+        """Say that a token was sampled, and end the request if it was the last."""
         now = self._clock()
-        sequence.pending -= 1
-        sequence.append(token)
         self._counts["tokens_out"] += 1
         if sequence.first_token is None:
             sequence.first_token = now
@@ -174,7 +172,7 @@ class EngineCore:
         now = self._clock()
         started = now if sequence.first_scheduled is None else sequence.first_scheduled
         first = now if sequence.first_token is None else sequence.first_token
-        after_first = max(1, sequence.num_output - 1)
+        after_first = max(1, len(sequence.output) - 1)
         return Timings(
             queue_s=started - sequence.arrived,
             ttft_s=first - sequence.arrived,
@@ -186,8 +184,8 @@ class EngineCore:
 
     def fail_all(self, error: str) -> list[OutputDelta]:
         """End every request with ``error``, after a worker was lost. The engine must not be stepped again."""
+        self.resources.drop_steps()
         for sequence in list(self._live.values()):
-            sequence.in_flight = 0
             self._fail(sequence, error)
         outputs, self._outbox = self._outbox, []
         return outputs
@@ -214,4 +212,4 @@ class EngineCore:
 
 
 def _usage(sequence: Sequence) -> Usage:
-    return Usage(sequence.num_prompt, sequence.cached_tokens, sequence.num_output)
+    return Usage(sequence.num_prompt, sequence.cached_tokens, len(sequence.output))

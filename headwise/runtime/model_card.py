@@ -11,7 +11,7 @@ from headwise.cache_controller.head_pattern import HeadPattern, Policies, parse_
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
-from headwise.cache_controller.windows import peak_blocks
+from headwise.cache_controller.windows import GroupWindows
 from headwise.errors import ConfigError, ModelError
 from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.config import EngineConfig
@@ -112,13 +112,10 @@ def _with_policies(identity: str, policies: Policies) -> str:
 
 def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec) -> int:
     """The longest sequence that the pool holds, in whole blocks: window groups take a fixed part of it."""
-    in_flight = config.max_batched_tokens * config.steps_in_flight
-    kept = kept_policies(plan, config.recycling)
+    windows = GroupWindows(kept_policies(plan, config.recycling), config.block_size)
 
     def fits(columns: int) -> bool:
-        tokens = columns * config.block_size
-        needed = (peak_blocks(policy, tokens, config.block_size, in_flight) for policy in kept)
-        return sum(needed) <= spec.num_blocks
+        return int(windows.peak_blocks(columns * config.block_size, config.tokens_in_flight)) <= spec.num_blocks
 
     low, high = 1, spec.max_blocks
     while low < high:  # the largest number of columns that fits

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager, PrefixMatch
-from headwise.runtime.batch import BatchRequest, NewSequence
+from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence
+from headwise.runtime.rows import Index, Rows
 from headwise.runtime.sequence import Phase, Sequence
-
-Plan = dict[Sequence, int]
-"""Tokens of each sequence in the step being planned."""
 
 
 @dataclass(frozen=True)
@@ -24,21 +23,38 @@ class ScheduledStep:
     sequences: tuple[Sequence, ...]
 
 
+@dataclass
+class _Plan:
+    """Rows of the step being planned, and how many tokens of each."""
+
+    rows: Index
+    counts: NDArray[np.int64]
+
+    def add(self, row: int, count: int) -> None:
+        self.rows = np.append(self.rows, np.int32(row))
+        self.counts = np.append(self.counts, count)
+
+
 class ResourceManager:
     """First come, first served within a priority; the oldest sequence always gets on, so nothing can deadlock.
 
     Out of blocks, the latest sequence is preempted: its blocks go back (they stay as cache while nobody needs
     them) and it is computed again from what the cache still has. Blocks and rows of a sequence that leaves the
     batch come back once no step in flight may touch them.
+
+    max_batched_tokens: token budget of a step
+    prefill_chunk:      most tokens of one sequence in a step
     """
 
-    def __init__(self, cache: CacheManager, *, max_rows: int, max_batched_tokens: int) -> None:
+    def __init__(self, cache: CacheManager, *, max_rows: int, max_batched_tokens: int, prefill_chunk: int) -> None:
         self.cache = cache
+        self.rows = Rows(max_rows)
         self.max_batched_tokens = max_batched_tokens
+        self.prefill_chunk = prefill_chunk
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self._running_rows: Index | None = None  # of `running`, until that changes
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; the oldest first
-        self._free_rows = deque(range(max_rows))
         self._new: list[NewSequence] = []
         self._draining: set[Sequence] = set()
         self._step_id = 0
@@ -54,60 +70,76 @@ class ResourceManager:
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """The next step, or None if there is nothing to do until a step in flight comes back."""
-        plan: Plan = {}
-        budget, preemptions = self.max_batched_tokens, self.num_preemptions
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        for sequence in self.running:
-            (decoding if sequence.is_decoding else prefilling).append(sequence)
-        for sequence in decoding + prefilling:  # those take one token each: no prompt may stall them
-            budget -= self._plan(plan, sequence, budget)
+        self._make_way()
+        preemptions = self.num_preemptions
+        plan = self._plan_running()
+        budget = self.max_batched_tokens - int(plan.counts.sum())
         # Where blocks were short in this step, no newcomer may take what came free.
-        while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(plan, now)):
-            budget -= self._plan(plan, admitted, budget)
-        return self._send(plan) if plan else None
+        while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(now)):
+            count = min(admitted.num_tokens - int(self.rows.scheduled[admitted.row]), self.prefill_chunk, budget)
+            row = np.array([admitted.row], dtype=np.int32)
+            if self.cache.extend(row, self.rows.scheduled[row] + count):
+                plan.add(admitted.row, count)
+                budget -= count
+        return self._send(plan) if len(plan.rows) else None
 
-    def _plan(self, plan: Plan, sequence: Sequence, budget: int) -> int:
-        """Put the sequence's next tokens into the plan, with room for them in the cache; how many."""
-        if sequence.phase is not Phase.RUNNING or sequence.is_complete:
-            return 0
-        tokens = min(sequence.length - sequence.scheduled, budget)
-        if tokens <= 0 or not self._make_room(plan, sequence, sequence.scheduled + tokens):
-            return 0
-        plan[sequence] = tokens
-        return tokens
+    def _plan_running(self) -> _Plan:
+        """The next tokens of what runs, with room for them in the cache.
 
-    def _make_room(self, plan: Plan, sequence: Sequence, tokens: int) -> bool:
-        """Allocate blocks up to ``tokens``; preempts from the latest on, and never anybody older."""
-        while not self.cache.extend(sequence.row, tokens):
+        Short of blocks, the latest sequences are preempted; while blocks are on their way back, those wait that
+        need more.
+        """
+        while True:
+            plan = self._ask_for_tokens()
+            targets = self.rows.scheduled[plan.rows] + plan.counts
+            if self.cache.extend(plan.rows, targets):
+                return plan
             if self._draining:
-                return False  # blocks are on their way back
-            if self._preempt_latest(plan) is sequence:
-                return False
-        return True
+                needed = self.cache.blocks_needed(plan.rows, targets)
+                fits = (needed == 0) | (np.cumsum(needed) <= self.cache.num_available)
+                self.cache.extend(plan.rows[fits], targets[fits])
+                return _Plan(plan.rows[fits], plan.counts[fits])
+            self._preempt_latest()
 
-    def _preempt_latest(self, plan: Plan) -> Sequence:
+    def _ask_for_tokens(self) -> _Plan:
+        """The tokens that running sequences want, within the budget; decoding ones first: no prompt may stall them."""
+        rows = self._rows_in_order()
+        decoding = self.rows.is_decoding(rows)
+        rows = np.concatenate([rows[decoding], rows[~decoding]])
+        wanted = np.minimum(self.rows.to_schedule(rows), self.prefill_chunk)
+        before = np.cumsum(wanted) - wanted
+        counts = np.clip(self.max_batched_tokens - before, 0, wanted)
+        some = counts > 0
+        return _Plan(rows[some], counts[some])
+
+    def _rows_in_order(self) -> Index:
+        if self._running_rows is None:
+            self._running_rows = np.array([sequence.row for sequence in self.running], dtype=np.int32)
+        return self._running_rows
+
+    def _preempt_latest(self) -> None:
         victim = self.running[-1]
-        plan.pop(victim, None)
         victim.preemptions += 1
         self.num_preemptions += 1
         self.leave(victim)
-        return victim
 
-    def _admit(self, plan: Plan, now: float) -> Sequence | None:
-        """Start the first waiting sequence if all of its known tokens fit beside what runs already.
+    # ---- admission ----
 
-        Where they do not, a running sequence of lower priority makes way.
-        """
+    def _make_way(self) -> None:
+        """Preempt a running sequence for one of higher priority that could not start otherwise."""
+        if not self._waiting or not self.running or self._draining:  # what is on its way back may do
+            return
+        urgent = self._waiting[0][1]
+        if self.running[-1].order[0] > urgent.order[0] and not self._can_start(urgent, self._match(urgent)):
+            self._preempt_latest()
+
+    def _admit(self, now: float) -> Sequence | None:
+        """Start the first waiting sequence if all of its known tokens fit beside what runs already."""
         if not self._waiting or any(not leaving.finished for leaving in self._draining):
             return None
         sequence = self._waiting[0][1]
         match = self._match(sequence)
-        others = self.running or self._draining
-        if not self._free_rows or (others and not self._fits(sequence, match)):
-            urgent = self.running and self.running[-1].order[0] > sequence.order[0]
-            if urgent and not self._draining:  # else wait for what is on its way back
-                self._preempt_latest(plan)
+        if not self._can_start(sequence, match):
             return None
         heapq.heappop(self._waiting)
         self._start(sequence, match, now)
@@ -118,55 +150,106 @@ class ResourceManager:
         hashes = sequence.block_hashes(sequence.num_tokens, self.cache.block_size)
         return self.cache.match(hashes, max_tokens=sequence.num_tokens - 1)
 
-    def _fits(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        needed = self.cache.peak_blocks(sequence.num_tokens + 1) - match.num_kept
+    def _can_start(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        if not self.rows.num_free:
+            return False
+        if not self.running and not self._draining:
+            return True
+        needed = self.cache.peak_blocks(sequence.num_tokens + 1) - len(match.kept)
         return needed <= self.cache.num_available - self.cache.num_reclaimed(match) - self._promised_blocks()
-
-    def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
-        sequence.row = self._free_rows.popleft()
-        self.cache.adopt(sequence.row, match, sequence.num_tokens)
-        sequence.phase = Phase.RUNNING
-        sequence.scheduled = match.num_blocks * self.cache.block_size
-        if sequence.first_scheduled is None:
-            sequence.cached_tokens = sequence.scheduled
-            sequence.first_scheduled = now
-        self._insert_running(sequence)
-        request = sequence.request
-        self._new.append(NewSequence(sequence.row, request.request_id, request.sampling, request.sampling.seed or 0))
-
-    def _insert_running(self, sequence: Sequence) -> None:
-        at = len(self.running)
-        while at and self.running[at - 1].order > sequence.order:
-            at -= 1
-        self.running.insert(at, sequence)
 
     def _promised_blocks(self) -> int:
         """Blocks that admitted sequences will still take for tokens they already have."""
-        return sum(self.cache.promised_blocks(s.row, s.length) for s in self.running)
+        rows = self._rows_in_order()
+        return self.cache.promised_blocks(rows, self.rows.length[rows])
 
-    def _send(self, plan: Plan) -> ScheduledStep:
-        sequences = tuple(plan)
-        counts = list(plan.values())
-        starts = [s.scheduled for s in sequences]
-        token_ids = np.empty(sum(counts), dtype=np.int32)
-        samples, at = [], 0
-        for sequence, count in plan.items():
-            sequence.take_inputs(count, token_ids[at : at + count])
-            samples.append(sequence.schedule(count))
-            at += count
+    def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
+        computed = match.num_blocks * self.cache.block_size
+        row = self.rows.open(sequence, computed)
+        self.cache.adopt(row, match, sequence.num_tokens)
+        sequence.phase = Phase.RUNNING
+        if sequence.first_scheduled is None:
+            sequence.cached_tokens = computed
+            sequence.first_scheduled = now
+        bisect.insort(self.running, sequence, key=lambda other: other.order)
+        self._running_rows = None
+        request = sequence.request
+        self._new.append(NewSequence(row, request.request_id, request.sampling, request.sampling.seed or 0))
+
+    # ---- steps ----
+
+    def _send(self, plan: _Plan) -> ScheduledStep:
+        rows, counts, columns = plan.rows, plan.counts, self.rows
+        starts = columns.scheduled[rows]
+        token_ids = self._input_tokens(rows, starts, counts)
+        columns.scheduled[rows] += counts
+        columns.in_flight[rows] += 1
+        samples = columns.scheduled[rows] == columns.length[rows]
+        columns.pending[rows] += samples
+        columns.length[rows] += samples
         self._step_id += 1
         new, self._new = tuple(self._new), []
         batch = BatchRequest(
             step_id=self._step_id,
-            rows=np.array([s.row for s in sequences], dtype=np.int32),
-            starts=np.array(starts, dtype=np.int32),
-            query_lens=np.array(counts, dtype=np.int32),
+            rows=rows,
+            starts=starts.astype(np.int32),
+            query_lens=counts.astype(np.int32),
             token_ids=token_ids,
-            sample=np.array(samples, dtype=np.bool_),
+            sample=samples,
             table_updates=self.cache.drain_table_updates(),
             new_sequences=new,
         )
-        return ScheduledStep(batch, sequences)
+        return ScheduledStep(batch, tuple(columns.of(rows)))
+
+    def _input_tokens(self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
+        columns = self.rows
+        known = columns.length[rows] - columns.pending[rows]
+        offsets = np.cumsum(counts) - counts
+        token_ids = np.full(int(counts.sum()), LAST_SAMPLED, dtype=np.int32)
+        last = (starts == known - 1).nonzero()[0]
+        token_ids[offsets[last]] = columns.last_token[rows[last]]
+        for index in (starts < known - 1).nonzero()[0].tolist():
+            start, at = int(starts[index]), int(offsets[index])
+            stop = min(start + int(counts[index]), int(known[index]))
+            sequence = columns.of(rows[index : index + 1])[0]
+            token_ids[at : at + stop - start] = sequence.tokens(start, stop)
+        return token_ids
+
+    def commit(self, step: ScheduledStep, token_ids: NDArray[np.int32]) -> list[int]:
+        """Take what a step computed; the indices in its batch of the sequences that have a new token each.
+
+        token_ids: ``[n]``, the sampled token of each sequence of the batch
+        """
+        batch, columns = step.batch, self.rows
+        wanted = columns.wanted[batch.rows]
+        rows = batch.rows[wanted]
+        computed = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
+        for index in (computed // self.cache.block_size > self.cache.registered[rows]).nonzero()[0].tolist():
+            sequence = columns.of(rows[index : index + 1])[0]
+            hashes = sequence.block_hashes(int(computed[index]), self.cache.block_size)
+            self.cache.register(sequence.row, hashes)
+        self.cache.recycle(rows, computed)
+        sampled = (wanted & batch.sample).nonzero()[0]
+        columns.pending[batch.rows[sampled]] -= 1
+        columns.last_token[batch.rows[sampled]] = token_ids[sampled]
+        indices = sampled.tolist()
+        for index, token in zip(indices, token_ids[sampled].tolist(), strict=True):
+            step.sequences[index].output.append(token)
+        self.step_done(step)
+        return indices
+
+    def step_done(self, step: ScheduledStep) -> None:
+        """A step came back: what left the batch meanwhile may give back its blocks."""
+        self.rows.in_flight[step.batch.rows] -= 1
+        for sequence in [s for s in step.sequences if s.phase is Phase.DRAINING] if self._draining else ():
+            self._settle(sequence)
+
+    def drop_steps(self) -> None:
+        """No step in flight will come back, or touch a block any more."""
+        self.rows.in_flight[:] = 0
+        for sequence in list(self._draining):
+            self._settle(sequence)
 
     # ---- leaving the batch ----
 
@@ -175,30 +258,26 @@ class ResourceManager:
 
         A sequence that is not finished goes back to the waiting ones then.
         """
+        if sequence.row >= 0:
+            self.rows.wanted[sequence.row] = not sequence.finished
         if sequence.phase is Phase.WAITING:
             self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
             heapq.heapify(self._waiting)
         elif sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
+            self._running_rows = None
             sequence.phase = Phase.DRAINING
             self._draining.add(sequence)
             self._settle(sequence)
 
-    def step_done(self, sequence: Sequence) -> None:
-        """A step that held the sequence came back."""
-        sequence.in_flight -= 1
-        if sequence.phase is Phase.DRAINING:
-            self._settle(sequence)
-
     def _settle(self, sequence: Sequence) -> None:
-        if sequence.in_flight:
+        row = sequence.row
+        if self.rows.in_flight[row]:
             return
         self._draining.discard(sequence)
-        self.cache.release(sequence.row)
-        self._free_rows.append(sequence.row)
-        self._new = [new for new in self._new if new.row != sequence.row]
-        sequence.row = -1
+        self.cache.release(row)
+        self.rows.close(sequence)
+        self._new = [new for new in self._new if new.row != row]
         sequence.phase = Phase.WAITING
-        sequence.scheduled = 0
         if not sequence.finished:
             self.add(sequence)

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from headwise.cache_controller.block_hash import extend_hashes
-from headwise.cache_controller.cache_manager import CacheManager
+from headwise.cache_controller.cache_manager import CacheManager, PrefixMatch
 from headwise.cache_controller.policy import FULL, HeadPolicy
-from headwise.cache_controller.windows import first_live_block, sink_blocks
+from headwise.cache_controller.windows import GroupWindows
 
 BLOCK = 4
 WINDOW = HeadPolicy(window=6, sink=3)
@@ -28,12 +28,39 @@ def hashes_of(tokens) -> list[bytes]:
 
 def serve(cache: CacheManager, row: int, tokens) -> int:
     """Run a sequence through the cache; the prefix tokens that were served from it."""
-    hashes = hashes_of(tokens)
-    match = cache.match(hashes, len(tokens) - 1)
+    match = cache.match(hashes_of(tokens), len(tokens) - 1)
     cache.adopt(row, match, len(tokens))
-    assert cache.extend(row, len(tokens))
-    cache.commit(row, len(tokens), hashes)
+    assert extend(cache, row, len(tokens))
+    commit(cache, row, tokens)
     return match.num_blocks * BLOCK
+
+
+def extend(cache: CacheManager, row: int, count: int) -> bool:
+    return cache.extend(np.array([row], dtype=np.int32), np.array([count]))
+
+
+def commit(cache: CacheManager, row: int, tokens) -> None:
+    cache.register(row, hashes_of(tokens))
+    cache.recycle(np.array([row], dtype=np.int32), np.array([len(tokens)]))
+
+
+def grow(cache: CacheManager, row: int, tokens, done: int = 0, step: int = BLOCK) -> None:
+    """Compute the tokens behind the first ``done``, as many a step as the window groups are made for."""
+    for stop in [*range(done + step, len(tokens), step), len(tokens)]:
+        assert extend(cache, row, stop)
+        commit(cache, row, tokens[:stop])
+
+
+def nothing(cache: CacheManager) -> PrefixMatch:
+    return cache.match([], 0)
+
+
+def evict(cache: CacheManager, block: int) -> None:
+    """Evict one cached block out of turn."""
+    cache.pool._cached.remove(np.array([block]))
+    cache.pool._cached.append(np.array([block], dtype=np.int32), first=True)
+    cache.pool._cached._first.rotate()
+    cache.pool._evict(1)
 
 
 def test_a_second_request_finds_the_prefix_of_the_first() -> None:
@@ -70,10 +97,10 @@ def test_the_deepest_blocks_of_the_least_recent_request_go_first() -> None:
 def test_extend_takes_nothing_when_the_pool_has_not_enough() -> None:
     cache = manager(num_blocks=3)
     serve(cache, 0, range(8))
-    cache.adopt(1, cache.match([], 0), 12)
-    assert not cache.extend(1, 8)
+    cache.adopt(1, nothing(cache), 12)
+    assert not extend(cache, 1, 8)
     assert cache.pool.num_available == 1
-    assert cache.extend(1, 4)
+    assert extend(cache, 1, 4)
 
 
 def test_a_window_group_that_lost_its_last_blocks_serves_only_the_depth_before() -> None:
@@ -81,8 +108,7 @@ def test_a_window_group_that_lost_its_last_blocks_serves_only_the_depth_before()
     serve(cache, 0, range(24))
     last = int(cache.tables[0, 1, 5])
     cache.release(0)
-    cache.pool._cached.move_to_end(last, last=False)
-    cache.pool._evict(1)
+    evict(cache, last)
     assert cache.match(hashes_of(range(24)), 24).num_blocks == 5
 
 
@@ -90,19 +116,18 @@ def test_a_window_group_needs_its_sink_and_not_its_middle() -> None:
     for evicted, servable in ((0, 0), (1, 6), (2, 6)):
         cache = manager(num_blocks=32, policies=(FULL, WINDOW))
         serve(cache, 0, range(24))
-        block = cache.tree.nodes[hashes_of(range(24))[evicted]].device[1]
+        block = int(cache.tree.device[cache.tree.nodes[hashes_of(range(24))[evicted]], 1])
         cache.release(0)
-        cache.pool._cached.move_to_end(block, last=False)
-        cache.pool._evict(1)
+        evict(cache, block)
         assert cache.match(hashes_of(range(24)), 24).num_blocks == servable
 
 
 def test_a_window_group_gives_back_what_no_query_sees_any_more() -> None:
     cache = manager(num_blocks=64, policies=(FULL, WINDOW))
-    cache.adopt(0, cache.match([], 0), 48)
+    cache.adopt(0, nothing(cache), 48)
     for done in range(BLOCK, 49, BLOCK):
-        assert cache.extend(0, done)
-        cache.commit(0, done, hashes_of(range(done)))
+        assert extend(cache, 0, done)
+        commit(cache, 0, range(done))
         held = (cache.tables[0] >= 0).sum(axis=1)
         assert held[0] == done // BLOCK
         assert held[1] <= 1 + 3  # the sink's block, and those that a window of 6 and a step of 4 reach into
@@ -115,8 +140,8 @@ def test_recycled_blocks_are_the_first_to_be_evicted_but_serve_until_then() -> N
     serve(cache, 0, range(24))
     assert cache.match(hashes_of(range(12)), 12).num_blocks == 3
     assert cache.pool.num_cached == 3
-    cache.adopt(1, cache.match([], 0), 4)
-    assert cache.extend(1, 8)  # takes the two free blocks and two recycled ones
+    cache.adopt(1, nothing(cache), 4)
+    assert extend(cache, 1, 8)  # takes the two free blocks and two recycled ones
     assert cache.match(hashes_of(range(12)), 12).num_blocks < 3
     assert cache.match(hashes_of(range(24)), 24).num_blocks == 6
 
@@ -167,14 +192,14 @@ class CacheMachine(RuleBasedStateMachine):
             return
         tokens = self.tokens[row]
         done = self.computed[row] + count
-        if done > 60 or not self.cache.extend(row, done):
+        if done > 60 or not extend(self.cache, row, done):
             return
         tokens.extend(self.tokens[row][-1] + 1 + i for i in range(done - len(tokens)))
         for depth in range(self.computed[row] // BLOCK, -(-done // BLOCK)):
             for block in self.cache.tables[row, :, depth].tolist():
                 self.content[block] = tuple(tokens[: min(done, (depth + 1) * BLOCK)])
         self.computed[row] = done
-        self.cache.commit(row, done, hashes_of(tokens[:done]))
+        commit(self.cache, row, tokens[:done])
         self._assert_row_reads_right(row)
 
     @rule(row=consumes(rows))
@@ -189,10 +214,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _assert_row_reads_right(self, row: int) -> None:
         done = self.computed[row]
-        for group, policy in enumerate(self.cache.policies):
-            live, sinks = first_live_block(policy, done, BLOCK), sink_blocks(policy, BLOCK)
+        windows = GroupWindows(self.cache.policies, BLOCK)
+        live = windows.first_live(done)
+        for group in range(len(self.cache.policies)):
             for depth in range(-(-done // BLOCK)):
-                if depth >= live or depth < sinks:
+                if depth >= live[group] or depth < windows.sink_blocks[group]:
                     block = int(self.cache.tables[row, group, depth])
                     expected = tuple(self.tokens[row][: min(done, (depth + 1) * BLOCK)])
                     assert self.content[block][: len(expected)] == expected

@@ -231,12 +231,12 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance_and_no_step_in_flight_touches_a_free_block(self) -> None:
         self.engine.cache.check_integrity()
-        self.executor.poison(self.engine.cache.pool._free)
-        for row, sequence in ((s.row, s) for s in self.engine.resources.running):
-            assert self.engine.cache._rows[row].held <= self.engine.cache.peak_blocks(sequence.length)
+        self.executor.poison(self.engine.cache.pool.free_blocks)
+        for row in (sequence.row for sequence in self.engine.resources.running):
+            held = int((self.engine.cache.tables[row] >= 0).sum())
+            assert held <= self.engine.cache.peak_blocks(int(self.engine.resources.rows.length[row]))
         for batch in self.executor.queue:
-            for row in batch.rows.tolist():
-                assert row in self.engine.cache._rows
+            assert self.engine.cache._open[batch.rows].all()
 
     @invariant()
     def tokens_are_right_so_far(self) -> None:
