@@ -66,7 +66,7 @@ def admit_and_free(context: int, groups: int, num_blocks: int, rounds: int) -> t
         hashes = hashes_of(sequence)
         cache.adopt(0, cache.match(hashes, len(sequence) - 1), len(sequence))
         assert extend(cache, 0, len(sequence))
-        cache.register(0, hashes)
+        cache.register([0], [hashes])
         cache.release(0)
         cache.drain_table_updates()
 
@@ -84,7 +84,7 @@ def admit_and_free(context: int, groups: int, num_blocks: int, rounds: int) -> t
         admits.append(time.perf_counter() - started)
         assert match.num_blocks == len(shared) // BLOCK
         cache.drain_table_updates()
-        cache.register(1, hashes)
+        cache.register([1], [hashes])
         cache.recycle(np.array([1], np.int32), np.array([len(prompt)]))
         started = time.perf_counter()
         cache.release(1)

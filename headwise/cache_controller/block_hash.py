@@ -36,17 +36,15 @@ def extend_hashes(
     extra_keys: Sequence[ExtraKey] = (),
 ) -> None:
     """Append to ``hashes`` those of the full blocks of ``tokens`` (``int32 [n]``), which follow those of ``hashes``."""
-    data = np.ascontiguousarray(tokens, dtype=np.int32).data.cast("B")
+    data = np.ascontiguousarray(tokens, dtype=np.int32).tobytes()
     stride = 4 * block_size
-    previous = hashes[-1] if hashes else seed
-    first = len(hashes)
+    previous, first = hashes[-1] if hashes else seed, len(hashes)
     for index in range(len(tokens) // block_size):
-        digest = sha256(previous)
-        digest.update(data[index * stride : (index + 1) * stride])
+        block = previous + data[index * stride : (index + 1) * stride]
         if extra_keys:
             at = (first + index) * block_size
-            digest.update(_overlapping(extra_keys, at, at + block_size))
-        previous = digest.digest()[:HASH_BYTES]
+            block += _overlapping(extra_keys, at, at + block_size)
+        previous = sha256(block).digest()[:HASH_BYTES]
         hashes.append(previous)
 
 

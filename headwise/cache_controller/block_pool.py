@@ -98,27 +98,45 @@ class BlockPool:
             self._cached.remove(cached)
         self._references[blocks] += 1
 
-    def release(self, blocks: Blocks, *, evict_first: bool = False) -> None:
-        """Drop a reference for each entry of ``blocks``. Those given first are evicted first.
+    def release(self, blocks: Blocks) -> None:
+        """Drop a reference to each of ``blocks`` (distinct). Of those then unused, the first given are evicted first.
 
-        With ``evict_first`` they go before all that is cached otherwise, unless they are of `value`.
+        Raises ValueError if one has no reference left; nothing is changed then.
+        """
+        left = self._references[blocks] - 1
+        self._check_held(blocks, left)
+        self._references[blocks] = left
+        self._cached.append(self._free_unregistered(blocks[left == 0]))
+
+    def recycle(self, blocks: Blocks) -> None:
+        """Drop a reference for each entry of ``blocks``. Those then unused go before all that is cached otherwise,
+        unless they are of `value`.
+
+        Raises ValueError if one has too few references left; nothing is changed then.
         """
         np.subtract.at(self._references, blocks, 1)
-        if (self._references[blocks] < 0).any():
-            over = blocks[self._references[blocks] < 0].tolist()
+        left = self._references[blocks]
+        if len(blocks) and left.min() < 0:
             np.add.at(self._references, blocks, 1)
-            raise ValueError(f"blocks {over} are released more often than they were retained")
-        unused = blocks[self._references[blocks] == 0]
+        self._check_held(blocks, left)
+        unused = np.fromiter(dict.fromkeys(blocks[left == 0].tolist()), dtype=np.int32)
+        cached = self._free_unregistered(unused)
+        valued = self._valued[cached]
+        self._cached.append(cached[~valued], first=True)
+        self._cached.append(cached[valued])
+
+    def _check_held(self, blocks: Blocks, left: Blocks) -> None:
+        if len(blocks) and left.min() < 0:
+            raise ValueError(f"blocks {blocks[left < 0].tolist()} are released more often than they were retained")
+
+    def _free_unregistered(self, unused: Blocks) -> Blocks:
+        """Free what is not worth keeping; the rest."""
         keep = self._registered[unused]
-        if not keep.all():
-            self._push_free(unused[~keep])
-            unused = unused[keep]
-        if evict_first:
-            unused = _distinct(unused)
-            valued = self._valued[unused]
-            self._cached.append(unused[~valued], first=True)
-            unused = unused[valued]
-        self._cached.append(unused)
+        if np.count_nonzero(keep) == len(keep):
+            return unused
+        self._push_free(unused[~keep])
+        kept: Blocks = unused[keep]
+        return kept
 
     def evict_all(self) -> None:
         """Forget every cached block."""
@@ -149,10 +167,3 @@ class BlockPool:
         assert self._registered[list(cached)].all(), "a cached block is not registered"
         assert not self._registered[list(free)].any(), "a free block is registered"
         assert not (self._valued & ~self._registered).any(), "an unregistered block is of value"
-
-
-def _distinct(blocks: Blocks) -> Blocks:
-    """``blocks`` without repetitions: rows that share a prefix may drop one block at once."""
-    if len(blocks) < 2:
-        return blocks
-    return np.fromiter(dict.fromkeys(blocks.tolist()), dtype=np.int32)

@@ -129,6 +129,8 @@ class CacheManager:
         # holds them, so they cannot be evicted.
         self._fresh: dict[int, list[tuple[int, list[bytes]]]] = {}
         self._window_groups = np.flatnonzero(~self.windows.is_full)
+        # Per depth, the first block that a query behind so many blocks sees of each group.
+        self._first_live = self.windows.first_live(np.arange(max_blocks + 1) * block_size)
         self._is_index_group = self.windows.is_full if self.windows.is_full.any() else ~self.windows.is_full
         self._table_updates: list[NDArray[np.int32]] = []
         self._index_updates: list[IndexUpdate] = []
@@ -185,7 +187,9 @@ class CacheManager:
         held = self.tree.device[nodes]
         lacking = (held[:, self.windows.is_full] == NOWHERE).any(axis=1)
         reached = int(lacking.argmax()) if lacking.any() else len(nodes)
-        count = self._window_depth(held[:reached]) if len(self._window_groups) else reached
+        if not len(self._window_groups):
+            return PrefixMatch(held[:reached].T, reached)
+        count = self._window_depth(held[:reached])
         return PrefixMatch(self._seen_after(held[:count]), reached)
 
     def _window_depth(self, held: NDArray[np.int32]) -> int:
@@ -195,7 +199,7 @@ class CacheManager:
         last_gap = np.maximum.accumulate(np.where(resident, -1, column), axis=0)
         first_gap = np.where(resident, len(held), column).min(axis=0, initial=len(held))
         depths = column[:, 0] + 1
-        live = self.windows.first_live(depths * self.block_size)[:, self._window_groups]
+        live = self._first_live[depths[:, None], self._window_groups]
         sinks = np.minimum(self.windows.sink_blocks[self._window_groups], depths[:, None])
         servable = ((last_gap < live) & (first_gap >= sinks)).all(axis=1)
         return int(depths[servable].max(initial=0))
@@ -203,8 +207,7 @@ class CacheManager:
     def _seen_after(self, held: NDArray[np.int32]) -> NDArray[np.int32]:
         """``[groups, n]``: of a path's blocks ``held [n, groups]`` those in a sink or window of a query after it."""
         column = np.arange(len(held))[:, None]
-        live = self.windows.first_live(len(held) * self.block_size)
-        seen = (column < self.windows.sink_blocks) | (column >= live)
+        seen = (column < self.windows.sink_blocks) | (column >= self._first_live[len(held)])
         return np.where(seen, held, np.int32(NOWHERE)).T
 
     def num_reclaimed(self, match: PrefixMatch) -> int:
@@ -221,7 +224,7 @@ class CacheManager:
         count = match.num_blocks
         self._open[row] = True
         self.num_blocks[row] = self.registered[row] = count
-        self._recycled[row] = self.windows.first_live(count * self.block_size)
+        self._recycled[row] = self._first_live[count]
         self._recycle_at[row] = 0
         self._resume[row] = match.reached, prompt_tokens // self.block_size
         group, column = (match.blocks != NOWHERE).nonzero()
@@ -229,22 +232,24 @@ class CacheManager:
         self._held[row] = len(blocks)
         self.pool.retain(blocks)
         self.pool.value(blocks)
-        self._enter(np.full(len(blocks), row, dtype=np.int32), group, column, blocks)
+        self._enter(np.int32(row), group, column, blocks)
         self._queried_tokens += prompt_tokens
         self._hit_tokens += count * self.block_size
         self._lost_window_tokens += (match.reached - count) * self.block_size
 
-    def _enter(self, rows: Rows, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]) -> None:
-        """Write ``blocks`` into the tables, and note it for the workers."""
+    def _enter(
+        self, rows: Rows | np.int32, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]
+    ) -> None:
+        """Write ``blocks`` into the tables, and note it for the workers. The rest is broadcast to their shape."""
         self.tables[rows, groups, columns] = blocks
-        updates = np.empty((len(blocks), 4), dtype=np.int32)
-        updates[:, 0], updates[:, 1], updates[:, 2], updates[:, 3] = rows, groups, columns, blocks
-        self._table_updates.append(updates)
+        updates = np.empty((*blocks.shape, 4), dtype=np.int32)
+        updates[..., 0], updates[..., 1], updates[..., 2], updates[..., 3] = rows, groups, columns, blocks
+        self._table_updates.append(updates.reshape(-1, 4))
 
     def extend(self, rows: Rows, tokens: Tokens) -> bool:
         """Make room for ``tokens`` tokens in all in each row; False, and nothing changed, if the pool lacks blocks."""
         columns = -(-tokens // self.block_size)
-        if (columns > self.max_blocks).any():
+        if columns.max(initial=0) > self.max_blocks:
             raise ValueError(
                 f"{tokens.max()} tokens need {columns.max()} blocks; a block table has {self.max_blocks} columns"
             )
@@ -257,27 +262,47 @@ class CacheManager:
         if total * groups > self.pool.num_available:
             return False
         index, column = _spans(first, last)
-        row = np.repeat(rows[index], groups)
-        blocks = self.pool.allocate(total * groups)
-        self._enter(row, np.tile(np.arange(groups), total), np.repeat(column, groups), blocks)
+        blocks = self.pool.allocate(total * groups).reshape(total, groups)
+        self._enter(rows[index][:, None], np.arange(groups), column[:, None], blocks)
         self.num_blocks[rows] = last
         self._held[rows] += (last - first) * groups
         return True
 
-    def register(self, row: int, hashes: Sequence[bytes]) -> None:
-        """Let the tree know the row's first full blocks, which ``hashes`` name. Their tokens must be computed."""
-        if not self.prefix_caching or len(hashes) <= self.registered[row]:
+    def register(self, rows: Sequence[int], hashes: Sequence[Sequence[bytes]]) -> None:
+        """Let the tree know the first full blocks of ``rows``, which ``hashes`` name. Their tokens must be computed."""
+        if not self.prefix_caching:
             return
+        entries: dict[int, tuple[int, int]] = {}  # row and column by node: of two rows' copies, the first one's
+        for row, row_hashes in zip(rows, hashes, strict=True):
+            first = self._first_unknown(row, row_hashes)
+            parent = self.tree.nodes[row_hashes[first - 1]] if first else ROOT
+            for column, node in enumerate(self.tree.insert(row_hashes[first:], parent, first), first):
+                entries.setdefault(node, (row, column))
+        if not entries:
+            return
+        nodes = np.array(list(entries), dtype=np.int64)
+        at_row, columns = zip(*entries.values(), strict=True)
+        blocks = self.tables[at_row, :, columns]
+        taken = self.tree.attach(nodes, blocks)
+        self.pool.register(blocks[taken])
+        complete = (taken & self._is_index_group).any(axis=1) & self._is_resident(nodes)
+        for index in complete.nonzero()[0].tolist():
+            self._note_fresh(at_row[index], columns[index], self.tree.hashes[nodes[index]])
+        self.registered[rows] = [len(row_hashes) for row_hashes in hashes]
+
+    def _first_unknown(self, row: int, hashes: Sequence[bytes]) -> int:
+        """The first column that the tree must be told of."""
         first, nodes = int(self.registered[row]), self.tree.nodes
         while first > 0 and hashes[first - 1] not in nodes:
             first -= 1  # another row's copy was in the tree and has been evicted since: ours takes its place
-        path = self.tree.insert(hashes[first:], nodes[hashes[first - 1]] if first else ROOT, first)
-        known = self._is_resident(path)
-        self.pool.register(self.tree.attach(path, self.tables[row, :, first : len(hashes)].T))
-        new = self._is_resident(path) & ~known
-        for start, stop in _runs(new):
-            self._fresh.setdefault(row, []).append((first + start, list(hashes[first + start : first + stop])))
-        self.registered[row] = len(hashes)
+        return first
+
+    def _note_fresh(self, row: int, column: int, block_hash: bytes) -> None:
+        runs = self._fresh.setdefault(row, [])
+        if runs and runs[-1][0] + len(runs[-1][1]) == column:
+            runs[-1][1].append(block_hash)
+        else:
+            runs.append((column, [block_hash]))
 
     def recycle(self, rows: Rows, tokens: Tokens) -> None:
         """Give back the window blocks that no query from position ``tokens`` of each row on sees.
@@ -288,20 +313,21 @@ class CacheManager:
         if not len(due) or not len(self._window_groups):
             return
         rows, tokens = rows[due], tokens[due]
-        live = np.minimum(self.windows.first_live(tokens), self.num_blocks[rows][:, None])
+        live = self.windows.first_live(tokens)
+        self._recycle_at[rows] = self.windows.next_recycling(live)
+        live = np.minimum(live, self.num_blocks[rows][:, None])
         first = np.maximum(self._recycled[rows], self.windows.sink_blocks)
         at, column = _spans(first.ravel(), np.maximum(first, live).ravel())
         row, group = rows[at // len(self.policies)], at % len(self.policies)
         blocks = self.tables[row, group, column]
         self._recycled[rows] = np.maximum(self._recycled[rows], live)
-        self._recycle_at[rows] = self.windows.next_recycling(tokens)
         held = blocks != NOWHERE
         row, group, column, blocks = row[held], group[held], column[held], blocks[held]
         np.subtract.at(self._held, row, 1)
         self._enter(row, group, column, np.full(len(blocks), NOWHERE, dtype=np.int32))
         self._recycled_blocks += len(blocks)
         self.pool.value(blocks[self._resumable(row, group, column)])
-        self.pool.release(blocks, evict_first=True)
+        self.pool.recycle(blocks)
 
     def _resumable(self, rows: Rows, groups: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.bool_]:
         """Whether the blocks lie in a window at which another request may resume."""
@@ -314,8 +340,8 @@ class CacheManager:
     def release(self, row: int) -> None:
         """Close a row. Its registered blocks stay as cache, the deepest to be evicted first."""
         held = self.tables[row, :, : self.num_blocks[row]]
-        deepest_first = held.T[::-1].ravel()
-        self.pool.release(deepest_first[deepest_first != NOWHERE])
+        deepest_first = held[:, ::-1].T.ravel()
+        self.pool.release(deepest_first[deepest_first != NOWHERE] if len(self._window_groups) else deepest_first)
         held[:] = NOWHERE
         self._open[row] = False
         self.num_blocks[row] = self.registered[row] = self._held[row] = 0
@@ -335,13 +361,15 @@ class CacheManager:
     def _on_evict(self, blocks: NDArray[np.int32]) -> None:
         self._evicted_blocks += len(blocks)
         nodes, groups = self.tree.owners(blocks)
-        gone = nodes[self._is_index_group[groups] & self._is_resident(nodes)]
-        run: list[int] = []  # neighbours of one path, the deepest first: so they were released, so they go
-        for node in dict.fromkeys(gone.tolist()):
-            if run and self.tree.parents[run[-1]] != node:
+        gone = nodes[self._is_index_group[groups] & self._is_resident(nodes)].tolist()
+        parents = self.tree.parents
+        run = gone[:1]  # neighbours of one path, the deepest first: so they were released, so they go
+        for node in gone[1:]:
+            if parents[run[-1]] == node:
+                run.append(node)
+            elif run[-1] != node:
                 self._announce_gone(run)
-                run = []
-            run.append(node)
+                run = [node]
         if run:
             self._announce_gone(run)
         self.tree.detach(blocks)
@@ -389,13 +417,10 @@ class CacheManager:
 
 def _spans(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The columns ``first[i] .. last[i] - 1`` of each i, one after the other: (i, column) of each."""
+    if len(first) == 1:
+        columns = np.arange(first[0], last[0])
+        return np.zeros(len(columns), dtype=np.int64), columns
     counts = last - first
     index = np.repeat(np.arange(len(first)), counts)
     within = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
     return index, first[index] + within
-
-
-def _runs(flags: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Start and stop of each run of True."""
-    edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))

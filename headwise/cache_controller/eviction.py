@@ -54,7 +54,7 @@ class EvictionOrder:
 
     def pop(self, count: int) -> NDArray[np.int32]:
         """Take out the next ``count`` blocks; there must be so many."""
-        taken = []
+        taken = [np.empty(0, dtype=np.int32)]
         while count:
             queue = self._first or self._others
             chunk, entries = queue.popleft()

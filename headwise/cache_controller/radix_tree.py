@@ -7,7 +7,7 @@ whole path is matched, registered or evicted with a few array operations, whatev
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ class RadixTree:
             found.append(node)
         return np.array(found, dtype=np.int64)
 
-    def insert(self, path: Sequence[bytes], parent: int, depth: int) -> Nodes:
+    def insert(self, path: Sequence[bytes], parent: int, depth: int) -> list[int]:
         """The nodes of a path's blocks from ``depth`` on, below ``parent``; made where they are not there."""
         made = []
         for block_hash in path:
@@ -63,7 +63,7 @@ class RadixTree:
                 node = self._make(block_hash, parent, depth)
             made.append(node)
             parent, depth = node, depth + 1
-        return np.array(made, dtype=np.int64)
+        return made
 
     def _make(self, block_hash: bytes, parent: int, depth: int) -> int:
         if self._unused:
@@ -82,18 +82,17 @@ class RadixTree:
             self._children[parent] += 1
         return node
 
-    def attach(self, nodes: Nodes, blocks: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Let ``blocks [n, groups]`` hold ``nodes [n]`` where nothing does yet; those that now do.
+    def attach(self, nodes: Nodes, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Let ``blocks [n, groups]`` hold the distinct ``nodes [n]`` where nothing does yet; those that now do.
 
         An entry of `NOWHERE` holds nothing.
         """
-        taken = (blocks != NOWHERE) & (self.device[nodes] == NOWHERE)
+        taken: NDArray[np.bool_] = (blocks != NOWHERE) & (self.device[nodes] == NOWHERE)
         index, group = taken.nonzero()
-        node = nodes[index]
-        block: NDArray[np.int32] = blocks[index, group]
+        node, block = nodes[index], blocks[index, group]
         self.device[node, group] = block
         self._owner[block] = node * self.num_groups + group
-        return block
+        return taken
 
     def owners(self, blocks: NDArray[np.int32]) -> tuple[Nodes, Nodes]:
         """Node and group of each of ``blocks``, which must be attached."""
@@ -105,23 +104,24 @@ class RadixTree:
         nodes, groups = self.owners(blocks)
         self._owner[blocks] = NOWHERE
         self.device[nodes, groups] = NOWHERE
-        empty = dict.fromkeys(nodes[(self.device[nodes] == NOWHERE).all(axis=1)].tolist())
-        for node in empty:
-            if self.hashes[node]:
-                self._prune(node, empty)
+        self._prune(nodes[(self.device[nodes] == NOWHERE).all(axis=1)].tolist())
 
-    def _prune(self, node: int, empty: Container[int]) -> None:
-        """Remove a node that holds nothing, and those above it that are left with nothing; ``empty`` are known to."""
-        while not self._children[node]:
-            del self.nodes[self.hashes[node]]
-            self.hashes[node] = b""
-            self._unused.append(node)
-            node = self.parents[node]
-            if node == ROOT:
-                return
-            self._children[node] -= 1
-            if node not in empty and not self._is_empty(node):
-                return
+    def _prune(self, leaves: Sequence[int]) -> None:
+        """Remove those of the empty ``leaves`` that have nothing below them, and what that leaves empty above them."""
+        known, hashes, parents, children = self.nodes, self.hashes, self.parents, self._children
+        empty = set(leaves)
+        for leaf in leaves:
+            node = leaf
+            while hashes[node] and not children[node]:
+                del known[hashes[node]]
+                hashes[node] = b""
+                self._unused.append(node)
+                node = parents[node]
+                if node == ROOT:
+                    break
+                children[node] -= 1
+                if node not in empty and not self._is_empty(node):
+                    break
 
     def _is_empty(self, node: int) -> bool:
         return bool((self.device[node] == NOWHERE).all())

@@ -39,13 +39,13 @@ class GroupWindows:
 
         Block ``i`` is dead iff its last token ``(i + 1) * block_size - 1 <= tokens - window``.
         """
-        behind = np.expand_dims(np.asarray(tokens, dtype=np.int64), -1) - (self.window - 1)
+        behind = np.asarray(tokens, dtype=np.int64)[..., None] - (self.window - 1)
         live: NDArray[np.int64] = np.maximum(0, behind // self.block_size)
         return live
 
-    def next_recycling(self, tokens: ArrayLike) -> NDArray[np.int64]:
-        """``[...]``: the number of tokens at which `first_live` of some group next grows."""
-        grows: NDArray[np.int64] = (self.first_live(tokens) + 1) * self.block_size + (self.window - 1)
+    def next_recycling(self, first_live: NDArray[np.int64]) -> NDArray[np.int64]:
+        """``[...]``: the number of tokens at which some group's ``first_live [..., groups]`` next grows."""
+        grows: NDArray[np.int64] = (first_live + 1) * self.block_size + (self.window - 1)
         return np.asarray(grows.min(axis=-1))
 
     def peak_blocks(self, tokens: ArrayLike, in_flight: int) -> NDArray[np.int64]:
@@ -54,6 +54,6 @@ class GroupWindows:
         A window group holds its sink, and the blocks that the window and the ``in_flight`` tokens of steps under way
         reach into; the rest is recycled.
         """
-        whole = np.expand_dims(-(-np.asarray(tokens, dtype=np.int64) // self.block_size), -1)
+        whole = -(-np.asarray(tokens, dtype=np.int64)[..., None] // self.block_size)
         window = -(-(self.window - 1 + in_flight) // self.block_size) + 1
         return np.asarray(np.minimum(whole, self.sink_blocks + window).sum(axis=-1))

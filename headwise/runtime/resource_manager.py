@@ -57,7 +57,8 @@ class ResourceManager:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; the oldest first
         self._new: list[NewSequence] = []
         self._draining: set[Sequence] = set()
-        self._step_id = 0
+        self._step_id = 0  # the latest step sent
+        self._last_done = 0  # and the latest that came back
 
     @property
     def num_waiting(self) -> int:
@@ -104,11 +105,11 @@ class ResourceManager:
     def _ask_for_tokens(self) -> _Plan:
         """The tokens that running sequences want, within the budget; decoding ones first: no prompt may stall them."""
         rows = self._rows_in_order()
-        decoding = self.rows.is_decoding(rows)
-        rows = np.concatenate([rows[decoding], rows[~decoding]])
-        wanted = np.minimum(self.rows.to_schedule(rows), self.prefill_chunk)
+        left, decoding = self.rows.to_schedule(rows)
+        order = np.argsort(~decoding, kind="stable")
+        rows, wanted = rows[order], np.minimum(left[order], self.prefill_chunk)
         before = np.cumsum(wanted) - wanted
-        counts = np.clip(self.max_batched_tokens - before, 0, wanted)
+        counts = np.minimum(wanted, np.maximum(0, self.max_batched_tokens - before))
         some = counts > 0
         return _Plan(rows[some], counts[some])
 
@@ -147,6 +148,8 @@ class ResourceManager:
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
         """What the cache has of the sequence, short of its last token: that one must be computed to sample."""
+        if not self.cache.prefix_caching:
+            return self.cache.match((), 0)
         hashes = sequence.block_hashes(sequence.num_tokens, self.cache.block_size)
         return self.cache.match(hashes, max_tokens=sequence.num_tokens - 1)
 
@@ -182,12 +185,13 @@ class ResourceManager:
         rows, counts, columns = plan.rows, plan.counts, self.rows
         starts = columns.scheduled[rows]
         token_ids = self._input_tokens(rows, starts, counts)
-        columns.scheduled[rows] += counts
-        columns.in_flight[rows] += 1
-        samples = columns.scheduled[rows] == columns.length[rows]
+        columns.scheduled[rows] = starts + counts
+        length = columns.length[rows]
+        samples = starts + counts == length
         columns.pending[rows] += samples
-        columns.length[rows] += samples
+        columns.length[rows] = length + samples
         self._step_id += 1
+        columns.last_step[rows] = self._step_id
         new, self._new = tuple(self._new), []
         batch = BatchRequest(
             step_id=self._step_id,
@@ -205,15 +209,16 @@ class ResourceManager:
         """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
         columns = self.rows
         known = columns.length[rows] - columns.pending[rows]
-        offsets = np.cumsum(counts) - counts
-        token_ids = np.full(int(counts.sum()), LAST_SAMPLED, dtype=np.int32)
-        last = (starts == known - 1).nonzero()[0]
-        token_ids[offsets[last]] = columns.last_token[rows[last]]
-        for index in (starts < known - 1).nonzero()[0].tolist():
-            start, at = int(starts[index]), int(offsets[index])
-            stop = min(start + int(counts[index]), int(known[index]))
-            sequence = columns.of(rows[index : index + 1])[0]
-            token_ids[at : at + stop - start] = sequence.tokens(start, stop)
+        first = np.where(starts < known, columns.last_token[rows], np.int32(LAST_SAMPLED))
+        many = (starts < known - 1).nonzero()[0]
+        if not len(many):
+            return first
+        ends = np.cumsum(counts)
+        token_ids = np.empty(int(ends[-1]), dtype=np.int32)
+        token_ids[ends - counts] = first
+        for index, sequence in zip(many.tolist(), columns.of(rows[many]), strict=True):
+            start, count, end = int(starts[index]), int(counts[index]), int(ends[index])
+            token_ids[end - count : end] = sequence.tokens(start, start + count)
         return token_ids
 
     def commit(self, step: ScheduledStep, token_ids: NDArray[np.int32]) -> list[int]:
@@ -225,10 +230,7 @@ class ResourceManager:
         wanted = columns.wanted[batch.rows]
         rows = batch.rows[wanted]
         computed = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
-        for index in (computed // self.cache.block_size > self.cache.registered[rows]).nonzero()[0].tolist():
-            sequence = columns.of(rows[index : index + 1])[0]
-            hashes = sequence.block_hashes(int(computed[index]), self.cache.block_size)
-            self.cache.register(sequence.row, hashes)
+        self._register(rows, computed)
         self.cache.recycle(rows, computed)
         sampled = (wanted & batch.sample).nonzero()[0]
         columns.pending[batch.rows[sampled]] -= 1
@@ -239,15 +241,27 @@ class ResourceManager:
         self.step_done(step)
         return indices
 
+    def _register(self, rows: Index, computed: NDArray[np.int64]) -> None:
+        """Tell the cache of the blocks that the rows' ``computed`` tokens have filled."""
+        block_size = self.cache.block_size
+        if not self.cache.prefix_caching:
+            return
+        full = (computed // block_size > self.cache.registered[rows]).nonzero()[0]
+        if not len(full):
+            return
+        counts = computed[full].tolist()
+        hashes = [s.block_hashes(n, block_size) for s, n in zip(self.rows.of(rows[full]), counts, strict=True)]
+        self.cache.register(rows[full].tolist(), hashes)
+
     def step_done(self, step: ScheduledStep) -> None:
-        """A step came back: what left the batch meanwhile may give back its blocks."""
-        self.rows.in_flight[step.batch.rows] -= 1
-        for sequence in [s for s in step.sequences if s.phase is Phase.DRAINING] if self._draining else ():
+        """A step came back, as they do in order: what left the batch meanwhile may give back its blocks."""
+        self._last_done = step.batch.step_id
+        for sequence in list(self._draining):
             self._settle(sequence)
 
     def drop_steps(self) -> None:
         """No step in flight will come back, or touch a block any more."""
-        self.rows.in_flight[:] = 0
+        self._last_done = self._step_id
         for sequence in list(self._draining):
             self._settle(sequence)
 
@@ -272,7 +286,7 @@ class ResourceManager:
 
     def _settle(self, sequence: Sequence) -> None:
         row = sequence.row
-        if self.rows.in_flight[row]:
+        if self.rows.last_step[row] > self._last_done:
             return
         self._draining.discard(sequence)
         self.cache.release(row)

@@ -22,7 +22,7 @@ class Rows:
     length:     tokens known or being sampled
     pending:    tokens that steps in flight will sample
     scheduled:  tokens whose KV is computed by steps done or in flight
-    in_flight:  steps that hold the sequence and have not come back
+    last_step:  the latest step that holds the sequence
     last_token: the last known token
     wanted:     whether its results are: the request has not ended
     """
@@ -32,7 +32,7 @@ class Rows:
         self.length = np.zeros(max_rows, dtype=np.int64)
         self.pending = np.zeros(max_rows, dtype=np.int64)
         self.scheduled = np.zeros(max_rows, dtype=np.int64)
-        self.in_flight = np.zeros(max_rows, dtype=np.int64)
+        self.last_step = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt = np.zeros(max_rows, dtype=np.int64)
         self.max_length = np.zeros(max_rows, dtype=np.int64)
         self.last_token = np.zeros(max_rows, dtype=np.int32)
@@ -53,7 +53,7 @@ class Rows:
         row = sequence.row = self._free.pop()
         self._sequences[row] = sequence
         self.length[row] = sequence.num_tokens
-        self.pending[row] = self.in_flight[row] = 0
+        self.pending[row] = self.last_step[row] = 0
         self.scheduled[row] = computed
         self.num_prompt[row] = sequence.num_prompt
         self.max_length[row] = sequence.max_length
@@ -66,12 +66,13 @@ class Rows:
         self._free.append(sequence.row)
         sequence.row = -1
 
-    def to_schedule(self, rows: Index) -> NDArray[np.int64]:
-        """Tokens of each row that no step has taken yet; none once steps in flight sample its last one."""
-        length = self.length[rows]
-        return np.where(length < self.max_length[rows], length - self.scheduled[rows], 0)
+    def to_schedule(self, rows: Index) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Tokens of each row that no step has taken yet, and whether that is the one sampled last.
 
-    def is_decoding(self, rows: Index) -> NDArray[np.bool_]:
-        """Whether all that a row has left to schedule is the token sampled last."""
+        There are none once steps in flight sample a sequence's last token.
+        """
         length = self.length[rows]
-        return (length - self.scheduled[rows] == 1) & (length > self.num_prompt[rows])
+        left = length - self.scheduled[rows]
+        decoding = (left == 1) & (length > self.num_prompt[rows])
+        left[length >= self.max_length[rows]] = 0
+        return left, decoding

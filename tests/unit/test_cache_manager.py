@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -40,7 +40,7 @@ def extend(cache: CacheManager, row: int, count: int) -> bool:
 
 
 def commit(cache: CacheManager, row: int, tokens) -> None:
-    cache.register(row, hashes_of(tokens))
+    cache.register([row], [hashes_of(tokens)])
     cache.recycle(np.array([row], dtype=np.int32), np.array([len(tokens)]))
 
 
@@ -144,6 +144,71 @@ def test_recycled_blocks_are_the_first_to_be_evicted_but_serve_until_then() -> N
     assert extend(cache, 1, 8)  # takes the two free blocks and two recycled ones
     assert cache.match(hashes_of(range(12)), 12).num_blocks < 3
     assert cache.match(hashes_of(range(24)), 24).num_blocks == 6
+
+
+def test_a_window_where_two_requests_part_is_lost_once_and_then_kept() -> None:
+    cache = manager(num_blocks=24, policies=(FULL, WINDOW))
+    prefix = list(range(24))
+
+    def ask(question: int) -> int:
+        """Serve prefix and question, then let others evict all that is evicted first; the prefix tokens served."""
+        tokens = prefix + [question] * 16
+        match = cache.match(hashes_of(tokens), len(tokens) - 1)
+        cache.adopt(0, match, len(tokens))
+        grow(cache, 0, tokens, match.num_blocks * BLOCK)
+        cache.release(0)
+        other = [1000 + question] * 24
+        cache.adopt(1, nothing(cache), len(other))
+        grow(cache, 1, other)
+        cache.release(1)
+        return match.num_blocks * BLOCK
+
+    assert [ask(1), ask(2)] == [0, 4]  # where they part was not known while the first one's window was there
+    assert cache.stats().lost_window_tokens == len(prefix) - 4
+    assert [ask(3), ask(4)] == [24, 24]
+
+
+def test_the_window_at_the_end_of_a_prompt_outlives_those_in_its_middle() -> None:
+    cache = manager(num_blocks=64, policies=(FULL, WINDOW))
+    prompt = list(range(24))
+    cache.adopt(0, nothing(cache), len(prompt))
+    grow(cache, 0, prompt + [7] * 16)
+    recycled = cache.pool.cached_blocks.tolist()
+    path = cache.tree.find(hashes_of(prompt))
+    windows = cache.tree.device[path, 1].tolist()
+    assert recycled[-2:] == windows[4:6], "the two blocks that a window of 6 after the prompt reaches into"
+    assert set(windows[1:4]) < set(recycled[:-2])
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(0, 24), st.booleans()), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests)
+def test_while_memory_suffices_windows_lose_no_hit_that_a_full_cache_has(requests) -> None:
+    full = manager(num_blocks=600, policies=(FULL, FULL, FULL))
+    windowed = manager(num_blocks=600, policies=(FULL, WINDOW, HeadPolicy(window=9)))
+    free_rows = list(range(8))
+    for family, length, twist, stays in requests:
+        tokens = [family * 100 + i + (1000 if i >= twist else 0) for i in range(length)]
+        row = free_rows[0]
+        served = []
+        for cache in (full, windowed):
+            match = cache.match(hashes_of(tokens), length - 1)
+            served.append(match.num_blocks)
+            cache.adopt(row, match, length)
+            grow(cache, row, tokens, match.num_blocks * BLOCK)
+            if not stays:
+                cache.release(row)
+        assert served[0] == served[1]
+        if stays and len(free_rows) > 1:
+            free_rows.pop(0)
+        elif stays:
+            full.release(row)
+            windowed.release(row)
+    assert full.stats().evicted_blocks == 0
 
 
 def test_index_updates_state_what_a_finished_request_left_and_what_eviction_took() -> None:

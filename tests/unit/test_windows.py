@@ -25,7 +25,7 @@ def test_the_first_live_block_is_the_first_with_a_token_that_the_next_query_sees
 @given(st.lists(windows, min_size=1, max_size=3), st.integers(0, 200), st.integers(1, 9))
 def test_next_recycling_is_when_the_first_live_block_of_some_group_moves(groups, tokens, block) -> None:
     plan = GroupWindows(groups, block)
-    at = int(plan.next_recycling(tokens))
+    at = int(plan.next_recycling(plan.first_live(tokens)))
     assert at > tokens
     now = plan.first_live(tokens).tolist()
     assert plan.first_live(at - 1).tolist() == now
