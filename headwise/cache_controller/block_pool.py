@@ -91,6 +91,17 @@ class BlockPool:
         """Say that a later request may well need ``blocks``: those that are registered are never evicted first."""
         self._valued[blocks] = self._registered[blocks]
 
+    def are_unheld(self, blocks: Blocks) -> NDArray[np.bool_]:
+        return np.asarray(self._references[blocks] == 0)
+
+    def replace(self, old: Blocks, new: Blocks) -> None:
+        """Free cached blocks; held ones that are not registered yet are cache in their place, and of their value."""
+        self._registered[new] = True
+        self._valued[new] = self._valued[old]
+        self._cached.remove(old)
+        self._registered[old] = self._valued[old] = False
+        self._push_free(old)
+
     def retain(self, blocks: Blocks) -> None:
         """Add a reference to each of ``blocks`` (distinct; held or cached)."""
         cached = blocks[self._references[blocks] == 0]

@@ -128,10 +128,13 @@ class CacheManager:
         # Runs (first column, hashes) that a row brought into the tree, to be announced when it closes: until then it
         # holds them, so they cannot be evicted.
         self._fresh: dict[int, list[tuple[int, list[bytes]]]] = {}
+        # What a row has recycled of windows at which another request may resume: (groups, columns, blocks, owners).
+        self._left: dict[int, list[tuple[Any, ...]]] = {}
         self._window_groups = np.flatnonzero(~self.windows.is_full)
         # Per depth, the first block that a query behind so many blocks sees of each group.
         self._first_live = self.windows.first_live(np.arange(max_blocks + 1) * block_size)
-        self._is_index_group = self.windows.is_full if self.windows.is_full.any() else ~self.windows.is_full
+        self._has_full_groups = bool(self.windows.is_full.any())
+        self._is_index_group = self.windows.is_full if self._has_full_groups else ~self.windows.is_full
         self._table_updates: list[NDArray[np.int32]] = []
         self._index_updates: list[IndexUpdate] = []
         self._queried_tokens = self._hit_tokens = self._lost_window_tokens = 0
@@ -283,12 +286,32 @@ class CacheManager:
         nodes = np.array(list(entries), dtype=np.int64)
         at_row, columns = zip(*entries.values(), strict=True)
         blocks = self.tables[at_row, :, columns]
+        self._replace_unheld(nodes, blocks)
         taken = self.tree.attach(nodes, blocks)
         self.pool.register(blocks[taken])
         complete = (taken & self._is_index_group).any(axis=1) & self._is_resident(nodes)
+        own = (taken | ~self._is_index_group).all(axis=1) & self._has_full_groups
         for index in complete.nonzero()[0].tolist():
-            self._note_fresh(at_row[index], columns[index], self.tree.hashes[nodes[index]])
+            block_hash = self.tree.hashes[nodes[index]]
+            if own[index]:
+                self._note_fresh(at_row[index], columns[index], block_hash)
+            else:  # nobody holds the rest of the node: it may be evicted before the row closes
+                self._index_updates.append(IndexUpdate(DEVICE_TIER, columns[index], (block_hash,), resident=True))
         self.registered[rows] = [len(row_hashes) for row_hashes in hashes]
+
+    def _replace_unheld(self, nodes: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
+        """Let a row's ``blocks [n, groups]`` take the place of cached ones: nobody needs two, and these will last.
+
+        A row computes again what the cache has where a window group had lost its part.
+        """
+        cached = self.tree.device[nodes]
+        index, group = ((cached != NOWHERE) & (blocks != NOWHERE) & (cached != blocks)).nonzero()
+        if not len(index):
+            return
+        unheld = self.pool.are_unheld(cached[index, group])
+        index, group = index[unheld], group[unheld]
+        self.tree.move(cached[index, group], blocks[index, group])
+        self.pool.replace(cached[index, group], blocks[index, group])
 
     def _first_unknown(self, row: int, hashes: Sequence[bytes]) -> int:
         """The first column that the tree must be told of."""
@@ -326,19 +349,34 @@ class CacheManager:
         np.subtract.at(self._held, row, 1)
         self._enter(row, group, column, np.full(len(blocks), NOWHERE, dtype=np.int32))
         self._recycled_blocks += len(blocks)
-        self.pool.value(blocks[self._resumable(row, group, column)])
+        self._keep_resumable(row, group, column, blocks)
         self.pool.recycle(blocks)
 
-    def _resumable(self, rows: Rows, groups: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.bool_]:
-        """Whether the blocks lie in a window at which another request may resume."""
+    def _keep_resumable(
+        self, rows: Rows, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]
+    ) -> None:
+        """Give value to those of the recycled blocks that lie in a window at which another request may resume."""
         depths = self._resume[rows]
         behind = depths * self.block_size - (self.windows.window[groups] - 1)[:, None]
         first, column = behind // self.block_size, columns[:, None]
-        inside: NDArray[np.bool_] = (column >= first) & (column < depths)
-        return np.asarray(inside.any(axis=1))
+        inside = ((column >= first) & (column < depths)).any(axis=1).nonzero()[0]
+        if not len(inside):
+            return
+        self.pool.value(blocks[inside])
+        for index, row in zip(inside.tolist(), rows[inside].tolist(), strict=True):
+            block = blocks[index]
+            self._left.setdefault(row, []).append((groups[index], columns[index], block, self.tree.owner(block)))
+
+    def _take_back(self, row: int) -> None:
+        """Hold the windows again at which another request may resume: they are as recent as the row they belong to."""
+        for group, column, block, owner in self._left.pop(row, ()):
+            if owner != NOWHERE and self.tree.owner(block) == owner:
+                self.pool.retain(np.array([block]))
+                self.tables[row, group, column] = block
 
     def release(self, row: int) -> None:
         """Close a row. Its registered blocks stay as cache, the deepest to be evicted first."""
+        self._take_back(row)
         held = self.tables[row, :, : self.num_blocks[row]]
         deepest_first = held[:, ::-1].T.ravel()
         self.pool.release(deepest_first[deepest_first != NOWHERE] if len(self._window_groups) else deepest_first)

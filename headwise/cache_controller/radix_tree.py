@@ -99,6 +99,17 @@ class RadixTree:
         node, group = np.divmod(self._owner[blocks], self.num_groups)
         return node, group
 
+    def move(self, old: NDArray[np.int32], new: NDArray[np.int32]) -> None:
+        """Let ``new`` blocks hold what the attached ``old`` ones did."""
+        owner = self._owner[old]
+        self._owner[old] = NOWHERE
+        self._owner[new] = owner
+        self.device[np.divmod(owner, self.num_groups)] = new
+
+    def owner(self, block: np.int32) -> int:
+        """What holds a block, as a number that no other node and group has; `NOWHERE` if nothing does."""
+        return int(self._owner[block])
+
     def detach(self, blocks: NDArray[np.int32]) -> None:
         """Forget device blocks. Removes nodes that hold nothing any more."""
         nodes, groups = self.owners(blocks)
