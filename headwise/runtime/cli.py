@@ -224,12 +224,15 @@ def info(
     reference: Annotated[
         bool, typer.Option("--config-reference", help="Print every configuration key as a Markdown table instead.")
     ] = False,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of a request, to see how many fit; may be repeated.")
+    ] = None,
 ) -> None:
-    """Show how a model's cache is laid out: head groups, blocks, pool. Loads no weights.
+    """Show how a model's cache is laid out: head groups, blocks, pool, requests that fit. Loads no weights.
 
     \b
     Examples:
-      headwise info --model gemma3-270m
+      headwise info --model gemma3-270m --length 2000 --length 30000
       headwise info --model smollm2-135m --head-grouping per_head_index --kv-cache 2GiB
     """
     if reference:
@@ -243,7 +246,7 @@ def info(
     config = options.load()
     with progress() as bars:
         directory = resolve_model(config.model, config.cache_path, bars)
-    rows = list(describe(config, read_model_card(config, directory)))
+    rows = list(describe(config, read_model_card(config, directory), length or ()))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")

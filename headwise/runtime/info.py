@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from headwise.cache_controller.planner import HeadGroup
-from headwise.cache_controller.policy import HeadPolicy
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.windows import GroupWindows
 from headwise.kernels.select import resolve_kernels_name
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.ops.select import resolve_ops_name
 
 
-def describe(config: EngineConfig, card: ModelCard) -> Iterator[tuple[str, str]]:
-    """Name and value of what a user may want to know of a deployment before it is started."""
+def describe(config: EngineConfig, card: ModelCard, lengths: Sequence[int] = ()) -> Iterator[tuple[str, str]]:
+    """Name and value of what a user may want to know of a deployment before it is started.
+
+    lengths: tokens of the requests to count in the pool; empty takes the powers of 4 from 1,024 on, and the longest
+    """
     model, plan, layout, spec = card.config, card.plan, card.layout, card.spec
     groups = len(plan.groups)
     yield "model", f"{card.model} ({model.architecture})"
@@ -26,14 +31,19 @@ def describe(config: EngineConfig, card: ModelCard) -> Iterator[tuple[str, str]]
         "head groups",
         f"{groups} x {plan.slots} slots per rank ({config.head_grouping}, padding {plan.padding:.1%})",
     )
-    for index, group in enumerate(plan.groups):
-        yield f"  group {index}", _group(group)
+    for text, alike in groupby(enumerate(plan.groups), key=lambda entry: _group(entry[1])):
+        first, *others = [index for index, _ in alike]
+        yield (f"  groups {first} to {others[-1]}", f"{text} each") if others else (f"  group {first}", text)
     yield "block", f"{layout.block_size} tokens of one group, {format_bytes(layout.block_bytes)}"
     yield (
         "block pool",
         f"{spec.num_blocks} blocks per rank, {format_bytes(spec.num_blocks * layout.block_bytes)}",
     )
+    if config.prefix_caching:
+        yield "smallest reusable prefix", f"{layout.block_size} tokens"
     yield "cache of 1,000 tokens", _bytes_of_thousand(card)
+    for tokens in lengths or _usual_lengths(card.max_model_len):
+        yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
     yield "replicas x TP ranks", f"{config.replicas} x {config.tp_size}"
 
 
@@ -54,7 +64,29 @@ def _bytes_of_thousand(card: ModelCard) -> str:
     inside = 1000 * card.bytes_per_token
     behind = inside * sum(policy.is_full for policy in policies) / len(policies)
     text = f"{format_bytes(inside)} over all ranks"
-    return text if behind == inside else f"{text}; {format_bytes(behind)} of tokens that no window reaches any more"
+    return text if behind == inside else f"{text}; {format_bytes(behind)} once no window reaches them any more"
+
+
+def requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> tuple[int, int]:
+    """Requests of so many tokens that the pool holds at once: as configured, and if every head kept everything."""
+
+    def fit(policies: Sequence[HeadPolicy]) -> int:
+        windows = GroupWindows(policies, config.block_size)
+        return card.spec.num_blocks // int(windows.peak_blocks(tokens, config.tokens_in_flight))
+
+    return fit(card.kept), fit([FULL] * len(card.kept))
+
+
+def _requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> str:
+    if tokens > card.max_model_len:
+        return f"none: the longest sequence has {card.max_model_len} tokens"
+    fit, without = requests_that_fit(config, card, tokens)
+    return f"{fit} fit" if fit == without else f"{fit} fit; {without} if every head kept everything"
+
+
+def _usual_lengths(longest: int) -> list[int]:
+    powers = (1024 * 4**k for k in range(8))
+    return [*(tokens for tokens in powers if tokens < longest), longest]
 
 
 def _group(group: HeadGroup) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -78,13 +79,15 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_info_shows_groups_blocks_and_pool(model: Path) -> None:
-    result = run("info", "--model", model, "--block-size", 16, "--kv-cache", "96KiB")
+    result = run("info", "--model", model, "--block-size", 16, "--kv-cache", "96KiB", "--length", 40, "--length", 9999)
     assert result.exit_code == 0
     assert "3 layers, 4 query and 2 KV heads of 16" in result.stdout
     assert "1 x 6 slots per rank (auto, padding 0.0%)" in result.stdout
     assert "full attention, 6 (layer, KV head) pairs" in result.stdout
     assert "16 tokens of one group, 12 KiB" in result.stdout  # 16 tokens x 6 pairs x (key + value) x 16 x 4 bytes
     assert "8 blocks per rank, 96 KiB" in result.stdout
+    assert re.search(r"requests of 40 tokens +2 fit\n", result.stdout)  # 3 blocks each
+    assert re.search(r"requests of 9999 tokens +none: the longest sequence has 128 tokens", result.stdout)
 
 
 def test_flags_reach_the_configuration_and_win_over_the_file(model: Path, tmp_path: Path) -> None:

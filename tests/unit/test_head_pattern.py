@@ -23,6 +23,7 @@ from headwise.cache_controller.planner import MAX_PADDING, MAX_ROUNDED_UP, HeadG
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ConfigError
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.info import requests_that_fit
 from headwise.runtime.model_card import ModelCard, read_model_card
 
 PUBLISHED = Path(__file__).parents[2].parent / "shared" / "data" / "duo-llama-3.1-8b-full-attention-heads.tsv"
@@ -177,6 +178,17 @@ def test_the_model_card_has_the_patterns_policies_and_groups(model: Path) -> Non
     streaming = HeadPolicy(128, 16)
     assert got.config.policies == ((FULL, streaming), (streaming, FULL))
     assert got.plan.policies == (FULL, streaming)
+
+
+def test_a_pattern_lets_more_long_requests_fit_and_longer_ones(model: Path) -> None:
+    config = EngineConfig(model="tiny", kv_cache="960KiB", sink=64, window=128, max_batched_tokens=64)
+    got = card(model, kv_cache="960KiB", sink=64, window=128, max_batched_tokens=64)
+    blocks = got.spec.num_blocks  # of 64 tokens, for one of two groups
+    assert blocks == 60
+    # 1,024 tokens: 16 blocks of the full group, and 1 + 4 that sink, window and the tokens in flight reach into
+    assert requests_that_fit(config, got, 1024) == (60 // 21, 60 // 32)
+    assert got.max_model_len == (60 - 5) * 64
+    assert card(model, kv_cache="960KiB", recycling=False).max_model_len == 60 // 2 * 64
 
 
 def test_blocks_of_different_policies_never_share_an_identity(model: Path) -> None:
