@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,8 +41,9 @@ def sharded(directory: Path) -> Path:
     return directory
 
 
-def write_raw(path: Path, dtype: str, shape: list[int], data: bytes) -> None:
-    header = json.dumps({"up": {"dtype": dtype, "shape": shape, "data_offsets": [0, len(data)]}}).encode()
+def write_raw(path: Path, dtype: str, shape: Any, data: bytes, offsets: Any = ...) -> None:
+    offsets = [0, len(data)] if offsets is ... else offsets
+    header = json.dumps({"up": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
@@ -142,11 +144,35 @@ def test_a_file_cut_anywhere_is_refused(single: Path) -> None:
             Checkpoint(single).tensor("up")
 
 
-@pytest.mark.parametrize(("shape", "message"), [([6, 5], "not F32 of shape"), ([3], "not F32 of shape")])
-def test_a_shape_that_does_not_fit_its_bytes_is_refused(directory: Path, shape: list[int], message: str) -> None:
+@pytest.mark.parametrize("shape", [[6, 5], [3], [-6, -4], [6.0, 4], ["6", 4], [2**70, 0], "64", None])
+def test_a_shape_that_does_not_fit_its_bytes_is_refused(directory: Path, shape: Any) -> None:
     write_raw(directory / "model.safetensors", "F32", shape, UP.tobytes())
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or corrupt: .*fetch the model again"):
         Checkpoint(directory).tensor("up")
+
+
+@pytest.mark.parametrize("offsets", [[-96, 0], [96, 0], [8, 104], [0, 1 << 40], ["0", 96], [0, None], [0], None])
+def test_a_tensor_outside_the_data_is_refused(directory: Path, offsets: Any) -> None:
+    write_raw(directory / "model.safetensors", "F32", [6, 4], UP.tobytes(), offsets)
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or corrupt: .*fetch the model again"):
+        Checkpoint(directory).tensor("up")
+
+
+def test_tensors_lie_where_the_header_says_whatever_its_order(directory: Path) -> None:
+    header = {
+        "late": {"dtype": "F32", "shape": [2], "data_offsets": [14, 22]},
+        "empty": {"dtype": "F32", "shape": [0, 3], "data_offsets": [14, 14]},
+        "half": {"dtype": "F16", "shape": [3], "data_offsets": [8, 14]},
+        "early": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]},
+    }
+    text = json.dumps(header).encode()
+    data = NORM[:2].tobytes() + NORM[:3].astype("<f2").tobytes() + NORM[2:].tobytes()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    checkpoint = Checkpoint(directory)
+    np.testing.assert_array_equal(checkpoint.tensor("early"), NORM[:2, None])
+    np.testing.assert_array_equal(checkpoint.tensor("half"), NORM[:3].astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(checkpoint.tensor("late"), NORM[2:])
+    assert checkpoint.tensor("empty").shape == (0, 3)
 
 
 def test_quantised_safetensors_are_refused(directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -206,6 +207,15 @@ def test_a_tensor_the_architecture_does_not_have_is_refused(tmp_path: Path) -> N
 def test_files_that_are_no_gguf_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(ModelError, match=r"x\.gguf"):
+        convert(tmp_path / "x.gguf", tmp_path)
+
+
+@pytest.mark.parametrize("element", [gguf.GGUFValueType.UINT32, gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY])
+def test_an_array_longer_than_the_file_is_refused_at_once(tmp_path: Path, element: gguf.GGUFValueType) -> None:
+    header = b"GGUF" + struct.pack("<IQQQ3s", 3, 0, 1, 3, b"key")
+    value = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, element, 1 << 40)
+    (tmp_path / "x.gguf").write_bytes(header + value + bytes(8))
+    with pytest.raises(ModelError, match=r"x\.gguf is truncated or corrupt"):
         convert(tmp_path / "x.gguf", tmp_path)
 
 

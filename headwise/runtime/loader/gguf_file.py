@@ -1,8 +1,8 @@
 """Reading a GGUF file: its metadata, and its tensors dequantised to float32.
 
-The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here rather
-than by the ``gguf`` package's reader because that one makes an array object per vocabulary entry (10 s for 262k
-tokens, against 0.3 s) and reads past the end of a truncated file without noticing. Dequantising is the package's.
+The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Dequantising is the ``gguf``
+package's; its reader is not used: it checks no count (a file of 60 bytes makes it fill the memory), and keeps an array
+object per vocabulary entry (Gemma 3 270M: 10.5 s and 740 MB, against 0.3 s and 76 MB).
 """
 
 from __future__ import annotations

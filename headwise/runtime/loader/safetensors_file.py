@@ -1,9 +1,13 @@
-"""Reading and writing one safetensors file: https://huggingface.co/docs/safetensors."""
+"""Reading and writing one safetensors file: https://huggingface.co/docs/safetensors.
+
+The package reads and checks the header. The data are mapped here, since it copies what it reads: a worker of Gemma 3
+270M would hold 1.8 GB of its own instead of 0.4 GB and a mapped file that all workers of a node share. Writing is done
+here, since it writes only what is in memory all at once.
+"""
 
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -22,18 +26,29 @@ _HEADER_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class _Entry:
+    """Where a tensor lies: ``start`` and ``stop`` are bytes of the file."""
+
     dtype: str
     shape: tuple[int, ...]
-    offset: int
+    start: int
+    stop: int
 
 
 class SafetensorsFile:
     """A mapped safetensors file of F32, F16 or BF16 tensors. Raises `ModelError` if it is truncated or corrupt."""
 
     def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
         self.path = path
-        self._data = _map(path)
-        self._entries = {name: self._entry(name, info) for name, info in self._header().items()}
+        try:
+            with safe_open(path, framework="numpy") as file:
+                self._data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+                self._entries = self._locate(file)
+        except SafetensorError as error:
+            raise ModelError(f"{path} is truncated or corrupt: {error}; delete it and fetch the model again") from None
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error}; fetch the model again") from None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,44 +60,27 @@ class SafetensorsFile:
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> NDArray[np.float32]:
         """A tensor, or a part of it, as float32. A part stored as F32 is a read-only view of the mapped file."""
         entry = self._entries[name]
-        stored = np.ndarray(entry.shape, _STORED[entry.dtype], self._data, entry.offset)
+        stored = self._data[entry.start : entry.stop].view(_STORED[entry.dtype]).reshape(entry.shape)
         part = stored[rows] if columns is None else stored[rows, columns]
         if entry.dtype == "BF16":
             return (part.astype(np.uint32) << 16).view(np.float32)
         return part.astype(np.float32, copy=False)
 
-    def _header(self) -> dict[str, Any]:
-        length = int.from_bytes(self._data[:8], "little")
-        self._start = 8 + length
-        if len(self._data) < 8 or self._start > len(self._data):
-            raise self._unusable(f"its header should end at byte {self._start} and the file at {len(self._data)}")
-        try:
-            header = json.loads(self._data[8 : self._start])
-        except ValueError:
-            raise self._unusable("its header is not JSON") from None
-        if not isinstance(header, dict):
-            raise self._unusable("its header is not a JSON object")
-        header.pop("__metadata__", None)
-        return header
-
-    def _entry(self, name: str, info: Any) -> _Entry:
-        try:
-            dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-        except (TypeError, KeyError, ValueError):
-            raise self._unusable(f"the entry of {name!r} is malformed") from None
-        if dtype not in _STORED:
-            raise ModelError(
-                f"{self.path}: tensor {name!r} is stored as {dtype}; {', '.join(_STORED)} can be read: "
-                "use an unquantised version of the model"
-            )
-        if self._start + end > len(self._data):
-            raise self._unusable(f"{name!r} should end at byte {self._start + end} and the file at {len(self._data)}")
-        if end - begin != prod(shape) * _STORED[dtype].itemsize:
-            raise self._unusable(f"{name!r} has {end - begin} bytes, which is not {dtype} of shape {list(shape)}")
-        return _Entry(dtype, shape, self._start + begin)
-
-    def _unusable(self, what: str) -> ModelError:
-        return ModelError(f"{self.path} is truncated or corrupt: {what}; delete it and fetch the model again")
+    def _locate(self, file: Any) -> dict[str, _Entry]:
+        """The tensors of a checked file, in which each begins where the one before it ends: gaps are refused."""
+        entries: dict[str, _Entry] = {}
+        at = 8 + int.from_bytes(self._data[:8].tobytes(), "little")
+        for name in file.offset_keys():
+            tensor = file.get_slice(name)
+            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+            if dtype not in _STORED:
+                raise ModelError(
+                    f"{self.path}: tensor {name!r} is stored as {dtype}; {', '.join(_STORED)} can be read: "
+                    "use an unquantised version of the model"
+                )
+            entry = _Entry(dtype, shape, at, at + prod(shape) * _STORED[dtype].itemsize)
+            entries[name], at = entry, entry.stop
+        return entries
 
 
 def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[NDArray[np.float32]]) -> None:
@@ -100,13 +98,3 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], tensors: I
             if values.shape != shape:
                 raise ValueError(f"{name} was announced as {shape} and came as {values.shape}")
             file.write(np.ascontiguousarray(values, "<f4").data)
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}; fetch the model again") from None
-    except ValueError:
-        raise ModelError(f"{path} is empty; delete it and fetch the model again") from None
