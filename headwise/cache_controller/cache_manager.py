@@ -187,7 +187,7 @@ class CacheManager:
         if not self.prefix_caching:
             return PrefixMatch(np.empty((len(self.policies), 0), dtype=np.int32))
         nodes = self.tree.find(hashes[: max_tokens // self.block_size])
-        held = self.tree.device[nodes]
+        held = self.tree.device.blocks[nodes]
         lacking = (held[:, self.windows.is_full] == NOWHERE).any(axis=1)
         reached = int(lacking.argmax()) if lacking.any() else len(nodes)
         if not len(self._window_groups):
@@ -287,7 +287,7 @@ class CacheManager:
         at_row, columns = zip(*entries.values(), strict=True)
         blocks = self.tables[at_row, :, columns]
         self._replace_unheld(nodes, blocks)
-        taken = self.tree.attach(nodes, blocks)
+        taken = self.tree.device.attach(nodes, blocks)
         self.pool.register(blocks[taken])
         complete = (taken & self._is_index_group).any(axis=1) & self._is_resident(nodes)
         own = (taken | ~self._is_index_group).all(axis=1) & self._has_full_groups
@@ -304,13 +304,13 @@ class CacheManager:
 
         A row computes again what the cache has where a window group had lost its part.
         """
-        cached = self.tree.device[nodes]
+        cached = self.tree.device.blocks[nodes]
         index, group = ((cached != NOWHERE) & (blocks != NOWHERE) & (cached != blocks)).nonzero()
         if not len(index):
             return
         unheld = self.pool.are_unheld(cached[index, group])
         index, group = index[unheld], group[unheld]
-        self.tree.move(cached[index, group], blocks[index, group])
+        self.tree.device.move(cached[index, group], blocks[index, group])
         self.pool.replace(cached[index, group], blocks[index, group])
 
     def _first_unknown(self, row: int, hashes: Sequence[bytes]) -> int:
@@ -365,12 +365,12 @@ class CacheManager:
         self.pool.value(blocks[inside])
         for index, row in zip(inside.tolist(), rows[inside].tolist(), strict=True):
             block = blocks[index]
-            self._left.setdefault(row, []).append((groups[index], columns[index], block, self.tree.owner(block)))
+            self._left.setdefault(row, []).append((groups[index], columns[index], block, self.tree.device.owner(block)))
 
     def _take_back(self, row: int) -> None:
         """Hold the windows again at which another request may resume: they are as recent as the row they belong to."""
         for group, column, block, owner in self._left.pop(row, ()):
-            if owner != NOWHERE and self.tree.owner(block) == owner:
+            if owner != NOWHERE and self.tree.device.owner(block) == owner:
                 self.pool.retain(np.array([block]))
                 self.tables[row, group, column] = block
 
@@ -389,7 +389,7 @@ class CacheManager:
 
     def _is_resident(self, nodes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the device holds what every prefix through a node needs: its full groups."""
-        held: NDArray[np.bool_] = self.tree.device[nodes] != NOWHERE
+        held: NDArray[np.bool_] = self.tree.device.blocks[nodes] != NOWHERE
         return np.asarray((held | ~self._is_index_group).all(axis=1))
 
     def reset(self) -> None:
@@ -398,7 +398,7 @@ class CacheManager:
 
     def _on_evict(self, blocks: NDArray[np.int32]) -> None:
         self._evicted_blocks += len(blocks)
-        nodes, groups = self.tree.owners(blocks)
+        nodes, groups = self.tree.device.owners(blocks)
         gone = nodes[self._is_index_group[groups] & self._is_resident(nodes)].tolist()
         parents = self.tree.parents
         run = gone[:1]  # neighbours of one path, the deepest first: so they were released, so they go
@@ -410,7 +410,7 @@ class CacheManager:
                 run = [node]
         if run:
             self._announce_gone(run)
-        self.tree.detach(blocks)
+        self.tree.prune(self.tree.device.detach(blocks))
 
     def _announce_gone(self, run: list[int]) -> None:
         hashes = tuple(self.tree.hashes[node] for node in reversed(run))

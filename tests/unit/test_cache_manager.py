@@ -116,7 +116,7 @@ def test_a_window_group_needs_its_sink_and_not_its_middle() -> None:
     for evicted, servable in ((0, 0), (1, 6), (2, 6)):
         cache = manager(num_blocks=32, policies=(FULL, WINDOW))
         serve(cache, 0, range(24))
-        block = int(cache.tree.device[cache.tree.nodes[hashes_of(range(24))[evicted]], 1])
+        block = int(cache.tree.device.blocks[cache.tree.nodes[hashes_of(range(24))[evicted]], 1])
         cache.release(0)
         evict(cache, block)
         assert cache.match(hashes_of(range(24)), 24).num_blocks == servable
@@ -175,7 +175,7 @@ def test_the_window_at_the_end_of_a_prompt_outlives_those_in_its_middle() -> Non
     grow(cache, 0, prompt + [7] * 16)
     recycled = cache.pool.cached_blocks.tolist()
     path = cache.tree.find(hashes_of(prompt))
-    windows = cache.tree.device[path, 1].tolist()
+    windows = cache.tree.device.blocks[path, 1].tolist()
     assert recycled[-2:] == windows[4:6], "the two blocks that a window of 6 after the prompt reaches into"
     assert set(windows[1:4]) < set(recycled[:-2])
 
