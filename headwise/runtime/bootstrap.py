@@ -30,6 +30,8 @@ LOCAL_RESOURCES_TIMEOUT_S = 15.0
 OBJECT_STORE_BYTES = 80 << 20
 """Of a Ray instance started here: nothing large goes through its object store."""
 _WATCH_S = 2.0
+_SET_BY_RAY = ("PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED")
+"""Variables that `ray.init` sets in this process. The next instance would obey them."""
 _QUIET: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
 
 
@@ -51,15 +53,13 @@ class Deployment:
     def start(cls, config: EngineConfig, address: str | None = None, progress: Progress | None = None) -> Deployment:
         """Start a deployment and wait until it serves.
 
-        address: of the Ray cluster: ``HOST:PORT``, or ``auto`` for the one this machine is part of. None takes the
-                 cluster of the Ray job this process runs in (`RAY_ADDRESS`, which Ray sets), or starts a local Ray
-                 instance that ends with the deployment.
+        address: of the Ray cluster: ``HOST:PORT``, or ``auto`` for the one this machine is part of. None starts a
+                 local Ray instance that ends with the deployment.
 
         Raises `DeploymentError` if it cannot be started or the cluster cannot be reached, and the `ModelError` or
         `ConfigError` that keeps an engine from serving.
         """
         progress = progress or SilentProgress()
-        address = address or os.environ.get("RAY_ADDRESS") or None
         progress.stage(f"connecting to the Ray cluster at {address}" if address else "starting a local Ray instance")
         deployment = cls(config, _Cluster.connect(address) if address else _Cluster.start())
         try:
@@ -187,11 +187,10 @@ class Deployment:
 class _Cluster:
     """This process's connection to Ray, and the local instance if it was started here."""
 
-    def __init__(self, owned: bool, connected_here: bool, directory: str | None, environment: dict[str, str]) -> None:
-        self.owned = owned
-        self._connected_here = connected_here
+    def __init__(self, directory: str | None = None) -> None:
+        self.owned = directory is not None
         self._directory = directory
-        self._environment = environment
+        self._environment: dict[str, str | None] | None = None
 
     @classmethod
     def start(cls) -> _Cluster:
@@ -201,35 +200,31 @@ class _Cluster:
                 "this process is connected to a Ray cluster already: give address='auto' to deploy there, or call "
                 "ray.shutdown() first"
             )
-        environment = dict(os.environ)
         # Ray's sockets lie in here, and their paths may have no more than 107 characters.
         directory = tempfile.mkdtemp(prefix="hw-", dir="/tmp")
-        _read_authentication()
+        cluster = cls(directory)
         try:
-            ray.init(
+            cluster._connect(
                 address="local",
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=directory,
                 _system_config={"worker_niceness": 0},  # serving is no background work
-                **_QUIET,
             )
         except Exception as error:
-            shutil.rmtree(directory, ignore_errors=True)
             raise DeploymentError(f"a local Ray instance could not be started: {error}") from error
-        return cls(True, True, directory, environment)
+        return cluster
 
     @classmethod
     def connect(cls, address: str) -> _Cluster:
         """Connect to a running cluster, or use the connection there is; raises `DeploymentError`."""
-        environment = dict(os.environ)
+        cluster = cls()
         if ray.is_initialized():
-            return cls(False, False, None, environment)
+            return cluster
         remedy = "start one with `ray start --head`, or leave the address out to start a local one"
         _check_reachable(address, remedy)
-        _read_authentication()
         try:
-            ray.init(address=address, **_QUIET)
+            cluster._connect(address=address)
         except ray.exceptions.AuthenticationError as error:
             raise DeploymentError(
                 f"the Ray cluster at {address} refused this process's token: set RAY_AUTH_MODE=token and "
@@ -237,19 +232,36 @@ class _Cluster:
             ) from None
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise DeploymentError(f"no Ray cluster at {address}: {first_line(error)}; {remedy}") from None
-        return cls(False, True, None, environment)
+        return cluster
+
+    def _connect(self, **options: Any) -> None:
+        self._environment = {name: os.environ.get(name) for name in _SET_BY_RAY}
+        _read_authentication()
+        try:
+            ray.init(**options, **_QUIET)
+        except BaseException:
+            self.disconnect()
+            raise
 
     def disconnect(self) -> None:
-        if self._connected_here:
+        """Leave no trace of a connection made here, nor of an instance started here."""
+        if self._environment is not None:
             ray.shutdown()
-            # Ray turns its token authentication on by setting a variable, which would outlive the instance.
-            for name in [name for name in os.environ if name.startswith("RAY_")]:
-                if name in self._environment:
-                    os.environ[name] = self._environment[name]
+            for name, value in self._environment.items():
+                if value is None:
+                    os.environ.pop(name, None)
                 else:
-                    del os.environ[name]
+                    os.environ[name] = value
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def cluster_of_this_job() -> str | None:
+    """The address of the Ray cluster that runs this process as a job, or None where it is no Ray job.
+
+    Ray gives its jobs both variables; RAY_ADDRESS alone may be a user's, for the `ray` command.
+    """
+    return os.environ.get("RAY_ADDRESS") if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else None
 
 
 def resolve_client_address(cluster: str, name: str) -> str:

@@ -209,10 +209,11 @@ def serve(
       headwise serve --config deploy/gemma3.yaml --replicas 2
       ray job submit --working-dir . -- python -m headwise serve --config deploy/smollm2.yaml
     """
+    from headwise.runtime.bootstrap import cluster_of_this_job
     from headwise.runtime.terminal import until_signal
 
-    config = options.load()
-    with _deployment(config, address) as deployment, until_signal():  # Ray sets handlers of its own when it starts
+    config, cluster = options.load(), address or cluster_of_this_job()
+    with _deployment(config, cluster) as deployment, until_signal():  # Ray sets handlers of its own when it starts
         typer.echo(f"serving {config.model} at {deployment.client_address}")
         deployment.wait()
 

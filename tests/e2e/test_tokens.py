@@ -1,12 +1,18 @@
-"""Greedy tokens of the demo models equal those of Hugging Face transformers in fp32, whatever the engine does."""
+"""Greedy tokens of the demo models equal those of Hugging Face transformers in fp32, whatever the engine does.
+
+Sampled ones equal those of the same request alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
-from reference import Answer, answers, assert_same
+from reference import CLOSE, Answer, answers, assert_same
 
 from headwise.runtime.batch import BatchRequest
 from headwise.runtime.comm import SingleRank
@@ -17,6 +23,7 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.local_executor import LocalExecutor
 from headwise.runtime.model_card import read_model_card
 from headwise.runtime.request import GenerationResult, SamplingParams
+from headwise.runtime.sampler import Sampler
 from headwise.runtime.worker import ModelWorker
 
 pytestmark = pytest.mark.model
@@ -46,18 +53,27 @@ class Bench:
         executor = LocalExecutor(self.worker)
         return EngineCore(config, card, self.front_door.tokenizer, executor), executor
 
-    def run(self, wanted: list[Answer], **changes: object) -> tuple[dict[str, GenerationResult], EngineCore]:
+    def run(
+        self, wanted: list[Answer], sampling: Mapping[str, SamplingParams] | None = None, **changes: object
+    ) -> tuple[dict[str, GenerationResult], EngineCore]:
         engine, executor = self.engine(**changes)
         try:
-            return serve(engine, self.front_door, wanted), engine
+            return serve(engine, self.front_door, wanted, sampling or {}), engine
         finally:
             executor.close()
 
 
-def serve(engine: EngineCore, front_door: FrontDoor, wanted: list[Answer]) -> dict[str, GenerationResult]:
+def serve(
+    engine: EngineCore,
+    front_door: FrontDoor,
+    wanted: list[Answer],
+    sampling: Mapping[str, SamplingParams] = MappingProxyType({}),
+) -> dict[str, GenerationResult]:
+    """Results by the answers' names, and so is ``sampling``: greedy where it has none."""
     results = {answer.name: GenerationResult(answer.name) for answer in wanted}
     for answer in wanted:
-        engine.add(front_door.prepare(prompt=answer.prompt_ids, sampling=GREEDY, request_id=answer.name))
+        params = sampling.get(answer.name, GREEDY)
+        engine.add(front_door.prepare(prompt=answer.prompt_ids, sampling=params, request_id=answer.name))
     while engine.has_work():
         for delta in engine.step(None):
             assert delta.error is None, delta.error
@@ -139,18 +155,66 @@ def test_32_requests_at_once_with_prefixes_from_the_cache(bench: Bench) -> None:
     assert engine.stats()["cache"]["hit_tokens"] > 0
 
 
-def test_a_pool_so_small_that_requests_are_preempted(bench: Bench) -> None:
-    wanted = reference(bench, longest=800)
-    tokens = max(len(answer.prompt_ids) for answer in wanted) + 64
+def scarce(bench: Bench, wanted: list[Answer], max_tokens: int = 64) -> dict[str, Any]:
+    """A pool that holds the longest of the requests and little more."""
+    tokens = max(len(answer.prompt_ids) for answer in wanted) + max_tokens
     card = bench.front_door.card
     blocks = (-(-tokens // 16) + 4) * len(card.plan.groups)
     block_bytes = card.layout.block_bytes // card.layout.block_size * 16
-    results, engine = bench.run(
-        wanted, kv_cache=f"{blocks * block_bytes}B", block_size=16, max_model_len=0, max_batched_tokens=256
-    )
+    return {"kv_cache": f"{blocks * block_bytes}B", "block_size": 16, "max_model_len": 0, "max_batched_tokens": 256}
+
+
+def test_a_pool_so_small_that_requests_are_preempted(bench: Bench) -> None:
+    wanted = reference(bench, longest=800)
+    results, engine = bench.run(wanted, **scarce(bench, wanted))
     assert engine.stats()["requests"]["preemptions"] > 0
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)
+
+
+class DoubtfulDraws(Sampler):
+    """Samples, and notes (seed, position) of draws that other logits, at most `CLOSE` away, would turn."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[int, int]] = set()
+        self._noise = np.random.default_rng(0)
+
+    def sample(self, logits: np.ndarray, params: Sequence[SamplingParams], seeds: Any, positions: Any) -> Any:
+        tokens, logprobs = super().sample(logits, params, seeds, positions)
+        for _ in range(4):
+            moved = logits + self._noise.uniform(-CLOSE, CLOSE, logits.shape).astype(np.float32)
+            turned = super().sample(moved, params, seeds, positions)[0] != tokens
+            self.found.update(zip(seeds[turned].tolist(), positions[turned].tolist(), strict=True))
+        return tokens, logprobs
+
+
+@pytest.mark.parametrize("bench", MODELS[:1], indirect=True)
+def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = reference(bench, longest=60)[:8]
+    sampling = {
+        answer.name: SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=24, ignore_eos=True)
+        for seed, answer in enumerate(wanted, start=1)
+    }
+    doubtful = DoubtfulDraws()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.worker, "_sampler", doubtful)
+        engine, executor = bench.engine(kv_cache="64MiB", max_model_len=512)
+        alone = {}
+        for answer in wanted:
+            alone |= serve(engine, bench.front_door, [answer], sampling)
+        executor.close()
+    batched, _ = bench.run(wanted, sampling, kv_cache="64MiB", max_model_len=512)
+    preempted, engine = bench.run(wanted, sampling, **scarce(bench, wanted, 24))
+    assert engine.stats()["requests"]["preemptions"] > 0
+    assert doubtful.found == set(), "rounding may decide these draws: choose other seeds"
+    for answer in wanted:
+        expected = alone[answer.name].token_ids
+        assert len(expected) == 24
+        assert batched[answer.name].token_ids == expected, answer.name
+        assert preempted[answer.name].token_ids == expected, answer.name
+    assert [alone[answer.name].token_ids for answer in wanted] != [answer.output_ids[:24] for answer in wanted]
 
 
 def test_one_group_per_head_index_gives_the_same_tokens(bench: Bench) -> None:

@@ -175,3 +175,14 @@ def test_bench_serve_needs_one_kind_of_load() -> None:
     result = run("bench", "serve", "--address", "127.0.0.1:1", "--rate", "1", "--concurrency", "1")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: give either a concurrency (closed loop) or a rate (open loop)")
+
+
+def test_only_a_ray_job_is_served_on_the_cluster_that_its_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headwise.runtime.bootstrap import cluster_of_this_job
+
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")  # as `ray job submit` takes it
+    assert cluster_of_this_job() is None
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert cluster_of_this_job() == "127.0.0.1:6379"

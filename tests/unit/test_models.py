@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
+from dense_oracle import DictWeights, capped, rotate, run_rank, run_ranks, softmax, visible
 
-from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
-from headwise.runtime.comm import Communicator, SingleRank
+from headwise.runtime.comm import SingleRank
 from headwise.runtime.models.base import ModelConfig, Shard, valid_tp_sizes
 from headwise.runtime.models.registry import build_model, model_config
 from headwise.runtime.ops.select import make_ops
@@ -65,83 +62,37 @@ CONFIGS = {
 }
 
 
-class RandomWeights:
-    """Weights of any name, drawn from the name, with the shape that the name must have."""
-
-    def __init__(self, config: ModelConfig, prefix: str = "model.") -> None:
-        c = config
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        linear = {
-            "self_attn.q_proj": (q, c.hidden_size),
-            "self_attn.k_proj": (kv, c.hidden_size),
-            "self_attn.v_proj": (kv, c.hidden_size),
-            "self_attn.o_proj": (c.hidden_size, q),
-            "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
-            "mlp.up_proj": (c.intermediate_size, c.hidden_size),
-            "mlp.down_proj": (c.hidden_size, c.intermediate_size),
-        }
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        shapes: dict[str, tuple[int, ...]] = {f"{prefix}embed_tokens.weight": (c.vocab_size, c.hidden_size)}
-        for layer in range(c.num_layers):
-            at = f"{prefix}layers.{layer}."
-            shapes |= {f"{at}{name}.weight": shape for name, shape in linear.items()}
-            shapes |= {f"{at}{name}.bias": shape[:1] for name, shape in linear.items()}
-            shapes |= {f"{at}{name}.weight": (c.hidden_size,) for name in norms}
-            shapes |= {f"{at}self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
-        shapes |= {f"{prefix}norm.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
-        draw = np.random.default_rng(0)
-        self._tensors = {name: draw.standard_normal(s, dtype=np.float32) * 0.2 for name, s in shapes.items()}
-        self.names: Sequence[str] = tuple(self._tensors)
-
-    def tensor(self, name: str) -> np.ndarray:
-        return self._tensors[name]
-
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._tensors[name][start:stop]
-
-    def columns(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._tensors[name][:, start:stop]
-
-
-class DenseAttention:
-    """Attention over the whole sequence at once, masked by each head's policy."""
-
-    def __init__(self, config: ModelConfig, shard: Shard, ops) -> None:
-        self._config, self._shard, self._ops = config, shard, ops
-
-    def __call__(self, layer: int, query, key, value):
-        c, heads = self._config, self._shard.kv_heads[layer]
-        q, k, v = (self._ops.kernel_array(t).astype(np.float64) for t in (query, key, value))
-        share = c.num_heads // c.num_kv_heads
-        out = np.empty_like(q)
-        for local, head in enumerate(heads):
-            mask = visible(c.policies[layer][head], len(q))
-            for index in range(local * share, (local + 1) * share):
-                scores = q[:, index] @ k[:, local].T * c.attention_scale
-                out[:, index] = softmax(capped(scores, c.attention_softcap), mask) @ v[:, local]
-        return self._ops.from_kernel_array(out.astype(np.float32))
-
-
-def visible(policy: HeadPolicy, count: int) -> np.ndarray:
-    p, k = np.arange(count)[:, None], np.arange(count)[None]
-    return (k <= p) & ((policy.window == 0) | (p - k < policy.window) | (k < policy.sink))
-
-
-def capped(x: np.ndarray, cap: float) -> np.ndarray:
-    return cap * np.tanh(x / cap) if cap else x
-
-
-def softmax(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    scores = np.where(mask, scores, -np.inf)
-    powers = np.exp(scores - scores.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
+def random_weights(config: ModelConfig, prefix: str = "model.") -> DictWeights:
+    """Random weights of every name and shape that a decoder of this config may ask for."""
+    c = config
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    linear = {
+        "self_attn.q_proj": (q, c.hidden_size),
+        "self_attn.k_proj": (kv, c.hidden_size),
+        "self_attn.v_proj": (kv, c.hidden_size),
+        "self_attn.o_proj": (c.hidden_size, q),
+        "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.down_proj": (c.hidden_size, c.intermediate_size),
+    }
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    for layer in range(c.num_layers):
+        at = f"{prefix}layers.{layer}."
+        shapes |= {f"{at}{name}.weight": shape for name, shape in linear.items()}
+        shapes |= {f"{at}{name}.bias": shape[:1] for name, shape in linear.items()}
+        shapes |= {f"{at}{name}.weight": (c.hidden_size,) for name in norms}
+        shapes |= {f"{at}self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
+    shapes |= {f"{prefix}norm.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
+    draw = np.random.default_rng(0)
+    return DictWeights({name: draw.standard_normal(s, dtype=np.float32) * 0.2 for name, s in shapes.items()})
 
 
 class Oracle:
     """The whole model in float64, as the papers write it: no sharing of code with the package."""
 
-    def __init__(self, hf: dict, weights: RandomWeights) -> None:
+    def __init__(self, hf: dict, weights: DictWeights) -> None:
         self.hf, self.w = hf, lambda name: weights.tensor(name).astype(np.float64)
         self.gemma = hf["architectures"][0].startswith("Gemma")
 
@@ -225,21 +176,6 @@ def llama3_frequency(frequency: float, p: dict) -> float:
     return (1 - smooth) * frequency / p["factor"] + smooth * frequency
 
 
-def rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    half = x.shape[-1] // 2
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
-    return np.concatenate([turned.real, turned.imag], -1)
-
-
-def run_rank(config: ModelConfig, weights, comm: Communicator, ids: np.ndarray, ops_name: str = "numpy"):
-    plan = plan_head_groups(config.policies, comm.size)
-    shard = Shard(comm.rank, comm.size, plan.kv_heads(comm.rank))
-    ops = make_ops(ops_name)
-    model = build_model(config, weights, ops, comm, shard)
-    attention = DenseAttention(config, shard, ops)
-    return model.logits(model.forward(ids, np.arange(len(ids), dtype=np.int32), attention))
-
-
 IDS = np.random.default_rng(1).integers(0, 50, 40).astype(np.int32)
 
 
@@ -249,48 +185,17 @@ def test_a_model_computes_what_the_oracle_says(name: str, ops_name: str) -> None
     if ops_name == "paddle":
         pytest.importorskip("paddle")
     config = model_config(CONFIGS[name])
-    weights = RandomWeights(config)
+    weights = random_weights(config)
     logits = run_rank(config, weights, SingleRank(), IDS, ops_name)
     np.testing.assert_allclose(logits, Oracle(CONFIGS[name], weights).logits(IDS), atol=2e-4, rtol=2e-4)
-
-
-class ThreadComm:
-    """Ranks as threads that meet at a barrier."""
-
-    def __init__(self, rank: int, size: int, shared: list, barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, size
-        self._shared, self._barrier = shared, barrier
-
-    def _exchange(self, x: np.ndarray) -> list[np.ndarray]:
-        self._shared[self.rank] = x.copy()
-        self._barrier.wait(20)
-        everyone = list(self._shared)
-        self._barrier.wait(20)
-        return everyone
-
-    def all_reduce(self, x: np.ndarray) -> np.ndarray:
-        return np.sum(self._exchange(x), axis=0)
-
-    def gather(self, x: np.ndarray) -> np.ndarray | None:
-        everyone = self._exchange(x)
-        return np.concatenate(everyone, axis=-1) if self.rank == 0 else None
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "llama_biased_tied", "gemma3"])
 def test_tensor_parallel_ranks_together_compute_the_same(name: str, size: int) -> None:
     config = model_config(CONFIGS[name])
-    weights = RandomWeights(config)
-    shared, barrier, results = [None] * size, threading.Barrier(size), {}
-
-    def rank_main(rank: int) -> None:
-        results[rank] = run_rank(config, weights, ThreadComm(rank, size, shared, barrier), IDS)
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    weights = random_weights(config)
+    results = run_ranks(config, weights, size, IDS)
     expected = run_rank(config, weights, SingleRank(), IDS)
     np.testing.assert_allclose(results[0], expected, atol=1e-4, rtol=1e-4)
     assert all(results[rank] is None for rank in range(1, size))
@@ -299,8 +204,8 @@ def test_tensor_parallel_ranks_together_compute_the_same(name: str, size: int) -
 def test_a_multimodal_checkpoint_keeps_its_decoder_under_a_prefix() -> None:
     text = {key: value for key, value in CONFIGS["gemma3"].items() if key != "architectures"}
     config = model_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
-    weights = RandomWeights(config, prefix="language_model.model.")
-    expected = run_rank(config, RandomWeights(config), SingleRank(), IDS)
+    weights = random_weights(config, prefix="language_model.model.")
+    expected = run_rank(config, random_weights(config), SingleRank(), IDS)
     np.testing.assert_array_equal(run_rank(config, weights, SingleRank(), IDS), expected)
 
 
@@ -384,14 +289,14 @@ def test_a_tp_size_that_does_not_fit_the_mlp_names_those_that_do() -> None:
     config = model_config({**CONFIGS["llama"], "intermediate_size": 50})
     shard = Shard(0, 4, ((0,),) * 3)
     with pytest.raises(ModelError, match="tp_size 4 does not divide the model's MLP size, 50; choose 1, 2"):
-        build_model(config, RandomWeights(config), make_ops("numpy"), SingleRank(), shard)
+        build_model(config, random_weights(config), make_ops("numpy"), SingleRank(), shard)
 
 
 def test_weights_of_another_model_are_refused() -> None:
     config = model_config(CONFIGS["llama"])
     other = model_config({**CONFIGS["llama"], "vocab_size": 51})
     with pytest.raises(ModelError, match="do not belong together"):
-        run_rank(other, RandomWeights(config), SingleRank(), IDS)
+        run_rank(other, random_weights(config), SingleRank(), IDS)
 
 
 def test_tp_sizes_must_divide_kv_heads_and_mlp() -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_models import ThreadComm, run_rank, softmax
+from dense_oracle import DictWeights, run_rank, run_ranks, softmax
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.comm import SingleRank
-from headwise.runtime.models.base import ModelConfig, valid_tp_sizes
+from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.moe import route, tokens_by_expert
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.select import make_ops
@@ -109,20 +108,6 @@ def fused(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if "moe_statics" in name:
             found[name.replace("moe_statics", "gate.moe_statics")] = found.pop(name)
     return found
-
-
-class DictWeights:
-    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
-        self._tensors, self.names = tensors, tuple(tensors)
-
-    def tensor(self, name: str) -> np.ndarray:
-        return self._tensors[name]
-
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._tensors[name][start:stop]
-
-    def columns(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._tensors[name][:, start:stop]
 
 
 def logits_of(config: dict[str, Any], ids: np.ndarray, ops_name: str = "numpy", weights=None) -> np.ndarray:
@@ -363,26 +348,11 @@ def test_tp_sizes_must_divide_the_experts_too() -> None:
 # ---- tensor parallel ----
 
 
-def run_ranks(config: ModelConfig, weights: DictWeights, size: int) -> dict[int, np.ndarray | None]:
-    shared, barrier = [None] * size, threading.Barrier(size)
-    results: dict[int, np.ndarray | None] = {}
-
-    def rank_main(rank: int) -> None:
-        results[rank] = run_rank(config, weights, ThreadComm(rank, size, shared, barrier), IDS)
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
-
-
 @pytest.mark.parametrize("layout", [dict, fused], ids=["published", "fused"])
 @pytest.mark.parametrize("base", [DENSE, MOE], ids=["dense", "moe"])
 def test_two_ranks_together_compute_the_same(base: dict[str, Any], layout) -> None:
     config = {**base, **HEAD_WINDOWS}
     weights = draw_weights(config)
-    results = run_ranks(model_config(config), DictWeights(layout(weights)), 2)
+    results = run_ranks(model_config(config), DictWeights(layout(weights)), 2, IDS)
     np.testing.assert_allclose(results[0], logits_of(config, IDS, weights=weights), atol=1e-4)
     assert results[1] is None

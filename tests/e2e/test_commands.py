@@ -1,0 +1,157 @@
+"""The commands as users run them, each in a process of its own: the demo, and a deployment as a Ray job."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from waiting import eventually
+
+from headwise import Client, SamplingParams
+from headwise.runtime.config import EngineConfig
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(180)]
+
+CACHE = EngineConfig().cache_path
+TOKEN_OFF = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's variables without those of Ray, which another test may have set."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**inherited, **TOKEN_OFF, **changes}
+
+
+def marked(mark: str) -> list[int]:
+    """Processes with the variable ``MARK=mark`` in the environment they were started with."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:  # it ended meanwhile
+                continue
+            if f"MARK={mark}".encode() in variables:
+                found.append(int(entry.name))
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def is_open(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_the_demo_answers_serves_its_second_question_from_the_cache_and_leaves_no_process(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for part in ("models", "downloads"):
+        (cache / part).symlink_to(CACHE / part)
+    done = subprocess.run(
+        [sys.executable, "-m", "headwise", "demo", "--cache-dir", str(cache), "--kv-cache", "64MiB"],
+        # No Ray listens there: the demo is not a job, and starts its own.
+        env=environment(MARK=str(tmp_path), RAY_ADDRESS="127.0.0.1:9"),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    _, first, second = done.stdout.split("\n> ")
+    assert "Tuesday" in first
+    assert len(second.splitlines()[1]) > 10, done.stdout
+    prompt = [int(number) for number in re.findall(r"\d+", re.search(r"prompt tokens.*", second)[0])]
+    cached = [int(number) for number in re.findall(r"\d+", re.search(r"served from the cache.*", second)[0])]
+    assert len(prompt) == len(cached) == 2
+    assert cached[0] == 0
+    assert 0.9 * prompt[1] < cached[1] < prompt[1]
+    eventually(lambda: not marked(str(tmp_path)), 15, lambda: marked(str(tmp_path)))
+
+
+@dataclass(frozen=True)
+class Head:
+    """A Ray cluster of one node."""
+
+    address: str
+    jobs: str
+    environment: dict[str, str]
+
+    def ray(self, *arguments: str) -> str:
+        """What a ``ray`` command prints."""
+        done = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@contextmanager
+def ray_head(mark: str) -> Iterator[Head]:
+    """``ray start --head`` on ports and in a directory of its own; at the end all its processes are killed."""
+    gcs, dashboard, *agents = free_ports(5)
+    variables = environment(MARK=mark)
+    # Ray's sockets lie in there, and their paths may have no more than 107 characters.
+    with tempfile.TemporaryDirectory(prefix="hwr-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=4"]
+        command += [f"--port={gcs}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
+        names = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
+        command += [f"--{name}={port}" for name, port in zip(names, agents, strict=True)]
+        command += ["--node-ip-address=127.0.0.1", "--disable-usage-stats", f"--temp-dir={directory}"]
+        command += ["--object-store-memory=100000000"]
+        process = subprocess.Popen(
+            command, env=variables, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            eventually(lambda: is_open(gcs) and is_open(dashboard), 40)
+            yield Head(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", variables)
+        finally:
+            # Told to end, Ray takes up to 20 s.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+            for pid in marked(mark):
+                os.kill(pid, signal.SIGKILL)
+            eventually(lambda: not marked(mark), 10, lambda: marked(mark))
+
+
+def test_a_deployment_as_a_ray_job_serves_until_the_job_is_stopped(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    serve = f"{sys.executable} -m headwise serve --port {port} --max-model-len 256 --kv-cache 32MiB --cpu-threads 1"
+    with ray_head(str(tmp_path)) as head:
+        job = ("--address", head.jobs)
+        head.ray("job", "submit", *job, "--no-wait", "--submission-id=served", "--", *serve.split())
+        eventually(
+            lambda: f"serving smollm2-135m at tcp://127.0.0.1:{port}" in head.ray("job", "logs", *job, "served"),
+            60,
+            lambda: head.ray("job", "logs", *job, "served"),
+        )
+        with Client(f"127.0.0.1:{port}") as client:
+            result = client.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=4))
+        assert result.text.startswith(" Paris")
+        alive = ("list", "actors", *job, "--filter", "state=ALIVE")
+        assert "headwise/scheduler" in head.ray(*alive)
+        head.ray("job", "stop", *job, "served")
+        eventually(lambda: not is_open(port), 15)
+        eventually(lambda: "headwise/" not in head.ray(*alive), 15)
