@@ -119,6 +119,13 @@ class BlockPool:
         self._references[blocks] = left
         self._cached.append(self._free_unregistered(blocks[left == 0]))
 
+    def release_first(self, blocks: Blocks) -> None:
+        """Like `release`, but those then unused go before all that is cached otherwise."""
+        left = self._references[blocks] - 1
+        self._check_held(blocks, left)
+        self._references[blocks] = left
+        self._cached.append(self._free_unregistered(blocks[left == 0]), first=True)
+
     def recycle(self, blocks: Blocks) -> None:
         """Drop a reference for each entry of ``blocks``. Those then unused go before all that is cached otherwise,
         unless they are of `value`.
@@ -149,14 +156,28 @@ class BlockPool:
         kept: Blocks = unused[keep]
         return kept
 
+    def next_evicted(self, count: int) -> Blocks:
+        """Up to ``count`` cached blocks that are evicted next once those that go first are gone."""
+        return self._cached.peek(count)
+
     def evict_all(self) -> None:
         """Forget every cached block."""
         self._evict(len(self._cached))
 
+    def evict(self, blocks: Blocks) -> None:
+        """Forget these cached blocks."""
+        self._cached.remove(blocks)
+        self._forget(blocks)
+
+    def forget(self, blocks: Blocks) -> None:
+        """Do not keep held ``blocks`` after their last release."""
+        self._registered[blocks] = self._valued[blocks] = False
+
     def _evict(self, count: int) -> None:
-        if not count:
-            return
-        blocks = self._cached.pop(count)
+        if count:
+            self._forget(self._cached.pop(count))
+
+    def _forget(self, blocks: Blocks) -> None:
         self._registered[blocks] = False
         self._valued[blocks] = False
         self._on_evict(blocks)

@@ -7,18 +7,20 @@ workers and the attention store must know. Whatever happens in every step happen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool
+from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.policy import HeadPolicy
-from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree
+from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree, Residency
 from headwise.cache_controller.windows import GroupWindows
 
 DEVICE_TIER = "device"
+HOST_TIER = "host"
 
 Rows = NDArray[np.int32]
 Tokens = NDArray[np.int64]
@@ -29,12 +31,19 @@ Tokens = NDArray[np.int64]
 class PrefixMatch:
     """A prefix that can be served from the cache.
 
-    blocks:  ``int32 [groups, num_blocks]``, what a sequence that starts with it may still see; else `NOWHERE`
+    blocks:  ``int32 [groups, num_blocks]``, what a sequence that starts with it may still see of it and is on the
+             device; else `NOWHERE`
     reached: blocks of the prefix that could be served if no window group had lost its own
+    nodes:   ``[num_blocks]``, the prefix in the tree
+    host:    like ``blocks``: what must be brought from the host; None if nothing
+    gained:  blocks of the prefix that could not be served without the host
     """
 
     blocks: NDArray[np.int32]
     reached: int = 0
+    nodes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    host: NDArray[np.int32] | None = None
+    gained: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -64,6 +73,7 @@ class IndexUpdate:
 class CacheStats:
     """Counts of blocks, and of tokens asked for and served by prefix caching since the start.
 
+    host_hit_tokens:          those of ``hit_tokens`` that were served because of what came from the host
     smallest_reusable_prefix: tokens that two requests must have in common for the second to be served any
     lost_window_tokens:       tokens of prefixes that the full groups still had, and no window group could resume
     """
@@ -75,6 +85,7 @@ class CacheStats:
     nodes: int
     queried_tokens: int
     hit_tokens: int
+    host_hit_tokens: int
     lost_window_tokens: int
     evicted_blocks: int
     recycled_blocks: int
@@ -106,6 +117,7 @@ class CacheManager:
         max_blocks: int,
         step_tokens: int,
         prefix_caching: bool = True,
+        host: HostConfig | None = None,
     ) -> None:
         self.policies = tuple(policies)
         self.block_size = block_size
@@ -114,12 +126,14 @@ class CacheManager:
         self.prefix_caching = prefix_caching
         groups = len(self.policies)
         self.pool = BlockPool(num_blocks, self._on_evict)
-        self.tree = RadixTree(groups, num_blocks)
+        self.tree = RadixTree(groups, num_blocks, host.num_blocks if host else 0)
+        self.host = HostTier(self.tree, self.pool, host, self._on_host_change) if host and prefix_caching else None
         self.windows = GroupWindows(policies, block_size)
         self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.registered: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._open: NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        self._computed: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens, by steps that are done
         self._held: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # blocks in the row's tables
         self._recycled: NDArray[np.int64] = np.zeros((max_rows, groups), dtype=np.int64)  # columns given back up to
         self._recycle_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens
@@ -137,7 +151,7 @@ class CacheManager:
         self._is_index_group = self.windows.is_full if self._has_full_groups else ~self.windows.is_full
         self._table_updates: list[NDArray[np.int32]] = []
         self._index_updates: list[IndexUpdate] = []
-        self._queried_tokens = self._hit_tokens = self._lost_window_tokens = 0
+        self._queried_tokens = self._hit_tokens = self._host_hit_tokens = self._lost_window_tokens = 0
         self._evicted_blocks = self._recycled_blocks = 0
 
     # ---- questions ----
@@ -146,13 +160,17 @@ class CacheManager:
     def num_available(self) -> int:
         return self.pool.num_available
 
-    def peak_blocks(self, tokens: int) -> int:
-        """Most blocks that a sequence of up to ``tokens`` tokens holds at any time, over all groups."""
-        return int(self.windows.peak_blocks(tokens, self.step_tokens))
+    def peak_blocks(self, tokens: int, computed: int = 0) -> int:
+        """Most blocks that a sequence holds at any time while it grows from ``computed`` tokens to ``tokens``."""
+        return int(self.windows.peak_blocks(tokens, min(self.step_tokens, tokens - computed)))
 
     def promised_blocks(self, rows: Rows, tokens: Tokens) -> int:
-        """Blocks that ``rows`` may still take until they have ``tokens`` tokens each."""
-        peak = self.windows.peak_blocks(tokens, self.step_tokens)
+        """Blocks that ``rows`` may still take until they have ``tokens`` tokens each.
+
+        Once a prompt is computed, its window groups never again hold as much as they did for its chunks.
+        """
+        in_flight = np.minimum(self.step_tokens, tokens - self._computed[rows])
+        peak = self.windows.peak_blocks(tokens, in_flight)
         return int(np.maximum(0, peak - self._held[rows]).sum())
 
     def blocks_needed(self, rows: Rows, tokens: Tokens) -> NDArray[np.int64]:
@@ -170,6 +188,7 @@ class CacheManager:
             nodes=len(self.tree.nodes),
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
+            host_hit_tokens=self._host_hit_tokens,
             lost_window_tokens=self._lost_window_tokens,
             evicted_blocks=self._evicted_blocks,
             recycled_blocks=self._recycled_blocks,
@@ -188,19 +207,39 @@ class CacheManager:
             return PrefixMatch(np.empty((len(self.policies), 0), dtype=np.int32))
         nodes = self.tree.find(hashes[: max_tokens // self.block_size])
         held = self.tree.device.blocks[nodes]
-        lacking = (held[:, self.windows.is_full] == NOWHERE).any(axis=1)
-        reached = int(lacking.argmax()) if lacking.any() else len(nodes)
-        if not len(self._window_groups):
-            return PrefixMatch(held[:reached].T, reached)
-        count = self._window_depth(held[:reached])
-        return PrefixMatch(self._seen_after(held[:count]), reached)
+        count, reached = self._servable(held != NOWHERE)
+        match = PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count])
+        return match if self.host is None else self._match_with_host(self.host, match, nodes, held)
 
-    def _window_depth(self, held: NDArray[np.int32]) -> int:
-        """The deepest prefix of the path ``held [n, groups]`` that every window group can serve."""
-        resident = held[:, self._window_groups] != NOWHERE
-        column = np.arange(len(held))[:, None]
+    def _match_with_host(
+        self, host: HostTier, match: PrefixMatch, nodes: NDArray[np.int64], held: NDArray[np.int32]
+    ) -> PrefixMatch:
+        """A match that goes on with what the host has, where that is worth its copies; else ``match``."""
+        on_host = np.where(held == NOWHERE, self.tree.host.blocks[nodes], np.int32(NOWHERE))
+        count, reached = self._servable((held != NOWHERE) | (on_host != NOWHERE))
+        if count <= match.num_blocks:
+            return match
+        needed = self._seen_after(on_host[:count])
+        copies = int(np.count_nonzero(needed != NOWHERE))
+        if not host.is_worth_loading(copies, (count - match.num_blocks) * self.block_size):
+            return match
+        gained = count - match.num_blocks
+        return PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count], needed, gained)
+
+    def _servable(self, there: NDArray[np.bool_]) -> tuple[int, int]:
+        """The depth of a path with the blocks ``there [n, groups]`` that every group can serve, and every full one."""
+        lacking = ~there[:, self.windows.is_full].all(axis=1)
+        reached = int(lacking.argmax()) if lacking.any() else len(there)
+        if not len(self._window_groups):
+            return reached, reached
+        return self._window_depth(there[:reached]), reached
+
+    def _window_depth(self, there: NDArray[np.bool_]) -> int:
+        """The deepest prefix of a path whose blocks are ``there [n, groups]`` that every window group can serve."""
+        resident = there[:, self._window_groups]
+        column = np.arange(len(there))[:, None]
         last_gap = np.maximum.accumulate(np.where(resident, -1, column), axis=0)
-        first_gap = np.where(resident, len(held), column).min(axis=0, initial=len(held))
+        first_gap = np.where(resident, len(there), column).min(axis=0, initial=len(there))
         depths = column[:, 0] + 1
         live = self._first_live[depths[:, None], self._window_groups]
         sinks = np.minimum(self.windows.sink_blocks[self._window_groups], depths[:, None])
@@ -209,6 +248,8 @@ class CacheManager:
 
     def _seen_after(self, held: NDArray[np.int32]) -> NDArray[np.int32]:
         """``[groups, n]``: of a path's blocks ``held [n, groups]`` those in a sink or window of a query after it."""
+        if not len(self._window_groups):
+            return held.T
         column = np.arange(len(held))[:, None]
         seen = (column < self.windows.sink_blocks) | (column >= self._first_live[len(held)])
         return np.where(seen, held, np.int32(NOWHERE)).T
@@ -227,6 +268,7 @@ class CacheManager:
         count = match.num_blocks
         self._open[row] = True
         self.num_blocks[row] = self.registered[row] = count
+        self._computed[row] = count * self.block_size
         self._recycled[row] = self._first_live[count]
         self._recycle_at[row] = 0
         self._resume[row] = match.reached, prompt_tokens // self.block_size
@@ -236,9 +278,31 @@ class CacheManager:
         self.pool.retain(blocks)
         self.pool.value(blocks)
         self._enter(np.int32(row), group, column, blocks)
+        if self.host is not None:
+            self._bring_from_host(self.host, row, match)
         self._queried_tokens += prompt_tokens
         self._hit_tokens += count * self.block_size
         self._lost_window_tokens += (match.reached - count) * self.block_size
+
+    def _bring_from_host(self, host: HostTier, row: int, match: PrefixMatch) -> None:
+        """Allocate what a match has on the host only, and have it copied before the row's first step."""
+        host.note_use(match.nodes, match.blocks)
+        if match.host is None:
+            return
+        group, column = (match.host != NOWHERE).nonzero()
+        sources = match.host[group, column]
+        host.pool.retain(sources)  # allocating may evict
+        blocks = self.pool.allocate(len(sources))
+        host.load(group, sources, blocks)
+        host.pool.release(sources)
+        self.tree.device.attach_one_by_one(match.nodes[column], group, blocks)
+        self.pool.register(blocks)
+        self.pool.value(blocks)
+        self._held[row] += len(blocks)
+        self._enter(np.int32(row), group, column, blocks)
+        self._host_hit_tokens += match.gained * self.block_size
+        brought = match.nodes[np.unique(column)]
+        self._announce(DEVICE_TIER, brought[self._is_resident(brought)], resident=True)
 
     def _enter(
         self, rows: Rows | np.int32, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]
@@ -289,6 +353,8 @@ class CacheManager:
         self._replace_unheld(nodes, blocks)
         taken = self.tree.device.attach(nodes, blocks)
         self.pool.register(blocks[taken])
+        if self.host is not None and self.host.threshold == 1:
+            self.host.store(blocks[taken & self.windows.is_full])
         complete = (taken & self._is_index_group).any(axis=1) & self._is_resident(nodes)
         own = (taken | ~self._is_index_group).all(axis=1) & self._has_full_groups
         for index in complete.nonzero()[0].tolist():
@@ -332,6 +398,7 @@ class CacheManager:
 
         Steps in flight must not look at positions before it.
         """
+        self._computed[rows] = tokens
         due = (tokens >= self._recycle_at[rows]).nonzero()[0]
         if not len(due) or not len(self._window_groups):
             return
@@ -363,6 +430,8 @@ class CacheManager:
         if not len(inside):
             return
         self.pool.value(blocks[inside])
+        if self.host is not None and self.host.threshold == 1:
+            self.host.store(blocks[inside])
         for index, row in zip(inside.tolist(), rows[inside].tolist(), strict=True):
             block = blocks[index]
             self._left.setdefault(row, []).append((groups[index], columns[index], block, self.tree.device.owner(block)))
@@ -377,6 +446,9 @@ class CacheManager:
     def release(self, row: int) -> None:
         """Close a row. Its registered blocks stay as cache, the deepest to be evicted first."""
         self._take_back(row)
+        if self.host is not None and self.host.threshold == 1 and len(self._window_groups):
+            windows = self.tables[row, self._window_groups, : self.num_blocks[row]]
+            self.host.store(windows[windows != NOWHERE])
         held = self.tables[row, :, : self.num_blocks[row]]
         deepest_first = held[:, ::-1].T.ravel()
         self.pool.release(deepest_first[deepest_first != NOWHERE] if len(self._window_groups) else deepest_first)
@@ -387,14 +459,36 @@ class CacheManager:
             IndexUpdate(DEVICE_TIER, first, tuple(hashes), resident=True) for first, hashes in self._fresh.pop(row, ())
         ]
 
-    def _is_resident(self, nodes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the device holds what every prefix through a node needs: its full groups."""
-        held: NDArray[np.bool_] = self.tree.device.blocks[nodes] != NOWHERE
+    def _is_resident(self, nodes: NDArray[np.int64], tier: Residency | None = None) -> NDArray[np.bool_]:
+        """Whether a tier (the device) holds what every prefix through a node needs: its full groups."""
+        held: NDArray[np.bool_] = (tier or self.tree.device).blocks[nodes] != NOWHERE
         return np.asarray((held | ~self._is_index_group).all(axis=1))
 
     def reset(self) -> None:
-        """Forget every block that no row holds."""
+        """Forget every block that no row and no copy holds, on every tier."""
         self.pool.evict_all()
+        if self.host is not None:
+            self.host.reset()
+
+    def loads_done(self, step_id: int, failed: NDArray[np.int32]) -> Rows:
+        """The loads that a step carried are done; the rows that hold one of the ``failed`` device blocks."""
+        if self.host is None:
+            return np.empty(0, dtype=np.int32)
+        if len(failed):
+            known = failed[self.tree.device.are_attached(failed)]
+            nodes, _ = self.tree.device.owners(known)
+            self._announce(DEVICE_TIER, nodes[self._is_resident(nodes)], resident=False)
+            self.pool.forget(known)
+            self.tree.prune(self.tree.device.detach(known))
+        self.host.step_done(step_id, failed)
+        return np.flatnonzero(np.isin(self.tables, failed).any(axis=(1, 2))).astype(np.int32)
+
+    def _on_host_change(self, nodes: NDArray[np.int64], resident: bool) -> None:
+        self._announce(HOST_TIER, nodes[self._is_resident(nodes, self.tree.host)], resident)
+
+    def _announce(self, tier: str, nodes: NDArray[np.int64], resident: bool) -> None:
+        for node in dict.fromkeys(nodes.tolist()):
+            self._index_updates.append(IndexUpdate(tier, self.tree.depths[node], (self.tree.hashes[node],), resident))
 
     def _on_evict(self, blocks: NDArray[np.int32]) -> None:
         self._evicted_blocks += len(blocks)
@@ -432,9 +526,11 @@ class CacheManager:
         """Everything that is resident, as statements: a snapshot for the attention store."""
         nodes = np.fromiter(self.tree.nodes.values(), dtype=np.int64, count=len(self.tree.nodes))
         tree = self.tree
+        tiers = [(DEVICE_TIER, tree.device), (HOST_TIER, tree.host)] if self.host else [(DEVICE_TIER, tree.device)]
         return [
-            IndexUpdate(DEVICE_TIER, tree.depths[node], (tree.hashes[node],), resident=True)
-            for node in nodes[self._is_resident(nodes)].tolist()
+            IndexUpdate(name, tree.depths[node], (tree.hashes[node],), resident=True)
+            for name, tier in tiers
+            for node in nodes[self._is_resident(nodes, tier)].tolist()
         ]
 
     def check_integrity(self) -> None:
@@ -449,6 +545,9 @@ class CacheManager:
         blocks, counts = np.unique(self.tables[self.tables != NOWHERE], return_counts=True)
         references = np.zeros(self.pool.num_blocks, dtype=np.int64)
         references[blocks] = counts
+        if self.host is not None:
+            self.host.check_integrity()
+            references[self.host.held_device_blocks()] += 1
         for block, count in enumerate(references.tolist()):
             assert (count > 0) == self.pool.is_held(block), f"block {block} is in {count} tables but held disagrees"
 

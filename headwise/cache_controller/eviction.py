@@ -35,6 +35,16 @@ class EvictionOrder:
         live = [self._live(*chunk) for queue in (self._first, self._others) for chunk in queue]
         return np.concatenate(live) if live else np.empty(0, dtype=np.int32)
 
+    def peek(self, count: int) -> NDArray[np.int32]:
+        """Up to ``count`` blocks that are evicted next once those that go first are gone."""
+        found = [np.empty(0, dtype=np.int32)]
+        for chunk in self._others:
+            if count <= 0:
+                break
+            found.append(self._live(*chunk)[:count])
+            count -= len(found[-1])
+        return np.concatenate(found)
+
     def append(self, blocks: NDArray[np.int32], *, first: bool = False) -> None:
         """Queue distinct ``blocks`` that are not in the order, behind those that are in their queue."""
         if not len(blocks):

@@ -98,6 +98,7 @@ class RadixTree:
 
     nodes: the number of each known hash
     hashes, depths, parents: per node; a depth is the index of the block in its path
+    uses:  per node, how often it was computed or served
     """
 
     def __init__(self, num_groups: int, device_blocks: int, host_blocks: int = 0) -> None:
@@ -107,6 +108,7 @@ class RadixTree:
         self.hashes: list[bytes] = []
         self.depths: list[int] = []
         self.parents: list[int] = []
+        self.uses: list[int] = []
         self._children: list[int] = []
         self._unused: list[int] = []
         self._tiers = (self.device, self.host) if host_blocks else (self.device,)
@@ -136,12 +138,13 @@ class RadixTree:
     def _make(self, block_hash: bytes, parent: int, depth: int) -> int:
         if self._unused:
             node = self._unused.pop()
-            self.hashes[node], self.depths[node], self.parents[node] = block_hash, depth, parent
+            self.hashes[node], self.depths[node], self.parents[node], self.uses[node] = block_hash, depth, parent, 1
         else:
             node = len(self.hashes)
             self.hashes.append(block_hash)
             self.depths.append(depth)
             self.parents.append(parent)
+            self.uses.append(1)
             self._children.append(0)
             if node == len(self.device.blocks):
                 for tier in (self.device, self.host):

@@ -48,12 +48,13 @@ class GroupWindows:
         grows: NDArray[np.int64] = (first_live + 1) * self.block_size + (self.window - 1)
         return np.asarray(grows.min(axis=-1))
 
-    def peak_blocks(self, tokens: ArrayLike, in_flight: int) -> NDArray[np.int64]:
+    def peak_blocks(self, tokens: ArrayLike, in_flight: ArrayLike) -> NDArray[np.int64]:
         """``[...]``: most blocks, over all groups, of a sequence that grows to ``tokens`` tokens.
 
         A window group holds its sink, and the blocks that the window and the ``in_flight`` tokens of steps under way
         reach into; the rest is recycled.
         """
         whole = -(-np.asarray(tokens, dtype=np.int64)[..., None] // self.block_size)
-        window = -(-(self.window - 1 + in_flight) // self.block_size) + 1
+        reach = self.window - 1 + np.asarray(in_flight, dtype=np.int64)[..., None]
+        window = -(-reach // self.block_size) + 1
         return np.asarray(np.minimum(whole, self.sink_blocks + window).sum(axis=-1))

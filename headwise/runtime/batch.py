@@ -17,8 +17,16 @@ LAST_SAMPLED = -1
 """A token id in a batch that stands for "the token the worker sampled last for this row"."""
 
 
-def _no_copies() -> NDArray[np.int32]:
+def _no_loads() -> NDArray[np.int32]:
+    return np.empty((0, 3), dtype=np.int32)
+
+
+def _no_stores() -> NDArray[np.int32]:
     return np.empty((0, 2), dtype=np.int32)
+
+
+def _none() -> NDArray[np.int32]:
+    return np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,8 @@ class BatchRequest:
     sample:        ``bool [n]``; whether to sample after the sequence's last token here
     table_updates: ``[k, 4]`` (row, group, block index, block id), applied before the step in order
     new_sequences: rows that change hands with this step; their tables are cleared first
-    cache_swap_metadata:  ``[m, 2]`` (host block, device block) to load
-    cache_evict_metadata: ``[m, 2]`` (device block, host block) to store
+    cache_swap_metadata:  ``[m, 3]`` (group, host block, device block) to load, before the step looks at them
+    cache_evict_metadata: ``[m, 2]`` (device block, host block) to store, beside the step
     """
 
     step_id: int
@@ -54,8 +62,8 @@ class BatchRequest:
     sample: NDArray[np.bool_]
     table_updates: NDArray[np.int32]
     new_sequences: tuple[NewSequence, ...] = ()
-    cache_swap_metadata: NDArray[np.int32] = field(default_factory=_no_copies)
-    cache_evict_metadata: NDArray[np.int32] = field(default_factory=_no_copies)
+    cache_swap_metadata: NDArray[np.int32] = field(default_factory=_no_loads)
+    cache_evict_metadata: NDArray[np.int32] = field(default_factory=_no_stores)
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +77,11 @@ class StepResult:
     token_ids: ``[n]`` the sampled token of each sequence of the batch, -1 where none was asked for.
                Ranks other than 0 send an empty array.
     logprobs:  per sequence of the batch, where asked for
+    failed_in:   device blocks whose load brought nothing: what the step computed from them is void
+    swapped_out: host blocks to which a store is complete, whichever step asked for it
+    failed_out:  host blocks to which a store failed
     compute_s: seconds the worker spent on the step
+    load_s:    seconds of copying that the step's loads took, hidden or not
     error:     the step failed; nothing of it may be committed
     """
 
@@ -77,7 +89,9 @@ class StepResult:
     rank: int
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    swapped_in: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    swapped_out: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    failed_in: NDArray[np.int32] = field(default_factory=_none)
+    swapped_out: NDArray[np.int32] = field(default_factory=_none)
+    failed_out: NDArray[np.int32] = field(default_factory=_none)
     compute_s: float = 0.0
+    load_s: float = 0.0
     error: str | None = None

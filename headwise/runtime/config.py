@@ -52,6 +52,16 @@ class EngineConfig:
     cpu_threads: int = _option(0, "Threads per worker on a CPU; 0 shares the machine's cores between ranks.", 0, 1024)
     block_size: int = _option(64, "Tokens per cache block.", 1, 4096)
     kv_cache: str = _option("512MiB", "Memory of each worker's block pool, such as 8GiB.")
+    host_cache: str = _option("0", "Host memory of each worker for blocks that left the device, such as 8GiB; 0: none.")
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = _option(
+        "write_through_selective",
+        "When a block is copied to the host: once it is computed, once it was computed or served "
+        "write_through_threshold times, or once it is about to be evicted from the device.",
+    )
+    write_through_threshold: int = _option(2, "Uses of a block that make write_through_selective copy it.", 1)
+    load_timeout_s: float = _option(
+        5.0, "Seconds a step waits for a block to come from the host; then its request is computed anew.", 0.001
+    )
     head_grouping: Literal["auto", "per_head_index"] = _option(
         "auto", "How heads are packed into groups: by policy, or one group per KV head index."
     )
@@ -90,6 +100,8 @@ class EngineConfig:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise ConfigError(f"name must be letters, digits, '.', '_' or '-', got {self.name!r}")
         parse_bytes(self.kv_cache)
+        if self.host_cache_bytes and not self.prefix_caching:
+            raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
         if self.head_pattern:
             from headwise.cache_controller.head_pattern import check_streaming  # numpy: not for `--help`
 
@@ -98,6 +110,10 @@ class EngineConfig:
     @property
     def kv_cache_bytes(self) -> int:
         return parse_bytes(self.kv_cache)
+
+    @property
+    def host_cache_bytes(self) -> int:
+        return parse_bytes(self.host_cache)
 
     @property
     def steps_in_flight(self) -> int:

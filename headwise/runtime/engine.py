@@ -10,6 +10,7 @@ from typing import Any
 
 from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager, IndexUpdate
+from headwise.cache_controller.host_tier import HostConfig
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.batch import StepResult
 from headwise.runtime.config import EngineConfig
@@ -50,6 +51,7 @@ class EngineCore:
             max_blocks=card.spec.max_blocks,
             step_tokens=config.tokens_in_flight,
             prefix_caching=config.prefix_caching,
+            host=_host_config(config, card),
         )
         self.resources = ResourceManager(
             self.cache,
@@ -103,7 +105,7 @@ class EngineCore:
     # ---- steps ----
 
     def has_work(self) -> bool:
-        return bool(self._live or self._steps or self._outbox)
+        return bool(self._live or self._steps or self._outbox or self.resources.has_copies)
 
     def step(self, timeout_s: float | None) -> list[OutputDelta]:
         """Keep the workers busy and commit the next finished step, waiting at most ``timeout_s`` for it.
@@ -129,8 +131,10 @@ class EngineCore:
         if result.error is not None:
             for sequence in step.sequences:
                 self._fail(sequence, result.error)
+            self.resources.copies_done(step, result)
             self.resources.step_done(step)
             return
+        self.resources.copies_done(step, result)
         tokens = result.token_ids.tolist()
         for index in self.resources.commit(step, result.token_ids):
             self._take(step.sequences[index], tokens[index], result.logprobs.get(index))
@@ -205,10 +209,17 @@ class EngineCore:
                 **{name: self._counts[name] for name in ("finished", "aborted", "failed")},
             },
             "cache": asdict(self.cache.stats()),
+            "host": asdict(self.cache.host.stats()) if self.cache.host else None,
             "steps": self._counts["steps"],
             "output_tokens": self._counts["tokens_out"],
             "compute_s": self._compute_s,
         }
+
+
+def _host_config(config: EngineConfig, card: ModelCard) -> HostConfig | None:
+    if not card.spec.num_host_blocks:
+        return None
+    return HostConfig(card.spec.num_host_blocks, config.write_policy, config.write_through_threshold)
 
 
 def _usage(sequence: Sequence) -> Usage:

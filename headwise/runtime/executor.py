@@ -15,11 +15,13 @@ class CacheSpec:
     num_blocks: blocks in the pool, the same on every rank
     max_rows:   sequences that may be in a batch
     max_blocks: columns of a block table
+    num_host_blocks: blocks in the host's memory, the same on every rank
     """
 
     num_blocks: int
     max_rows: int
     max_blocks: int
+    num_host_blocks: int = 0
 
 
 class Executor(Protocol):

@@ -141,7 +141,8 @@ def _cache_spec(config: EngineConfig, layout: BlockLayout, groups: int, max_toke
             f"needs {groups}, one per head group: give at least {layout.block_bytes * groups} bytes, or a smaller "
             "block_size"
         )
-    return CacheSpec(num_blocks, config.max_num_seqs, -(-max_tokens // config.block_size))
+    host_blocks = config.host_cache_bytes // layout.block_bytes
+    return CacheSpec(num_blocks, config.max_num_seqs, -(-max_tokens // config.block_size), host_blocks)
 
 
 def _identity(raw_config: bytes, directory: Path) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager, PrefixMatch
-from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence
+from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
 from headwise.runtime.rows import Index, Rows
 from headwise.runtime.sequence import Phase, Sequence
 
@@ -61,6 +62,16 @@ class ResourceManager:
         self._last_done = 0  # and the latest that came back
 
     @property
+    def has_copies(self) -> bool:
+        """Whether copies between tiers are on their way."""
+        return self.cache.host is not None and self.cache.host.is_busy
+
+    @property
+    def _blocks_of_a_step(self) -> int:
+        columns = self.max_batched_tokens // self.cache.block_size + 1
+        return columns * len(self.cache.policies)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -71,6 +82,8 @@ class ResourceManager:
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """The next step, or None if there is nothing to do until a step in flight comes back."""
+        if self.cache.host is not None:
+            self.cache.host.back_up(self._blocks_of_a_step)
         self._make_way()
         preemptions = self.num_preemptions
         plan = self._plan_running()
@@ -82,7 +95,11 @@ class ResourceManager:
             if self.cache.extend(row, self.rows.scheduled[row] + count):
                 plan.add(admitted.row, count)
                 budget -= count
-        return self._send(plan) if len(plan.rows) else None
+        return self._send(plan) if len(plan.rows) or self._copies_need_a_step() else None
+
+    def _copies_need_a_step(self) -> bool:
+        """Whether a step without sequences must start copies, or bring word of them: no other one is under way."""
+        return self.cache.host is not None and self.cache.host.has_work and self._last_done == self._step_id
 
     def _plan_running(self) -> _Plan:
         """The next tokens of what runs, with room for them in the cache.
@@ -158,7 +175,8 @@ class ResourceManager:
             return False
         if not self.running and not self._draining:
             return True
-        needed = self.cache.peak_blocks(sequence.num_tokens + 1) - len(match.kept)
+        computed = match.num_blocks * self.cache.block_size
+        needed = self.cache.peak_blocks(sequence.num_tokens + 1, computed) - len(match.kept)
         return needed <= self.cache.num_available - self.cache.num_reclaimed(match) - self._promised_blocks()
 
     def _promised_blocks(self) -> int:
@@ -202,8 +220,15 @@ class ResourceManager:
             sample=samples,
             table_updates=self.cache.drain_table_updates(),
             new_sequences=new,
+            **self._copies(),
         )
         return ScheduledStep(batch, tuple(columns.of(rows)))
+
+    def _copies(self) -> dict[str, NDArray[np.int32]]:
+        host = self.cache.host
+        if host is None:
+            return {}
+        return {"cache_swap_metadata": host.take_loads(self._step_id), "cache_evict_metadata": host.take_stores()}
 
     def _input_tokens(self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
@@ -240,6 +265,28 @@ class ResourceManager:
             step.sequences[index].output.append(token)
         self.step_done(step)
         return indices
+
+    def copies_done(self, step: ScheduledStep, result: StepResult) -> None:
+        """Take in what a step says of copies; to be called before its tokens are committed.
+
+        A sequence that the step computed from a block that never came is void from here on, and computed anew.
+        """
+        host = self.cache.host
+        if host is None:
+            return
+        failed = set(self.cache.loads_done(step.batch.step_id, result.failed_in).tolist())
+        host.stored(result.swapped_out.tolist(), result.failed_out.tolist())
+        loads = len(step.batch.cache_swap_metadata)
+        if loads and result.load_s:
+            host.copy_s = _smooth(host.copy_s, result.load_s / loads)
+        if step.batch.num_tokens > 2 * len(step.sequences) and result.compute_s:  # mostly prompts
+            host.token_s = _smooth(host.token_s, result.compute_s / step.batch.num_tokens)
+        for sequence in [s for s in (*self.running, *self._draining) if s.row in failed]:
+            if sequence.phase is Phase.RUNNING:
+                sequence.preemptions += 1
+                self.num_preemptions += 1
+                self.leave(sequence)
+            self.rows.wanted[sequence.row] = False
 
     def _register(self, rows: Index, computed: NDArray[np.int64]) -> None:
         """Tell the cache of the blocks that the rows' ``computed`` tokens have filled."""
@@ -295,3 +342,8 @@ class ResourceManager:
         sequence.phase = Phase.WAITING
         if not sequence.finished:
             self.add(sequence)
+
+
+def _smooth(old: float, new: float) -> float:
+    """A moving average over about ten values; ``old`` is 0 or infinite before the first."""
+    return 0.9 * old + 0.1 * new if 0 < old < math.inf else new

@@ -82,8 +82,8 @@ class ZmqExecutor:
         self._clock = clock
         self._steps: deque[_Step] = deque()
         self._head_since = 0.0
-        self._swapped_in: Counter[int] = Counter()
-        self._swapped_out: Counter[int] = Counter()
+        self._stored: Counter[int] = Counter()  # ranks that are through with a store, by host block
+        self._failed_stores: set[int] = set()
         self._lost: str | None = None
 
     @property
@@ -184,24 +184,33 @@ class ZmqExecutor:
         """One result of all ranks: rank 0's tokens, the slowest rank's time, transfers that every rank has finished."""
         results = [step.results[rank] for rank in range(len(self._ranks))]
         errors = [r.error if len(results) == 1 else f"TP rank {r.rank}: {r.error}" for r in results if r.error]
+        stored, failed = self._stores_of_every_rank(results)
         return StepResult(
             step_id=step.step_id,
             rank=0,
             token_ids=results[0].token_ids,
             logprobs=results[0].logprobs,
-            swapped_in=self._on_every_rank(self._swapped_in, [r.swapped_in for r in results]),
-            swapped_out=self._on_every_rank(self._swapped_out, [r.swapped_out for r in results]),
+            failed_in=np.unique(np.concatenate([r.failed_in for r in results])),
+            swapped_out=stored,
+            failed_out=failed,
             compute_s=max(r.compute_s for r in results),
+            load_s=max(r.load_s for r in results),
             error="; ".join(errors) or None,
         )
 
-    def _on_every_rank(self, counts: Counter[int], finished: list[NDArray[np.int32]]) -> NDArray[np.int32]:
-        for ids in finished:
-            counts.update(ids.tolist())
-        complete = [key for key, count in counts.items() if count == len(self._ranks)]
-        for key in complete:
-            del counts[key]
-        return np.array(complete, dtype=np.int32)
+    def _stores_of_every_rank(self, results: Sequence[StepResult]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Host blocks that every rank is through with: those that all have stored, and those that one could not."""
+        for result in results:
+            self._stored.update(result.swapped_out.tolist())
+            self._stored.update(result.failed_out.tolist())
+            self._failed_stores.update(result.failed_out.tolist())
+        complete = [block for block, count in self._stored.items() if count == len(self._ranks)]
+        for block in complete:
+            del self._stored[block]
+        failed = [block for block in complete if block in self._failed_stores]
+        self._failed_stores.difference_update(failed)
+        stored = [block for block in complete if block not in failed]
+        return np.array(stored, dtype=np.int32), np.array(failed, dtype=np.int32)
 
 
 def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:

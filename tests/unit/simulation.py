@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -38,7 +38,9 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def simulated_card(policies: Sequence[HeadPolicy], *, block_size: int, num_blocks: int, max_rows: int) -> ModelCard:
+def simulated_card(
+    policies: Sequence[HeadPolicy], *, block_size: int, num_blocks: int, max_rows: int, host_blocks: int = 0
+) -> ModelCard:
     """A card with one layer and one KV head per policy."""
     plan = plan_head_groups([policies])
     layout = BlockLayout(block_size, plan.slots, (Role("token", (), "int32"),), alignment=4)
@@ -59,12 +61,16 @@ def simulated_card(policies: Sequence[HeadPolicy], *, block_size: int, num_block
         ropes=(RopeConfig(1.0),),
         attention_scale=1.0,
     )
-    spec = CacheSpec(num_blocks, max_rows, -(-max_len // block_size))
+    spec = CacheSpec(num_blocks, max_rows, -(-max_len // block_size), host_blocks)
     return ModelCard("simulated", "simulated", model, plan, layout, spec, max_len)
 
 
 class SimulatedExecutor:
-    """Executes batches in order, each when `finish_one` says so, or at once with ``eager``."""
+    """Executes batches in order, each when `finish_one` says so, or at once with ``eager``.
+
+    Stores to the host read their device block late: ``store_steps`` steps after they were sent. ``lose_load`` and
+    ``lose_store`` say whether a copy fails; what a step computes from a block that never came is nonsense.
+    """
 
     def __init__(self, card: ModelCard, *, eager: bool = True) -> None:
         self.card = card
@@ -79,6 +85,12 @@ class SimulatedExecutor:
             max_rows=card.spec.max_rows,
             max_blocks=card.spec.max_blocks,
         )
+        self._host = np.full((card.spec.num_host_blocks, card.layout.block_size), -9, dtype=np.int32)
+        self._stores: deque[tuple[int, int, int]] = deque()
+        self._lost: set[int] = set()
+        self.store_steps = 1
+        self.lose_load: Callable[[], bool] = lambda: False
+        self.lose_store: Callable[[], bool] = lambda: False
         self._last = np.zeros(card.spec.max_rows, dtype=np.int32)
         self.queue: deque[BatchRequest] = deque()
         self._results: deque[StepResult] = deque()
@@ -101,22 +113,56 @@ class SimulatedExecutor:
     def poison(self, blocks: Sequence[int]) -> None:
         self._arena[list(blocks)] = -7
 
+    def poison_host(self, blocks: Sequence[int]) -> None:
+        self._host[list(blocks)] = -9
+
     def _execute(self, batch: BatchRequest) -> StepResult:
         self._cache.open_rows(new.row for new in batch.new_sequences)
         self._cache.apply(batch.table_updates)
+        copies = {**self._load(batch), **self._store(batch)}
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
-            return StepResult(batch.step_id, 0, np.empty(0, np.int32), error=error)
+            return StepResult(batch.step_id, 0, np.empty(0, np.int32), error=error, **copies)
+        return StepResult(batch.step_id, 0, self._compute(batch), **copies)
+
+    def _load(self, batch: BatchRequest) -> dict[str, np.ndarray]:
+        lost = []
+        for _, host, device in batch.cache_swap_metadata.tolist():
+            if self.lose_load():
+                lost.append(device)
+                self._arena[device] = -7
+            else:
+                assert (self._host[host] >= 0).all(), f"host block {host} holds nothing"
+                self._arena[device] = self._host[host]
+                self._lost.discard(device)
+        self._lost.update(lost)
+        return {"failed_in": np.array(lost, dtype=np.int32)}
+
+    def _store(self, batch: BatchRequest) -> dict[str, np.ndarray]:
+        self._stores.extend((batch.step_id, *pair) for pair in batch.cache_evict_metadata.tolist())
+        done, failed = [], []
+        while self._stores and self._stores[0][0] + self.store_steps <= batch.step_id:
+            _, device, host = self._stores.popleft()
+            if self.lose_store():
+                failed.append(host)
+            else:
+                self._host[host] = self._arena[device]
+                done.append(host)
+        return {"swapped_out": np.array(done, dtype=np.int32), "failed_out": np.array(failed, dtype=np.int32)}
+
+    def _compute(self, batch: BatchRequest) -> np.ndarray:
         inputs = np.split(batch.token_ids, np.cumsum(batch.query_lens)[:-1])
         sampled = np.full(len(batch.rows), -1, dtype=np.int32)
         for index, row in enumerate(batch.rows.tolist()):
             start, tokens = int(batch.starts[index]), inputs[index].copy()
             tokens[tokens == LAST_SAMPLED] = self._last[row]
             self._write(row, start, tokens)
+            if self._lost.intersection(self._cache.tables[row].ravel().tolist()):
+                continue
             if batch.sample[index]:
                 sampled[index] = next_token(self._read(row, start + len(tokens)))
                 self._last[row] = sampled[index]
-        return StepResult(batch.step_id, 0, sampled)
+        return sampled
 
     def _write(self, row: int, start: int, tokens: np.ndarray) -> None:
         size = self.card.layout.block_size
@@ -124,6 +170,8 @@ class SimulatedExecutor:
             for block in self._cache.tables[row, :, position // size].tolist():
                 if block >= 0:
                     self._arena[block, position % size] = token
+                    if position % size == 0:
+                        self._lost.discard(block)  # it was given to somebody else
 
     def _read(self, row: int, count: int) -> list[int]:
         """The tokens as the first group holds them; every group must hold the same where it may be looked at."""

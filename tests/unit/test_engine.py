@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from simulation import VOCAB, SimulatedExecutor, continuation, simulated_card
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
@@ -32,10 +34,10 @@ class LetterTokenizer:
 
 
 def make_engine(
-    policies=(FULL,), *, num_blocks=16, max_rows=4, eager=True, **config
+    policies=(FULL,), *, num_blocks=16, max_rows=4, host_blocks=0, eager=True, **config
 ) -> tuple[EngineCore, SimulatedExecutor]:
     config = {"max_batched_tokens": 16, **config}
-    card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows)
+    card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows, host_blocks=host_blocks)
     executor = SimulatedExecutor(card, eager=eager)
     clock = iter(range(10**9))
     engine = EngineCore(
@@ -198,10 +200,17 @@ def test_what_can_never_be_served_is_refused_with_what_fits() -> None:
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, steps end late, clients leave; tokens and books must be right whatever the order."""
 
+    host: ClassVar[dict[str, object]] = {}
+
     def __init__(self) -> None:
         super().__init__()
         self.engine, self.executor = make_engine(
-            (FULL, HeadPolicy(window=5, sink=2)), num_blocks=28, max_rows=3, eager=False, max_batched_tokens=9
+            (FULL, HeadPolicy(window=5, sink=2)),
+            num_blocks=28,
+            max_rows=3,
+            eager=False,
+            max_batched_tokens=9,
+            **self.host,
         )
         self.expected: dict[str, list[int]] = {}
         self.got: dict[str, list[int]] = {}
@@ -232,6 +241,8 @@ class EngineMachine(RuleBasedStateMachine):
     def books_balance_and_no_step_in_flight_touches_a_free_block(self) -> None:
         self.engine.cache.check_integrity()
         self.executor.poison(self.engine.cache.pool.free_blocks)
+        if self.engine.cache.host is not None:
+            self.executor.poison_host(self.engine.cache.host.pool.free_blocks)
         for row in (sequence.row for sequence in self.engine.resources.running):
             held = int((self.engine.cache.tables[row] >= 0).sum())
             assert held <= self.engine.cache.peak_blocks(int(self.engine.resources.rows.length[row]))
@@ -263,3 +274,79 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+
+
+class TieredMachine(EngineMachine):
+    """The same with a host tier, whose copies are late and fail at times."""
+
+    host: ClassVar = {"host_blocks": 40, "write_policy": "write_through"}
+
+    @rule(steps=st.integers(0, 3))
+    def copies_take(self, steps: int) -> None:
+        self.executor.store_steps = steps
+
+    @rule(data=st.randoms(use_true_random=False), load=st.sampled_from([0, 0.3]), store=st.sampled_from([0, 0.3]))
+    def copies_fail(self, data, load: float, store: float) -> None:
+        self.executor.lose_load = lambda: data.random() < load
+        self.executor.lose_store = lambda: data.random() < store
+
+    @rule()
+    def all_end_and_the_device_forgets(self) -> None:
+        for _ in range(2_000):
+            if not self.engine.has_work():
+                break
+            self._take(self.engine.step(None))
+        self.engine.cache.pool.evict_all()
+
+    def teardown(self) -> None:
+        self.executor.lose_load = lambda: False
+        super().teardown()
+        assert self.engine.cache.host.pool.num_held == 0
+
+
+class SelectiveMachine(TieredMachine):
+    host: ClassVar = {"host_blocks": 40, "write_policy": "write_through_selective"}
+
+
+class WriteBackMachine(TieredMachine):
+    host: ClassVar = {"host_blocks": 40, "write_policy": "write_back"}
+
+
+@pytest.mark.parametrize("machine", [TieredMachine, SelectiveMachine, WriteBackMachine])
+def test_tiers_never_change_a_token_and_the_books_balance(machine) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=50, deadline=None))
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_prefix_that_left_the_device_comes_back_from_the_host(policy: str) -> None:
+    engine, _ = make_engine(num_blocks=16, host_blocks=64, write_policy=policy)
+    prompt = list(range(1, 14))
+    for name in ("first", "second"):
+        engine.add(request(name, prompt, 3))
+        run(engine)
+    for other in range(6):
+        engine.add(request(f"other{other}", [50 + other] * 20, 3))
+        run(engine)
+    device = engine.stats()["cache"]["hit_tokens"]
+    engine.add(request("third", prompt, 3))
+    third = run(engine)["third"]
+    assert third.usage.cached_tokens == 12
+    assert third.token_ids == continuation(prompt, 3)
+    assert engine.stats()["cache"]["hit_tokens"] == device + 12
+    assert engine.stats()["cache"]["host_hit_tokens"] > 0
+    assert engine.stats()["host"]["loaded_blocks"] > 0
+
+
+def test_a_load_that_never_comes_is_computed_anew_and_forgotten() -> None:
+    engine, executor = make_engine(num_blocks=8, host_blocks=32, write_policy="write_through")
+    prompt = list(range(1, 14))
+    engine.add(request("first", prompt, 3))
+    run(engine)
+    engine.cache.pool.evict_all()
+    executor.lose_load = lambda: True
+    engine.add(request("second", prompt, 3))
+    second = run(engine)["second"]
+    assert second.token_ids == continuation(prompt, 3)
+    stats = engine.stats()
+    assert stats["host"]["failed_blocks"] == 3
+    assert stats["requests"]["preemptions"] == 1

@@ -149,7 +149,7 @@ def test_transfers_count_once_every_rank_has_finished_them(group: Group) -> None
     def finished(rank: int, by_step: list[list[int]]) -> Scripted:
         return Scripted(
             lambda b: StepResult(
-                b.step_id, rank, np.empty(0, np.int32), swapped_in=np.array(by_step[b.step_id], np.int32)
+                b.step_id, rank, np.empty(0, np.int32), swapped_out=np.array(by_step[b.step_id], np.int32)
             )
         )
 
@@ -157,7 +157,7 @@ def test_transfers_count_once_every_rank_has_finished_them(group: Group) -> None
     for step_id in range(2):
         executor.submit(batch(step_id))
     results = [executor.poll(10.0) for _ in range(2)]
-    assert [r.swapped_in.tolist() for r in results if r] == [[2], [1]]
+    assert [r.swapped_out.tolist() for r in results if r] == [[2], [1]]
 
 
 def test_a_lost_worker_ends_a_waiting_poll_and_every_later_call(group: Group) -> None:

@@ -1,0 +1,262 @@
+"""The host memory's part of an engine's cache: what is copied there, and what comes back from it.
+
+    device block   --store-->  host block        both are held until the workers report the copy
+    host block     --load--->  device block      both are held until the step that carried the load is done
+
+A copy is known to the prefix tree, and may be loaded, only once it is complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.block_pool import BlockPool, Blocks
+from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
+
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+
+NEVER = 1 << 30
+
+MAX_STORING = 0.125
+"""Share of the device's blocks that stores in flight may hold: they cannot be evicted meanwhile."""
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """The host's part of the cache, and what is copied there.
+
+    policy:    ``write_through``: every block that a later request may need, when it is computed;
+               ``write_through_selective``: when it was computed or served ``threshold`` times;
+               ``write_back``: when it is about to be evicted from the device
+    """
+
+    num_blocks: int
+    policy: WritePolicy = "write_through_selective"
+    threshold: int = 2
+
+
+@dataclass(frozen=True)
+class HostTierStats:
+    """Counts of host blocks, and of blocks copied since the start."""
+
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    held_blocks: int
+    queued_blocks: int
+    stored_blocks: int
+    loaded_blocks: int
+    evicted_blocks: int
+    failed_blocks: int
+
+
+class HostTier:
+    """Owns the host pool and the copies in flight.
+
+    on_change: told of nodes whose host residency changed, before (False) they lose or after (True) they gained blocks
+    threshold: uses of a block after which it is copied
+    copy_s:    seconds to bring a block to the device, as measured; 0 if it was not yet
+    token_s:   seconds to compute a token of a prompt, as measured
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        device: BlockPool,
+        config: HostConfig,
+        on_change: Callable[[Nodes, bool], None],
+    ) -> None:
+        self.tree = tree
+        self.policy = config.policy
+        self.threshold = {"write_through": 1, "write_through_selective": config.threshold, "write_back": NEVER}[
+            config.policy
+        ]
+        self.copy_s, self.token_s = 0.0, math.inf
+        self.pool = BlockPool(config.num_blocks, self._on_evict)
+        self._device = device
+        self._on_change = on_change
+        self._max_storing = max(1, int(MAX_STORING * device.num_blocks))
+        self._is_storing: NDArray[np.bool_] = np.zeros(device.num_blocks, dtype=np.bool_)
+        self._storing: dict[int, int] = {}  # device block by host block
+        self._stores: list[tuple[int, int]] = []  # not sent yet: (device block, host block)
+        self._backlog: deque[tuple[int, int]] = deque(
+            maxlen=device.num_blocks
+        )  # device blocks that had to wait, and what they held
+        self._loads: list[NDArray[np.int32]] = []  # not sent yet: (group, host block, device block)
+        self._loading: dict[int, NDArray[np.int32]] = {}  # by the step that carries them
+        self._stored = self._loaded = self._evicted = self._failed = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies are on their way, or waiting to be sent."""
+        return bool(self._storing or self._loading or self._loads)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step should be sent for the sake of the copies alone."""
+        return bool(self._storing or self._loads)
+
+    def stats(self) -> HostTierStats:
+        pool = self.pool
+        return HostTierStats(
+            total_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
+            cached_blocks=pool.num_cached,
+            held_blocks=pool.num_held,
+            queued_blocks=len(self._storing) + len(self._backlog),
+            stored_blocks=self._stored,
+            loaded_blocks=self._loaded,
+            evicted_blocks=self._evicted,
+            failed_blocks=self._failed,
+        )
+
+    # ---- device to host ----
+
+    def store(self, blocks: Blocks) -> None:
+        """Copy those device blocks to the host that the tree knows, and not to be there.
+
+        As many at once as room allows, the rest later; what is evicted before its turn comes is not copied.
+        """
+        owners = self.tree.device.owner
+        self._backlog.extend((int(block), owners(block)) for block in blocks[self.tree.device.are_attached(blocks)])
+        self._start_stores()
+
+    def _start_stores(self) -> None:
+        while self._backlog and len(self._storing) < self._max_storing and self.pool.num_available:
+            block, owner = self._backlog.popleft()
+            if owner != self.tree.device.owner(np.int32(block)) or self._is_storing[block] or self._is_on_host(owner):
+                continue
+            device, host = np.array([block], dtype=np.int32), self.pool.allocate(1)
+            self._device.retain(device)
+            self._is_storing[block] = True
+            self._storing[int(host[0])] = block
+            self._stores.append((block, int(host[0])))
+
+    def _is_on_host(self, owner: int) -> bool:
+        return bool(self.tree.host.blocks[divmod(owner, self.tree.host.num_groups)] != NOWHERE)
+
+    def note_use(self, nodes: Nodes, blocks: NDArray[np.int32]) -> None:
+        """``nodes [n]`` serve another request, which holds ``blocks [groups, n]`` of them on the device."""
+        uses = self.tree.uses
+        due = []
+        for index, node in enumerate(nodes.tolist()):
+            uses[node] += 1
+            if uses[node] >= self.threshold:
+                due.append(index)
+        held = blocks[:, due]
+        self.store(held[held != NOWHERE])
+
+    def back_up(self, reserve: int) -> None:
+        """With ``write_back``: copy what is evicted next, once fewer than ``reserve`` blocks are free."""
+        if self.policy == "write_back" and (short := reserve - self._device.num_free) > 0:
+            self.store(self._device.next_evicted(short))
+
+    def take_stores(self) -> NDArray[np.int32]:
+        """``int32 [m, 2]`` (device block, host block) to start with the next step."""
+        stores, self._stores = self._stores, []
+        return np.array(stores, dtype=np.int32).reshape(-1, 2)
+
+    def stored(self, host_blocks: Iterable[int], failed: Iterable[int] = ()) -> None:
+        """Copies are complete, or ``failed``: nothing may be known of those."""
+        for host_block in host_blocks:
+            host, device = self._end_store(host_block)
+            nodes, groups = self.tree.device.owners(device)
+            self.tree.host.attach_one_by_one(nodes, groups, host)
+            self.pool.register(host)
+            self._on_change(nodes, True)
+            self._stored += 1
+            self._let_go(host, device)
+        for host_block in failed:
+            self._failed += 1
+            self._let_go(*self._end_store(host_block))
+        self._start_stores()
+
+    def _end_store(self, host_block: int) -> tuple[Blocks, Blocks]:
+        device = self._storing.pop(host_block)
+        self._is_storing[device] = False
+        return np.array([host_block], dtype=np.int32), np.array([device], dtype=np.int32)
+
+    def _let_go(self, host: Blocks, device: Blocks) -> None:
+        self.pool.release(host)
+        if self.policy == "write_back":
+            self._device.release_first(device)  # it was about to be evicted, and may be now
+        else:
+            self._device.release(device)
+
+    # ---- host to device ----
+
+    def is_worth_loading(self, blocks: int, tokens: int) -> bool:
+        """Whether copying so many blocks is faster than computing so many tokens."""
+        return blocks * self.copy_s <= tokens * self.token_s
+
+    def load(self, groups: NDArray[np.int64], host_blocks: Blocks, device_blocks: Blocks) -> None:
+        """Bring ``host_blocks`` of the tree to allocated ``device_blocks``, with the next step."""
+        self.pool.retain(host_blocks)
+        self._device.retain(device_blocks)
+        self._loads.append(np.stack([groups.astype(np.int32), host_blocks, device_blocks], axis=1))
+
+    def take_loads(self, step_id: int) -> NDArray[np.int32]:
+        """``int32 [m, 3]`` (group, host block, device block) that step ``step_id`` carries."""
+        if not self._loads:
+            return np.empty((0, 3), dtype=np.int32)
+        self._loading[step_id] = np.concatenate(self._loads)
+        self._loads = []
+        return self._loading[step_id]
+
+    def step_done(self, step_id: int, failed: Blocks) -> None:
+        """The loads that a step carried are done; those to the ``failed`` device blocks brought nothing.
+
+        The tree forgets these, on both tiers: the request that needs them is computed again, from other blocks.
+        """
+        loads = self._loading.pop(step_id, None)
+        if loads is None:
+            return
+        host, device = loads[:, 1].copy(), loads[:, 2].copy()
+        lost = np.isin(device, failed)
+        self._loaded += len(loads) - int(np.count_nonzero(lost))
+        self._failed += int(np.count_nonzero(lost))
+        self.pool.release(host)
+        self._drop(host[lost])
+        self._device.release(device)
+
+    def _drop(self, host_blocks: Blocks) -> None:
+        """Forget host blocks that nobody holds."""
+        known = host_blocks[self.tree.host.are_attached(host_blocks) & self.pool.are_unheld(host_blocks)]
+        if len(known):
+            self.pool.evict(known)
+
+    # ---- eviction ----
+
+    def reset(self) -> None:
+        """Forget every block that no copy holds."""
+        self.pool.evict_all()
+
+    def _on_evict(self, blocks: Blocks) -> None:
+        self._evicted += len(blocks)
+        nodes, _ = self.tree.host.owners(blocks)
+        self._on_change(nodes, False)
+        self.tree.prune(self.tree.host.detach(blocks))
+
+    def held_device_blocks(self) -> list[int]:
+        """The device blocks that copies in flight hold."""
+        loads = [*self._loads, *self._loading.values()]
+        return [*{int(block) for load in loads for block in load[:, 2]}, *self._storing.values()]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless pool, tree and copies in flight agree."""
+        self.pool.check_integrity()
+        loads = [*self._loads, *self._loading.values()]
+        held = {int(block) for load in loads for block in load[:, 1]} | set(self._storing)
+        assert held == set(np.flatnonzero(~self.pool.are_unheld(np.arange(self.pool.num_blocks, dtype=np.int32)))), (
+            "a copy lost its hold"
+        )
+        assert set(np.flatnonzero(self._is_storing)) == set(self._storing.values())
+        complete = [b for b in range(self.pool.num_blocks) if self.tree.host.owner(np.int32(b)) != NOWHERE]
+        assert not set(complete) & set(self._storing), "a copy is known before it is complete"
