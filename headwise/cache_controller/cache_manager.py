@@ -19,6 +19,12 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree, Residency
 from headwise.cache_controller.windows import GroupWindows
 
+RESUME_SLACK = 512
+"""Tokens before a prompt's end at which the next one may part from it already.
+
+Chat templates, stripped reasoning and trimmed texts change a prompt's last tokens in the next turn.
+"""
+
 DEVICE_TIER = "device"
 HOST_TIER = "host"
 
@@ -100,7 +106,8 @@ class CacheManager:
 
     What window groups leave behind is evicted before anything else, but for the windows at which a request is likely
     to resume: where a request was served, where it could have been had the window been there (a branch of the tree),
-    and the end of a prompt. Those, and the end of a request, stay as long as the rest of their prefix does.
+    and the last tokens of a prompt (`RESUME_SLACK`). Those, and the end of a request, stay as long as the rest of
+    their prefix does.
 
     step_tokens: most tokens of one sequence in the steps that are in flight together
     num_blocks:  per row, the columns of its tables that are allocated
@@ -118,12 +125,14 @@ class CacheManager:
         step_tokens: int,
         prefix_caching: bool = True,
         host: HostConfig | None = None,
+        resume_slack: int = RESUME_SLACK,
     ) -> None:
         self.policies = tuple(policies)
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.step_tokens = step_tokens
         self.prefix_caching = prefix_caching
+        self._resume_slack = resume_slack
         groups = len(self.policies)
         self.pool = BlockPool(num_blocks, self._on_evict)
         self.tree = RadixTree(groups, num_blocks, host.num_blocks if host else 0)
@@ -424,7 +433,7 @@ class CacheManager:
     ) -> None:
         """Give value to those of the recycled blocks that lie in a window at which another request may resume."""
         depths = self._resume[rows]
-        behind = depths * self.block_size - (self.windows.window[groups] - 1)[:, None]
+        behind = depths * self.block_size - (0, self._resume_slack) - (self.windows.window[groups] - 1)[:, None]
         first, column = behind // self.block_size, columns[:, None]
         inside = ((column >= first) & (column < depths)).any(axis=1).nonzero()[0]
         if not len(inside):

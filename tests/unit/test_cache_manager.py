@@ -15,9 +15,8 @@ WINDOW = HeadPolicy(window=6, sink=3)
 
 
 def manager(num_blocks: int = 24, policies=(FULL,), **kwargs) -> CacheManager:
-    return CacheManager(
-        policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=8, max_blocks=16, step_tokens=BLOCK, **kwargs
-    )
+    sizes = {"num_blocks": num_blocks, "max_rows": 8, "max_blocks": 16, "step_tokens": BLOCK, "resume_slack": 0}
+    return CacheManager(policies, block_size=BLOCK, **{**sizes, **kwargs})
 
 
 def hashes_of(tokens) -> list[bytes]:
@@ -178,6 +177,21 @@ def test_the_window_at_the_end_of_a_prompt_outlives_those_in_its_middle() -> Non
     windows = cache.tree.device.blocks[path, 1].tolist()
     assert recycled[-2:] == windows[4:6], "the two blocks that a window of 6 after the prompt reaches into"
     assert set(windows[1:4]) < set(recycled[:-2])
+
+
+def test_a_prompt_may_part_some_tokens_before_the_end_of_the_last_one_and_still_resume() -> None:
+    served = []
+    for slack in (0, 8):
+        cache = manager(num_blocks=28, policies=(FULL, WINDOW), resume_slack=slack)
+        first = [*range(24), *[7] * 16]
+        cache.adopt(0, nothing(cache), 24)  # 24 tokens are the prompt's
+        grow(cache, 0, first)
+        cache.release(0)
+        cache.adopt(1, nothing(cache), 24)
+        grow(cache, 1, [8] * 24)
+        cache.release(1)
+        served.append(cache.match(hashes_of([*range(20), *[9] * 20]), 40).num_blocks)
+    assert served == [1, 5]
 
 
 requests = st.lists(
