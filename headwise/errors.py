@@ -38,3 +38,7 @@ class EngineDiedError(HeadwiseError):
 
 class DeploymentError(HeadwiseError):
     """A deployment cannot be started, reached or stopped."""
+
+
+class LayerSwapTimeoutError(HeadwiseError):
+    """Cached blocks did not reach the device in time: what needs them is computed again."""

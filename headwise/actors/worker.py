@@ -36,6 +36,7 @@ class Worker:
             worker.initialize_cache()
             log.info("headwise: %s", worker.describe())
             serve_steps(worker, endpoint, self._rank, self._stopping.is_set)
+            worker.close()
         finally:
             comm.close()
 

@@ -29,10 +29,10 @@ class LocalEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.front_door = FrontDoor.open(config)
-        worker = ModelWorker(config, resolve_model(config.model, config.cache_path), 0, SingleRank())
-        worker.initialize_cache()
-        logger.info("headwise: %s", worker.describe())
-        self._executor = LocalExecutor(worker)
+        self._worker = ModelWorker(config, resolve_model(config.model, config.cache_path), 0, SingleRank())
+        self._worker.initialize_cache()
+        logger.info("headwise: %s", self._worker.describe())
+        self._executor = LocalExecutor(self._worker)
         self.core = EngineCore(config, self.front_door.card, self.front_door.tokenizer, self._executor)
         self._lock = threading.Lock()
 
@@ -84,6 +84,7 @@ class LocalEngine:
 
     def close(self) -> None:
         self._executor.close()
+        self._worker.close()
 
     def __enter__(self) -> LocalEngine:
         return self

@@ -16,6 +16,7 @@ from headwise.kernels.select import make_kernels
 from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
 from headwise.runtime.comm import Communicator
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.host_copies import HostCopies
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.model_card import ModelCard, read_model_card
 from headwise.runtime.models.base import Shard
@@ -39,6 +40,7 @@ class ModelWorker:
 
     def __init__(self, config: EngineConfig, model_dir: Path, rank: int, comm: Communicator) -> None:
         self.rank = rank
+        self._config = config
         self.card: ModelCard = read_model_card(config, model_dir)
         self._comm = comm
         threads = threads_per_worker(config)
@@ -49,6 +51,7 @@ class ModelWorker:
         self._model = build_model(model, Checkpoint(model_dir), self._ops, comm, shard)
         self._heads = [_head_table(self.card, rank, layer) for layer in range(model.num_layers)]
         self._sampler = Sampler()
+        self._copies: HostCopies | None = None
 
     def describe(self) -> str:
         """What was chosen, for the log line at start."""
@@ -60,6 +63,7 @@ class ModelWorker:
 
     def initialize_cache(self) -> None:
         """Allocate the arena and compile or load every kernel, so that the first request finds all warm."""
+        self.close()
         card, spec = self.card, self.card.spec
         arena = np.empty(spec.num_blocks * card.layout.block_bytes, dtype=np.uint8)
         self._cache = CacheController(
@@ -67,7 +71,17 @@ class ModelWorker:
         )
         self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}
-        self._warm_up()
+        if spec.num_host_blocks and self.rank == 0:
+            HostCopies.check_memory(self._config, card)
+        self._warm_up()  # in which ranks meet: none takes memory before it is known to suffice for all
+        if spec.num_host_blocks:
+            self._copies = HostCopies(self._config, card, self.rank, arena)
+
+    def close(self) -> None:
+        """Finish copies to and from the host, and let go of its memory. May be called again."""
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
 
     def _warm_up(self) -> None:
         """Run a prefill and a decode on row 0 into block 0, which no sequence holds yet."""
@@ -93,17 +107,24 @@ class ModelWorker:
     def execute(self, batch: BatchRequest) -> StepResult:
         """Run one step. A failure is reported in the result; the worker can go on with other sequences."""
         started = time.perf_counter()
+        token_ids, logprobs, failure = np.empty(0, np.int32), {}, None
+        if self._copies is not None:
+            self._copies.start(batch)
         try:
-            self._cache.open_rows(new.row for new in batch.new_sequences)
-            self._cache.apply(batch.table_updates)
-            self._sequences.update({new.row: new for new in batch.new_sequences})
-            hidden = self._forward(batch, self._input_tokens(batch))
-            token_ids, logprobs = self._sample(batch, hidden)
+            token_ids, logprobs = self._compute(batch)
         except (ValueError, ArithmeticError) as error:
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
-            return StepResult(batch.step_id, self.rank, np.empty(0, np.int32), error=failure)
+        copies = self._copies.finish(batch) if self._copies is not None else {}
         elapsed = time.perf_counter() - started
-        return StepResult(batch.step_id, self.rank, token_ids, logprobs, compute_s=elapsed)
+        return StepResult(batch.step_id, self.rank, token_ids, logprobs, compute_s=elapsed, error=failure, **copies)
+
+    def _compute(self, batch: BatchRequest) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
+        self._cache.open_rows(new.row for new in batch.new_sequences)
+        self._cache.apply(batch.table_updates)
+        self._sequences.update({new.row: new for new in batch.new_sequences})
+        if not len(batch.rows):  # sent for the sake of copies
+            return np.empty(0, np.int32), {}
+        return self._sample(batch, self._forward(batch, self._input_tokens(batch)))
 
     def _input_tokens(self, batch: BatchRequest) -> NDArray[np.int32]:
         """The batch's tokens, with the worker's own last samples where the engine did not know them yet."""
@@ -161,6 +182,8 @@ class ModelWorker:
         queries = ops.kernel_array(query)
         out = np.empty_like(queries)
         self._kernels.write_kv(ops.kernel_array(key), ops.kernel_array(value), cache.arena, cache.layout, step, heads)
+        if self._copies is not None:
+            self._copies.wait_layer(layer)
         config = self.card.config
         self._kernels.attend(
             queries,

@@ -1,0 +1,102 @@
+"""Copying blocks between two arenas: the contract, its truth in NumPy, and the choice at start."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ConfigError
+
+Array = Any
+
+
+class BlockCopy(Protocol):
+    """Copies parts of blocks from one arena to another; safe to call from several threads at once."""
+
+    name: str
+
+    def __call__(
+        self, source: Array, target: Array, pairs: NDArray[np.int32], ranges: NDArray[np.int64], block_bytes: int
+    ) -> None:
+        """Copy bytes ``ranges[group]`` of each source block to the same bytes of its target block.
+
+        source, target: flat uint8 arenas that do not overlap, whole numbers of ``block_bytes``
+        pairs:          ``int32 [m, 3]`` (group, source block, target block); no target block twice
+        ranges:         ``int64 [groups, 2]``, bytes ``[first, last)`` within a block; may be empty
+
+        Pairs that lie side by side in both arenas, whole blocks each, are one copy. On a GPU the copy is
+        enqueued on the current stream. Nothing is written if an argument is refused.
+
+        Raises:
+            ValueError: a block outside its arena, an unknown group, or a range outside the block.
+        """
+
+
+class ReferenceBlockCopy:
+    """`BlockCopy` in NumPy, slow and plain: what every other implementation is compared with."""
+
+    name = "reference"
+
+    def __call__(
+        self,
+        source: NDArray[np.uint8],
+        target: NDArray[np.uint8],
+        pairs: NDArray[np.int32],
+        ranges: NDArray[np.int64],
+        block_bytes: int,
+    ) -> None:
+        """See `BlockCopy`."""
+        check_ranges(ranges, block_bytes)
+        counts = (len(ranges), source.size // block_bytes, target.size // block_bytes)
+        outside = np.flatnonzero(((pairs < 0) | (pairs >= counts)).any(axis=1))
+        if len(outside):
+            raise bad_pair(pairs, int(outside[0]), *counts)
+        source, target = source.reshape(-1, block_bytes), target.reshape(-1, block_bytes)
+        for group, (first, last) in enumerate(ranges.tolist()):
+            rows = pairs[pairs[:, 0] == group]
+            target[rows[:, 2], first:last] = source[rows[:, 1], first:last]
+
+
+def check_ranges(ranges: NDArray[np.int64], block_bytes: int) -> None:
+    """Raise ValueError for a byte range ``[..., 2]`` that does not lie within a block."""
+    first, last = ranges[..., 0], ranges[..., 1]
+    wrong = np.argwhere((first < 0) | (first > last) | (last > block_bytes))
+    if len(wrong):
+        where = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"byte range {ranges[where].tolist()} at {list(where)} does not lie within a block: "
+            f"it must be [first, last] with 0 <= first <= last <= {block_bytes}"
+        )
+
+
+def bad_pair(pairs: NDArray[np.int32], index: int, groups: int, source_blocks: int, target_blocks: int) -> ValueError:
+    """The error for a pair that names a group or block that is not there."""
+    group, source, target = pairs[index].tolist()
+    return ValueError(
+        f"pair {index} copies source block {source} to target block {target} in group {group}: choose a source in "
+        f"[0, {source_blocks}), a target in [0, {target_blocks}) and a group in [0, {groups})"
+    )
+
+
+def make_block_copy(name: str, threads: int) -> BlockCopy:
+    """The block copy that goes with the attention kernels called ``name`` (``auto``, ``numba`` or ``reference``).
+
+    ``threads`` bounds the CPU threads of a call. Compiles where that was never done on this machine.
+
+    Raises:
+        ConfigError: no such kernels, or their package is not installed.
+    """
+    if name == "reference":
+        return ReferenceBlockCopy()
+    if name not in ("auto", "numba"):
+        raise ConfigError(f"unknown block copy {name!r}; choose one of auto, numba, reference")
+    try:
+        from headwise.kernels.block_copy_cpu import NumbaBlockCopy
+    except ImportError as error:
+        raise ConfigError(
+            f"block copy {name!r} needs numba, which cannot be imported ({error}): "
+            "`pip install numba`, or choose 'reference' (slow)"
+        ) from error
+    return NumbaBlockCopy(threads)

@@ -1,0 +1,64 @@
+"""The contract of streams and events: how copies run beside the forward pass, and how it waits for them.
+
+    forward   --submit(work)-->  stream: runs its work in order, beside everything else
+    forward   --wait_for(event)->  goes on once that work, and all submitted before it, is done
+
+On a CPU a stream is a thread; on a GPU it is a CUDA stream, and ``submit`` only enqueues: there the *compute stream*
+is what waits, and the host goes on at once. A stream is used by one thread: the worker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+Work = Callable[[], None]
+"""A piece of work. On a GPU it enqueues copies on the current stream."""
+
+
+class Event(Protocol):
+    """The end of one piece of work. May be used for another piece once that is done."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the work is over, well or not. Never waits."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds the work ran, once it is done."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Let the host wait until the work is over; False if it was not in time. ``None``: however long it takes.
+
+        Raises:
+            Exception: what the work raised, to whoever waits.
+        """
+
+
+class Stream(Protocol):
+    """Runs work in order of submission. What the caller did before it submits is done before the work begins."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the forward pass stood still in `wait_for`, in total."""
+
+    def make_event(self) -> Event:
+        """An event to hand to `submit`, again and again."""
+
+    def submit(self, work: Work, event: Event | None = None) -> Event:
+        """Run ``work`` when all that was submitted before is done. Returns ``event``, or a new one, at once.
+
+        What the work raises is kept in the event; the stream goes on with the next piece.
+        """
+
+    def wait_for(self, event: Event, timeout_s: float) -> bool:
+        """Let the forward pass wait until the work of ``event`` is over; False if it was not in time.
+
+        On a GPU the compute stream waits, the host does not, and the answer is always True.
+
+        Raises:
+            Exception: what the work raised.
+        """
+
+    def close(self) -> None:
+        """Finish what was submitted, then end. The last call."""

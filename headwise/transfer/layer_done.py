@@ -1,0 +1,157 @@
+"""Which layers of which loads are on the device: what lets a forward pass run while its cache still arrives."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import LayerSwapTimeoutError
+from headwise.transfer.base import Event, Stream
+
+EVENT_SETS = 3
+"""Event sets made at start: one load that a step waits for, one that the next step brings, one being collected."""
+
+
+@dataclass
+class Load:
+    """One batch of blocks on their way to the device.
+
+    pairs:  ``int32 [m, 3]`` (group, host block, device block)
+    layers: the layers that have bytes in those blocks, ascending; each is one piece of work
+    bytes:  all its pieces together
+    events: one per layer of the model, of which the first ``len(layers)`` are used, in order
+    waited: number of pieces that the forward pass has waited for
+    lost:   it failed, or was given up: pieces that have not begun by now do nothing
+    error:  why it failed; None if it was given up
+    """
+
+    pairs: NDArray[np.int32]
+    layers: Sequence[int]
+    bytes: int
+    events: list[Event]
+    waited: int = 0
+    lost: bool = False
+    error: BaseException | None = field(default=None, repr=False)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Whether its pieces are over, after waiting for at most about ``timeout_s``: then nothing more is written.
+
+        The stream runs pieces in order, so when the last one is over, all are.
+        """
+        for event in reversed(self.events[: len(self.layers)]):
+            try:
+                if not event.wait(timeout_s):
+                    return False
+            except Exception as error:
+                self.lost, self.error = True, self.error or error
+            timeout_s = 0.0
+        return True
+
+
+class LayerDoneCounter:
+    """Submits loads to a stream layer by layer, and lets the forward pass wait for the layer it has come to.
+
+    Used by one thread. Event sets rotate: a load takes a free one, and gives it back when it is collected.
+    """
+
+    def __init__(self, stream: Stream, num_layers: int, timeout_s: float) -> None:
+        self._stream = stream
+        self._num_layers = num_layers
+        self._timeout_s = timeout_s
+        self._free = [self._make_events() for _ in range(EVENT_SETS)]
+        self._loads: list[Load] = []
+        self._gates: list[Load] = []  # those of the loads that the forward pass may still have to wait for
+
+    @property
+    def loads(self) -> Sequence[Load]:
+        """The loads not collected yet, in order of submission."""
+        return self._loads
+
+    def start(
+        self,
+        pairs: NDArray[np.int32],
+        layers: Sequence[int],
+        num_bytes: int,
+        copy_layer: Callable[[int], None],
+    ) -> None:
+        """Submit one piece of work per layer: ``copy_layer(layer)``."""
+        events = self._free.pop() if self._free else self._make_events()
+        load = Load(pairs, layers, num_bytes, events)
+        for layer, event in zip(layers, events, strict=False):
+            self._stream.submit(partial(_run_piece, load, copy_layer, layer), event)
+        self._loads.append(load)
+        if layers:
+            self._gates.append(load)
+
+    def wait(self, layer: int) -> None:
+        """Let the forward pass wait until layers ``[0, layer]`` of all loads are complete; a failed load is over, too.
+
+        Raises:
+            LayerSwapTimeoutError: some were not in time. They are given up: the forward pass may go on, and no later
+                layer waits for them again.
+        """
+        if self._gates:
+            self._wait(layer)
+
+    def _wait(self, layer: int) -> None:
+        late = 0
+        for load in self._gates:
+            pieces = bisect_right(load.layers, layer)
+            if pieces <= load.waited or load.lost:
+                continue
+            load.waited = pieces
+            try:
+                # The stream runs loads in order: once one is late, those behind it are not given time of their own.
+                in_time = self._stream.wait_for(load.events[pieces - 1], 0.0 if late else self._timeout_s)
+            except Exception as error:
+                load.lost, load.error = True, error
+                continue  # `collect` tells
+            if not in_time:
+                load.lost = True
+                late += len(load.pairs)
+        self._gates = [load for load in self._gates if load.waited < len(load.layers) and not load.lost]
+        if late:
+            raise LayerSwapTimeoutError(
+                f"layer {layer} of {late} blocks was not on the device after {self._timeout_s:g} s: their load is "
+                "given up and what needs them is computed again; allow loads more time if this happens often"
+            )
+
+    def collect(self) -> list[Load]:
+        """Every load so far, none of which writes any more: complete, or ``lost``.
+
+        Waits for loads under way. Those that are not in time are given up, and the piece that is just running is
+        waited for: until then its blocks cannot be anybody else's.
+
+        Raises:
+            LayerSwapTimeoutError: that piece does not end; nothing is collected.
+        """
+        self._gates = []
+        for load in self._loads:
+            if not load.lost and not load.settle(self._timeout_s):
+                load.lost = True
+            if load.lost and not load.settle(self._timeout_s):
+                raise LayerSwapTimeoutError(
+                    f"a copy to the device of {len(load.pairs)} blocks was given up but has not ended after "
+                    f"{self._timeout_s:g} s more: their memory cannot be used again; restart the worker"
+                )
+        collected, self._loads = self._loads, []
+        self._free += [load.events for load in collected]
+        return collected
+
+    def _make_events(self) -> list[Event]:
+        return [self._stream.make_event() for _ in range(self._num_layers)]
+
+
+def _run_piece(load: Load, copy_layer: Callable[[int], None], layer: int) -> None:
+    if load.lost:
+        return
+    try:
+        copy_layer(layer)
+    except BaseException as error:
+        load.lost, load.error = True, error
+        raise

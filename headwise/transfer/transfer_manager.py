@@ -1,0 +1,261 @@
+"""One worker's copies between its device and host arenas: what runs when, what waits, what came of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import first_line
+from headwise.kernels.block_copy import BlockCopy, check_ranges
+from headwise.transfer.base import Event, Stream
+from headwise.transfer.layer_done import LayerDoneCounter, Load
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """One direction's copies since the start. Failed ones do not count as copied.
+
+    busy_s:        seconds the stream was copying
+    waited_s:      seconds of these that the forward pass stood still for them
+    queued_blocks: blocks on their way now
+    failed_blocks: blocks whose copy failed, or came too late
+    """
+
+    blocks: int = 0
+    bytes: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    queued_blocks: int = 0
+    failed_blocks: int = 0
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of copying that cost the forward pass nothing."""
+        return max(0.0, self.busy_s - self.waited_s)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth while copying; 0 if nothing was copied yet."""
+        return self.bytes / self.busy_s if self.busy_s else 0.0
+
+
+@dataclass(frozen=True)
+class FinishedStores:
+    """Stores that are over: ``int32 [m, 2]`` (device block, host block), in order of completion."""
+
+    complete: NDArray[np.int32]
+    failed: NDArray[np.int32]
+
+
+@dataclass
+class _Totals:
+    """What `TransferStats` counts, of copies that are over."""
+
+    blocks: int = 0
+    bytes: int = 0
+    busy_s: float = 0.0
+    failed_blocks: int = 0
+
+    def add(self, blocks: int, num_bytes: int, busy_s: float, failed: bool) -> None:
+        self.busy_s += busy_s
+        if failed:
+            self.failed_blocks += blocks
+        else:
+            self.blocks += blocks
+            self.bytes += num_bytes
+
+
+class TransferManager:
+    """Loads blocks layer by layer and stores them whole, both at once, beside the forward pass.
+
+    Used by the worker's thread alone. A step of the worker is::
+
+        load(...), store(...)                  start copies
+        wait_layer(l) before layer l's attention
+        finish_loads(), finished_stores()      say what came of them
+
+    layer_ranges: ``int64 [layers, groups, 2]``, the bytes ``[first, last)`` of each layer within a block of each
+                  group; empty where a group has no member in the layer
+    device_arena, host_arena: flat uint8, whole numbers of ``layout.block_bytes``
+    copy:         from arena to arena; on a GPU it enqueues on the current stream
+    clock:        in seconds, for the timeout of `drain`
+
+    Raises:
+        ValueError: ``layer_ranges`` or an arena does not fit the layout.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        layer_ranges: NDArray[np.int64],
+        device_arena: Any,
+        host_arena: Any,
+        *,
+        copy: BlockCopy,
+        input_stream: Stream,
+        output_stream: Stream,
+        clock: Callable[[], float] = time.monotonic,
+        load_timeout_s: float = 10.0,
+    ) -> None:
+        _check_arenas(layout, layer_ranges, device_arena, host_arena)
+        self._block_bytes = layout.block_bytes
+        self._ranges = np.ascontiguousarray(layer_ranges, dtype=np.int64)
+        self._range_bytes = self._ranges[..., 1] - self._ranges[..., 0]
+        self._whole_block = np.array([[0, layout.block_bytes]], dtype=np.int64)
+        self._device, self._host = device_arena, host_arena
+        self._copy = copy
+        self._input, self._output = input_stream, output_stream
+        self._clock = clock
+        self._layers = LayerDoneCounter(input_stream, len(self._ranges), load_timeout_s)
+        self._stores: deque[tuple[NDArray[np.int32], Event]] = deque()
+        self._loaded, self._stored = _Totals(), _Totals()
+
+    # ---- host to device ----
+
+    def load(self, pairs: NDArray[np.int32]) -> None:
+        """Start to copy ``pairs [m, 3]`` (group, host block, device block), layer by layer. Returns at once.
+
+        Raises:
+            ValueError: a group that ``layer_ranges`` do not tell of.
+        """
+        if not len(pairs):
+            return
+        counts, groups = np.bincount(pairs[:, 0], minlength=self._ranges.shape[1]), self._ranges.shape[1]
+        if len(counts) > groups:
+            raise ValueError(f"group {len(counts) - 1} cannot be loaded: layer_ranges tell of {groups} groups")
+        layer_bytes = self._range_bytes @ counts
+        in_order = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))].astype(np.int32)  # neighbours become one copy
+        copy_layer = partial(self._copy_layer, in_order)
+        self._layers.start(pairs, np.flatnonzero(layer_bytes).tolist(), int(layer_bytes.sum()), copy_layer)
+
+    def _copy_layer(self, pairs: NDArray[np.int32], layer: int) -> None:
+        self._copy(self._host, self._device, pairs, self._ranges[layer], self._block_bytes)
+
+    def wait_layer(self, layer: int) -> None:
+        """Right before layer ``layer``'s attention: wait until layers ``[0, layer]`` of all loads so far are complete.
+
+        Costs nothing when no load is under way. A load that failed is over, too: see `finish_loads`.
+
+        Raises:
+            LayerSwapTimeoutError: some were not in time. They are given up: the forward pass may go on, and no later
+                layer waits for them again.
+        """
+        self._layers.wait(layer)
+
+    def finish_loads(self) -> NDArray[np.int32]:
+        """At the end of a step: the device blocks whose load failed or came too late, ascending; none if all is well.
+
+        Nothing writes to any loaded block afterwards: all of them may be freed. What the forward pass computed from
+        the blocks returned is void.
+
+        Raises:
+            LayerSwapTimeoutError: a copy that was given up does not end.
+        """
+        if not self._layers.loads:
+            return np.empty(0, dtype=np.int32)
+        failed = [np.empty(0, dtype=np.int32)]
+        for load in self._layers.collect():
+            self._loaded.add(len(load.pairs), load.bytes, _busy_s(load), load.lost)
+            if load.lost:
+                failed.append(load.pairs[:, 2])
+                reason = first_line(load.error) if load.error else "it did not come in time"
+                log.warning("the load of %d blocks to the device failed: %s", len(load.pairs), reason)
+        return np.unique(np.concatenate(failed))
+
+    # ---- device to host ----
+
+    def store(self, pairs: NDArray[np.int32]) -> None:
+        """Start to copy ``pairs [m, 2]`` (device block, host block), all layers at once. Returns at once."""
+        if not len(pairs):
+            return
+        in_order = np.zeros((len(pairs), 3), dtype=np.int32)
+        in_order[:, 1:] = pairs[np.argsort(pairs[:, 0])]  # neighbours become one copy
+        self._stores.append((pairs, self._output.submit(partial(self._copy_blocks, in_order))))
+
+    def _copy_blocks(self, pairs: NDArray[np.int32]) -> None:
+        self._copy(self._device, self._host, pairs, self._whole_block, self._block_bytes)
+
+    def finished_stores(self) -> FinishedStores:
+        """The stores that came to an end since the last call. Never waits."""
+        complete, failed = [np.empty((0, 2), dtype=np.int32)], [np.empty((0, 2), dtype=np.int32)]
+        while self._stores and self._stores[0][1].done:
+            pairs, event = self._stores.popleft()
+            error = _error_of(event)
+            self._stored.add(len(pairs), len(pairs) * self._block_bytes, event.busy_s, error is not None)
+            if error is None:
+                complete.append(pairs)
+            else:
+                failed.append(pairs)
+                log.warning("the store of %d blocks to the host failed: %s", len(pairs), first_line(error))
+        return FinishedStores(np.concatenate(complete), np.concatenate(failed))
+
+    # ---- both ----
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every load and store is over, and return whether they are; `finish_loads` and `finished_stores`
+        then tell what came of them."""
+        deadline = self._clock() + timeout_s
+        for load in self._layers.loads:
+            if not load.settle(max(0.0, deadline - self._clock())):
+                return False
+        return not self._stores or _ends_by(self._stores[-1][1], max(0.0, deadline - self._clock()))
+
+    def load_stats(self) -> TransferStats:
+        """Statistics of loads; one that is over counts from the next `finish_loads` on."""
+        queued = sum(len(load.pairs) for load in self._layers.loads)
+        return self._stats(self._loaded, self._input.waited_s, queued)
+
+    def store_stats(self) -> TransferStats:
+        """Statistics of stores; one that is over counts from the next `finished_stores` on."""
+        return self._stats(self._stored, self._output.waited_s, sum(len(pairs) for pairs, _ in self._stores))
+
+    @staticmethod
+    def _stats(totals: _Totals, waited_s: float, queued: int) -> TransferStats:
+        return TransferStats(totals.blocks, totals.bytes, totals.busy_s, waited_s, queued, totals.failed_blocks)
+
+    def close(self) -> None:
+        """Finish all copies and end both streams. The last call."""
+        self._input.close()
+        self._output.close()
+
+
+def _check_arenas(layout: BlockLayout, layer_ranges: NDArray[np.int64], device_arena: Any, host_arena: Any) -> None:
+    if layer_ranges.ndim != 3 or layer_ranges.shape[2] != 2:
+        raise ValueError(f"layer_ranges has shape {layer_ranges.shape}: give [layers, groups, 2]")
+    check_ranges(layer_ranges, layout.block_bytes)
+    for name, arena in (("device", device_arena), ("host", host_arena)):
+        if arena.size % layout.block_bytes:
+            raise ValueError(
+                f"the {name} arena has {arena.size} bytes: give a multiple of a block's {layout.block_bytes} bytes"
+            )
+
+
+def _error_of(event: Event) -> Exception | None:
+    """What the work of an event that is done raised."""
+    try:
+        event.wait(0)
+    except Exception as error:
+        return error
+    return None
+
+
+def _ends_by(event: Event, timeout_s: float) -> bool:
+    try:
+        return event.wait(timeout_s)
+    except Exception:
+        return True
+
+
+def _busy_s(load: Load) -> float:
+    return sum(event.busy_s for event in load.events[: len(load.layers)])

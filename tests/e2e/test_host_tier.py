@@ -1,0 +1,87 @@
+"""Blocks that went to the host and came back give the same tokens as those that never left the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from reference import Answer, answers, assert_same
+from test_tokens import GREEDY, MODELS, Bench, serve
+
+from headwise.runtime.engine import EngineCore
+from headwise.runtime.request import GenerateRequest, GenerationResult
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(request.param)
+
+
+def run(engine: EngineCore, request: GenerateRequest) -> GenerationResult:
+    """Serve one request, and see all copies through."""
+    result = GenerationResult(request.request_id)
+    engine.add(request)
+    while engine.has_work():
+        for delta in engine.step(None):
+            assert delta.error is None, delta.error
+            result.add(delta)
+    engine.cache.check_integrity()
+    return result
+
+
+def again(wanted: list[Answer]) -> list[Answer]:
+    return [replace(answer, name=f"{answer.name}/again") for answer in wanted]
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
+    if policy == "write_back" and bench.config.model != "smollm2-135m":
+        pytest.skip("a pool this small cannot keep six groups' blocks until they are copied")
+    (answer,) = (answer for answer in answers(bench.config.model) if answer.name == "long_700")
+    card = bench.front_door.card
+    engine, executor = bench.engine(
+        block_size=16,
+        max_model_len=0,
+        kv_cache=f"{70 * len(card.plan.groups) * card.layout.block_bytes * 16 // card.layout.block_size}B",
+        max_batched_tokens=128,
+        host_cache="256MiB",
+        write_policy=policy,
+    )
+    others = [[1000 + 100 * other + i for i in range(400)] for other in range(2)]
+    for turn in range(2):
+        for other in others if turn else ():  # what the cache held before leaves the device
+            run(engine, bench.front_door.prepare(prompt=other, sampling=replace(GREEDY, max_tokens=2)))
+        request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=GREEDY)
+        result = run(engine, request)
+        assert_same(answer, result.token_ids)
+        assert result.usage is not None
+        assert (result.usage.cached_tokens > 500) == (turn == 1)
+    executor.close()
+    stats = engine.stats()
+    assert stats["host"]["loaded_blocks"] > 0
+    assert stats["host"]["failed_blocks"] == 0
+    assert stats["cache"]["host_hit_tokens"] > 0
+    assert engine.cache.host is not None
+    assert engine.cache.host.pool.num_held == 0
+
+
+def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
+    wanted = [a for a in answers(bench.config.model) if len(a.prompt_ids) < 400][:5]
+    card = bench.front_door.card
+    block = card.layout.block_bytes * 16 // card.layout.block_size
+    engine, executor = bench.engine(
+        block_size=16,
+        max_model_len=0,
+        kv_cache=f"{70 * len(card.plan.groups) * block}B",
+        max_batched_tokens=64,
+        host_cache=f"{12 * block}B",
+        write_policy="write_through",
+    )
+    for turn in (wanted, again(wanted)):
+        results = serve(engine, bench.front_door, turn)
+        for answer in turn:
+            assert_same(answer, results[answer.name].token_ids)
+    executor.close()
+    assert engine.stats()["host"]["evicted_blocks"] > 0
