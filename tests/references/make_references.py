@@ -81,23 +81,31 @@ def prompts_of(tokenizer: Tokenizer, has_template: bool) -> dict[str, list[int]]
 
 
 @torch.inference_mode()
-def reference(model: PreTrainedModel, name: str, prompt_ids: list[int]) -> dict[str, Any]:
-    """One prompt's answers."""
+def greedy(
+    model: PreTrainedModel, prompt_ids: list[int], new_tokens: int
+) -> tuple[torch.Tensor, list[int], list[float]]:
+    """The logits at the prompt's last position; greedy tokens; by how much each was the best."""
     step = model(torch.tensor([prompt_ids]), use_cache=True, logits_to_keep=1)
     first = step.logits[0, -1]
     output_ids, gaps = [], []
-    for _ in range(NEW_TOKENS):
+    for _ in range(new_tokens):
         best = torch.topk(step.logits[0, -1], 2)
         output_ids.append(int(best.indices[0]))
-        gaps.append(float(best.values[0] - best.values[1]))
+        gaps.append(round(float(best.values[0] - best.values[1]), 6))
         step = model(torch.tensor([[output_ids[-1]]]), past_key_values=step.past_key_values, use_cache=True)
+    return first, output_ids, gaps
+
+
+def reference(model: PreTrainedModel, name: str, prompt_ids: list[int]) -> dict[str, Any]:
+    """One prompt's answers."""
+    first, output_ids, gaps = greedy(model, prompt_ids, NEW_TOKENS)
     top = torch.topk(first, 10)
     sample_ids = sorted(random.Random(11).sample(range(first.shape[0]), SAMPLED_IDS))
     return {
         "name": name,
         "prompt_ids": prompt_ids,
         "output_ids": output_ids,
-        "gaps": [round(gap, 6) for gap in gaps],
+        "gaps": gaps,
         "top_ids": top.indices.tolist(),
         "top_logits": [round(value, 5) for value in top.values.tolist()],
         "sample_ids": sample_ids,
