@@ -100,7 +100,7 @@ def decode_step(requests: int, groups: int, context: int, rounds: int) -> float:
     resources = ResourceManager(cache, max_rows=requests, max_batched_tokens=budget, prefill_chunk=budget)
     for index in range(requests):
         request = GenerateRequest(str(index), tokens(context + index % BLOCK), SamplingParams(seed=1))
-        resources.add(Sequence(request, SEED, (0, index), context + rounds + 2 * BLOCK, 0.0))
+        resources.add(Sequence(request, SEED, (0, index), context + rounds + 2 * BLOCK, 0.0), 0.0)
     step = resources.schedule(0.0)
     times, sampled = [], np.full(requests, 7, dtype=np.int32)
     for _ in range(rounds):

@@ -165,7 +165,7 @@ class SimulatedEngine:
         self.now = started = float(load.arrivals[0])
         while len(self._counts.ended) < len(load.requests):
             while waiting and waiting[0].arrived <= self.now:
-                self.resources.add(waiting.popleft())
+                self.resources.add(waiting.popleft(), self.now)
             while len(steps) < self._depth and (step := self.resources.schedule(self.now)) is not None:
                 steps.append(step)
             if steps:

@@ -14,12 +14,14 @@ from headwise.actors.names import NAMESPACE
 from headwise.actors.placement import is_loopback, node_address
 from headwise.actors.worker_group import WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
+from headwise.runtime.block_storage import open_lookup
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.engine_server import EngineServer, Reporting
 from headwise.runtime.front_door import FrontDoor
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.storage.flusher import Flusher
+from headwise.storage.lookup import StorageLookup
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Engine:
         self._group: WorkerGroup | None = None
         self._server: EngineServer | None = None
         self._flusher: Flusher | None = None
+        self._lookup: StorageLookup | None = None
         self._core_died = threading.Event()
         self._stopping = threading.Event()
         self._settled = threading.Event()
@@ -96,6 +99,8 @@ class Engine:
                 self._server.stop()
             if self._flusher is not None:
                 self._flusher.close()
+            if self._lookup is not None:
+                self._lookup.close()
 
     def _open(self) -> None:
         """Everything that outlives the workers: model, server, flusher."""
@@ -110,6 +115,7 @@ class Engine:
             host = address = "127.0.0.1"
         self._front_door = FrontDoor.open(self._config)
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
+        self._lookup = open_lookup(self._config, self._front_door.card)
         self._flusher = Flusher(self._name, time.time_ns(), ray.get(self._store.endpoint.remote()))
         self._server = EngineServer(
             f"tcp://{address}:*",
@@ -144,10 +150,12 @@ class Engine:
         assert self._server is not None
         assert self._flusher is not None
         flusher, epoch = self._flusher, time.time_ns()
-        core = EngineCore(self._config, self._front_door.card, self._front_door.tokenizer, group.executor)
+        card, tokenizer = self._front_door.card, self._front_door.tokenizer
+        core = EngineCore(self._config, card, tokenizer, group.executor, lookup=self._lookup)
         self._core_died.clear()
         self._server.call(lambda: flusher.restart(epoch))
-        self._server.attach(core, group.executor.sockets)
+        wakers = group.executor.sockets if self._lookup is None else (*group.executor.sockets, self._lookup)
+        self._server.attach(core, wakers)
         self._group = group
 
     def _watch(self, group: WorkerGroup) -> None:

@@ -31,6 +31,7 @@ class GlobalScheduler:
             config.port,
             secret=self._secret,
             model=config.model,
+            replicas=config.replicas,
             max_pending=config.max_queued,
         )
         self._server.start()

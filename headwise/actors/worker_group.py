@@ -36,7 +36,12 @@ class WorkerGroup:
         self._directory = Path(tempfile.gettempdir()) / f"headwise-{token}"
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(mode=0o700)
-        self.executor = ZmqExecutor(f"ipc://{self._directory}/steps", config.tp_size, config.step_timeout_s)
+        self.executor = ZmqExecutor(
+            f"ipc://{self._directory}/steps",
+            config.tp_size,
+            config.step_timeout_s,
+            start_timeout_s=config.start_timeout_s,
+        )
         threads = str(threads_per_worker(config))
         # Read by the libraries at import, hence before the worker's process imports anything.
         env = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}

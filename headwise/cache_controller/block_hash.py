@@ -38,14 +38,15 @@ def extend_hashes(
     """Append to ``hashes`` those of the full blocks of ``tokens`` (``int32 [n]``), which follow those of ``hashes``."""
     data = np.ascontiguousarray(tokens, dtype=np.int32).tobytes()
     stride = 4 * block_size
-    previous, first = hashes[-1] if hashes else seed, len(hashes)
-    for index in range(len(tokens) // block_size):
-        block = previous + data[index * stride : (index + 1) * stride]
+    previous, first = hashes[-1] if hashes else seed, len(hashes) * block_size
+    append = hashes.append
+    for at in range(0, len(tokens) // block_size * stride, stride):
+        block = previous + data[at : at + stride]
         if extra_keys:
-            at = (first + index) * block_size
-            block += _overlapping(extra_keys, at, at + block_size)
+            start = first + at // 4
+            block += _overlapping(extra_keys, start, start + block_size)
         previous = sha256(block).digest()[:HASH_BYTES]
-        hashes.append(previous)
+        append(previous)
 
 
 def _overlapping(extra_keys: Sequence[ExtraKey], first: int, last: int) -> bytes:

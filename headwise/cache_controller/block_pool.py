@@ -69,6 +69,10 @@ class BlockPool:
         """How many of ``blocks`` somebody holds."""
         return int(np.count_nonzero(self._references[blocks]))
 
+    def count_held_once(self, blocks: Blocks) -> int:
+        """How many of ``blocks`` have one reference: they are available once that is dropped."""
+        return int(np.count_nonzero(self._references[blocks] == 1))
+
     def allocate(self, count: int) -> Blocks:
         """``count`` blocks with one reference each; evicts cached ones if free ones do not suffice.
 
@@ -114,17 +118,23 @@ class BlockPool:
 
         Raises ValueError if one has no reference left; nothing is changed then.
         """
-        left = self._references[blocks] - 1
-        self._check_held(blocks, left)
-        self._references[blocks] = left
-        self._cached.append(self._free_unregistered(blocks[left == 0]))
+        self._cached.append(self._free_unregistered(self._drop(blocks)))
 
     def release_first(self, blocks: Blocks) -> None:
         """Like `release`, but those then unused go before all that is cached otherwise."""
-        left = self._references[blocks] - 1
+        self._cached.append(self._free_unregistered(self._drop(blocks)), first=True)
+
+    def _drop(self, blocks: Blocks) -> Blocks:
+        """Drop a reference to each of the distinct ``blocks``; those then unused."""
+        references = self._references[blocks]
+        if (references == 1).all():  # as most are
+            self._references[blocks] = 0
+            return blocks.copy()  # the caller's may be a view of what changes
+        left = references - 1
         self._check_held(blocks, left)
         self._references[blocks] = left
-        self._cached.append(self._free_unregistered(blocks[left == 0]), first=True)
+        unused: Blocks = blocks[left == 0]
+        return unused
 
     def recycle(self, blocks: Blocks) -> None:
         """Drop a reference for each entry of ``blocks``. Those then unused go before all that is cached otherwise,
@@ -160,9 +170,11 @@ class BlockPool:
         """Up to ``count`` cached blocks that are evicted next once those that go first are gone."""
         return self._cached.peek(count)
 
-    def evict_all(self) -> None:
-        """Forget every cached block."""
-        self._evict(len(self._cached))
+    def evict_all(self) -> int:
+        """Forget every cached block; how many those were."""
+        count = len(self._cached)
+        self._evict(count)
+        return count
 
     def evict(self, blocks: Blocks) -> None:
         """Forget these cached blocks."""

@@ -17,6 +17,7 @@ from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree, Residency
+from headwise.cache_controller.storage_tier import Fetch
 from headwise.cache_controller.windows import GroupWindows
 
 RESUME_SLACK = 512
@@ -151,8 +152,8 @@ class CacheManager:
         # Runs (first column, hashes) that a row brought into the tree, to be announced when it closes: until then it
         # holds them, so they cannot be evicted.
         self._fresh: dict[int, list[tuple[int, list[bytes]]]] = {}
-        # What a row has recycled of windows at which another request may resume: (groups, columns, blocks, owners).
-        self._left: dict[int, list[tuple[Any, ...]]] = {}
+        # What a row has recycled of windows at which another request may resume: group, column, block, owner of each.
+        self._left: dict[int, list[NDArray[np.int64]]] = {}
         self._window_groups = np.flatnonzero(~self.windows.is_full)
         # Per depth, the first block that a query behind so many blocks sees of each group.
         self._first_live = self.windows.first_live(np.arange(max_blocks + 1) * block_size)
@@ -235,13 +236,35 @@ class CacheManager:
         gained = count - match.num_blocks
         return PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count], needed, gained)
 
+    def fetch(self, hashes: Sequence[bytes], stored: NDArray[np.bool_]) -> Fetch | None:
+        """Start to bring to the host what lets more of a path be served; None if there is nothing worth it.
+
+        stored: ``[n, groups]``, which blocks of the path ``hashes [n]`` storage has
+        """
+        host, storage = self.host, self.host.storage if self.host else None
+        if host is None or storage is None:
+            return None
+        nodes = self.tree.find(hashes)
+        here = np.zeros_like(stored)
+        here[: len(nodes)] = (self.tree.device.blocks[nodes] != NOWHERE) | (self.tree.host.blocks[nodes] != NOWHERE)
+        served, _ = self._servable(here)
+        count, _ = self._servable(here | stored)
+        room = storage.room
+        while count > served:
+            wanted = self._are_seen_after(count) & ~here[:count]
+            blocks, tokens = int(np.count_nonzero(wanted)), (count - served) * self.block_size
+            if blocks <= room:
+                return storage.fetch(hashes, wanted, tokens) if host.is_worth_fetching(blocks, tokens) else None
+            # What fits of it may still serve more than is here.
+            count, _ = self._servable((here | stored)[: min(count - 1, count * room // blocks)])
+        return None
+
     def _servable(self, there: NDArray[np.bool_]) -> tuple[int, int]:
         """The depth of a path with the blocks ``there [n, groups]`` that every group can serve, and every full one."""
-        lacking = ~there[:, self.windows.is_full].all(axis=1)
-        reached = int(lacking.argmax()) if lacking.any() else len(there)
-        if not len(self._window_groups):
-            return reached, reached
-        return self._window_depth(there[:reached]), reached
+        has_windows = len(self._window_groups) > 0
+        complete = (there[:, self.windows.is_full] if has_windows else there).all(axis=1)
+        reached = len(there) if complete.all() else int(complete.argmin())
+        return (self._window_depth(there[:reached]) if has_windows else reached), reached
 
     def _window_depth(self, there: NDArray[np.bool_]) -> int:
         """The deepest prefix of a path whose blocks are ``there [n, groups]`` that every window group can serve."""
@@ -259,9 +282,12 @@ class CacheManager:
         """``[groups, n]``: of a path's blocks ``held [n, groups]`` those in a sink or window of a query after it."""
         if not len(self._window_groups):
             return held.T
-        column = np.arange(len(held))[:, None]
-        seen = (column < self.windows.sink_blocks) | (column >= self._first_live[len(held)])
-        return np.where(seen, held, np.int32(NOWHERE)).T
+        return np.where(self._are_seen_after(len(held)), held, np.int32(NOWHERE)).T
+
+    def _are_seen_after(self, count: int) -> NDArray[np.bool_]:
+        """``[count, groups]``: which of a path's first ``count`` blocks a query after them sees."""
+        column = np.arange(count)[:, None]
+        return np.asarray((column < self.windows.sink_blocks) | (column >= self._first_live[count]))
 
     def num_reclaimed(self, match: PrefixMatch) -> int:
         """Blocks of a match that nobody holds now: adopting it takes them out of `num_available`."""
@@ -285,7 +311,8 @@ class CacheManager:
         blocks = match.blocks[group, column]
         self._held[row] = len(blocks)
         self.pool.retain(blocks)
-        self.pool.value(blocks)
+        if len(self._window_groups):
+            self.pool.value(blocks)
         self._enter(np.int32(row), group, column, blocks)
         if self.host is not None:
             self._bring_from_host(self.host, row, match)
@@ -441,20 +468,31 @@ class CacheManager:
         self.pool.value(blocks[inside])
         if self.host is not None and self.host.threshold == 1:
             self.host.store(blocks[inside])
-        for index, row in zip(inside.tolist(), rows[inside].tolist(), strict=True):
-            block = blocks[index]
-            self._left.setdefault(row, []).append((groups[index], columns[index], block, self.tree.device.owner(block)))
+        left = np.stack([groups[inside], columns[inside], blocks[inside], self.tree.device.owner_ids(blocks[inside])])
+        at_row = rows[inside]
+        for row in np.unique(at_row).tolist():
+            self._left.setdefault(row, []).append(left[:, at_row == row])
 
     def _take_back(self, row: int) -> None:
         """Hold the windows again at which another request may resume: they are as recent as the row they belong to."""
-        for group, column, block, owner in self._left.pop(row, ()):
-            if owner != NOWHERE and self.tree.device.owner(block) == owner:
-                self.pool.retain(np.array([block]))
-                self.tables[row, group, column] = block
+        if row not in self._left:
+            return
+        group, column, block, owner = np.concatenate(self._left.pop(row), axis=1)
+        blocks = block.astype(np.int32)
+        same = (owner != NOWHERE) & (self.tree.device.owner_ids(blocks) == owner)
+        self.pool.retain(blocks[same])
+        self.tables[row, group[same], column[same]] = blocks[same]
 
-    def release(self, row: int) -> None:
-        """Close a row. Its registered blocks stay as cache, the deepest to be evicted first."""
+    def release(self, row: int, will_return: bool = False) -> None:
+        """Close a row. Its registered blocks stay as cache, the deepest to be evicted first.
+
+        will_return: it was preempted. Where they come back faster than they are computed, its blocks go to the host
+        """
         self._take_back(row)
+        if will_return and self.host is not None:
+            held = self.tables[row][self.tables[row] != NOWHERE]
+            if self.host.is_worth_loading(len(held), int(self._computed[row])):
+                self.host.store(held)
         if self.host is not None and self.host.threshold == 1 and len(self._window_groups):
             windows = self.tables[row, self._window_groups, : self.num_blocks[row]]
             self.host.store(windows[windows != NOWHERE])
@@ -473,11 +511,10 @@ class CacheManager:
         held: NDArray[np.bool_] = (tier or self.tree.device).blocks[nodes] != NOWHERE
         return np.asarray((held | ~self._is_index_group).all(axis=1))
 
-    def reset(self) -> None:
-        """Forget every block that no row and no copy holds, on every tier."""
-        self.pool.evict_all()
-        if self.host is not None:
-            self.host.reset()
+    def reset(self, tiers: Sequence[str] = (DEVICE_TIER, HOST_TIER)) -> int:
+        """Forget every block that no row and no copy holds, on these tiers; how many those were."""
+        pools = {DEVICE_TIER: self.pool, **({HOST_TIER: self.host.pool} if self.host is not None else {})}
+        return sum(pools[tier].evict_all() for tier in tiers if tier in pools)
 
     def loads_done(self, step_id: int, failed: NDArray[np.int32]) -> Rows:
         """The loads that a step carried are done; the rows that hold one of the ``failed`` device blocks."""
@@ -516,7 +553,7 @@ class CacheManager:
         self.tree.prune(self.tree.device.detach(blocks))
 
     def _announce_gone(self, run: list[int]) -> None:
-        hashes = tuple(self.tree.hashes[node] for node in reversed(run))
+        hashes = tuple(map(self.tree.hashes.__getitem__, reversed(run)))
         self._index_updates.append(IndexUpdate(DEVICE_TIER, self.tree.depths[run[-1]], hashes, resident=False))
 
     # ---- what others must hear ----

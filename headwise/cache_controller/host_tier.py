@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool, Blocks
 from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
+from headwise.cache_controller.storage_tier import StorageTier
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
@@ -35,11 +36,14 @@ class HostConfig:
     policy:    ``write_through``: every block that a later request may need, when it is computed;
                ``write_through_selective``: when it was computed or served ``threshold`` times;
                ``write_back``: when it is about to be evicted from the device
+    storage_timeout_s: seconds after which a storage behind the host, that does not answer, is not used; None: there
+               is no storage
     """
 
     num_blocks: int
     policy: WritePolicy = "write_through_selective"
     threshold: int = 2
+    storage_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class HostTier:
     threshold: uses of a block after which it is copied
     copy_s:    seconds to bring a block to the device, as measured; 0 if it was not yet
     token_s:   seconds to compute a token of a prompt, as measured
+    storage:   where blocks that reached the host go from there; None: nowhere
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class HostTier:
         ]
         self.copy_s, self.token_s = 0.0, math.inf
         self.pool = BlockPool(config.num_blocks, self._on_evict)
+        timeout_s = config.storage_timeout_s
+        self.storage = None if timeout_s is None else StorageTier(tree, self.pool, on_change, timeout_s)
         self._device = device
         self._on_change = on_change
         self._max_storing = max(1, int(MAX_STORING * device.num_blocks))
@@ -102,6 +109,11 @@ class HostTier:
     def has_work(self) -> bool:
         """Whether a step should be sent for the sake of the copies alone."""
         return bool(self._storing or self._loads)
+
+    @property
+    def num_returning(self) -> int:
+        """Device blocks that nobody holds but the stores in flight."""
+        return self._device.count_held_once(np.array(list(self._storing.values()), dtype=np.int32))
 
     def stats(self) -> HostTierStats:
         pool = self.pool
@@ -158,6 +170,22 @@ class HostTier:
         if self.policy == "write_back" and (short := reserve - self._device.num_free) > 0:
             self.store(self._device.next_evicted(short))
 
+    def back_up_all(self) -> None:
+        """Copy what the device has cached, before it is lost: as much as fits, the most recently used of it.
+
+        What only the host has gives way to it, being older, but nothing that both have does.
+        """
+        cached = self._device.next_evicted(self._device.num_cached)
+        blocks = cached[max(0, len(cached) - self.pool.num_available) :]
+        on_host = self.tree.host.blocks[self.tree.device.owners(blocks)]
+        lacking = on_host == NOWHERE
+        kept = on_host[~lacking]
+        kept = kept[self.pool.are_unheld(kept)]
+        self.pool.retain(kept)
+        self.pool.release(kept)  # now the last to be evicted
+        self._backlog.clear()  # of use only while the device stays
+        self.store(blocks[lacking])
+
     def take_stores(self) -> NDArray[np.int32]:
         """``int32 [m, 2]`` (device block, host block) to start with the next step."""
         stores, self._stores = self._stores, []
@@ -168,10 +196,13 @@ class HostTier:
         for host_block in host_blocks:
             host, device = self._end_store(host_block)
             nodes, groups = self.tree.device.owners(device)
-            self.tree.host.attach_one_by_one(nodes, groups, host)
-            self.pool.register(host)
-            self._on_change(nodes, True)
             self._stored += 1
+            if self.tree.host.blocks[nodes[0], groups[0]] == NOWHERE:  # storage may have brought it meanwhile
+                self.tree.host.attach_one_by_one(nodes, groups, host)
+                self.pool.register(host)
+                self._on_change(nodes, True)
+                if self.storage is not None:
+                    self.storage.put(host)
             self._let_go(host, device)
         for host_block in failed:
             self._failed += 1
@@ -195,6 +226,11 @@ class HostTier:
     def is_worth_loading(self, blocks: int, tokens: int) -> bool:
         """Whether copying so many blocks is faster than computing so many tokens."""
         return blocks * self.copy_s <= tokens * self.token_s
+
+    def is_worth_fetching(self, blocks: int, tokens: int) -> bool:
+        """Whether bringing so many blocks from storage to the device is faster than computing so many tokens."""
+        assert self.storage is not None
+        return blocks * (self.copy_s + self.storage.fetch_s) <= tokens * self.token_s
 
     def load(self, groups: NDArray[np.int64], host_blocks: Blocks, device_blocks: Blocks) -> None:
         """Bring ``host_blocks`` of the tree to allocated ``device_blocks``, with the next step."""
@@ -234,10 +270,6 @@ class HostTier:
 
     # ---- eviction ----
 
-    def reset(self) -> None:
-        """Forget every block that no copy holds."""
-        self.pool.evict_all()
-
     def _on_evict(self, blocks: Blocks) -> None:
         self._evicted += len(blocks)
         nodes, _ = self.tree.host.owners(blocks)
@@ -254,6 +286,7 @@ class HostTier:
         self.pool.check_integrity()
         loads = [*self._loads, *self._loading.values()]
         held = {int(block) for load in loads for block in load[:, 1]} | set(self._storing)
+        held |= self.storage.held_host_blocks() if self.storage else set()
         assert held == set(np.flatnonzero(~self.pool.are_unheld(np.arange(self.pool.num_blocks, dtype=np.int32)))), (
             "a copy lost its hold"
         )

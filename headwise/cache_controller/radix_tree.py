@@ -63,6 +63,10 @@ class Residency:
         """What a block holds, as a number that no other node and group has; `NOWHERE` if it holds nothing."""
         return int(self._owner[block])
 
+    def owner_ids(self, blocks: NDArray[np.int32]) -> Nodes:
+        """`owner` of each of ``blocks``."""
+        return self._owner[blocks]
+
     def owners(self, blocks: NDArray[np.int32]) -> tuple[Nodes, Nodes]:
         """Node and group of each of ``blocks``, which must be attached."""
         node, group = np.divmod(self._owner[blocks], self.num_groups)
@@ -115,14 +119,8 @@ class RadixTree:
 
     def find(self, hashes: Sequence[bytes]) -> Nodes:
         """The nodes of the longest known prefix of a path, whatever they still hold."""
-        found = []
-        known = self.nodes.get
-        for block_hash in hashes:
-            node = known(block_hash)
-            if node is None:
-                break
-            found.append(node)
-        return np.array(found, dtype=np.int64)
+        known = map(self.nodes.get, hashes)
+        return np.fromiter(iter(known.__next__, None), dtype=np.int64)  # up to the first that is not there
 
     def insert(self, path: Sequence[bytes], parent: int, depth: int) -> list[int]:
         """The nodes of a path's blocks from ``depth`` on, below ``parent``; made where they are not there."""

@@ -11,10 +11,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.storage_tier import NamedBlocks
 from headwise.runtime.request import SamplingParams, TokenLogprobs
+from headwise.transfer.stats import TransferStats
 
 LAST_SAMPLED = -1
 """A token id in a batch that stands for "the token the worker sampled last for this row"."""
+
+SLEEP, WAKE, RESET_STORAGE = "sleep", "wake", "reset_storage"
+"""Commands to workers: give up weights and arena, load and allocate them again, forget every block in storage."""
 
 
 def _no_loads() -> NDArray[np.int32]:
@@ -23,6 +28,9 @@ def _no_loads() -> NDArray[np.int32]:
 
 def _no_stores() -> NDArray[np.int32]:
     return np.empty((0, 2), dtype=np.int32)
+
+
+_NO_BLOCKS = NamedBlocks()
 
 
 def _none() -> NDArray[np.int32]:
@@ -52,6 +60,9 @@ class BatchRequest:
     new_sequences: rows that change hands with this step; their tables are cleared first
     cache_swap_metadata:  ``[m, 3]`` (group, host block, device block) to load, before the step looks at them
     cache_evict_metadata: ``[m, 2]`` (device block, host block) to store, beside the step
+    storage_puts:         host blocks to write to storage, in the background
+    storage_fetches:      host blocks to read from storage, in the background
+    command:              what to do in place of computing, in a batch without rows; else empty
     """
 
     step_id: int
@@ -64,6 +75,9 @@ class BatchRequest:
     new_sequences: tuple[NewSequence, ...] = ()
     cache_swap_metadata: NDArray[np.int32] = field(default_factory=_no_loads)
     cache_evict_metadata: NDArray[np.int32] = field(default_factory=_no_stores)
+    storage_puts: NamedBlocks = _NO_BLOCKS
+    storage_fetches: NamedBlocks = _NO_BLOCKS
+    command: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -80,8 +94,14 @@ class StepResult:
     failed_in:   device blocks whose load brought nothing: what the step computed from them is void
     swapped_out: host blocks to which a store is complete, whichever step asked for it
     failed_out:  host blocks to which a store failed
+    fetched:     host blocks that came from storage, whichever step asked for it
+    missed:      host blocks that storage had nothing for
+    put:         host blocks that are in storage now
+    not_put:     host blocks that could not be written to storage
+    transfers: what the worker has copied so far, by direction: load, store, fetch, put; empty if nothing since the
+               last result
+    forgotten: blocks that the command `RESET_STORAGE` has forgotten
     compute_s: seconds the worker spent on the step
-    load_s:    seconds of copying that the step's loads took, hidden or not
     error:     the step failed; nothing of it may be committed
     """
 
@@ -92,6 +112,11 @@ class StepResult:
     failed_in: NDArray[np.int32] = field(default_factory=_none)
     swapped_out: NDArray[np.int32] = field(default_factory=_none)
     failed_out: NDArray[np.int32] = field(default_factory=_none)
+    fetched: NDArray[np.int32] = field(default_factory=_none)
+    missed: NDArray[np.int32] = field(default_factory=_none)
+    put: NDArray[np.int32] = field(default_factory=_none)
+    not_put: NDArray[np.int32] = field(default_factory=_none)
+    transfers: dict[str, TransferStats] = field(default_factory=dict)
+    forgotten: int = 0
     compute_s: float = 0.0
-    load_s: float = 0.0
     error: str | None = None

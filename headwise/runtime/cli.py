@@ -12,6 +12,7 @@ import typer
 
 from headwise import __version__
 from headwise.runtime.cli_calibrate import calibrate
+from headwise.runtime.cli_operations import reset_cache, sleep, wake
 from headwise.runtime.cli_options import EngineOptions, command, config_reference
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure a running deployment.")
 app.add_typer(bench, name="bench")
 app.command()(calibrate)
+app.command()(sleep)
+app.command()(wake)
+app.command()(reset_cache)
 
 
 def main() -> None:

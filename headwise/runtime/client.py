@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -68,12 +68,31 @@ class Client:
 
     def stats(self) -> dict[str, Any]:
         """Plain data: the model, the scheduler's counts, and by name the engines' statistics of half a second ago."""
-        answers: queue.SimpleQueue[dict[str, Any] | HeadwiseError] = queue.SimpleQueue()
-        self._io.ask_stats(answers.put)
-        answer = answers.get()
-        if isinstance(answer, HeadwiseError):
-            raise answer
-        return answer
+        return _answer_to(self._io.ask_stats)
+
+    # ---- operations: of all engines; they return when all are done ----
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and device cache. Requests that run pause, new ones wait, until `wake`.
+
+        What the device has cached goes to the host, as far as there is room. Does nothing if asleep already.
+        """
+        self._operate("sleep")
+
+    def wake(self) -> None:
+        """Load the weights again and go on with all requests. Does nothing if awake already."""
+        self._operate("wake")
+
+    def reset_cache(self, tier: str = "all") -> dict[str, int]:
+        """Forget every cached block that no running request needs; the number of blocks forgotten, by engine.
+
+        tier: ``device``, ``host``, ``storage``, or ``all`` that there are. Raises `ConfigError` for one that there
+              is not.
+        """
+        return self._operate("reset_cache", tier)
+
+    def _operate(self, action: str, tier: str = "all") -> dict[str, int]:
+        return _answer_to(lambda deliver: self._io.operate(action, tier, deliver))
 
     # ---- asynchronous ----
 
@@ -135,6 +154,16 @@ def _resolve(address: str) -> str:
             f"{address!r} is no address; write HOST:PORT, tcp://HOST:PORT, ray:auto or ray:HOST:PORT[/NAME]"
         )
     return f"tcp://{match[1]}:{match[2]}"
+
+
+def _answer_to(ask: Callable[[Callable[[dict[str, Any] | HeadwiseError], None]], None]) -> dict[str, Any]:
+    """Wait for what is delivered in answer to a question; raises it if it is an error."""
+    answers: queue.SimpleQueue[dict[str, Any] | HeadwiseError] = queue.SimpleQueue()
+    ask(answers.put)
+    answer = answers.get()
+    if isinstance(answer, HeadwiseError):
+        raise answer
+    return answer
 
 
 def _is_one(prompt: Any) -> bool:

@@ -7,9 +7,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, InvalidRequestError, RequestAbortedError
@@ -19,8 +20,12 @@ from headwise.runtime.client_protocol import (
     PEER_TIMEOUT_S,
     PING_INTERVAL_S,
     Abort,
+    Engines,
     Failed,
+    GetEngines,
     GetStats,
+    Operate,
+    Operated,
     Outputs,
     Ping,
     Pong,
@@ -69,6 +74,22 @@ class _Peer:
         self.awaiting[key] = what
 
 
+class _Gathered:
+    """The answers of several engines to one question: delivered by name when all are there, or the first error then."""
+
+    def __init__(self, names: Iterable[str], deliver: Callable[[dict[str, Any] | HeadwiseError], None]) -> None:
+        self._answers: dict[str, Any] = {}
+        self._missing = set(names)
+        self._deliver = deliver
+
+    def take(self, name: str, answer: Any) -> None:
+        self._answers[name] = answer
+        self._missing.discard(name)
+        if not self._missing:
+            errors = (answer for answer in self._answers.values() if isinstance(answer, HeadwiseError))
+            self._deliver(next(errors, self._answers))
+
+
 class ClientIO:
     """Runs calls over ZeroMQ. Its methods may be called from any thread; the rest is the I/O thread's own."""
 
@@ -111,6 +132,12 @@ class ClientIO:
     def ask_stats(self, deliver: Callable[[dict[str, Any] | HeadwiseError], None]) -> None:
         key = next(self._keys)
         self._command(lambda: self._ask_scheduler(key, deliver, wire.encode(GetStats(key))))
+
+    def operate(self, action: str, tier: str, deliver: Callable[[dict[str, int] | HeadwiseError], None]) -> None:
+        """Have every engine carry out an operation; when all are done, the blocks that each has forgotten, by name."""
+        key = next(self._keys)
+        answer = partial(self._ask_engines, action, tier, deliver)
+        self._command(lambda: self._ask_scheduler(key, answer, wire.encode(GetEngines(key))))
 
     def close(self) -> None:
         """End every call with `RequestAbortedError` and close the sockets; idempotent."""
@@ -165,7 +192,7 @@ class ClientIO:
         self._finish()
 
     def _poll_ms(self) -> float | None:
-        waiting = self._scheduler.awaiting or self._requests
+        waiting = any(peer.awaiting for peer in (self._scheduler, *self._engines.values()))
         return PING_INTERVAL_S * 250 if waiting else None
 
     def _run_commands(self) -> None:
@@ -178,6 +205,27 @@ class ClientIO:
     def _ask_scheduler(self, key: int, what: Any, data: bytes) -> None:
         self._scheduler.wait_for(key, what, self._clock())
         self._scheduler.socket.send(data)
+
+    def _ask_engines(
+        self,
+        action: str,
+        tier: str,
+        deliver: Callable[[dict[str, int] | HeadwiseError], None],
+        endpoints: dict[str, str] | HeadwiseError,
+    ) -> None:
+        if isinstance(endpoints, HeadwiseError):
+            deliver(endpoints)
+            return
+        gathered = _Gathered(endpoints, deliver)
+        for name, endpoint in endpoints.items():
+            key, peer = next(self._keys), self._engine(endpoint)
+            peer.wait_for(key, partial(gathered.take, name), self._clock())
+            peer.socket.send(wire.encode(Operate(key, action, tier)))
+
+    def _engine(self, endpoint: str) -> _Peer:
+        if endpoint not in self._engines:
+            self._engines[endpoint] = self._connect(endpoint)
+        return self._engines[endpoint]
 
     def _cancel(self, call: Call) -> None:
         if self._scheduler.awaiting.pop(call.route.key, None) is not None:
@@ -218,11 +266,18 @@ class ClientIO:
         elif isinstance(message, Failed):
             self._take_failure(peer, message)
         elif isinstance(message, Stats):
-            deliver = peer.awaiting.pop(message.key, None)
-            if deliver is not None:
-                deliver(message.stats)
+            self._answer(peer, message.key, message.stats)
+        elif isinstance(message, Engines):
+            self._answer(peer, message.key, message.endpoints)
+        elif isinstance(message, Operated):
+            self._answer(peer, message.key, message.blocks)
         elif not isinstance(message, Pong):
             self._fail_peer(peer, DeploymentError(f"{peer.endpoint} is no headwise deployment: unexpected {message!r}"))
+
+    def _answer(self, peer: _Peer, key: int, answer: Any) -> None:
+        deliver = peer.awaiting.pop(key, None)
+        if deliver is not None:
+            deliver(answer)
 
     def _take_delta(self, delta: OutputDelta) -> None:
         call = self._requests.get(delta.request_id)
@@ -241,9 +296,7 @@ class ClientIO:
         call = self._scheduler.awaiting.pop(ticket.key, None)
         if call is None:
             return
-        peer = self._engines.get(ticket.endpoint)
-        if peer is None:
-            peer = self._engines[ticket.endpoint] = self._connect(ticket.endpoint)
+        peer = self._engine(ticket.endpoint)
         call.request_id, call.engine = ticket.request.request_id, peer
         self._requests[call.request_id] = call
         peer.wait_for(call.request_id, call, self._clock())
@@ -274,8 +327,8 @@ class ClientIO:
                 self._fail_peer(peer, self._silence(peer))
             elif now - peer.pinged >= PING_INTERVAL_S:
                 peer.pinged = now
-                names = () if peer is self._scheduler else tuple(peer.awaiting)
-                peer.socket.send(wire.encode(Ping(names)))
+                requests = tuple(key for key in peer.awaiting if isinstance(key, str))
+                peer.socket.send(wire.encode(Ping(requests)))
 
     def _silence(self, peer: _Peer) -> HeadwiseError:
         if peer is self._scheduler:

@@ -5,6 +5,8 @@ client -> engine      Submit       -> Outputs ...  | Failed
 client -> engine      Abort
 client -> either      Ping         -> Pong          every `PING_INTERVAL_S` while something is awaited
 client -> scheduler   GetStats     -> Stats
+client -> scheduler   GetEngines   -> Engines | Failed
+client -> engine      Operate      -> Operated | Failed
 engine -> scheduler   EngineStatus                  every `STATUS_INTERVAL_S`
 """
 
@@ -117,6 +119,40 @@ class GetStats:
 class Stats:
     key: int
     stats: dict[str, Any]
+
+
+@register
+@dataclass(frozen=True)
+class GetEngines:
+    key: int
+
+
+@register
+@dataclass(frozen=True)
+class Engines:
+    """Every engine of the deployment: its endpoint by its name."""
+
+    key: int
+    endpoints: dict[str, str]
+
+
+@register
+@dataclass(frozen=True)
+class Operate:
+    """Have an engine ``sleep``, ``wake`` or ``reset_cache`` of a tier; answered when that is done."""
+
+    key: int
+    action: str
+    tier: str
+
+
+@register
+@dataclass(frozen=True)
+class Operated:
+    """It is done. blocks: how many blocks a reset has forgotten"""
+
+    key: int
+    blocks: int
 
 
 @register

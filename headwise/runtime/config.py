@@ -62,6 +62,20 @@ class EngineConfig:
     load_timeout_s: float = _option(
         5.0, "Seconds a step waits for a block to come from the host; then its request is computed anew.", 0.001
     )
+    storage: str = _option(
+        "",
+        "Where blocks are kept beyond the deployment's life and shared between engines: "
+        "file:///path?capacity=50GiB or mooncake://host:port; empty: nowhere. Needs host_cache.",
+    )
+    prefetch: Literal["best_effort", "wait_complete", "timeout"] = _option(
+        "timeout",
+        "Whether a request waits for what storage has of its prefix: no longer than it queues anyway, until all of "
+        "it is there, or for at most prefetch_timeout_s.",
+    )
+    prefetch_timeout_s: float = _option(2.0, "Seconds that prefetch=timeout waits.", 0.0)
+    storage_timeout_s: float = _option(
+        10.0, "Seconds after which storage that does not answer is not waited for, nor used until it does.", 0.001
+    )
     head_grouping: Literal["auto", "per_head_index"] = _option(
         "auto", "How heads are packed into groups: by policy, or one group per KV head index."
     )
@@ -102,6 +116,8 @@ class EngineConfig:
         parse_bytes(self.kv_cache)
         if self.host_cache_bytes and not self.prefix_caching:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
+        if self.storage and not self.host_cache_bytes:
+            raise ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
         if self.head_pattern:
             from headwise.cache_controller.head_pattern import check_streaming  # numpy: not for `--help`
 
@@ -114,6 +130,11 @@ class EngineConfig:
     @property
     def host_cache_bytes(self) -> int:
         return parse_bytes(self.host_cache)
+
+    @property
+    def longest_prefetch_s(self) -> float:
+        """Seconds that a request may be held back for what storage has of its prefix."""
+        return self.prefetch_timeout_s if self.prefetch == "timeout" else self.storage_timeout_s
 
     @property
     def steps_in_flight(self) -> int:

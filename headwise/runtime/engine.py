@@ -17,10 +17,16 @@ from headwise.runtime.config import EngineConfig
 from headwise.runtime.executor import Executor
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.model_card import ModelCard
+from headwise.runtime.operations import EVERY_TIER, Operation, Operations, State
 from headwise.runtime.output import OutputText
+from headwise.runtime.prefetcher import Lookup, Prefetcher
 from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.runtime.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.sequence import Sequence
+from headwise.transfer.stats import TransferStats
+
+ASK_WAIT_S = 0.05
+"""Longest wait for storage to say what it has, when there is nothing else to do."""
 
 
 class EngineCore:
@@ -37,6 +43,7 @@ class EngineCore:
         tokenizer: Tokenizer,
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
+        lookup: Lookup | None = None,
     ) -> None:
         self.config = config
         self.card = card
@@ -58,7 +65,10 @@ class EngineCore:
             max_rows=card.spec.max_rows,
             max_batched_tokens=config.max_batched_tokens,
             prefill_chunk=config.prefill_chunk,
+            prefetcher=_prefetcher(config, self.cache, lookup),
         )
+        self._operations = Operations(self.resources)
+        self._lookup = lookup
         self._depth = config.steps_in_flight
         self._steps: deque[ScheduledStep] = deque()
         self._live: dict[str, Sequence] = {}
@@ -93,7 +103,7 @@ class EngineCore:
         )
         self._live[request.request_id] = sequence
         self._texts[request.request_id] = OutputText(self._tokenizer, request.sampling)
-        self.resources.add(sequence)
+        self.resources.add(sequence, self._clock())
 
     def abort(self, request_id: str) -> None:
         """End a request at once, in whatever state it is; unknown and finished ids are ignored."""
@@ -102,10 +112,24 @@ class EngineCore:
             self._counts["aborted"] += 1
             self._end(sequence, FinishReason.ABORT)
 
+    def operate(self, action: str, tier: str = EVERY_TIER) -> Operation:
+        """Begin to ``sleep``, to ``wake`` or to ``reset_cache`` of a tier; `step` carries it out.
+
+        Asleep, the engine holds neither weights nor device memory, and requests wait. Raises `InvalidRequestError`,
+        or `ConfigError` for a tier that there is not.
+        """
+        return self._operations.ask(action, tier)
+
     # ---- steps ----
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._live)
+
     def has_work(self) -> bool:
-        return bool(self._live or self._steps or self._outbox or self.resources.has_copies)
+        """Whether `step` has something to do: requests of an engine that is asleep are nothing to do."""
+        may_run = self._live and self._operations.state is not State.ASLEEP
+        return bool(may_run or self._steps or self._outbox or self._operations.is_busy or self.resources.has_copies)
 
     def step(self, timeout_s: float | None) -> list[OutputDelta]:
         """Keep the workers busy and commit the next finished step, waiting at most ``timeout_s`` for it.
@@ -113,7 +137,7 @@ class EngineCore:
         ``None`` waits for as long as the workers live. Raises `EngineDiedError` once a worker is lost.
         """
         while len(self._steps) < self._depth:
-            step = self.resources.schedule(self._clock())
+            step = self._operations.next_step(self._clock())
             if step is None:
                 break
             self._executor.submit(step.batch)
@@ -122,19 +146,24 @@ class EngineCore:
             result = self._executor.poll(timeout_s)
             if result is not None:
                 self._commit(self._steps.popleft(), result)
+        elif self._lookup is not None and self.resources.is_asking_storage and not self._outbox:
+            self._lookup.wait(ASK_WAIT_S if timeout_s is None else min(timeout_s, ASK_WAIT_S))
         outputs, self._outbox = self._outbox, []
         return outputs
 
     def _commit(self, step: ScheduledStep, result: StepResult) -> None:
-        self._counts["steps"] += 1
-        self._compute_s += result.compute_s
+        if step.batch.command:
+            self._operations.obeyed(step.batch.command, result)
+        else:
+            self._counts["steps"] += 1
+            self._compute_s += result.compute_s
         if result.error is not None:
             for sequence in step.sequences:
                 self._fail(sequence, result.error)
-            self.resources.copies_done(step, result)
+            self.resources.copies_done(step, result, self._clock())
             self.resources.step_done(step)
             return
-        self.resources.copies_done(step, result)
+        self.resources.copies_done(step, result, self._clock())
         tokens = result.token_ids.tolist()
         for index in self.resources.commit(step, result.token_ids):
             self._take(step.sequences[index], tokens[index], result.logprobs.get(index))
@@ -200,8 +229,10 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         """Plain data: requests by state, cache blocks, prefix hits, steps."""
+        host = self.cache.host
         return {
             "model": self.card.model,
+            "state": self._operations.state.value,
             "requests": {
                 "waiting": self.resources.num_waiting,
                 "running": len(self.resources.running),
@@ -209,7 +240,9 @@ class EngineCore:
                 **{name: self._counts[name] for name in ("finished", "aborted", "failed")},
             },
             "cache": asdict(self.cache.stats()),
-            "host": asdict(self.cache.host.stats()) if self.cache.host else None,
+            "host": asdict(host.stats()) if host else None,
+            "storage": asdict(host.storage.stats()) if host and host.storage else None,
+            "transfers": {name: _speed(transfer) for name, transfer in self.resources.transfers.items()},
             "steps": self._counts["steps"],
             "output_tokens": self._counts["tokens_out"],
             "compute_s": self._compute_s,
@@ -219,7 +252,18 @@ class EngineCore:
 def _host_config(config: EngineConfig, card: ModelCard) -> HostConfig | None:
     if not card.spec.num_host_blocks:
         return None
-    return HostConfig(card.spec.num_host_blocks, config.write_policy, config.write_through_threshold)
+    timeout_s = config.storage_timeout_s if config.storage else None
+    return HostConfig(card.spec.num_host_blocks, config.write_policy, config.write_through_threshold, timeout_s)
+
+
+def _prefetcher(config: EngineConfig, cache: CacheManager, lookup: Lookup | None) -> Prefetcher | None:
+    if lookup is None or cache.host is None or cache.host.storage is None:
+        return None
+    return Prefetcher(cache, cache.host.storage, lookup, config.prefetch, config.longest_prefetch_s)
+
+
+def _speed(transfer: TransferStats) -> dict[str, float]:
+    return {**asdict(transfer), "hidden_s": transfer.hidden_s, "bytes_per_s": transfer.bytes_per_s}
 
 
 def _usage(sequence: Sequence) -> Usage:

@@ -24,6 +24,8 @@ from headwise.runtime.client_protocol import (
     Abort,
     EngineStatus,
     GetStats,
+    Operate,
+    Operated,
     Outputs,
     Ping,
     Pong,
@@ -36,6 +38,7 @@ from headwise.runtime.request import GenerateRequest, OutputDelta
 if TYPE_CHECKING:
     import zmq
 
+    from headwise.runtime.operations import Operation
     from headwise.storage.flusher import Flusher, IndexUpdate
 
 log = logging.getLogger(__name__)
@@ -53,11 +56,18 @@ class Core(Protocol):
 
     def add(self, request: GenerateRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
+    def operate(self, action: str, tier: str) -> Operation: ...
     def step(self, timeout_s: float | None) -> list[OutputDelta]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> dict[str, Any]: ...
     def drain_index_updates(self) -> Iterable[IndexUpdate]: ...
     def fail_all(self, error: str) -> list[OutputDelta]: ...
+
+
+class HasFileno(Protocol):
+    """What a poller can wait for."""
+
+    def fileno(self) -> int: ...
 
 
 @dataclass
@@ -119,10 +129,11 @@ class EngineServer:
         self._on_died = on_died
         self._clock = clock
         self._core: Core | None = None
-        self._core_sockets: Sequence[zmq.Socket[bytes]] = ()
+        self._core_sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()
         self._held: dict[str, tuple[int, GenerateRequest]] = {}
         self._clients: dict[bytes, _Client] = {}
         self._owners: dict[str, bytes] = {}
+        self._operations: list[tuple[bytes, int, Operation]] = []  # under way, and who waits for their end
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._malformed = 0
         self._stopping = threading.Event()
@@ -133,7 +144,7 @@ class EngineServer:
     def start(self) -> None:
         self._thread.start()
 
-    def attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes]] = ()) -> None:
+    def attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()) -> None:
         """Serve with this core from now on; ``sockets`` become readable when its `step` has something to do."""
         self._commands.put(lambda: self._attach(core, sockets))
 
@@ -172,6 +183,7 @@ class EngineServer:
                 self._take_messages()
             # A step may have been collected without an output: as long as something happens, look again at once.
             busy = self._step() or bool(ready)
+            self._answer_operations()
             self._drop_silent()
             self._report()
             if self._flusher is not None:
@@ -203,7 +215,7 @@ class EngineServer:
         self._send_deltas(deltas)
         return bool(deltas)
 
-    def _attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes]]) -> None:
+    def _attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes] | HasFileno]) -> None:
         self._core, self._core_sockets = core, sockets
         held, self._held = self._held, {}
         for key, request in held.values():
@@ -217,6 +229,9 @@ class EngineServer:
         if core is None:
             return
         core.fail_all(str(error))
+        operations, self._operations = self._operations, []
+        for identity, key, _ in operations:
+            self._send(identity, failure(error, key))
         for request_id in [request_id for request_id in self._owners if request_id not in self._held]:
             self._end_with(request_id, error)
         if not self._stopping.is_set():
@@ -242,7 +257,7 @@ class EngineServer:
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-                self._take(identity, wire.decode(frames[0], Submit, Abort, GetStats, Ping))
+                self._take(identity, wire.decode(frames[0], Submit, Abort, GetStats, Operate, Ping))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))
@@ -255,6 +270,8 @@ class EngineServer:
                 self._abort(message.request_id)
         elif isinstance(message, GetStats):
             self._send(identity, Stats(message.key, self.stats()))
+        elif isinstance(message, Operate):
+            self._operate(identity, message)
         else:
             self._send(identity, Pong())
             for request_id in message.request_ids:
@@ -292,7 +309,21 @@ class EngineServer:
         if self._core is not None:
             self._core.abort(request_id)
 
+    def _operate(self, identity: bytes, message: Operate) -> None:
+        try:
+            if self._core is None:
+                raise OverloadedError(f"the engine is starting; try to {message.action} it later")
+            self._operations.append((identity, message.key, self._core.operate(message.action, message.tier)))
+        except HeadwiseError as error:
+            self._send(identity, failure(error, message.key))
+
     # ---- messages out ----
+
+    def _answer_operations(self) -> None:
+        for identity, key, operation in self._operations:
+            if operation.is_done:
+                self._send(identity, Operated(key, operation.blocks))
+        self._operations = [entry for entry in self._operations if not entry[2].is_done]
 
     def _send_deltas(self, deltas: list[OutputDelta]) -> None:
         by_client: defaultdict[bytes, list[OutputDelta]] = defaultdict(list)

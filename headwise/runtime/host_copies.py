@@ -1,4 +1,4 @@
-"""A worker's copies between its device arena and its part of the host cache."""
+"""A worker's copies between its device arena, its part of the host cache, and storage."""
 
 from __future__ import annotations
 
@@ -13,23 +13,32 @@ from headwise.cache_controller.planner import HeadGroupPlan
 from headwise.errors import ConfigError, LayerSwapTimeoutError
 from headwise.kernels.block_copy import make_block_copy
 from headwise.runtime.batch import BatchRequest
+from headwise.runtime.block_storage import open_rank_storage
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.model_card import ModelCard
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import HostArena, check_host_memory
+from headwise.transfer.stats import TransferStats
+from headwise.transfer.storage_manager import StorageManager
 from headwise.transfer.transfer_manager import TransferManager
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.05
+IDLE_WAIT_S = 0.01
 """Seconds that a step without sequences waits for copies, so that asking for them is no busy loop."""
+
+CLOSE_S = 10.0
+"""Longest wait for storage to take what it was given, when the worker ends."""
 
 COPY_THREADS = 1
 """Threads of each direction: copies run beside the forward pass, which wants the cores."""
 
 
 class HostCopies:
-    """Owns the rank's host arena and starts, waits for and reports the copies that batches ask for."""
+    """Owns the rank's host arena and starts, waits for and reports the copies that batches ask for.
+
+    Raises `ConfigError` if storage cannot be opened.
+    """
 
     def __init__(self, config: EngineConfig, card: ModelCard, rank: int, device_arena: NDArray[np.uint8]) -> None:
         num_bytes = card.spec.num_host_blocks * card.layout.block_bytes
@@ -44,7 +53,18 @@ class HostCopies:
             output_stream=CpuStream("headwise-store"),
             load_timeout_s=config.load_timeout_s,
         )
-        self._load_s = 0.0
+        self._storage = open_rank_storage(config, card, rank) if config.storage else None
+        self._storage_manager = (
+            StorageManager(
+                self._storage,
+                self._arena.array,
+                read_stream=CpuStream("headwise-fetch"),
+                write_stream=CpuStream("headwise-put"),
+            )
+            if self._storage
+            else None
+        )
+        self._reported: dict[str, TransferStats] = {}
 
     @staticmethod
     def check_memory(config: EngineConfig, card: ModelCard) -> None:
@@ -58,6 +78,13 @@ class HostCopies:
         """Start a batch's copies. Its stores read what earlier steps have written."""
         self._manager.load(batch.cache_swap_metadata)
         self._manager.store(batch.cache_evict_metadata)
+        if self._storage_manager is not None:
+            self._storage_manager.put(batch.storage_puts.blocks, batch.storage_puts.hashes)
+            self._storage_manager.fetch(batch.storage_fetches.blocks, batch.storage_fetches.hashes)
+
+    def attach_device(self, device_arena: NDArray[np.uint8] | None) -> None:
+        """Copy between the host and another device arena from now on; None: there is none for a while."""
+        self._manager.attach_device(device_arena)
 
     def wait_layer(self, layer: int) -> None:
         """Wait until a layer's part of the loads is there, or given up: the step goes on, as other ranks do."""
@@ -69,20 +96,44 @@ class HostCopies:
     def finish(self, batch: BatchRequest) -> dict[str, Any]:
         """What came of copies, as the fields of a `StepResult`."""
         if not len(batch.rows):
-            self._manager.drain(IDLE_WAIT_S)
+            self._wait_a_little()
         failed_in = self._manager.finish_loads()
         stores = self._manager.finished_stores()
-        before, self._load_s = self._load_s, self._manager.load_stats().busy_s
-        return {
+        result: dict[str, Any] = {
             "failed_in": failed_in,
             "swapped_out": stores.complete[:, 1].copy(),
             "failed_out": stores.failed[:, 1].copy(),
-            "load_s": self._load_s - before,
         }
+        if self._storage_manager is not None:
+            result |= vars(self._storage_manager.finished())
+        return {**result, "transfers": self._news()}
+
+    def _wait_a_little(self) -> None:
+        if self._manager.drain(IDLE_WAIT_S) and self._storage_manager is not None:
+            self._storage_manager.drain(IDLE_WAIT_S)
+
+    def _news(self) -> dict[str, TransferStats]:
+        """Statistics of all directions if one has changed since the last call."""
+        stats = {"load": self._manager.load_stats(), "store": self._manager.store_stats()}
+        if self._storage_manager is not None:
+            stats |= {"fetch": self._storage_manager.fetch_stats(), "put": self._storage_manager.put_stats()}
+        if stats == self._reported:
+            return {}
+        self._reported = stats
+        return stats
+
+    def reset_storage(self) -> int:
+        """Have storage forget all of this rank's blocks, soon; how many those are, as far as is known."""
+        if self._storage is None or self._storage_manager is None:
+            return 0
+        self._storage_manager.reset()
+        return self._storage.stats().blocks
 
     def close(self) -> None:
         """Finish what was started. The last call."""
         self._manager.close()
+        if self._storage_manager is not None:
+            self._storage_manager.close(CLOSE_S)
         self._arena.close()
 
 

@@ -21,6 +21,10 @@ from headwise.runtime.models.registry import model_config
 
 KV_DTYPE = "float32"
 
+HEADER_BYTES = 1 << 20
+IDENTITY_SAMPLES, SAMPLE_BYTES = 512, 4096
+"""Of each weight file, spread evenly."""
+
 
 @dataclass(frozen=True)
 class ModelCard:
@@ -146,10 +150,18 @@ def _cache_spec(config: EngineConfig, layout: BlockLayout, groups: int, max_toke
 
 
 def _identity(raw_config: bytes, directory: Path) -> str:
-    """A hash over the configuration and the weight files' headers (names, shapes, sizes), not their content."""
+    """A hash over the configuration, the weight files' headers, and samples of the weights all over the files.
+
+    Cache blocks in storage outlive a deployment, so models that differ in their weights alone must differ, too. Whole
+    files are not read: some are hundreds of gigabytes, and training moves weights everywhere.
+    """
     digest = sha256(raw_config)
     for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
         with path.open("rb") as file:
-            digest.update(f"{path.name}:{path.stat().st_size}:".encode())
-            digest.update(file.read(1 << 20))
+            digest.update(file.read(HEADER_BYTES))
+            for sample in range(IDENTITY_SAMPLES):
+                file.seek(size * sample // IDENTITY_SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:32]

@@ -6,14 +6,18 @@ import bisect
 import heapq
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager, PrefixMatch
+from headwise.cache_controller.host_tier import HostTier
 from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
+from headwise.runtime.prefetcher import Prefetcher
 from headwise.runtime.rows import Index, Rows
 from headwise.runtime.sequence import Phase, Sequence
+from headwise.transfer.stats import TransferStats
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,10 @@ class _Plan:
         self.counts = np.append(self.counts, count)
 
 
+def _no_rows() -> _Plan:
+    return _Plan(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
+
+
 class ResourceManager:
     """First come, first served within a priority; the oldest sequence always gets on, so nothing can deadlock.
 
@@ -45,10 +53,22 @@ class ResourceManager:
 
     max_batched_tokens: token budget of a step
     prefill_chunk:      most tokens of one sequence in a step
+    prefetcher:         brings what storage has of waiting sequences; None: there is no storage
+    transfers:          what workers have copied between the tiers, by direction
     """
 
-    def __init__(self, cache: CacheManager, *, max_rows: int, max_batched_tokens: int, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        *,
+        max_rows: int,
+        max_batched_tokens: int,
+        prefill_chunk: int,
+        prefetcher: Prefetcher | None = None,
+    ) -> None:
         self.cache = cache
+        self.prefetcher = prefetcher
+        self.transfers: dict[str, TransferStats] = {}
         self.rows = Rows(max_rows)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
@@ -64,7 +84,18 @@ class ResourceManager:
     @property
     def has_copies(self) -> bool:
         """Whether copies between tiers are on their way."""
-        return self.cache.host is not None and self.cache.host.is_busy
+        host = self.cache.host
+        return host is not None and (host.is_busy or bool(host.storage and host.storage.has_work))
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether steps are in flight."""
+        return self._last_done < self._step_id
+
+    @property
+    def is_asking_storage(self) -> bool:
+        """Whether a request waits for storage to say what it has."""
+        return self.prefetcher is not None and self.prefetcher.is_asking
 
     @property
     def _blocks_of_a_step(self) -> int:
@@ -73,17 +104,21 @@ class ResourceManager:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + (self.prefetcher.num_held if self.prefetcher else 0)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Queue a sequence, once what storage has of it is there."""
+        if self.prefetcher is None or not self.prefetcher.begin(sequence, now):
+            self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     # ---- planning a step ----
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """The next step, or None if there is nothing to do until a step in flight comes back."""
-        if self.cache.host is not None:
-            self.cache.host.back_up(self._blocks_of_a_step)
+        self._advance_copies(now)
         self._make_way()
         preemptions = self.num_preemptions
         plan = self._plan_running()
@@ -97,9 +132,32 @@ class ResourceManager:
                 budget -= count
         return self._send(plan) if len(plan.rows) or self._copies_need_a_step() else None
 
+    def schedule_copies(self, now: float) -> ScheduledStep | None:
+        """Like `schedule`, while no sequence may run."""
+        self._advance_copies(now)
+        return self._send(_no_rows()) if self._copies_need_a_step() else None
+
+    def command(self, command: str) -> ScheduledStep:
+        """A step that has the workers obey a command."""
+        return self._send(_no_rows(), command)
+
+    def _advance_copies(self, now: float) -> None:
+        host = self.cache.host
+        if host is None:
+            return
+        host.back_up(self._blocks_of_a_step)
+        if host.storage is not None:
+            host.storage.watch(now)
+        if self.prefetcher is not None:
+            for sequence in self.prefetcher.advance(now):
+                self._queue(sequence)
+
     def _copies_need_a_step(self) -> bool:
         """Whether a step without sequences must start copies, or bring word of them: no other one is under way."""
-        return self.cache.host is not None and self.cache.host.has_work and self._last_done == self._step_id
+        host = self.cache.host
+        if host is None or self._last_done != self._step_id:
+            return False
+        return host.has_work or bool(host.storage and host.storage.has_work)
 
     def _plan_running(self) -> _Plan:
         """The next tokens of what runs, with room for them in the cache.
@@ -112,12 +170,17 @@ class ResourceManager:
             targets = self.rows.scheduled[plan.rows] + plan.counts
             if self.cache.extend(plan.rows, targets):
                 return plan
-            if self._draining:
-                needed = self.cache.blocks_needed(plan.rows, targets)
+            needed = self.cache.blocks_needed(plan.rows, targets)
+            if self._draining or int(needed.sum()) <= self.cache.num_available + self._num_returning:
                 fits = (needed == 0) | (np.cumsum(needed) <= self.cache.num_available)
                 self.cache.extend(plan.rows[fits], targets[fits])
                 return _Plan(plan.rows[fits], plan.counts[fits])
             self._preempt_latest()
+
+    @property
+    def _num_returning(self) -> int:
+        """Blocks that are available again once their copies to the host are complete."""
+        return self.cache.host.num_returning if self.cache.host is not None else 0
 
     def _ask_for_tokens(self) -> _Plan:
         """The tokens that running sequences want, within the budget; decoding ones first: no prompt may stall them."""
@@ -134,6 +197,11 @@ class ResourceManager:
         if self._running_rows is None:
             self._running_rows = np.array([sequence.row for sequence in self.running], dtype=np.int32)
         return self._running_rows
+
+    def preempt_all(self) -> None:
+        """Let nothing run: all sequences wait again, with the tokens they have, and are computed again later."""
+        for sequence in list(self.running):
+            self.leave(sequence)
 
     def _preempt_latest(self) -> None:
         victim = self.running[-1]
@@ -199,7 +267,7 @@ class ResourceManager:
 
     # ---- steps ----
 
-    def _send(self, plan: _Plan) -> ScheduledStep:
+    def _send(self, plan: _Plan, command: str = "") -> ScheduledStep:
         rows, counts, columns = plan.rows, plan.counts, self.rows
         starts = columns.scheduled[rows]
         token_ids = self._input_tokens(rows, starts, counts)
@@ -220,15 +288,19 @@ class ResourceManager:
             sample=samples,
             table_updates=self.cache.drain_table_updates(),
             new_sequences=new,
+            command=command,
             **self._copies(),
         )
         return ScheduledStep(batch, tuple(columns.of(rows)))
 
-    def _copies(self) -> dict[str, NDArray[np.int32]]:
+    def _copies(self) -> dict[str, Any]:
         host = self.cache.host
         if host is None:
             return {}
-        return {"cache_swap_metadata": host.take_loads(self._step_id), "cache_evict_metadata": host.take_stores()}
+        copies = {"cache_swap_metadata": host.take_loads(self._step_id), "cache_evict_metadata": host.take_stores()}
+        if host.storage is not None:
+            copies |= {"storage_puts": host.storage.take_puts(), "storage_fetches": host.storage.take_fetches()}
+        return copies
 
     def _input_tokens(self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
@@ -266,7 +338,7 @@ class ResourceManager:
         self.step_done(step)
         return indices
 
-    def copies_done(self, step: ScheduledStep, result: StepResult) -> None:
+    def copies_done(self, step: ScheduledStep, result: StepResult, now: float) -> None:
         """Take in what a step says of copies; to be called before its tokens are committed.
 
         A sequence that the step computed from a block that never came is void from here on, and computed anew.
@@ -274,19 +346,33 @@ class ResourceManager:
         host = self.cache.host
         if host is None:
             return
-        failed = set(self.cache.loads_done(step.batch.step_id, result.failed_in).tolist())
+        self._measure(host, step, result)
         host.stored(result.swapped_out.tolist(), result.failed_out.tolist())
-        loads = len(step.batch.cache_swap_metadata)
-        if loads and result.load_s:
-            host.copy_s = _smooth(host.copy_s, result.load_s / loads)
-        if step.batch.num_tokens > 2 * len(step.sequences) and result.compute_s:  # mostly prompts
-            host.token_s = _smooth(host.token_s, result.compute_s / step.batch.num_tokens)
+        if host.storage is not None:
+            host.storage.fetched(result.fetched.tolist(), result.missed.tolist(), now)
+            host.storage.put_done(result.put.tolist(), result.not_put.tolist(), now)
+        failed = set(self.cache.loads_done(step.batch.step_id, result.failed_in).tolist())
         for sequence in [s for s in (*self.running, *self._draining) if s.row in failed]:
             if sequence.phase is Phase.RUNNING:
                 sequence.preemptions += 1
                 self.num_preemptions += 1
                 self.leave(sequence)
             self.rows.wanted[sequence.row] = False
+
+    def _measure(self, host: HostTier, step: ScheduledStep, result: StepResult) -> None:
+        """Note how fast copies and computing are, by which is decided what is worth copying."""
+        if step.batch.num_tokens > 2 * len(step.sequences) and result.compute_s:  # mostly prompts
+            host.token_s = _smooth(host.token_s, result.compute_s / step.batch.num_tokens)
+        host.copy_s = self._seconds_a_block("load", host.copy_s, result)
+        if host.storage is not None:
+            host.storage.fetch_s = self._seconds_a_block("fetch", host.storage.fetch_s, result)
+        self.transfers |= result.transfers
+
+    def _seconds_a_block(self, direction: str, known: float, result: StepResult) -> float:
+        new, old = result.transfers.get(direction), self.transfers.get(direction, TransferStats())
+        if new is None or new.blocks <= old.blocks:
+            return known
+        return _smooth(known, (new.busy_s - old.busy_s) / (new.blocks - old.blocks))
 
     def _register(self, rows: Index, computed: NDArray[np.int64]) -> None:
         """Tell the cache of the blocks that the rows' ``computed`` tokens have filled."""
@@ -322,6 +408,8 @@ class ResourceManager:
         if sequence.row >= 0:
             self.rows.wanted[sequence.row] = not sequence.finished
         if sequence.phase is Phase.WAITING:
+            if self.prefetcher is not None:
+                self.prefetcher.forget(sequence)
             self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
             heapq.heapify(self._waiting)
         elif sequence.phase is Phase.RUNNING:
@@ -336,12 +424,12 @@ class ResourceManager:
         if self.rows.last_step[row] > self._last_done:
             return
         self._draining.discard(sequence)
-        self.cache.release(row)
+        self.cache.release(row, will_return=not sequence.finished)
         self.rows.close(sequence)
         self._new = [new for new in self._new if new.row != row]
         sequence.phase = Phase.WAITING
         if not sequence.finished:
-            self.add(sequence)
+            self._queue(sequence)
 
 
 def _smooth(old: float, new: float) -> float:

@@ -47,6 +47,16 @@ class EngineTable:
         engine.routed += 1
         return engine.status
 
+    def endpoints(self, now: float, replicas: int) -> dict[str, str]:
+        """Where to reach all ``replicas`` engines, by name; raises `OverloadedError` unless all of them live."""
+        self._expire(now)
+        if len(self._engines) < replicas:
+            raise OverloadedError(
+                f"{len(self._engines)} of {replicas} engines are ready: the others are starting, or were lost; try "
+                "again later"
+            )
+        return {name: engine.status.endpoint for name, engine in sorted(self._engines.items())}
+
     def stats(self, now: float) -> dict[str, dict[str, Any]]:
         """The live engines' own statistics, by name."""
         self._expire(now)

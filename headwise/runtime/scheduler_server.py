@@ -14,7 +14,9 @@ from headwise.errors import DeploymentError, HeadwiseError, OverloadedError
 from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
     MAX_MESSAGE_BYTES,
+    Engines,
     EngineStatus,
+    GetEngines,
     GetStats,
     Ping,
     Pong,
@@ -44,6 +46,7 @@ class SchedulerServer:
     """Serves at ``tcp://host:port`` on one thread; tokenises on a few others.
 
     secret: of the deployment; engines report with it
+    replicas: engines of the deployment
     max_pending: requests being tokenised at once; more are refused with `OverloadedError`
     """
 
@@ -55,12 +58,14 @@ class SchedulerServer:
         *,
         secret: str,
         model: str,
+        replicas: int = 1,
         max_pending: int = 4096,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._prepare = prepare
         self._secret = secret
         self._model = model
+        self._replicas = replicas
         self._max_pending = max_pending
         self._clock = clock
         self._open_sockets(host, port)
@@ -122,7 +127,7 @@ class SchedulerServer:
         try:
             if len(frames) != 1:
                 raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-            message = wire.decode(frames[0], Route, Ping, GetStats, EngineStatus)
+            message = wire.decode(frames[0], Route, Ping, GetStats, GetEngines, EngineStatus)
         except HeadwiseError as error:
             self._counts["malformed"] += 1
             self._send(identity, failure(error))
@@ -134,8 +139,17 @@ class SchedulerServer:
                 self._table.update(message, self._clock())
         elif isinstance(message, GetStats):
             self._send(identity, Stats(message.key, self._stats()))
+        elif isinstance(message, GetEngines):
+            self._send_engines(identity, message.key)
         else:
             self._send(identity, Pong())
+
+    def _send_engines(self, identity: bytes, key: int) -> None:
+        try:
+            answer: Any = Engines(key, self._table.endpoints(self._clock(), self._replicas))
+        except HeadwiseError as error:
+            answer = failure(error, key)
+        self._send(identity, answer)
 
     def _route(self, identity: bytes, route: Route) -> None:
         if self._pending >= self._max_pending:

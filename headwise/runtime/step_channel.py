@@ -49,9 +49,10 @@ class Worker(Protocol):
 
 @dataclass
 class _Step:
-    """A step in flight and the results that are there already, by rank."""
+    """A step in flight and the results that are there already, by rank. timeout: its option's name and seconds."""
 
     step_id: int
+    timeout: tuple[str, float]
     results: dict[int, StepResult] = field(default_factory=dict)
 
 
@@ -63,10 +64,17 @@ class ZmqExecutor:
     endpoint: to bind: ``ipc://PATH``, or ``tcp://HOST:*``; `endpoint` then tells the one taken
     size:     tensor-parallel ranks
     step_timeout_s: seconds after which the oldest step in flight counts as lost
+    start_timeout_s: the same for a command, which may have the workers load the model; None: as for a step
     """
 
     def __init__(
-        self, endpoint: str, size: int, step_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        endpoint: str,
+        size: int,
+        step_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        start_timeout_s: float | None = None,
     ) -> None:
         import zmq
 
@@ -79,11 +87,11 @@ class ZmqExecutor:
         self._ranks = [_identity(rank) for rank in range(size)]
         self._ready: set[int] = set()
         self._step_timeout_s = step_timeout_s
+        self._start_timeout_s = step_timeout_s if start_timeout_s is None else start_timeout_s
         self._clock = clock
         self._steps: deque[_Step] = deque()
         self._head_since = 0.0
-        self._stored: Counter[int] = Counter()  # ranks that are through with a store, by host block
-        self._failed_stores: set[int] = set()
+        self._stores, self._fetches, self._puts = (_OfEveryRank(size) for _ in range(3))
         self._lost: str | None = None
 
     @property
@@ -118,7 +126,10 @@ class ZmqExecutor:
                 self._check()
         if not self._steps:
             self._head_since = self._clock()
-        self._steps.append(_Step(batch.step_id))
+        timeout = (
+            ("start_timeout_s", self._start_timeout_s) if batch.command else ("step_timeout_s", self._step_timeout_s)
+        )
+        self._steps.append(_Step(batch.step_id, timeout))
 
     def poll(self, timeout_s: float | None) -> StepResult | None:
         deadline = None if timeout_s is None else self._clock() + timeout_s
@@ -142,13 +153,11 @@ class ZmqExecutor:
         self._context.destroy(linger=0)
 
     def _check(self) -> None:
-        if self._lost is None and self._steps and self._clock() - self._head_since > self._step_timeout_s:
+        if self._lost is None and self._steps and self._clock() - self._head_since > self._steps[0].timeout[1]:
             step = self._steps[0]
             silent = sorted(set(range(len(self._ranks))) - set(step.results))
-            self._lost = (
-                f"step {step.step_id} did not end within step_timeout_s = {self._step_timeout_s:g} s "
-                f"on TP rank {silent}"
-            )
+            option, seconds = step.timeout
+            self._lost = f"step {step.step_id} did not end within {option} = {seconds:g} s on TP rank {silent}"
         if self._lost is not None:
             raise EngineDiedError(self._lost)
 
@@ -184,7 +193,9 @@ class ZmqExecutor:
         """One result of all ranks: rank 0's tokens, the slowest rank's time, transfers that every rank has finished."""
         results = [step.results[rank] for rank in range(len(self._ranks))]
         errors = [r.error if len(results) == 1 else f"TP rank {r.rank}: {r.error}" for r in results if r.error]
-        stored, failed = self._stores_of_every_rank(results)
+        stored, failed_out = self._stores.finished([(r.swapped_out, r.failed_out) for r in results])
+        fetched, missed = self._fetches.finished([(r.fetched, r.missed) for r in results])
+        put, not_put = self._puts.finished([(r.put, r.not_put) for r in results])
         return StepResult(
             step_id=step.step_id,
             rank=0,
@@ -192,25 +203,41 @@ class ZmqExecutor:
             logprobs=results[0].logprobs,
             failed_in=np.unique(np.concatenate([r.failed_in for r in results])),
             swapped_out=stored,
-            failed_out=failed,
+            failed_out=failed_out,
+            fetched=fetched,
+            missed=missed,
+            put=put,
+            not_put=not_put,
+            transfers=results[0].transfers,
+            forgotten=max(r.forgotten for r in results),
             compute_s=max(r.compute_s for r in results),
-            load_s=max(r.load_s for r in results),
             error="; ".join(errors) or None,
         )
 
-    def _stores_of_every_rank(self, results: Sequence[StepResult]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Host blocks that every rank is through with: those that all have stored, and those that one could not."""
-        for result in results:
-            self._stored.update(result.swapped_out.tolist())
-            self._stored.update(result.failed_out.tolist())
-            self._failed_stores.update(result.failed_out.tolist())
-        complete = [block for block, count in self._stored.items() if count == len(self._ranks)]
-        for block in complete:
-            del self._stored[block]
-        failed = [block for block in complete if block in self._failed_stores]
-        self._failed_stores.difference_update(failed)
-        stored = [block for block in complete if block not in failed]
-        return np.array(stored, dtype=np.int32), np.array(failed, dtype=np.int32)
+
+class _OfEveryRank:
+    """Copies of host blocks in one direction: which of them every rank is through with."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._done: Counter[int] = Counter()  # ranks, by host block
+        self._failed: set[int] = set()
+
+    def finished(
+        self, reports: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Blocks that all ranks have copied, and those that one could not, given each rank's (copied, failed)."""
+        for copied, failed in reports:
+            self._done.update(copied.tolist())
+            self._done.update(failed.tolist())
+            self._failed.update(failed.tolist())
+        over = [block for block, count in self._done.items() if count == self._size]
+        for block in over:
+            del self._done[block]
+        lost = self._failed.intersection(over)
+        self._failed -= lost
+        copied_by_all = [block for block in over if block not in lost]
+        return np.array(copied_by_all, dtype=np.int32), np.array(sorted(lost), dtype=np.int32)
 
 
 def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_
 import msgpack
 import numpy as np
 
+from headwise.cache_controller.storage_tier import NamedBlocks
 from headwise.errors import HeadwiseError
 from headwise.runtime.batch import BatchRequest, NewSequence, StepResult
 from headwise.runtime.request import (
@@ -28,6 +29,7 @@ from headwise.runtime.request import (
     TokenLogprobs,
     Usage,
 )
+from headwise.transfer.stats import TransferStats
 
 VERSION = 1
 
@@ -245,6 +247,8 @@ for _cls in (
     TokenLogprobs,
     Usage,
     Timings,
+    NamedBlocks,
+    TransferStats,
     BatchRequest,
     StepResult,
     GenerateRequest,

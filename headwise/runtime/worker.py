@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -11,15 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_controller import CacheController
+from headwise.errors import EngineDiedError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.select import make_kernels
-from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
+from headwise.runtime.batch import LAST_SAMPLED, RESET_STORAGE, SLEEP, WAKE, BatchRequest, NewSequence, StepResult
 from headwise.runtime.comm import Communicator
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.host_copies import HostCopies
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.model_card import ModelCard, read_model_card
-from headwise.runtime.models.base import Shard
+from headwise.runtime.models.base import Model, Shard
 from headwise.runtime.models.registry import build_model
 from headwise.runtime.ops.base import Tensor
 from headwise.runtime.ops.select import make_ops
@@ -41,17 +43,21 @@ class ModelWorker:
     def __init__(self, config: EngineConfig, model_dir: Path, rank: int, comm: Communicator) -> None:
         self.rank = rank
         self._config = config
+        self._model_dir = model_dir
         self.card: ModelCard = read_model_card(config, model_dir)
         self._comm = comm
         threads = threads_per_worker(config)
         self._ops = make_ops(config.tensor_ops, threads)
         self._kernels = make_kernels(config.kernels, threads)
-        plan, model = self.card.plan, self.card.config
-        shard = Shard(rank, config.tp_size, plan.kv_heads(rank))
-        self._model = build_model(model, Checkpoint(model_dir), self._ops, comm, shard)
-        self._heads = [_head_table(self.card, rank, layer) for layer in range(model.num_layers)]
+        self._model = self._load_model()
+        self._heads = [_head_table(self.card, rank, layer) for layer in range(self.card.config.num_layers)]
         self._sampler = Sampler()
         self._copies: HostCopies | None = None
+        self._is_asleep = False
+
+    def _load_model(self) -> Model:
+        shard = Shard(self.rank, self._config.tp_size, self.card.plan.kv_heads(self.rank))
+        return build_model(self.card.config, Checkpoint(self._model_dir), self._ops, self._comm, shard)
 
     def describe(self) -> str:
         """What was chosen, for the log line at start."""
@@ -65,17 +71,21 @@ class ModelWorker:
         """Allocate the arena and compile or load every kernel, so that the first request finds all warm."""
         self.close()
         card, spec = self.card, self.card.spec
+        self._allocate_arena()
+        if spec.num_host_blocks and self.rank == 0:
+            HostCopies.check_memory(self._config, card)
+        self._warm_up()  # in which ranks meet: none takes memory before it is known to suffice for all
+        if spec.num_host_blocks:
+            self._copies = HostCopies(self._config, card, self.rank, self._cache.arena)
+
+    def _allocate_arena(self) -> None:
+        card, spec = self.card, self.card.spec
         arena = np.empty(spec.num_blocks * card.layout.block_bytes, dtype=np.uint8)
         self._cache = CacheController(
             card.layout, arena, groups=len(card.plan.groups), max_rows=spec.max_rows, max_blocks=spec.max_blocks
         )
         self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}
-        if spec.num_host_blocks and self.rank == 0:
-            HostCopies.check_memory(self._config, card)
-        self._warm_up()  # in which ranks meet: none takes memory before it is known to suffice for all
-        if spec.num_host_blocks:
-            self._copies = HostCopies(self._config, card, self.rank, arena)
 
     def close(self) -> None:
         """Finish copies to and from the host, and let go of its memory. May be called again."""
@@ -102,21 +112,70 @@ class ModelWorker:
             self._model.logits(self._forward(batch, batch.token_ids))
         self._cache.open_rows([0])
 
+    # ---- sleep ----
+
+    def _obey(self, command: str) -> int:
+        """Carry out a batch's command; the number of blocks that it had storage forget.
+
+        Raises `EngineDiedError` if it failed: ranks must never differ in what they hold.
+        """
+        try:
+            if command == SLEEP:
+                self._sleep()
+            elif command == WAKE:
+                self._wake()
+            elif command == RESET_STORAGE and self._copies is not None:
+                return self._copies.reset_storage()
+            else:
+                raise ValueError(f"a worker without host_cache has no storage to obey {command!r}")
+        except Exception as error:
+            raise EngineDiedError(f"TP rank {self.rank} could not {command}: {error}") from error
+        return 0
+
+    def _sleep(self) -> None:
+        """Let go of weights and arena. What the host has stays, and its copies to and from storage go on."""
+        if self._copies is not None:
+            self._copies.attach_device(None)
+        self._is_asleep = True
+        del self._model, self._cache
+        _give_back_memory()
+
+    def _wake(self) -> None:
+        """Load the weights again, and start with an empty arena."""
+        self._model = self._load_model()
+        self._allocate_arena()
+        self._is_asleep = False
+        self._warm_up()
+        if self._copies is not None:
+            self._copies.attach_device(self._cache.arena)
+
     # ---- steps ----
 
     def execute(self, batch: BatchRequest) -> StepResult:
         """Run one step. A failure is reported in the result; the worker can go on with other sequences."""
         started = time.perf_counter()
-        token_ids, logprobs, failure = np.empty(0, np.int32), {}, None
+        token_ids, logprobs, failure, forgotten = np.empty(0, np.int32), {}, None, 0
         if self._copies is not None:
             self._copies.start(batch)
         try:
-            token_ids, logprobs = self._compute(batch)
+            if batch.command:
+                forgotten = self._obey(batch.command)
+            elif not self._is_asleep:
+                token_ids, logprobs = self._compute(batch)
         except (ValueError, ArithmeticError) as error:
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
         copies = self._copies.finish(batch) if self._copies is not None else {}
         elapsed = time.perf_counter() - started
-        return StepResult(batch.step_id, self.rank, token_ids, logprobs, compute_s=elapsed, error=failure, **copies)
+        return StepResult(
+            batch.step_id,
+            self.rank,
+            token_ids,
+            logprobs,
+            forgotten=forgotten,
+            compute_s=elapsed,
+            error=failure,
+            **copies,
+        )
 
     def _compute(self, batch: BatchRequest) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
         self._cache.open_rows(new.row for new in batch.new_sequences)
@@ -207,6 +266,13 @@ class _PagedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._worker.attend(layer, query, key, value, self._step)
+
+
+def _give_back_memory() -> None:
+    """Return what was freed to the operating system: glibc would keep much of it for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _head_table(card: ModelCard, rank: int, layer: int) -> HeadTable:

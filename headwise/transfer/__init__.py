@@ -1,1 +1,4 @@
-"""Copies between the tiers of the cache, beside the forward pass (`transfer_manager`), on streams (`base`)."""
+"""Copies between the tiers of the cache, beside the forward pass, on streams (`base`).
+
+device <-> host: `transfer_manager`; host <-> storage: `storage_manager`.
+"""

@@ -62,3 +62,11 @@ class Stream(Protocol):
 
     def close(self) -> None:
         """Finish what was submitted, then end. The last call."""
+
+
+def ends_by(event: Event, timeout_s: float) -> bool:
+    """Whether the work of an event is over, well or not, after waiting for at most ``timeout_s``."""
+    try:
+        return event.wait(timeout_s)
+    except Exception:
+        return True

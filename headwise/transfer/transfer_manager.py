@@ -16,38 +16,12 @@ from numpy.typing import NDArray
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import first_line
 from headwise.kernels.block_copy import BlockCopy, check_ranges
-from headwise.transfer.base import Event, Stream
+from headwise.transfer.base import Event, Stream, ends_by
 from headwise.transfer.layer_done import LayerDoneCounter, Load
+from headwise.transfer.stats import TransferStats as TransferStats
+from headwise.transfer.stats import TransferTotals
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TransferStats:
-    """One direction's copies since the start. Failed ones do not count as copied.
-
-    busy_s:        seconds the stream was copying
-    waited_s:      seconds of these that the forward pass stood still for them
-    queued_blocks: blocks on their way now
-    failed_blocks: blocks whose copy failed, or came too late
-    """
-
-    blocks: int = 0
-    bytes: int = 0
-    busy_s: float = 0.0
-    waited_s: float = 0.0
-    queued_blocks: int = 0
-    failed_blocks: int = 0
-
-    @property
-    def hidden_s(self) -> float:
-        """Seconds of copying that cost the forward pass nothing."""
-        return max(0.0, self.busy_s - self.waited_s)
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bandwidth while copying; 0 if nothing was copied yet."""
-        return self.bytes / self.busy_s if self.busy_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -56,24 +30,6 @@ class FinishedStores:
 
     complete: NDArray[np.int32]
     failed: NDArray[np.int32]
-
-
-@dataclass
-class _Totals:
-    """What `TransferStats` counts, of copies that are over."""
-
-    blocks: int = 0
-    bytes: int = 0
-    busy_s: float = 0.0
-    failed_blocks: int = 0
-
-    def add(self, blocks: int, num_bytes: int, busy_s: float, failed: bool) -> None:
-        self.busy_s += busy_s
-        if failed:
-            self.failed_blocks += blocks
-        else:
-            self.blocks += blocks
-            self.bytes += num_bytes
 
 
 class TransferManager:
@@ -119,7 +75,7 @@ class TransferManager:
         self._clock = clock
         self._layers = LayerDoneCounter(input_stream, len(self._ranges), load_timeout_s)
         self._stores: deque[tuple[NDArray[np.int32], Event]] = deque()
-        self._loaded, self._stored = _Totals(), _Totals()
+        self._loaded, self._stored = TransferTotals(), TransferTotals()
 
     # ---- host to device ----
 
@@ -166,8 +122,10 @@ class TransferManager:
             return np.empty(0, dtype=np.int32)
         failed = [np.empty(0, dtype=np.int32)]
         for load in self._layers.collect():
-            self._loaded.add(len(load.pairs), load.bytes, _busy_s(load), load.lost)
-            if load.lost:
+            if not load.lost:
+                self._loaded.add(len(load.pairs), load.bytes, _busy_s(load))
+            else:
+                self._loaded.add(0, 0, _busy_s(load), failed_blocks=len(load.pairs))
                 failed.append(load.pairs[:, 2])
                 reason = first_line(load.error) if load.error else "it did not come in time"
                 log.warning("the load of %d blocks to the device failed: %s", len(load.pairs), reason)
@@ -192,15 +150,28 @@ class TransferManager:
         while self._stores and self._stores[0][1].done:
             pairs, event = self._stores.popleft()
             error = _error_of(event)
-            self._stored.add(len(pairs), len(pairs) * self._block_bytes, event.busy_s, error is not None)
             if error is None:
+                self._stored.add(len(pairs), len(pairs) * self._block_bytes, event.busy_s)
                 complete.append(pairs)
             else:
+                self._stored.add(0, 0, event.busy_s, failed_blocks=len(pairs))
                 failed.append(pairs)
                 log.warning("the store of %d blocks to the host failed: %s", len(pairs), first_line(error))
         return FinishedStores(np.concatenate(complete), np.concatenate(failed))
 
     # ---- both ----
+
+    def attach_device(self, device_arena: Any | None) -> None:
+        """Copy from and to another device arena of the same layout from now on; None: to none, until the next call.
+
+        Raises:
+            ValueError: copies are under way, or the arena does not fit the layout.
+        """
+        if self._stores or self._layers.loads:
+            raise ValueError("the device arena cannot be exchanged while copies are under way: drain them first")
+        if device_arena is not None:
+            _check_arena("device", device_arena, self._block_bytes)
+        self._device = device_arena
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every load and store is over, and return whether they are; `finish_loads` and `finished_stores`
@@ -209,20 +180,16 @@ class TransferManager:
         for load in self._layers.loads:
             if not load.settle(max(0.0, deadline - self._clock())):
                 return False
-        return not self._stores or _ends_by(self._stores[-1][1], max(0.0, deadline - self._clock()))
+        return not self._stores or ends_by(self._stores[-1][1], max(0.0, deadline - self._clock()))
 
     def load_stats(self) -> TransferStats:
         """Statistics of loads; one that is over counts from the next `finish_loads` on."""
         queued = sum(len(load.pairs) for load in self._layers.loads)
-        return self._stats(self._loaded, self._input.waited_s, queued)
+        return self._loaded.stats(self._input.waited_s, queued)
 
     def store_stats(self) -> TransferStats:
         """Statistics of stores; one that is over counts from the next `finished_stores` on."""
-        return self._stats(self._stored, self._output.waited_s, sum(len(pairs) for pairs, _ in self._stores))
-
-    @staticmethod
-    def _stats(totals: _Totals, waited_s: float, queued: int) -> TransferStats:
-        return TransferStats(totals.blocks, totals.bytes, totals.busy_s, waited_s, queued, totals.failed_blocks)
+        return self._stored.stats(self._output.waited_s, sum(len(pairs) for pairs, _ in self._stores))
 
     def close(self) -> None:
         """Finish all copies and end both streams. The last call."""
@@ -235,10 +202,12 @@ def _check_arenas(layout: BlockLayout, layer_ranges: NDArray[np.int64], device_a
         raise ValueError(f"layer_ranges has shape {layer_ranges.shape}: give [layers, groups, 2]")
     check_ranges(layer_ranges, layout.block_bytes)
     for name, arena in (("device", device_arena), ("host", host_arena)):
-        if arena.size % layout.block_bytes:
-            raise ValueError(
-                f"the {name} arena has {arena.size} bytes: give a multiple of a block's {layout.block_bytes} bytes"
-            )
+        _check_arena(name, arena, layout.block_bytes)
+
+
+def _check_arena(name: str, arena: Any, block_bytes: int) -> None:
+    if arena.size % block_bytes:
+        raise ValueError(f"the {name} arena has {arena.size} bytes: give a multiple of a block's {block_bytes} bytes")
 
 
 def _error_of(event: Event) -> Exception | None:
@@ -248,13 +217,6 @@ def _error_of(event: Event) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _ends_by(event: Event, timeout_s: float) -> bool:
-    try:
-        return event.wait(timeout_s)
-    except Exception:
-        return True
 
 
 def _busy_s(load: Load) -> float:

@@ -113,6 +113,41 @@ def test_cancelling_a_stream_frees_its_blocks(client: Client) -> None:
     assert engine(client)["requests"]["running"] == 0
 
 
+def test_a_deployment_sleeps_in_the_middle_of_a_stream_and_goes_on_where_it_was(
+    deployment: Deployment, client: Client
+) -> None:
+    prompt, sampling = "Once upon a time", SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    expected = client.generate(prompt, sampling).token_ids
+    workers = deployment.worker_pids()[0]
+    stream = client.stream(prompt, sampling)
+    next(stream)
+    client.sleep()
+    eventually(lambda: engine(client)["state"] == "asleep")
+    assert engine(client)["requests"]["running"] == 0
+    eventually(lambda: blocks_in_store(deployment) == 0)
+    waiting = client.stream(prompt, sampling)
+    client.sleep()
+    client.wake()
+    assert stream.read().token_ids == expected
+    assert waiting.read().token_ids == expected
+    assert deployment.worker_pids()[0] == workers
+    assert engine(client)["requests"]["failed"] == 0
+
+
+def test_a_reset_cache_is_known_to_the_store(deployment: Deployment, client: Client) -> None:
+    client.generate("All happy families are alike; every unhappy family is unhappy in its own way.", GREEDY)
+    eventually(lambda: blocks_in_store(deployment) > 0)
+    assert client.reset_cache()["engine-0"] > 0
+    eventually(lambda: blocks_in_store(deployment) == 0)
+    assert client.reset_cache("device") == {"engine-0": 0}
+    with pytest.raises(ConfigError, match="host_cache"):
+        client.reset_cache("host")
+
+
+def blocks_in_store(deployment: Deployment) -> int:
+    return int(deployment.store_stats()["nodes"]["engine-0"]["blocks"]["device"])
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [

@@ -1,6 +1,9 @@
-"""SmolLM2 on three tensor-parallel workers says what it says on one."""
+"""SmolLM2 on three tensor-parallel workers says what it says on one, whichever tier its prefixes come from."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 from reference import answers, assert_same
@@ -12,12 +15,37 @@ from headwise.runtime.request import SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
+WANTED = [answer for answer in answers("smollm2-135m") if len(answer.prompt_ids) <= 800]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
-def test_three_ranks_give_the_reference_tokens() -> None:
-    wanted = [answer for answer in answers("smollm2-135m") if len(answer.prompt_ids) <= 800]
-    config = EngineConfig(port=0, tp_size=3, kv_cache="64MiB", max_model_len=2048, max_batched_tokens=256)
-    greedy = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
-        results = client.generate([answer.prompt_ids for answer in wanted], greedy)
-    for answer, result in zip(wanted, results, strict=True):
+
+def serve(client: Client) -> dict[str, Any]:
+    """Serve all prompts; the engine's statistics after that."""
+    results = client.generate([answer.prompt_ids for answer in WANTED], GREEDY)
+    for answer, result in zip(WANTED, results, strict=True):
         assert_same(answer, result.token_ids)
+    stats: dict[str, Any] = client.stats()["engines"]["engine-0"]
+    return stats
+
+
+def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restart(tmp_path: Path) -> None:
+    config = EngineConfig(
+        port=0,
+        tp_size=3,
+        block_size=16,
+        kv_cache="64MiB",
+        max_model_len=2048,
+        max_batched_tokens=256,
+        host_cache="128MiB",
+        write_policy="write_through",
+        storage=f"file://{tmp_path}?capacity=1GiB",
+        prefetch="wait_complete",
+    )
+    with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
+        assert serve(client)["storage"]["fetched_blocks"] == 0
+        assert client.reset_cache("device")["engine-0"] > 0
+        stats = serve(client)
+        assert stats["cache"]["host_hit_tokens"] > 600
+        assert stats["transfers"]["load"]["bytes"] > 0
+    with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
+        assert serve(client)["storage"]["hit_tokens"] > 600

@@ -15,6 +15,7 @@ import pytest
 from reference import CLOSE, Answer, answers, assert_same
 
 from headwise.runtime.batch import BatchRequest
+from headwise.runtime.block_storage import open_lookup
 from headwise.runtime.comm import SingleRank
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
@@ -47,11 +48,12 @@ class Bench:
         config = replace(self.config, **changes)
         directory = resolve_model(config.model, config.cache_path)
         card = read_model_card(config, directory)
-        self.worker.card = card
+        self.worker.card, self.worker._config = card, config
         self.worker.initialize_cache()
         self.worker._cache.arena.view(np.float32)[:] = np.nan
         executor = LocalExecutor(self.worker)
-        return EngineCore(config, card, self.front_door.tokenizer, executor), executor
+        lookup = open_lookup(config, card)
+        return EngineCore(config, card, self.front_door.tokenizer, executor, lookup=lookup), executor
 
     def run(
         self, wanted: list[Answer], sampling: Mapping[str, SamplingParams] | None = None, **changes: object

@@ -16,13 +16,16 @@ from headwise.cache_controller.cache_controller import CacheController
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import HeadPolicy
-from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, StepResult
+from headwise.cache_controller.storage_tier import NamedBlocks
+from headwise.runtime.batch import LAST_SAMPLED, RESET_STORAGE, SLEEP, WAKE, BatchRequest, StepResult
 from headwise.runtime.executor import CacheSpec
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.models.base import ModelConfig, RopeConfig
 
 VOCAB = 97
 EOS = 0
+
+Storage = dict[tuple[bytes, int], np.ndarray]
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -70,12 +73,23 @@ class SimulatedExecutor:
 
     Stores to the host read their device block late: ``store_steps`` steps after they were sent. ``lose_load`` and
     ``lose_store`` say whether a copy fails; what a step computes from a block that never came is nonsense.
+
+    storage:       what is kept beyond the executor's life, by block hash and group
+    storage_steps: how many steps puts and fetches take; None: they hang. ``lose_put`` and ``lose_fetch`` as above
+    is_asleep:     it has given up its device memory, as it was told to
     """
 
-    def __init__(self, card: ModelCard, *, eager: bool = True) -> None:
+    def __init__(self, card: ModelCard, *, eager: bool = True, storage: Storage | None = None) -> None:
         self.card = card
+        self.storage = {} if storage is None else storage
+        self.storage_steps: int | None = 1
+        self.lose_put: Callable[[], bool] = lambda: False
+        self.lose_fetch: Callable[[], bool] = lambda: False
+        self._puts: deque[tuple[int, int, tuple[bytes, int]]] = deque()
+        self._fetches: deque[tuple[int, int, tuple[bytes, int]]] = deque()
         self.eager = eager
         self.fail_next: str | None = None
+        self.is_asleep = False
         blocks = card.spec.num_blocks
         self._arena = np.full((blocks, card.layout.block_size), -7, dtype=np.int32)
         self._cache = CacheController(
@@ -119,14 +133,31 @@ class SimulatedExecutor:
     def _execute(self, batch: BatchRequest) -> StepResult:
         self._cache.open_rows(new.row for new in batch.new_sequences)
         self._cache.apply(batch.table_updates)
-        copies = {**self._load(batch), **self._store(batch)}
+        copies = {**self._load(batch), **self._store(batch), **self._put(batch), **self._fetch(batch)}
+        assert not (self.is_asleep and len(batch.rows)), "a worker that is asleep cannot compute"
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             return StepResult(batch.step_id, 0, np.empty(0, np.int32), error=error, **copies)
+        if batch.command:
+            return StepResult(batch.step_id, 0, np.empty(0, np.int32), forgotten=self._obey(batch), **copies)
         return StepResult(batch.step_id, 0, self._compute(batch), **copies)
+
+    def _obey(self, batch: BatchRequest) -> int:
+        assert not len(batch.rows)
+        if batch.command == RESET_STORAGE:
+            count = len(self.storage)
+            self.storage.clear()
+            return count
+        assert self.is_asleep == (batch.command == WAKE), f"{batch.command} came at the wrong time"
+        assert not self._stores, "the device's memory is given up while it is copied"
+        self._arena[:] = -7
+        self._cache.tables[:] = -1
+        self.is_asleep = batch.command == SLEEP
+        return 0
 
     def _load(self, batch: BatchRequest) -> dict[str, np.ndarray]:
         lost = []
+        assert not (self.is_asleep and len(batch.cache_swap_metadata)), "there is no device to load to"
         for _, host, device in batch.cache_swap_metadata.tolist():
             if self.lose_load():
                 lost.append(device)
@@ -139,6 +170,7 @@ class SimulatedExecutor:
         return {"failed_in": np.array(lost, dtype=np.int32)}
 
     def _store(self, batch: BatchRequest) -> dict[str, np.ndarray]:
+        assert not (self.is_asleep and len(batch.cache_evict_metadata)), "there is no device to store from"
         self._stores.extend((batch.step_id, *pair) for pair in batch.cache_evict_metadata.tolist())
         done, failed = [], []
         while self._stores and self._stores[0][0] + self.store_steps <= batch.step_id:
@@ -149,6 +181,36 @@ class SimulatedExecutor:
                 self._host[host] = self._arena[device]
                 done.append(host)
         return {"swapped_out": np.array(done, dtype=np.int32), "failed_out": np.array(failed, dtype=np.int32)}
+
+    def _put(self, batch: BatchRequest) -> dict[str, np.ndarray]:
+        done, failed = [], []
+        for host, key in self._due(self._puts, batch.step_id, batch.storage_puts):
+            if self.lose_put():
+                failed.append(host)
+            else:
+                assert (self._host[host] >= 0).all(), f"host block {host} holds nothing"
+                self.storage.setdefault(key, self._host[host].copy())
+                done.append(host)
+        return {"put": np.array(done, dtype=np.int32), "not_put": np.array(failed, dtype=np.int32)}
+
+    def _fetch(self, batch: BatchRequest) -> dict[str, np.ndarray]:
+        done, failed = [], []
+        for host, key in self._due(self._fetches, batch.step_id, batch.storage_fetches):
+            if self.lose_fetch() or key not in self.storage:
+                self._host[host] = -9
+                failed.append(host)
+            else:
+                self._host[host] = self.storage[key]
+                done.append(host)
+        return {"fetched": np.array(done, dtype=np.int32), "missed": np.array(failed, dtype=np.int32)}
+
+    def _due(self, queue: deque, step_id: int, new: NamedBlocks) -> list[tuple[int, tuple[bytes, int]]]:
+        keys = zip(new.blocks.tolist(), new.hashes, strict=True)
+        queue.extend((step_id, host, (block_hash, group)) for (group, host), block_hash in keys)
+        due = []
+        while queue and self.storage_steps is not None and queue[0][0] + self.storage_steps <= step_id:
+            due.append(queue.popleft()[1:])
+        return due
 
     def _compute(self, batch: BatchRequest) -> np.ndarray:
         inputs = np.split(batch.token_ids, np.cumsum(batch.query_lens)[:-1])
@@ -190,3 +252,33 @@ class SimulatedExecutor:
             rows.append(tokens)
         assert all(tokens == rows[0] for tokens in rows), "groups hold different tokens for one sequence"
         return rows[0]
+
+
+class SimulatedLookup:
+    """Says what a storage has, at once; or nothing while it ``hangs``."""
+
+    def __init__(self, storage: Storage, groups: int) -> None:
+        self.hangs = False
+        self._storage, self._groups = storage, groups
+        self._asked: dict[str, list[bytes]] = {}
+
+    def submit(self, key: str, hashes: Sequence[bytes]) -> None:
+        self._asked[key] = list(hashes)
+
+    def poll(self) -> list[tuple[str, np.ndarray]]:
+        if self.hangs:
+            return []
+        asked, self._asked = self._asked, {}
+        return [
+            (key, np.array([[(h, g) in self._storage for g in range(self._groups)] for h in hashes], dtype=np.bool_))
+            for key, hashes in asked.items()
+        ]
+
+    def cancel(self, key: str) -> None:
+        self._asked.pop(key, None)
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._asked)
+
+    def close(self) -> None:
+        pass

@@ -18,6 +18,7 @@ from headwise.runtime.cli_options import config_reference
 from headwise.runtime.config import EngineConfig
 
 COMMANDS = [["generate"], ["serve"], ["info"], ["demo"], ["bench", "serve"], ["calibrate"]]
+COMMANDS += [["sleep"], ["wake"], ["reset-cache"]]
 
 
 def run(*arguments: str | Path) -> Result:

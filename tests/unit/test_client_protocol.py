@@ -7,13 +7,16 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from typer.testing import CliRunner
 
 from headwise.errors import (
+    ConfigError,
     DeploymentError,
     EngineDiedError,
     HeadwiseError,
@@ -22,9 +25,11 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.runtime import client_io, wire
+from headwise.runtime.cli import app
 from headwise.runtime.client import Client
 from headwise.runtime.client_protocol import Failed, GetStats, Outputs, Ping, Pong, Route, Stats, Submit
 from headwise.runtime.engine_server import EngineServer, Reporting
+from headwise.runtime.operations import Operation
 from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, Usage, as_token_ids
 from headwise.runtime.routing import STATUS_TIMEOUT_S, EngineTable
 from headwise.runtime.scheduler_server import SchedulerServer
@@ -43,6 +48,19 @@ class ScriptedCore:
         self.gate = threading.Event()
         self.gate.set()
         self.dies: Exception | None = None
+        self.operations: list[Operation] = []
+
+    def operate(self, action: str, tier: str) -> Operation:
+        if tier == "storage":
+            raise ConfigError("this deployment has no storage")
+        self.operations.append(Operation(action, tier))
+        return self.operations[-1]
+
+    def finish(self, blocks: int = 0) -> None:
+        """End the operation that was asked for."""
+        eventually(lambda: bool(self.operations))
+        operation = self.operations.pop(0)
+        operation.blocks, operation.is_done = blocks, True
 
     def add(self, request: GenerateRequest) -> None:
         if len(self.live) >= self.max_requests:
@@ -54,7 +72,7 @@ class ScriptedCore:
             self.aborted.append(request_id)
 
     def has_work(self) -> bool:
-        return bool(self.live)
+        return bool(self.live or self.dies)
 
     def step(self, timeout_s: float | None) -> list[OutputDelta]:
         if self.dies is not None:
@@ -97,8 +115,8 @@ def prepare(*, prompt: Any, messages: Any, sampling: dict[str, Any], priority: i
 class Deployment:
     """A scheduler and engines of this process."""
 
-    def __init__(self) -> None:
-        self.scheduler = SchedulerServer(prepare, "127.0.0.1", 0, secret=SECRET, model="scripted")
+    def __init__(self, replicas: int = 1) -> None:
+        self.scheduler = SchedulerServer(prepare, "127.0.0.1", 0, secret=SECRET, model="scripted", replicas=replicas)
         self.scheduler.start()
         self.address = f"127.0.0.1:{self.scheduler.port}"
         self.servers: list[EngineServer] = []
@@ -229,6 +247,79 @@ def test_a_step_s_tokens_reach_a_client_as_one_message(deployment: Deployment, c
         core.gate.set()
         messages = [wire.decode(socket.recv(), Outputs) for _ in range(3)]
     assert [len(message.deltas) for message in messages] == [20, 20, 20]
+
+
+# ---- operations ----
+
+
+def test_an_operation_is_over_when_every_engine_is_done() -> None:
+    deployment, cores = Deployment(replicas=2), [ScriptedCore(), ScriptedCore()]
+    for core in cores:
+        deployment.add_engine(core)
+    with Client(deployment.address) as client, ThreadPoolExecutor() as pool:
+        slept = pool.submit(client.sleep)
+        cores[1].finish()
+        eventually(lambda: [o.action for o in cores[0].operations] == ["sleep"])
+        assert not slept.done()
+        cores[0].finish()
+        slept.result(10)
+        reset = pool.submit(client.reset_cache, "device")
+        for blocks, core in enumerate(cores, start=5):
+            core.finish(blocks)
+        assert reset.result(10) == {"engine-0": 5, "engine-1": 6}
+    deployment.close()
+
+
+def test_nothing_is_asked_for_while_an_engine_is_missing() -> None:
+    deployment, core = Deployment(replicas=2), ScriptedCore()
+    deployment.add_engine(core)
+    with Client(deployment.address) as client, pytest.raises(OverloadedError, match="1 of 2 engines are ready"):
+        client.sleep()
+    assert not core.operations
+    deployment.close()
+
+
+def test_an_operation_that_takes_longer_than_any_silence_is_waited_for(
+    client: Client, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(client_io, "PING_INTERVAL_S", 0.1)
+    with ThreadPoolExecutor() as pool:
+        woken = pool.submit(client.wake)
+        time.sleep(1.0)
+        core.finish()
+        woken.result(10)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [(["sleep"], ""), (["wake"], ""), (["reset-cache", "--tier", "device"], "engine-0: 7 blocks\n")],
+)
+def test_the_command_line_asks_for_the_same(
+    deployment: Deployment, core: ScriptedCore, command: list[str], said: str
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(CliRunner().invoke, app, [*command, "--address", deployment.address])
+        eventually(lambda: bool(core.operations))
+        assert core.operations[0].action == command[0].replace("-", "_")
+        core.finish(7)
+        assert (asked.result(10).exit_code, asked.result().stdout) == (0, said)
+
+
+def test_an_engine_s_refusal_is_the_caller_s_error(client: Client) -> None:
+    with pytest.raises(ConfigError, match="no storage"):
+        client.reset_cache("storage")
+
+
+def test_an_operation_ends_with_the_engine_that_dies(client: Client, core: ScriptedCore) -> None:
+    with ThreadPoolExecutor() as pool:
+        woken = pool.submit(client.wake)
+        eventually(lambda: bool(core.operations))
+        core.dies = EngineDiedError("the checkpoint is gone")
+        with pytest.raises(EngineDiedError, match="the checkpoint is gone"):
+            woken.result(10)
+        with pytest.raises(OverloadedError, match="the engine is starting"):
+            client.sleep()
 
 
 # ---- cancelling ----

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from simulation import VOCAB, SimulatedExecutor, continuation, simulated_card
+from simulation import VOCAB, SimulatedExecutor, SimulatedLookup, Storage, continuation, simulated_card
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import InvalidRequestError, OverloadedError
@@ -34,14 +34,21 @@ class LetterTokenizer:
 
 
 def make_engine(
-    policies=(FULL,), *, num_blocks=16, max_rows=4, host_blocks=0, eager=True, **config
+    policies=(FULL,), *, num_blocks=16, max_rows=4, host_blocks=0, eager=True, storage: Storage | None = None, **config
 ) -> tuple[EngineCore, SimulatedExecutor]:
     config = {"max_batched_tokens": 16, **config}
+    if storage is not None:
+        config |= {"storage": "simulated:", "host_cache": "1KiB"}
     card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows, host_blocks=host_blocks)
-    executor = SimulatedExecutor(card, eager=eager)
-    clock = iter(range(10**9))
+    executor = SimulatedExecutor(card, eager=eager, storage=storage)
+    ticks = iter(range(10**9))
     engine = EngineCore(
-        EngineConfig(block_size=BLOCK, **config), card, LetterTokenizer(), executor, clock=lambda: next(clock)
+        EngineConfig(block_size=BLOCK, **config),
+        card,
+        LetterTokenizer(),
+        executor,
+        clock=lambda: next(ticks) / 10,
+        lookup=None if storage is None else SimulatedLookup(storage, len(card.plan.groups)),
     )
     return engine, executor
 
@@ -212,6 +219,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_batched_tokens=9,
             **self.host,
         )
+        self.resident: dict[str, set[bytes]] = {}
         self.expected: dict[str, list[int]] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -232,6 +240,14 @@ class EngineMachine(RuleBasedStateMachine):
     def a_step_ends(self) -> None:
         self.executor.finish_one()
 
+    @rule(action=st.sampled_from(["sleep", "wake", "wake"]))
+    def sleep_or_wake(self, action: str) -> None:
+        self.engine.operate(action)
+
+    @rule(tier=st.sampled_from(["device", "all"]))
+    def forget(self, tier: str) -> None:
+        self.engine.operate("reset_cache", tier)
+
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def abort(self, data) -> None:
@@ -250,6 +266,20 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.engine.cache._open[batch.rows].all()
 
     @invariant()
+    def the_index_is_told_the_truth(self) -> None:
+        for update in self.engine.drain_index_updates():
+            resident = self.resident.setdefault(update.tier, set())
+            (resident.update if update.resident else resident.difference_update)(update.block_hashes)
+        truth: dict[str, set[bytes]] = {}
+        for update in self.engine.cache.resident_paths():
+            truth.setdefault(update.tier, set()).update(update.block_hashes)
+        for tier, resident in self.resident.items():
+            assert resident <= truth.get(tier, set())
+        if self.executor.is_asleep:
+            assert not self.resident.get("device")
+            assert self.engine.cache.pool.num_free == self.engine.cache.pool.num_blocks
+
+    @invariant()
     def tokens_are_right_so_far(self) -> None:
         for name, tokens in self.got.items():
             assert tokens == self.expected[name][: len(tokens)]
@@ -262,6 +292,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.ended[delta.request_id] = delta.finish_reason
 
     def teardown(self) -> None:
+        self.engine.operate("wake")
         for _ in range(5_000):
             if not self.engine.has_work():
                 break
@@ -312,7 +343,75 @@ class WriteBackMachine(TieredMachine):
     host: ClassVar = {"host_blocks": 40, "write_policy": "write_back"}
 
 
-@pytest.mark.parametrize("machine", [TieredMachine, SelectiveMachine, WriteBackMachine])
+def served_before() -> Storage:
+    """What storage has of the machine's families after an engine served them."""
+    storage: Storage = {}
+    policies = FULL, HeadPolicy(window=5, sink=2)
+    engine, _ = make_engine(policies, num_blocks=90, host_blocks=90, storage=storage, write_policy="write_through")
+    for length in (9, 17, 30):
+        for family in (1, 2):
+            engine.add(request(f"{family} {length}", [family * 10 + i % 7 for i in range(length)], 1))
+            run(engine)
+    return storage
+
+
+class StoredMachine(TieredMachine):
+    """The same with storage behind the host, that is late, fails, loses blocks, and hangs at times."""
+
+    host: ClassVar = {"host_blocks": 40, "write_policy": "write_through", "prefetch": "wait_complete"}
+
+    def __init__(self) -> None:
+        self.host = {**self.host, "storage": served_before()}
+        super().__init__()
+        self.lookup = self.engine._lookup
+
+    @rule(steps=st.sampled_from([0, 1, 3, None]))
+    def storage_takes(self, steps: int | None) -> None:
+        self.executor.storage_steps = steps
+
+    @rule(data=st.randoms(use_true_random=False), fetch=st.sampled_from([0, 0.3]), put=st.sampled_from([0, 0.3]))
+    def storage_fails(self, data, fetch: float, put: float) -> None:
+        self.executor.lose_fetch = lambda: data.random() < fetch
+        self.executor.lose_put = lambda: data.random() < put
+
+    @rule(data=st.randoms(use_true_random=False))
+    def storage_loses_blocks(self, data) -> None:
+        for key in list(self.executor.storage):
+            if data.random() < 0.3:
+                del self.executor.storage[key]
+
+    @rule(hangs=st.booleans())
+    def the_lookup_hangs(self, hangs: bool) -> None:
+        self.lookup.hangs = hangs
+
+    @rule()
+    def the_engine_starts_anew(self) -> None:
+        """All end, device and host forget: what is served after that came from storage."""
+        self.all_end_and_the_device_forgets()
+        self.engine.cache.reset()
+
+    def teardown(self) -> None:
+        EngineMachine.teardown(self)  # also while storage hangs
+        self.executor.storage_steps = 0
+        while self.engine.cache.host.storage.held_host_blocks():
+            self.engine.add(request("last" + str(self.engine._clock()), [90], 2))
+            self.executor.lose_load = lambda: False
+            run(self.engine)
+        assert self.engine.cache.host.pool.num_held == 0
+
+
+class BestEffortMachine(StoredMachine):
+    host: ClassVar = {"host_blocks": 40, "write_policy": "write_through_selective", "prefetch": "best_effort"}
+
+
+class TimeoutMachine(StoredMachine):
+    host: ClassVar = {"host_blocks": 20, "write_policy": "write_back", "prefetch_timeout_s": 1.5}
+
+
+MACHINES = [TieredMachine, SelectiveMachine, WriteBackMachine, StoredMachine, BestEffortMachine, TimeoutMachine]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_tiers_never_change_a_token_and_the_books_balance(machine) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=50, deadline=None))
 
@@ -350,3 +449,83 @@ def test_a_load_that_never_comes_is_computed_anew_and_forgotten() -> None:
     stats = engine.stats()
     assert stats["host"]["failed_blocks"] == 3
     assert stats["requests"]["preemptions"] == 1
+
+
+def test_a_new_engine_is_warm_from_storage() -> None:
+    storage: Storage = {}
+    prompt = list(range(1, 14))
+    first, _ = make_engine(num_blocks=16, host_blocks=64, storage=storage, write_policy="write_through")
+    first.add(request("first", prompt, 3))
+    run(first)
+    assert len(storage) == 3
+    second, _ = make_engine(num_blocks=16, host_blocks=64, storage=storage)
+    second.add(request("second", prompt, 3))
+    result = run(second)["second"]
+    assert result.usage.cached_tokens == 12
+    assert result.token_ids == continuation(prompt, 3)
+    stats = second.stats()["storage"]
+    assert (stats["fetched_blocks"], stats["hit_tokens"], stats["missed_blocks"]) == (3, 12, 0)
+
+
+def test_two_requests_share_one_fetch() -> None:
+    storage: Storage = {}
+    prompt = list(range(1, 14))
+    first, _ = make_engine(num_blocks=16, host_blocks=64, storage=storage, write_policy="write_through")
+    first.add(request("first", prompt, 3))
+    run(first)
+    second, executor = make_engine(num_blocks=16, host_blocks=64, storage=storage)
+    executor.storage_steps = 3
+    for name in ("a", "b"):
+        second.add(request(name, prompt, 3))
+    results = run(second)
+    assert [results[name].usage.cached_tokens for name in ("a", "b")] == [12, 12]
+    assert second.stats()["storage"]["fetched_blocks"] == 3
+
+
+@pytest.mark.parametrize("prefetch", ["best_effort", "wait_complete", "timeout"])
+@pytest.mark.parametrize("lookup_hangs", [True, False])
+def test_storage_that_hangs_holds_up_nobody_for_long(prefetch: str, lookup_hangs: bool) -> None:
+    storage: Storage = {}
+    prompt = list(range(1, 14))
+    first, _ = make_engine(num_blocks=16, host_blocks=64, storage=storage, write_policy="write_through")
+    first.add(request("first", prompt, 3))
+    run(first)
+    second, executor = make_engine(
+        num_blocks=16, host_blocks=64, storage=storage, prefetch=prefetch, storage_timeout_s=2.0
+    )
+    executor.storage_steps = None
+    second._lookup.hangs = lookup_hangs
+    second.add(request("second", prompt, 3))
+    result = run(second)["second"]
+    assert result.usage.cached_tokens == 0
+    assert result.token_ids == continuation(prompt, 3)
+
+
+def test_a_stalled_storage_is_used_again_once_it_answers() -> None:
+    engine, executor = make_engine(
+        num_blocks=16, host_blocks=64, storage={}, write_policy="write_through", storage_timeout_s=2.0
+    )
+    executor.storage_steps = None
+    engine.add(request("first", list(range(1, 14)), 3))
+    run(engine)
+    assert engine.stats()["storage"]["is_stalled"]
+    executor.storage_steps = 0
+    engine.add(request("second", list(range(20, 33)), 3))
+    run(engine)
+    assert not engine.stats()["storage"]["is_stalled"]
+    assert len(executor.storage) == 6
+    assert engine.cache.host.pool.num_held == 0
+
+
+@pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
+def test_a_preempted_request_comes_back_from_the_host(policy: str) -> None:
+    engine, _ = make_engine(num_blocks=12, host_blocks=64, write_policy=policy)
+    prompts = {f"r{i}": [i + 1] * 6 for i in range(4)}
+    for name, prompt in prompts.items():
+        engine.add(request(name, prompt, 20))
+    results = run(engine)
+    stats = engine.stats()
+    assert stats["requests"]["preemptions"] > 0
+    assert stats["host"]["loaded_blocks"] > 0
+    for name, prompt in prompts.items():
+        assert results[name].token_ids == continuation(prompt, 20)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from headwise.cache_controller.head_pattern import (
     HeadPattern,
@@ -196,6 +197,17 @@ def test_blocks_of_different_policies_never_share_an_identity(model: Path) -> No
     cards = [plain, card(model), card(model, window=128), card(model, sink=32), card(model, sparsity=0.75)]
     cards.append(card(model, "0.1\t0.9\n0.2\t0.8\n"))
     assert len({c.identity for c in cards}) == len(cards)
+
+
+def test_models_that_differ_in_a_few_weights_only_never_share_an_identity(model: Path) -> None:
+    weights = np.zeros(3_000_000, dtype=np.float32)
+    identities = set()
+    for changed in (slice(0, 0), slice(1_000_000, 1_010_000), slice(2_990_000, None)):
+        tuned = weights.copy()
+        tuned[changed] = 1e-6
+        save_file({"w": tuned}, model / "model.safetensors")
+        identities.add(card(model).identity)
+    assert len(identities) == 3
 
 
 def test_a_pattern_that_changes_no_policy_keeps_the_cache_usable(model: Path) -> None:

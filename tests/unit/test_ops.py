@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 from threadpoolctl import ThreadpoolController
@@ -35,6 +37,20 @@ def test_linear(ops, tokens: int) -> None:
     prepared = ops.linear_weight(weight)
     close(ops, ops.linear(ops.tensor(x), prepared), expected)
     close(ops, ops.linear(ops.tensor(x), prepared, ops.tensor(bias)), expected + bias)
+
+
+def test_mapped_weights_are_not_copied_and_let_go_of_with_the_last_tensor(ops) -> None:
+    mapped = normal(8, 16)
+    mapped.flags.writeable = False
+    memory, x = weakref.ref(mapped), normal(3, 16)
+    whole, again, rows = ops.tensor(mapped), ops.tensor(mapped), ops.linear_weight(mapped[:5])  # as tied embeddings are
+    assert all(np.shares_memory(ops.numpy(tensor), mapped) for tensor in (whole, again, rows))
+    expected = x.astype(np.float64) @ mapped[:5].T.astype(np.float64)
+    del mapped, whole, again
+    assert memory() is not None
+    close(ops, ops.linear(ops.tensor(x), rows), expected)
+    del rows
+    assert memory() is None
 
 
 @pytest.mark.parametrize("shape", [(3, 16), (2, 5, 16), (40, 1024), (40, 4, 512)])

@@ -66,8 +66,8 @@ def test_the_filters_keep_what_their_definitions_say(params: SamplingParams, see
     assert (probability[kept] >= params.min_p * (1 - 1e-6)).all()
     passed = [i for i in order[: params.top_k or VOCAB] if probability[i] >= params.min_p * (1 - 1e-6)]
     mass = probability[passed].sum()
-    assert probability[kept].sum() - probability[kept].min() < params.top_p * mass + 1e-6
-    assert probability[kept].sum() >= params.top_p * mass - 1e-6
+    assert probability[kept].sum() - probability[kept].min() < params.top_p * mass + 1e-5
+    assert probability[kept].sum() >= params.top_p * mass - 1e-5
     np.testing.assert_allclose(weights, probability[kept], rtol=1e-6)
 
 

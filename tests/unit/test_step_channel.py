@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ class Group:
         self.failures: list[BaseException] = []
 
     def start(self, workers: list[Echo | Scripted], step_timeout_s: float = 30.0) -> ZmqExecutor:
-        self.executor = ZmqExecutor(self._endpoint, len(workers), step_timeout_s)
+        self.executor = ZmqExecutor(self._endpoint, len(workers), step_timeout_s, start_timeout_s=30.0)
         for rank, worker in enumerate(workers):
             self._threads.append(threading.Thread(target=self._serve, args=(worker, rank)))
             self._threads[-1].start()
@@ -105,6 +106,21 @@ def test_poll_gives_nothing_while_a_rank_is_still_computing(group: Group) -> Non
     result = executor.poll(10.0)
     assert result is not None
     assert result.step_id == 0
+
+
+def test_a_command_may_take_as_long_as_a_start_and_a_step_may_not(group: Group) -> None:
+    def slow(batch: BatchRequest) -> StepResult:
+        time.sleep(0.3)
+        return StepResult(batch.step_id, 0, np.empty(0, np.int32), forgotten=5)
+
+    executor = group.start([Scripted(slow)], step_timeout_s=0.1)
+    executor.submit(replace(batch(0, rows=0), command="wake"))
+    result = executor.poll(10.0)
+    assert result is not None
+    assert (result.step_id, result.forgotten) == (0, 5)
+    executor.submit(batch(1))
+    with pytest.raises(EngineDiedError, match=r"step 1 did not end within step_timeout_s = 0\.1 s"):
+        executor.poll(10.0)
 
 
 def test_logprobs_cross_the_channel(group: Group) -> None:

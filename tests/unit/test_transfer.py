@@ -98,6 +98,33 @@ def threads():
         stream.close()
 
 
+# ---- the device arena ----
+
+
+def test_another_device_arena_may_take_the_place_of_the_first(clock) -> None:
+    copies = Copies(SimulatedStream(clock), SimulatedStream(clock))
+    old, copies.device = copies.device, np.zeros_like(copies.device)
+    copies.manager.attach_device(None)
+    copies.manager.attach_device(copies.device)
+    copies.manager.load(int32((0, 2, 5)))
+    copies.manager.wait_layer(LAYERS - 1)
+    assert copies.layers_on_device(5, 2) == [True] * LAYERS
+    assert not old.any()
+
+
+def test_an_arena_is_not_exchanged_under_copies_nor_for_one_of_another_size(slow: Copies) -> None:
+    with pytest.raises(ValueError, match="multiple of a block"):
+        slow.manager.attach_device(np.zeros(LAYOUT.block_bytes + 1, np.uint8))
+    slow.manager.store(int32((0, 1)))
+    with pytest.raises(ValueError, match="copies are under way"):
+        slow.manager.attach_device(None)
+    slow.manager.drain(WAIT_S)
+    slow.manager.finished_stores()
+    slow.manager.load(int32((0, 2, 5)))
+    with pytest.raises(ValueError, match="copies are under way"):
+        slow.manager.attach_device(None)
+
+
 # ---- streams ----
 
 

@@ -13,6 +13,7 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,11 +82,27 @@ class PaddleOps:
         paddle.set_device("cpu")
         paddle.base.core.set_num_threads(threads)
         paddle.set_grad_enabled(False)
+        self._borrowed: WeakValueDictionary[int, paddle.Tensor] = WeakValueDictionary()  # by address
 
     def tensor(self, array: NDArray[Any]) -> paddle.Tensor:
         if array.dtype != np.float32:
             raise TypeError(f"tensors are float32, got an array of {array.dtype}")
-        return self.from_kernel_array(_writable(np.ascontiguousarray(array)))
+        array = np.ascontiguousarray(array)
+        return self.from_kernel_array(array) if array.flags.writeable else self._borrow(array)
+
+    def _borrow(self, array: NDArray[Any]) -> paddle.Tensor:
+        """A tensor of read-only memory, such as a mapped file's.
+
+        Of two tensors made by DLPack from one address Paddle never lets go of the memory; tied embeddings would be
+        such two. So what begins where another one does becomes a view of that.
+        """
+        address = array.ctypes.data
+        first = self._borrowed.get(address)
+        if first is None:
+            first = self._borrowed[address] = paddle.from_dlpack(_writable(array))
+        elif first.size < array.size:
+            return paddle.from_dlpack(array.copy())
+        return first if tuple(first.shape) == array.shape else first.reshape([-1])[: array.size].reshape(array.shape)
 
     def numpy(self, tensor: paddle.Tensor) -> NDArray[Any]:
         return np.asarray(_Memory(tensor))
@@ -147,8 +164,6 @@ def _writable(array: NDArray[Any]) -> NDArray[Any]:
 
     Nothing here writes to a tensor that it did not make.
     """
-    if array.flags.writeable:
-        return array
     interface = dict(array.__array_interface__)
     interface["data"] = (interface["data"][0], False)
     holder = _Borrowed(array, interface)

@@ -1,0 +1,278 @@
+"""What each tier of the cache saves, and what it costs the running batch.
+
+    python benchmarks/tiers.py [--quick] [--storage DIRECTORY] [--mooncake HOST:PORT]
+
+1. Time to first token of requests with a prefix of 4,000 tokens: cold; then with the prefix on the device, on the host
+   alone, in storage alone. `host_over_cold` and `file_over_cold` are medians over several prefixes.
+2. Layer by layer against load-then-compute: the same prefixes from the host, in turns. `waited_over_load` is the time
+   that forward passes stood still for loads over the time the loads took.
+3. A decoding batch while a prefix is loaded and another stored every second, in turns with a quiet one: `tpot_ratio`.
+4. Conversations whose prefixes take four times the device's cache, in turns of one request: requests per second with
+   the host tier, with the device alone, and without prefix caching.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headwise.kernels.block_copy import make_block_copy
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.host_copies import COPY_THREADS, layer_ranges
+from headwise.runtime.local import LocalEngine
+from headwise.runtime.request import GenerationResult, SamplingParams
+from headwise.runtime.worker import ModelWorker
+from headwise.transfer.cpu_stream import CpuStream
+from headwise.transfer.transfer_manager import TransferManager
+
+PREFIX_TOKENS = 4000
+OWN_TOKENS = 128
+"""Tokens of each request behind its prefix."""
+FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+
+def base_config(**changes: Any) -> EngineConfig:
+    values = {"model": "smollm2-135m", "kv_cache": "1GiB", "host_cache": "2GiB", "write_policy": "write_through"}
+    return EngineConfig(**{**values, **changes})
+
+
+def tokens(rng: np.random.Generator, count: int) -> list[int]:
+    return [int(token) for token in rng.integers(1000, 30000, count)]
+
+
+def serve(engine: LocalEngine, prompt: Sequence[int]) -> GenerationResult:
+    """Serve one request; all copies are through when this returns."""
+    return engine.generate([prompt], FIRST)[0]
+
+
+def show(*cells: object) -> None:
+    print("".join(f"{cell:>14.3f}" if isinstance(cell, float) else f"{cell:>14}" for cell in cells), flush=True)
+
+
+# ---- 1. time to first token ----
+
+
+def time_tiers(config: EngineConfig, name: str, prefixes: int, seed: int) -> dict[str, float]:
+    """Seconds to the first token, medians over prefixes: cold, device, host, and ``name``, the storage."""
+    rng = np.random.default_rng(seed)
+    emptied = {"cold": [], "device": [], "host": ["device"], name: ["device", "host"]}
+    seconds: dict[str, list[float]] = {tier: [] for tier in emptied}
+    with LocalEngine(config) as engine:
+        serve(engine, tokens(rng, 600))  # the kernels' first calls
+        for _ in range(prefixes):
+            prefix = tokens(rng, PREFIX_TOKENS)
+            for tier, tiers in emptied.items():
+                for emptied_tier in tiers:
+                    engine.reset_cache(emptied_tier)
+                result = serve(engine, prefix + tokens(rng, OWN_TOKENS))
+                expected = 0 if tier == "cold" else PREFIX_TOKENS // config.block_size * config.block_size
+                if result.usage.cached_tokens != expected:
+                    raise SystemExit(f"{tier}: {result.usage.cached_tokens} of {expected} tokens came from the cache")
+                seconds[tier].append(result.timings.ttft_s)
+    return {tier: statistics.median(values) for tier, values in seconds.items()}
+
+
+# ---- 2. layer by layer ----
+
+
+@contextmanager
+def load_then_compute(engine: LocalEngine) -> Iterator[None]:
+    """Let every layer wait for the last one's load: the first does, so nothing is computed before all is loaded."""
+    copies = engine._worker._copies
+    wait_layer, last = copies.wait_layer, engine.core.card.config.num_layers - 1
+    copies.wait_layer = lambda layer: wait_layer(last)
+    try:
+        yield
+    finally:
+        copies.wait_layer = wait_layer
+
+
+def time_overlap(prefixes: int, seed: int) -> dict[str, float]:
+    """Seconds of loading and of waiting for it, and to the first token, for both ways, medians over prefixes."""
+    rng = np.random.default_rng(seed)
+    rows: dict[str, list[tuple[float, float, float]]] = {"layers": [], "whole": []}
+    with LocalEngine(base_config()) as engine:
+        serve(engine, tokens(rng, 600))
+        for _ in range(prefixes):
+            prefix = tokens(rng, PREFIX_TOKENS)
+            serve(engine, prefix)
+            for way in rows:
+                engine.reset_cache("device")
+                before = engine.core.resources.transfers.get("load")
+                prompt = prefix + tokens(rng, OWN_TOKENS)
+                if way == "whole":
+                    with load_then_compute(engine):
+                        result = serve(engine, prompt)
+                else:
+                    result = serve(engine, prompt)
+                after = engine.core.resources.transfers["load"]
+                busy = after.busy_s - (before.busy_s if before else 0.0)
+                waited = after.waited_s - (before.waited_s if before else 0.0)
+                rows[way].append((busy, waited, result.timings.ttft_s))
+    medians = {way: [statistics.median(column) for column in zip(*row, strict=True)] for way, row in rows.items()}
+    return {f"{way}_{name}": value for way, row in medians.items() for name, value in zip(COLUMNS, row, strict=True)}
+
+
+COLUMNS = ("load_s", "waited_s", "ttft_s")
+
+
+# ---- 3. a batch that decodes meanwhile ----
+
+
+def time_decoding(seconds: float, seed: int) -> dict[str, float]:
+    """Seconds of a decode step of 8 sequences, quiet and beside loads and stores, in turns of a second.
+
+    The copies are those of a second transfer manager, so that no request of their own takes part in the steps.
+    """
+    rng = np.random.default_rng(seed)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
+    with LocalEngine(base_config()) as engine:
+        core, worker = engine.core, engine._worker
+        for _ in range(8):
+            core.add(engine.front_door.prepare(prompt=tokens(rng, 512), sampling=sampling))
+        while min(len(sequence.output) for sequence in core._live.values()) < 2:
+            core.step(None)
+        blocks = PREFIX_TOKENS // core.config.block_size
+        device, host = core.cache.pool.allocate(2 * blocks), core.cache.host.pool.allocate(2 * blocks)
+        loads = np.stack([np.zeros(blocks, np.int32), host[:blocks], device[:blocks]], axis=1)
+        stores = np.stack([device[blocks:], host[blocks:]], axis=1)
+        copies = second_manager(worker)
+        steps: dict[str, list[float]] = {"quiet": [], "busy": []}
+        for way in ["quiet", "busy"] * int(seconds / 2):
+            began = time.perf_counter()
+            if way == "busy":
+                copies.load(loads)
+                copies.store(stores)
+            count = 0
+            while time.perf_counter() - began < 1.0:
+                core.step(None)
+                count += 1
+            steps[way].append((time.perf_counter() - began) / count)
+            copies.finish_loads()
+            copies.finished_stores()
+        for request_id in list(core._live):
+            core.abort(request_id)
+        copies.close()
+        worst = max(copies.load_stats().busy_s, copies.store_stats().busy_s) / len(steps["busy"])
+    ratios = [busy / quiet for quiet, busy in zip(steps["quiet"], steps["busy"], strict=True)]
+    return {
+        "quiet_s": statistics.median(steps["quiet"]),
+        "busy_s": statistics.median(steps["busy"]),
+        "copying_s": worst,
+        "ratio": statistics.median(ratios),
+    }
+
+
+def second_manager(worker: ModelWorker) -> TransferManager:
+    card, copies = worker.card, worker._copies
+    return TransferManager(
+        card.layout,
+        layer_ranges(card.plan, card.layout, 0),
+        worker._cache.arena,
+        copies._arena.array,
+        copy=make_block_copy("auto", COPY_THREADS),
+        input_stream=CpuStream("load"),
+        output_stream=CpuStream("store"),
+    )
+
+
+# ---- 4. more prefixes than the device holds ----
+
+
+def time_conversations(sessions: int, turns: int, seed: int) -> dict[str, float]:
+    """Requests per second with each cache, which take turns by request; the working set is four times the device's."""
+    rng = np.random.default_rng(seed)
+    prefix_tokens = 1024
+    with LocalEngine(base_config()) as engine:
+        card = engine.core.card
+    columns = -(-(prefix_tokens + OWN_TOKENS + 16) // card.layout.block_size)
+    device = f"{-(-sessions * columns // 4) * len(card.plan.groups) * card.layout.block_bytes}B"
+    ways = {
+        "host": base_config(kv_cache=device),
+        "device": base_config(kv_cache=device, host_cache="0"),
+        "none": base_config(kv_cache=device, host_cache="0", prefix_caching=False),
+    }
+    prefixes = [tokens(rng, prefix_tokens) for _ in range(sessions)]
+    order = [session for _ in range(turns) for session in random.Random(seed).sample(range(sessions), sessions)]
+    engines = {way: LocalEngine(config) for way, config in ways.items()}
+    spent = dict.fromkeys(ways, 0.0)
+    for engine in engines.values():
+        for prefix in prefixes:
+            serve(engine, prefix)
+    for session in order:
+        prompt = prefixes[session] + tokens(rng, OWN_TOKENS)
+        for way, engine in engines.items():
+            began = time.perf_counter()
+            engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+            spent[way] += time.perf_counter() - began
+    for engine in engines.values():
+        engine.close()
+    return {way: len(order) / seconds for way, seconds in spent.items()}
+
+
+# ---- all ----
+
+
+def show_ttft(title: str, seconds: dict[str, float]) -> dict[str, float]:
+    print(f"\n{title}: seconds to the first token, prefix of {PREFIX_TOKENS} tokens and {OWN_TOKENS} of its own")
+    show("", *seconds)
+    show("seconds", *seconds.values())
+    ratios = {tier: value / seconds["cold"] for tier, value in seconds.items()}
+    show("over cold", *ratios.values())
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", type=Path, help="directory for the file storage; default: a temporary one")
+    parser.add_argument("--mooncake", help="HOST:PORT of a mooncake_master, to measure that storage, too")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, about a minute on two cores")
+    args = parser.parse_args()
+    prefixes, result = (1 if args.quick else 5), {}
+    with tempfile.TemporaryDirectory(dir=args.storage) as directory:
+        storages: dict[str, str] = {"file": f"file://{directory}?capacity=8GiB"}
+        if args.mooncake:
+            storages["mooncake"] = f"mooncake://{args.mooncake}?segment=4GiB"
+        for name, url in storages.items():
+            ratios = show_ttft(name, time_tiers(base_config(storage=url), name, prefixes, seed=1))
+            result |= {f"{tier}_over_cold": ratio for tier, ratio in ratios.items() if tier != "cold"}
+
+    overlap = time_overlap(prefixes, seed=2)
+    print("\nthe same prefixes from the host: layer by layer, and load-then-compute")
+    show("", *COLUMNS)
+    for way in ("layers", "whole"):
+        show(way, *(overlap[f"{way}_{name}"] for name in COLUMNS))
+    result["waited_over_load"] = overlap["layers_waited_s"] / overlap["layers_load_s"]
+
+    decoding = time_decoding(6 if args.quick else 40, seed=3)
+    print(f"\n8 sequences decode; every second a prefix of {PREFIX_TOKENS} tokens is loaded and one is stored")
+    show("", "quiet, s", "busy, s", "copying, s", "ratio")
+    show("step", *decoding.values())
+    result["tpot_ratio"] = decoding["ratio"]
+
+    rates = time_conversations(8, 1 if args.quick else 3, seed=4)
+    print("\nconversations that take four times the device's cache: requests per second")
+    show("", *rates)
+    show("rate", *rates.values())
+    result |= {
+        "host_over_device_rate": rates["host"] / rates["device"],
+        "host_over_none_rate": rates["host"] / rates["none"],
+    }
+    print(json.dumps({**result, "prefix_tokens": PREFIX_TOKENS, "cores": len(os.sched_getaffinity(0))}))
+
+
+if __name__ == "__main__":
+    main()

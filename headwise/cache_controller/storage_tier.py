@@ -1,0 +1,301 @@
+"""The storage's part of an engine's cache: what goes there from the host, and what is fetched back to the host.
+
+    host block   --put-->    storage         the host block is held until all workers report
+    storage      --fetch-->  host block      held likewise; the prefix tree knows it once it is complete
+
+Storage is slow, shared with others, and may lose what it has, fail or hang: a block counts only once it is on the
+host. What hangs keeps its host blocks, and a bounded number of them; no more is asked of a storage that says nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.block_pool import BlockPool, Blocks
+from headwise.cache_controller.radix_tree import NOWHERE, ROOT, Nodes, RadixTree
+
+log = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 0.25
+"""Share of the host's blocks that puts may hold, and fetches: both cannot be evicted meanwhile."""
+
+
+@dataclass(frozen=True)
+class NamedBlocks:
+    """Host blocks and what they hold.
+
+    blocks: ``int32 [m, 2]`` (group, host block)
+    hashes: block hash of each, one after the other
+    """
+
+    blocks: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
+    hashes: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class StorageTierStats:
+    """Counts of blocks: on their way now, and since the start.
+
+    hit_tokens: tokens of prefixes that could be served because of what was fetched
+    is_stalled: storage has said nothing for too long, and is not used until it does
+    """
+
+    queued_puts: int
+    queued_fetches: int
+    put_blocks: int
+    failed_puts: int
+    fetched_blocks: int
+    missed_blocks: int
+    hit_tokens: int
+    is_stalled: bool
+
+
+class _Patience:
+    """Whether storage still answers: it is ``stalled`` when it owes an answer and has given none for ``timeout_s``."""
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        self.is_stalled = False
+        self._what, self._timeout_s = what, timeout_s
+        self._heard_at = 0.0
+
+    def look(self, now: float, owed: int) -> None:
+        """Note the time, and how many answers storage owes."""
+        if not owed:
+            self._heard_at = now
+        elif now - self._heard_at > self._timeout_s and not self.is_stalled:
+            log.warning("storage has not %s for %g s: it is not used until it does", self._what, self._timeout_s)
+            self.is_stalled = True
+
+    def heard(self, now: float) -> None:
+        """Storage has answered."""
+        self._heard_at = now
+        if self.is_stalled:
+            log.warning("storage has %s again", self._what)
+            self.is_stalled = False
+
+
+@dataclass(eq=False)
+class Fetch:
+    """What was asked of storage for one request.
+
+    left:   blocks still on their way
+    gained: tokens more that can be served if all of them come
+    missed: whether one did not
+    """
+
+    gained: int
+    left: int = 0
+    missed: bool = False
+
+
+@dataclass(eq=False)
+class _Coming:
+    """A block on its way from storage: where it belongs, and who waits for it."""
+
+    path: Sequence[bytes]
+    column: int
+    group: int
+    waiting: list[Fetch]
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        return self.path[self.column], self.group
+
+
+class StorageTier:
+    """Owns the puts and fetches in flight.
+
+    pool:      the host's
+    on_change: told of nodes that gained blocks on the host
+    timeout_s: seconds without an answer after which storage counts as stalled
+    fetch_s:   seconds that fetching a block takes, as measured; 0 if it was not yet
+    """
+
+    def __init__(
+        self, tree: RadixTree, pool: BlockPool, on_change: Callable[[Nodes, bool], None], timeout_s: float
+    ) -> None:
+        self.fetch_s = 0.0
+        self._tree, self._pool = tree, pool
+        self._on_change = on_change
+        self._putting_goes_on = _Patience("taken a block", timeout_s)
+        self._fetching_goes_on = _Patience("given a block", timeout_s)
+        self._asking_goes_on = _Patience("said what it has", timeout_s)
+        self._asking: set[str] = set()
+        self._max_in_flight = max(1, int(MAX_IN_FLIGHT * pool.num_blocks))
+        self._backlog: deque[tuple[int, int]] = deque(maxlen=pool.num_blocks)  # host blocks, and what they held
+        self._putting: set[int] = set()
+        self._puts: list[tuple[int, int, bytes]] = []  # not sent yet: (group, host block, hash)
+        self._coming: dict[tuple[bytes, int], _Coming] = {}
+        self._fetching: dict[int, _Coming] = {}  # by host block
+        self._fetches: list[tuple[int, int, bytes]] = []  # not sent yet: (group, host block, hash)
+        self._put = self._failed_puts = self._fetched = self._missed = self._hit_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something is on its way of which word may be expected."""
+        puts = self._putting and not self._putting_goes_on.is_stalled
+        return bool(puts or (self._fetching and not self._fetching_goes_on.is_stalled))
+
+    @property
+    def is_stalled(self) -> bool:
+        return any(kind.is_stalled for kind in (self._putting_goes_on, self._fetching_goes_on, self._asking_goes_on))
+
+    def stats(self) -> StorageTierStats:
+        return StorageTierStats(
+            queued_puts=len(self._putting) + len(self._backlog),
+            queued_fetches=len(self._fetching),
+            put_blocks=self._put,
+            failed_puts=self._failed_puts,
+            fetched_blocks=self._fetched,
+            missed_blocks=self._missed,
+            hit_tokens=self._hit_tokens,
+            is_stalled=self.is_stalled,
+        )
+
+    def watch(self, now: float) -> None:
+        """Note the time: of storage that owes an answer and gives none, no more is asked."""
+        self._putting_goes_on.look(now, len(self._putting))
+        self._fetching_goes_on.look(now, len(self._fetching))
+        self._asking_goes_on.look(now, len(self._asking))
+
+    # ---- what storage has ----
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether to ask storage what it has: it says so, and what it has does come."""
+        return not (self._asking_goes_on.is_stalled or self._fetching_goes_on.is_stalled)
+
+    def ask(self, key: str) -> None:
+        """Storage was asked what it has of a path."""
+        self._asking.add(key)
+
+    def answered(self, key: str, now: float) -> None:
+        """It has said so."""
+        self._asking.discard(key)
+        self._asking_goes_on.heard(now)
+
+    def ask_no_more(self, key: str) -> None:
+        """The question was taken back."""
+        self._asking.discard(key)
+
+    # ---- host to storage ----
+
+    def put(self, host_blocks: Blocks) -> None:
+        """Write host blocks that the tree knows to storage, as many at once as may be in flight, the rest later.
+
+        What is evicted from the host before its turn comes is not written.
+        """
+        owner = self._tree.host.owner
+        self._backlog.extend((int(block), owner(block)) for block in host_blocks)
+        self._start_puts()
+
+    def _start_puts(self) -> None:
+        while self._backlog and len(self._putting) < self._max_in_flight and not self._putting_goes_on.is_stalled:
+            block, owner = self._backlog.popleft()
+            if owner == NOWHERE or owner != self._tree.host.owner(np.int32(block)) or block in self._putting:
+                continue
+            node, group = divmod(owner, self._tree.host.num_groups)
+            self._pool.retain(np.array([block], dtype=np.int32))
+            self._putting.add(block)
+            self._puts.append((group, block, self._tree.hashes[node]))
+
+    def take_puts(self) -> NamedBlocks:
+        """What is to be written, from the next step on."""
+        puts, self._puts = self._puts, []
+        return _named(puts)
+
+    def put_done(self, host_blocks: Sequence[int], failed: Sequence[int], now: float) -> None:
+        """Blocks are in storage, or could not be written."""
+        if not (host_blocks or failed):
+            return
+        self._putting_goes_on.heard(now)
+        done = np.array([*host_blocks, *failed], dtype=np.int32)
+        self._putting.difference_update(done.tolist())
+        self._put += len(host_blocks)
+        self._failed_puts += len(failed)
+        self._pool.release(done)
+        self._start_puts()
+
+    # ---- storage to host ----
+
+    @property
+    def room(self) -> int:
+        """Blocks that may be fetched now."""
+        if self._fetching_goes_on.is_stalled:
+            return 0
+        return max(0, min(self._max_in_flight - len(self._fetching), self._pool.num_available))
+
+    def fetch(self, path: Sequence[bytes], wanted: NDArray[np.bool_], gained: int) -> Fetch:
+        """Bring the blocks ``wanted [n, groups]`` of a path to the host; those on their way already come once.
+
+        gained: tokens more that can be served then
+
+        Raises ValueError if there are more than `room`.
+        """
+        fetch = Fetch(gained)
+        new = []
+        for column, group in np.argwhere(wanted).tolist():
+            coming = self._coming.get((path[column], group))
+            if coming is None:
+                coming = _Coming(path, column, group, [])
+                new.append(coming)
+            coming.waiting.append(fetch)
+            fetch.left += 1
+        for coming, block in zip(new, self._pool.allocate(len(new)).tolist(), strict=True):
+            self._coming[coming.key] = self._fetching[block] = coming
+            self._fetches.append((coming.group, block, coming.path[coming.column]))
+        return fetch
+
+    def take_fetches(self) -> NamedBlocks:
+        """What is to be fetched, from the next step on."""
+        fetches, self._fetches = self._fetches, []
+        return _named(fetches)
+
+    def fetched(self, host_blocks: Sequence[int], missed: Sequence[int], now: float) -> None:
+        """Blocks are on the host, or storage did not have them (any more)."""
+        if not (host_blocks or missed):
+            return
+        self._fetching_goes_on.heard(now)
+        came = {block: self._fetching.pop(block) for block in host_blocks}
+        lacking = {block: self._fetching.pop(block) for block in missed}
+        self._attach(came)
+        self._fetched += len(came)
+        self._missed += len(lacking)
+        for block, coming in (*came.items(), *lacking.items()):
+            del self._coming[coming.key]
+            for fetch in coming.waiting:
+                fetch.left -= 1
+                fetch.missed |= block in lacking
+                if not fetch.left and not fetch.missed:
+                    self._hit_tokens += fetch.gained
+        self._pool.release(np.array([*came, *lacking], dtype=np.int32))
+
+    def _attach(self, came: dict[int, _Coming]) -> None:
+        """Let the tree know the blocks, but for those that the host has got otherwise meanwhile."""
+        depths: dict[int, int] = {}
+        for coming in came.values():
+            depths[id(coming.path)] = max(depths.get(id(coming.path), 0), coming.column + 1)
+        paths = {id(coming.path): coming.path for coming in came.values()}
+        nodes = {key: self._tree.insert(path[: depths[key]], ROOT, 0) for key, path in paths.items()}
+        node = np.array([nodes[id(coming.path)][coming.column] for coming in came.values()], dtype=np.int64)
+        group = np.array([coming.group for coming in came.values()], dtype=np.int64)
+        blocks = np.array(list(came), dtype=np.int32)
+        lacked = self._tree.host.blocks[node, group] == NOWHERE
+        self._tree.host.attach_one_by_one(node[lacked], group[lacked], blocks[lacked])
+        self._pool.register(blocks[lacked])
+        self._on_change(node[lacked], True)
+
+    def held_host_blocks(self) -> set[int]:
+        """The host blocks that puts and fetches in flight hold."""
+        return self._putting | self._fetching.keys()
+
+
+def _named(entries: Sequence[tuple[int, int, bytes]]) -> NamedBlocks:
+    blocks = np.array([entry[:2] for entry in entries], dtype=np.int32).reshape(-1, 2)
+    return NamedBlocks(blocks, tuple(entry[2] for entry in entries))

@@ -1,0 +1,166 @@
+"""Asks storage, beside the engine's loop, which blocks of a prefix it holds."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import first_line
+from headwise.storage.backends.base import BlockStorage
+
+log = logging.getLogger(__name__)
+
+SIGNAL_BYTES = 1 << 20
+"""More than a socket holds."""
+
+CLOSE_S = 1.0
+"""Longest wait of `StorageLookup.close` for a call that is under way."""
+
+
+@dataclass(eq=False)
+class _Query:
+    key: str
+    hashes: Sequence[bytes]
+    is_cancelled: bool = False
+
+
+class StorageLookup:
+    """Asks on a thread of its own, in order of submission, which blocks of a path every TP rank has in storage.
+
+    Any thread may call. A storage that hangs never answers, and neither does what queues behind it.
+
+    storages: one per TP rank, of that rank's namespace; `close` closes them
+    groups:   head groups of a block
+    """
+
+    def __init__(self, storages: Sequence[BlockStorage], groups: int) -> None:
+        self._storages = storages
+        self._groups = groups
+        self._queue: deque[_Query] = deque()
+        self._asking: _Query | None = None
+        self._answers: list[tuple[str, NDArray[np.bool_]]] = []
+        self._is_closed = False
+        self._logged: set[type[Exception]] = set()
+        lock = threading.Lock()
+        self._has_query, self._has_answer = threading.Condition(lock), threading.Condition(lock)
+        self._lock = lock
+        self._signal, self._signal_end = socket.socketpair()
+        self._signal.setblocking(False)
+        self._signal_end.setblocking(False)
+        # A daemon: a process must be able to end while a call hangs.
+        self._thread = threading.Thread(target=self._run, name="headwise-lookup", daemon=True)
+        self._thread.start()
+
+    def submit(self, key: str, hashes: Sequence[bytes]) -> None:
+        """Ask for a path's blocks, by their hashes. Returns at once; ``key`` names the answer.
+
+        Raises:
+            RuntimeError: the lookup is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"the storage lookup is closed: {key!r} can no longer be submitted to it")
+            self._queue.append(_Query(key, tuple(hashes)))
+            self._has_query.notify()
+
+    def poll(self) -> list[tuple[str, NDArray[np.bool_]]]:
+        """The answers since the last call, in order. Never waits.
+
+        Each is the key and ``bool [n, groups]``: whether the storages of all ranks contain the block of that hash and
+        group. It is False where one could not tell.
+        """
+        with self._lock:
+            answers, self._answers = self._answers, []
+            with suppress(OSError):  # nothing there, or closed
+                self._signal.recv(SIGNAL_BYTES)
+            return answers
+
+    def fileno(self) -> int:
+        """A file descriptor that is readable while `poll` has an answer to give, for a poller."""
+        return self._signal.fileno()
+
+    def cancel(self, key: str) -> None:
+        """No answer is wanted to what was submitted under ``key`` so far; unknown keys are ignored."""
+        with self._lock:
+            self._queue = deque(query for query in self._queue if query.key != key)
+            self._answers = [answer for answer in self._answers if answer[0] != key]
+            if self._asking is not None and self._asking.key == key:
+                self._asking.is_cancelled = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `poll` has an answer to give; False if there was none in time, or the lookup is closed."""
+        with self._lock:
+            self._has_answer.wait_for(lambda: bool(self._answers) or self._is_closed, timeout_s)
+            return bool(self._answers)
+
+    def close(self) -> None:
+        """Drop what is queued, and close the storages; soon, even if a call hangs. May be called again."""
+        with self._lock:
+            self._is_closed = True
+            self._queue.clear()
+            self._has_query.notify_all()
+            self._has_answer.notify_all()
+        self._thread.join(CLOSE_S)
+
+    # ---- on the thread ----
+
+    def _run(self) -> None:
+        while (query := self._next()) is not None:
+            answer = self._ask(query.hashes)
+            with self._lock:
+                self._asking = None
+                if not query.is_cancelled and not self._is_closed:
+                    self._answers.append((query.key, answer))
+                    self._has_answer.notify_all()
+                    with suppress(OSError):  # full, and so readable
+                        self._signal_end.send(b"!")
+        for storage in self._storages:
+            try:
+                storage.close()
+            except Exception as error:
+                self._log_once(error)
+        self._signal.close()
+        self._signal_end.close()
+
+    def _next(self) -> _Query | None:
+        """The query whose turn it is, once there is one; None when closed."""
+        with self._lock:
+            self._has_query.wait_for(lambda: bool(self._queue) or self._is_closed)
+            self._asking = self._queue.popleft() if self._queue else None
+            return self._asking
+
+    def _ask(self, hashes: Sequence[bytes]) -> NDArray[np.bool_]:
+        found = np.ones(len(hashes) * self._groups, dtype=np.bool_)
+        per_group = [block_hash for block_hash in hashes for _ in range(self._groups)]
+        groups = np.tile(np.arange(self._groups, dtype=np.int32), len(hashes))
+        try:
+            for storage in self._storages:
+                if found.any():
+                    found &= _contained(storage, per_group, groups)
+        except Exception as error:  # what is not found is computed
+            self._log_once(error)
+            found[:] = False
+        return found.reshape(len(hashes), self._groups)
+
+    def _log_once(self, error: Exception) -> None:
+        if type(error) not in self._logged:
+            self._logged.add(type(error))
+            log.warning(
+                "cannot ask storage what it has: %s: %s; counts as nothing, and is not logged again",
+                type(error).__name__, first_line(error),
+            )  # fmt: skip
+
+
+def _contained(storage: BlockStorage, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> NDArray[np.bool_]:
+    hits = storage.contains(hashes, groups)
+    if hits.dtype != np.bool_ or hits.shape != groups.shape:
+        raise TypeError(f"the answer for {len(groups)} blocks is {hits.dtype} {list(hits.shape)}")
+    return hits

@@ -1,0 +1,159 @@
+"""An engine that slept in the middle of its requests says what it would have said, and gave up its memory meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reference import Answer, answers, assert_same
+from test_tokens import GREEDY, Bench
+
+from headwise import EngineConfig, LocalEngine
+from headwise.errors import ConfigError, EngineDiedError
+from headwise.runtime.engine import EngineCore
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.request import GenerationResult
+from headwise.runtime.worker import ModelWorker
+
+pytestmark = pytest.mark.model
+
+MODEL = "smollm2-135m"
+CONFIG = EngineConfig(model=MODEL, kv_cache="64MiB", max_model_len=512, block_size=16)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(MODEL)
+
+
+def wanted() -> list[Answer]:
+    return [answer for answer in answers(MODEL) if len(answer.prompt_ids) <= 400][-4:]
+
+
+class Serving:
+    """An engine that serves the answers' requests."""
+
+    def __init__(self, bench: Bench, engine: EngineCore) -> None:
+        self.engine = engine
+        self.results = {answer.name: GenerationResult(answer.name) for answer in wanted()}
+        for answer in wanted():
+            prepared = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=GREEDY, request_id=answer.name)
+            engine.add(prepared)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(result.token_ids) for result in self.results.values())
+
+    def step(self) -> None:
+        for delta in self.engine.step(None):
+            assert delta.error is None, delta.error
+            self.results[delta.request_id].add(delta)
+
+    def operate(self, action: str) -> None:
+        operation = self.engine.operate(action)
+        while not operation.is_done:
+            self.step()
+
+
+def memory(worker: ModelWorker) -> list[weakref.ref[Any]]:
+    """The worker's weights and arena."""
+    return [weakref.ref(worker._model), weakref.ref(worker._model._layers[0]), weakref.ref(worker._cache.arena)]
+
+
+@pytest.mark.parametrize("tensor_ops", ["paddle", "numpy"])
+def test_weights_and_arena_are_given_up(tensor_ops: str) -> None:
+    config = EngineConfig(model=MODEL, kv_cache="32MiB", max_model_len=128, host_cache="8MiB", tensor_ops=tensor_ops)
+    with LocalEngine(config) as engine:
+        few = replace(GREEDY, max_tokens=4)
+        before = engine.generate(["The sky is"], few)[0].token_ids
+        held = memory(engine._worker)
+        assert all(reference() is not None for reference in held)
+        engine.sleep()
+        assert [reference() for reference in held] == [None, None, None]
+        assert engine.stats()["state"] == "asleep"
+        engine.wake()
+        assert engine.generate(["The sky is"], few)[0].token_ids == before
+
+
+@pytest.mark.parametrize("host", [{}, {"host_cache": "128MiB", "write_policy": "write_back"}], ids=["device", "host"])
+def test_tokens_are_the_same_with_sleep_in_the_middle(bench: Bench, host: dict[str, str]) -> None:
+    engine, executor = bench.engine(
+        **{"kv_cache": "128MiB", "max_model_len": 1024, "max_batched_tokens": 64, "block_size": 16, **host}
+    )
+    serving = Serving(bench, engine)
+    for pause in (1, 40, 150):  # among the prompts, and twice among the tokens
+        while serving.tokens < pause:
+            serving.step()
+        serving.operate("sleep")
+        assert engine.stats()["requests"]["waiting"] > 0
+        assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
+        serving.operate("wake")
+        # What is read there before it is written or loaded makes every logit NaN.
+        bench.worker._cache.arena.view(np.float32)[:] = np.nan
+    while engine.has_work():
+        serving.step()
+    executor.close()
+    for answer in wanted():
+        assert_same(answer, serving.results[answer.name].token_ids)
+    if host:
+        assert engine.stats()["host"]["loaded_blocks"] > 0
+        assert engine.stats()["host"]["failed_blocks"] == 0
+    engine.cache.check_integrity()
+
+
+def test_a_stream_pauses_while_another_thread_has_the_engine_sleep() -> None:
+    answer = wanted()[0]
+    with LocalEngine(CONFIG) as engine:
+        result = GenerationResult("")
+        paused = threading.Event()
+
+        def read() -> None:
+            for delta in engine.stream(answer.prompt_ids, GREEDY):
+                result.add(delta)
+                if len(result.token_ids) == 4:
+                    paused.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert paused.wait(60)
+        engine.sleep()
+        assert engine.stats()["requests"]["waiting"] == 1
+        engine.sleep()
+        engine.wake()
+        reader.join(60)
+        assert_same(answer, result.token_ids)
+
+
+def test_a_stream_may_be_put_to_sleep_and_woken_by_who_reads_it() -> None:
+    answer = wanted()[0]
+    with LocalEngine(CONFIG) as engine:
+        result = GenerationResult("")
+        for delta in engine.stream(answer.prompt_ids, GREEDY):
+            result.add(delta)
+            if len(result.token_ids) == 5:
+                engine.sleep()
+                engine.wake()
+        assert_same(answer, result.token_ids)
+        assert engine.reset_cache() > 0
+        assert engine.stats()["cache"]["cached_blocks"] == 0
+        with pytest.raises(ConfigError, match="host_cache"):
+            engine.reset_cache("host")
+
+
+def test_a_checkpoint_that_vanished_is_the_engine_s_death(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in resolve_model(MODEL, CONFIG.cache_path).iterdir():
+        (model / file.name).symlink_to(file)
+    config = EngineConfig(model=str(model), kv_cache="32MiB", max_model_len=128)
+    with LocalEngine(config) as engine:
+        engine.sleep()
+        for file in model.glob("*.safetensors"):
+            file.unlink()
+        with pytest.raises(EngineDiedError, match=r"TP rank 0 could not wake: .*safetensors"):
+            engine.wake()

@@ -1,0 +1,173 @@
+"""Prefixes that an earlier engine left in storage give the same tokens, whatever became of the storage meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference import Answer, answers, assert_same
+from test_tokens import GREEDY, MODELS, Bench, serve
+
+from headwise.errors import ConfigError
+from headwise.runtime.engine import EngineCore
+from headwise.runtime.request import GenerationResult
+
+pytestmark = pytest.mark.model
+
+TOKENS = 8
+SHORT = replace(GREEDY, max_tokens=TOKENS)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(request.param)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Bench:
+    return Bench("smollm2-135m")
+
+
+def long_prompt(bench: Bench) -> Answer:
+    answer = next(answer for answer in answers(bench.config.model) if answer.name == "long_700")
+    return replace(answer, output_ids=answer.output_ids[:TOKENS], gaps=answer.gaps[:TOKENS])
+
+
+def serve_greedily(bench: Bench, engine: EngineCore, answer: Answer) -> GenerationResult:
+    result = serve(engine, bench.front_door, [answer], {answer.name: SHORT})[answer.name]
+    assert_same(answer, result.token_ids)
+    return result
+
+
+def run(bench: Bench, directory: Path, **changes: Any) -> tuple[int, EngineCore]:
+    """Serve the long prompt with a new engine, whose tokens must be the reference's; how many were cached."""
+    answer = long_prompt(bench)
+    settings = {"block_size": 16, "host_cache": "256MiB", "write_policy": "write_through", **changes}
+    engine, executor = bench.engine(storage=f"file://{directory}?capacity=1GiB", **settings)
+    try:
+        result = serve_greedily(bench, engine, answer)
+    finally:
+        executor.close()
+        bench.worker.close()
+    assert result.usage is not None
+    assert engine.cache.host is not None
+    assert engine.cache.host.pool.num_held == 0
+    return result.usage.cached_tokens, engine
+
+
+def test_a_new_engine_is_warm_from_what_the_last_one_left(bench: Bench, tmp_path: Path) -> None:
+    cached, engine = run(bench, tmp_path)
+    assert cached == 0
+    assert engine.stats()["storage"]["put_blocks"] > 0
+    cached, engine = run(bench, tmp_path)
+    assert cached > 600
+    stats = engine.stats()
+    assert stats["storage"]["hit_tokens"] == cached
+    assert stats["transfers"]["fetch"]["bytes"] > 0
+
+
+def test_what_another_layout_left_is_not_found_and_both_are_kept(smollm2: Bench, tmp_path: Path) -> None:
+    assert run(smollm2, tmp_path)[0] == 0
+    assert run(smollm2, tmp_path, block_size=32)[0] == 0
+    assert run(smollm2, tmp_path, block_size=32)[0] > 600
+    assert run(smollm2, tmp_path)[0] > 600
+
+
+def segments(directory: Path) -> list[Path]:
+    found = [path for path in directory.rglob("*.seg") if path.stat().st_size]
+    assert found
+    return found
+
+
+def vanish(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def truncate(directory: Path) -> None:
+    for path in segments(directory):
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size // 2)
+
+
+def flip_a_bit_everywhere(directory: Path) -> None:
+    """One in every 100,000 bytes: in every block, and in some headers."""
+    for path in segments(directory):
+        data = bytearray(path.read_bytes())
+        for at in range(50_000, len(data), 100_000):
+            data[at] ^= 0x10
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [vanish, truncate, flip_a_bit_everywhere])
+def test_damaged_storage_is_a_miss_and_serves_again(
+    smollm2: Bench, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    directory = tmp_path / "storage"
+    run(smollm2, directory)
+    damage(directory)
+    cached, engine = run(smollm2, directory)
+    assert cached < 600
+    if damage is flip_a_bit_everywhere:
+        assert engine.stats()["storage"]["missed_blocks"] > 0
+    if damage is vanish:
+        assert run(smollm2, directory)[0] > 600
+
+
+def test_the_directory_vanishes_while_an_engine_serves(smollm2: Bench, tmp_path: Path) -> None:
+    directory = tmp_path / "storage"
+    wanted = long_prompt(smollm2)
+    engine, executor = smollm2.engine(
+        block_size=16, host_cache="256MiB", write_policy="write_through", storage=f"file://{directory}?capacity=1GiB"
+    )
+    for turn in range(2):
+        serve_greedily(smollm2, engine, replace(wanted, name=f"turn {turn}"))
+        engine.cache.reset()
+        shutil.rmtree(directory, ignore_errors=True)
+    executor.close()
+    smollm2.worker.close()
+
+
+def test_storage_that_hangs_holds_up_a_request_for_no_longer_than_it_may(smollm2: Bench, tmp_path: Path) -> None:
+    wanted = long_prompt(smollm2)
+    engine, executor = smollm2.engine(
+        block_size=16,
+        host_cache="256MiB",
+        write_policy="write_through",
+        storage=f"file://{tmp_path}?capacity=1GiB",
+        prefetch="wait_complete",
+        storage_timeout_s=0.5,
+    )
+    serve_greedily(smollm2, engine, wanted)
+    engine.cache.reset()
+    pipes = segments(tmp_path)
+    for pipe in pipes:
+        pipe.unlink()
+        os.mkfifo(pipe)  # to open it for reading takes until somebody writes
+    result = serve_greedily(smollm2, engine, replace(wanted, name="again"))
+    assert result.usage is not None
+    assert result.usage.cached_tokens == 0
+    assert engine.stats()["storage"]["is_stalled"]
+    for pipe in pipes:
+        os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))  # whoever waits may go on
+    executor.close()
+    smollm2.worker.close()
+
+
+def test_a_storage_that_is_none_is_refused_at_start(smollm2: Bench, tmp_path: Path) -> None:
+    for url, message in {
+        "ftp://host/path": "unknown scheme",
+        f"file://{tmp_path}": "gives no capacity",
+        f"file://{tmp_path}?capacity=1KiB": "does not hold one block",
+        "file://host/path?capacity=1GiB": "no directory of this machine",
+        f"file://{tmp_path}?size=1GiB": "capacity",
+        "mooncake://": "host and port",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            smollm2.engine(storage=url, host_cache="64MiB")
+    with pytest.raises(ConfigError, match="give host_cache"):
+        smollm2.engine(storage=f"file://{tmp_path}?capacity=1GiB")
