@@ -19,6 +19,7 @@ from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.engine_server import EngineServer, Reporting
 from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.host_copies import check_host_cache
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.storage.flusher import Flusher
 from headwise.storage.lookup import StorageLookup
@@ -115,6 +116,7 @@ class Engine:
             host = address = "127.0.0.1"
         self._front_door = FrontDoor.open(self._config)
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
+        check_host_cache(self._config, self._front_door.card)
         self._lookup = open_lookup(self._config, self._front_door.card)
         self._flusher = Flusher(self._name, time.time_ns(), ray.get(self._store.endpoint.remote()))
         self._server = EngineServer(

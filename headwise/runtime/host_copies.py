@@ -66,14 +66,6 @@ class HostCopies:
         )
         self._reported: dict[str, TransferStats] = {}
 
-    @staticmethod
-    def check_memory(config: EngineConfig, card: ModelCard) -> None:
-        """Raises `ConfigError` if the machine has not the memory for the arenas of all ranks."""
-        try:
-            check_host_memory(config.tp_size * card.spec.num_host_blocks * card.layout.block_bytes)
-        except ValueError as error:
-            raise ConfigError(f"host_cache {config.host_cache} for each of {config.tp_size} workers: {error}") from None
-
     def start(self, batch: BatchRequest) -> None:
         """Start a batch's copies. Its stores read what earlier steps have written."""
         self._manager.load(batch.cache_swap_metadata)
@@ -135,6 +127,17 @@ class HostCopies:
         if self._storage_manager is not None:
             self._storage_manager.close(CLOSE_S)
         self._arena.close()
+
+
+def check_host_cache(config: EngineConfig, card: ModelCard) -> None:
+    """Raises `ConfigError` if this machine has not the memory for the arenas of all ranks.
+
+    To be called before the first rank starts: ranks that check alone would count the same memory.
+    """
+    try:
+        check_host_memory(config.tp_size * card.spec.num_host_blocks * card.layout.block_bytes)
+    except ValueError as error:
+        raise ConfigError(f"host_cache {config.host_cache} for each of {config.tp_size} workers: {error}") from None
 
 
 def layer_ranges(plan: HeadGroupPlan, layout: BlockLayout, rank: int) -> NDArray[np.int64]:

@@ -39,6 +39,11 @@ def describe(config: EngineConfig, card: ModelCard, lengths: Sequence[int] = ())
         "block pool",
         f"{spec.num_blocks} blocks per rank, {format_bytes(spec.num_blocks * layout.block_bytes)}",
     )
+    if spec.num_host_blocks:
+        host = format_bytes(spec.num_host_blocks * layout.block_bytes)
+        yield "host cache", f"{spec.num_host_blocks} blocks per rank, {host}, {config.write_policy}"
+    if config.storage:
+        yield "storage", f"{config.storage}, prefetch {config.prefetch}"
     if config.prefix_caching:
         yield "smallest reusable prefix", f"{layout.block_size} tokens"
     yield "cache of 1,000 tokens", _bytes_of_thousand(card)

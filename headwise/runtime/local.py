@@ -14,6 +14,7 @@ from headwise.runtime.comm import SingleRank
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.host_copies import check_host_cache
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.local_executor import LocalExecutor
 from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, OutputDelta, SamplingParams
@@ -34,12 +35,13 @@ class LocalEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.front_door = FrontDoor.open(config)
+        card, tokenizer = self.front_door.card, self.front_door.tokenizer
+        check_host_cache(config, card)
+        self._lookup = open_lookup(config, card)
         self._worker = ModelWorker(config, resolve_model(config.model, config.cache_path), 0, SingleRank())
         self._worker.initialize_cache()
         logger.info("headwise: %s", self._worker.describe())
         self._executor = LocalExecutor(self._worker)
-        card, tokenizer = self.front_door.card, self.front_door.tokenizer
-        self._lookup = open_lookup(config, card)
         self.core = EngineCore(config, card, tokenizer, self._executor, lookup=self._lookup)
         self._lock = threading.Lock()  # one call's requests at a time
         self._between_steps = threading.Condition()  # held by whoever uses the core

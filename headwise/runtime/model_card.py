@@ -146,6 +146,11 @@ def _cache_spec(config: EngineConfig, layout: BlockLayout, groups: int, max_toke
             "block_size"
         )
     host_blocks = config.host_cache_bytes // layout.block_bytes
+    if config.host_cache_bytes and not host_blocks:
+        raise ConfigError(
+            f"host_cache {config.host_cache} does not hold one block of {layout.block_bytes} bytes: give at least a "
+            "hundred times that, or 0 for none"
+        )
     return CacheSpec(num_blocks, config.max_num_seqs, -(-max_tokens // config.block_size), host_blocks)
 
 

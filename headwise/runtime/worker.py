@@ -64,7 +64,8 @@ class ModelWorker:
         plan, spec = self.card.plan, self.card.spec
         return (
             f"rank {self.rank}: tensors={self._ops.name} kernels={self._kernels.name} groups={len(plan.groups)} "
-            f"slots={plan.slots} blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes"
+            f"slots={plan.slots} blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
+            f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'}"
         )
 
     def initialize_cache(self) -> None:
@@ -72,9 +73,7 @@ class ModelWorker:
         self.close()
         card, spec = self.card, self.card.spec
         self._allocate_arena()
-        if spec.num_host_blocks and self.rank == 0:
-            HostCopies.check_memory(self._config, card)
-        self._warm_up()  # in which ranks meet: none takes memory before it is known to suffice for all
+        self._warm_up()
         if spec.num_host_blocks:
             self._copies = HostCopies(self._config, card, self.rank, self._cache.arena)
 

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from headwise.runtime.request import FinishReason
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(240)]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+FAMILIES = "All happy families are alike; every unhappy family is unhappy in its own way. " * 4
 CONFIG = EngineConfig(port=0, tp_size=3, max_model_len=512, kv_cache="64MiB", block_size=16, cpu_threads=1)
 
 
@@ -47,8 +49,11 @@ def authentication(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def deployment(authentication: None) -> Iterator[Deployment]:
-    with Deployment.start(CONFIG) as deployment:
+def deployment(authentication: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """With all tiers, so that copies are under way whatever a test does."""
+    storage = f"file://{tmp_path_factory.mktemp('storage')}?capacity=256MiB"
+    config = replace(CONFIG, host_cache="32MiB", write_policy="write_through", storage=storage)
+    with Deployment.start(config) as deployment:
         yield deployment
 
 
@@ -90,8 +95,7 @@ def test_several_prompts_and_two_clients_at_once_get_the_tokens_they_get_alone(
 
 
 def test_a_second_request_is_served_from_the_cache_and_the_store_knows(deployment: Deployment, client: Client) -> None:
-    prompt = "All happy families are alike; every unhappy family is unhappy in its own way. " * 4
-    first, second = client.generate(prompt, GREEDY), client.generate(prompt, GREEDY)
+    first, second = client.generate(FAMILIES, GREEDY), client.generate(FAMILIES, GREEDY)
     assert second.usage.cached_tokens >= 64
     assert second.token_ids == first.token_ids
     cached = engine(client)["cache"]["cached_blocks"]
@@ -140,8 +144,8 @@ def test_a_reset_cache_is_known_to_the_store(deployment: Deployment, client: Cli
     assert client.reset_cache()["engine-0"] > 0
     eventually(lambda: blocks_in_store(deployment) == 0)
     assert client.reset_cache("device") == {"engine-0": 0}
-    with pytest.raises(ConfigError, match="host_cache"):
-        client.reset_cache("host")
+    with pytest.raises(InvalidRequestError, match="'cellar'"):
+        client.reset_cache("cellar")
 
 
 def blocks_in_store(deployment: Deployment) -> int:
@@ -176,7 +180,8 @@ def test_bad_chats_are_named(client: Client) -> None:
 def test_a_killed_worker_fails_its_requests_within_five_seconds_and_the_next_one_is_served(
     deployment: Deployment, client: Client
 ) -> None:
-    expected = client.generate("The capital of France is", GREEDY).token_ids
+    expected = client.generate(FAMILIES, GREEDY).token_ids
+    eventually(lambda: engine(client)["storage"]["queued_puts"] == 0)
     ((_, rank_1, _),) = deployment.worker_pids()
     stream = client.stream("Once upon a time", max_tokens=400, ignore_eos=True)
     next(stream)
@@ -185,7 +190,9 @@ def test_a_killed_worker_fails_its_requests_within_five_seconds_and_the_next_one
     with pytest.raises(EngineDiedError, match="TP rank 1"):
         stream.read()
     assert time.monotonic() - killed < 5.0  # the promise itself, not a measurement
-    assert client.generate("The capital of France is", GREEDY).token_ids == expected
+    again = client.generate(FAMILIES, GREEDY)
+    assert again.token_ids == expected
+    assert again.usage.cached_tokens >= 64  # from storage: the new workers' tiers are empty
     assert rank_1 not in deployment.worker_pids()[0]
 
 
@@ -242,6 +249,8 @@ def test_a_second_deployment_of_the_name_is_refused_and_the_first_goes_on(client
         ({"tp_size": 7}, ConfigError, "7"),
         ({"model": "/nowhere/model"}, ModelError, "/nowhere/model"),
         ({"replicas": 50}, DeploymentError, "no room for engine"),
+        ({"host_cache": "10TiB"}, ConfigError, "does not fit"),
+        ({"host_cache": "1GiB", "storage": "ftp://host/cache"}, ConfigError, "unknown scheme"),
     ],
 )
 def test_what_cannot_be_served_is_an_error_of_the_caller(

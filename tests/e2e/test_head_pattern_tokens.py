@@ -94,9 +94,12 @@ class Bench:
         self.wanted = [oracle(self.worker, f"text {i}", text) for i, text in enumerate(texts)]
 
     def run(self, rounds: int = 1, urgent: bool = False, **changes: object) -> EngineCore:
-        """Serve all prompts, ``rounds`` times over, in a poisoned cache; the tokens must be the oracle's."""
+        """Serve all prompts, ``rounds`` times over, in a poisoned cache; the tokens must be the oracle's.
+
+        With a host cache the device forgets all between the rounds.
+        """
         config = replace(self.config, **changes)
-        self.worker.card = read_model_card(config, self.directory)
+        self.worker.card, self.worker._config = read_model_card(config, self.directory), config
         self.worker.initialize_cache()
         self.worker._cache.arena.view(np.float32)[:] = np.nan
         executor = LocalExecutor(self.worker)
@@ -104,6 +107,8 @@ class Bench:
         try:
             for _ in range(rounds):
                 self.serve(engine, urgent)
+                if engine.cache.host is not None:
+                    engine.cache.pool.evict_all()
         finally:
             executor.close()
         assert engine.cache.pool.num_held == 0
@@ -151,6 +156,12 @@ def test_tokens_with_recycling_are_those_of_masked_dense_attention(bench: Bench)
 def test_prefixes_from_the_cache_change_no_token(bench: Bench) -> None:
     engine = bench.run(rounds=2)
     assert engine.stats()["cache"]["hit_tokens"] > 0
+    assert engine.stats()["cache"]["recycled_blocks"] > 0
+
+
+def test_prefixes_from_the_host_change_no_token(bench: Bench) -> None:
+    engine = bench.run(rounds=2, host_cache="64MiB", write_policy="write_through")
+    assert engine.stats()["cache"]["host_hit_tokens"] > 0
     assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -68,7 +69,7 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
 
 
 def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
-    wanted = [a for a in answers(bench.config.model) if len(a.prompt_ids) < 400][:5]
+    wanted = [a for a in answers(bench.config.model) if len(a.prompt_ids) < 400][:4]
     card = bench.front_door.card
     block = card.layout.block_bytes * 16 // card.layout.block_size
     engine, executor = bench.engine(
@@ -85,3 +86,44 @@ def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
             assert_same(answer, results[answer.name].token_ids)
     executor.close()
     assert engine.stats()["host"]["evicted_blocks"] > 0
+
+
+def test_a_load_that_comes_too_late_is_computed_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = next(answer for answer in answers(bench.config.model) if answer.name == "long_700")
+    answer = replace(answer, output_ids=answer.output_ids[:8], gaps=answer.gaps[:8])
+    engine, executor = bench.engine(
+        block_size=16, host_cache="256MiB", write_policy="write_through", load_timeout_s=0.02
+    )
+    request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=8))
+    run(engine, request)
+    engine.cache.pool.evict_all()
+    manager = bench.worker._copies._manager
+    copy = manager._copy
+
+    def slow_copy(*args: object) -> None:
+        time.sleep(0.1)
+        copy(*args)
+
+    monkeypatch.setattr(manager, "_copy", slow_copy)
+    result = run(engine, replace(request, request_id="again"))
+    assert_same(answer, result.token_ids)
+    stats = engine.stats()
+    assert stats["host"]["failed_blocks"] > 0
+    assert stats["requests"]["preemptions"] == 1
+    executor.close()
+
+
+def test_what_is_slower_to_bring_than_to_compute_is_computed(bench: Bench) -> None:
+    answer = next(answer for answer in answers(bench.config.model) if answer.name == "long_700")
+    engine, executor = bench.engine(block_size=16, host_cache="256MiB", write_policy="write_through")
+    request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=2))
+    run(engine, request)
+    assert engine.cache.host is not None
+    for copy_s, cached in ((1.0, 0), (1e-6, 600)):
+        engine.cache.pool.evict_all()
+        engine.cache.host.copy_s = copy_s
+        result = run(engine, replace(request, request_id=f"{copy_s}"))
+        assert result.usage is not None
+        assert result.usage.cached_tokens >= cached
+        assert (result.usage.cached_tokens > 0) == (cached > 0)
+    executor.close()

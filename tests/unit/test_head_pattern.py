@@ -192,6 +192,12 @@ def test_a_pattern_lets_more_long_requests_fit_and_longer_ones(model: Path) -> N
     assert card(model, kv_cache="960KiB", recycling=False).max_model_len == 60 // 2 * 64
 
 
+def test_a_host_cache_of_less_than_a_block_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"host_cache 1KiB does not hold one block of 16384 bytes"):
+        card(model, host_cache="1KiB")
+    assert card(model, host_cache="16KiB").spec.num_host_blocks == 1
+
+
 def test_blocks_of_different_policies_never_share_an_identity(model: Path) -> None:
     plain = read_model_card(EngineConfig(model="tiny"), model)
     cards = [plain, card(model), card(model, window=128), card(model, sink=32), card(model, sparsity=0.75)]
