@@ -85,7 +85,7 @@ class BlockStorage(ABC):
     call from a thread of their own, and keep the blocks of the arena out of use until the call is back.
 
     hashes: n hashes of `HASH_BYTES` bytes
-    groups: int32 [n], each the group of the hash at its place
+    groups: int32 [n], each the group of the hash at its place; no two keys of a call are the same
     arena:  uint8 [blocks * block_bytes], C-contiguous
     blocks: int32 [n], indices of the arena's blocks
 
@@ -100,13 +100,15 @@ class BlockStorage(ABC):
 
     @abstractmethod
     def contains(self, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> Hits:
-        """bool [n]: whether a read would probably hit. Cheap: reads no block."""
+        """bool [n]: whether a read would hit, as far as this process knows. Cheap: reads no block."""
 
     @abstractmethod
     def write(
         self, hashes: Sequence[bytes], groups: NDArray[np.int32], arena: Arena, blocks: NDArray[np.int32]
     ) -> Hits:
-        """Store blocks of the arena; bool [n]: whether each is stored now, be it since an earlier write."""
+        """Store blocks of the arena; bool [n]: whether each is stored now, as far as this process knows, be it since
+        an earlier write.
+        """
 
     @abstractmethod
     def read(self, hashes: Sequence[bytes], groups: NDArray[np.int32], arena: Arena, blocks: NDArray[np.int32]) -> Hits:
@@ -114,7 +116,7 @@ class BlockStorage(ABC):
 
     @abstractmethod
     def delete(self, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> None:
-        """Forget blocks; unknown ones are ignored."""
+        """Forget blocks; unknown ones are ignored. Other processes may learn of it only when they read them."""
 
     @abstractmethod
     def clear(self) -> None:

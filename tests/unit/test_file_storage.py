@@ -1,0 +1,501 @@
+"""File storage survives what happens to directories, files and processes: misses, counted, and never a wrong byte."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headwise.storage.backends import segment, segment_index, segment_space
+from headwise.storage.backends.base import StorageNamespace
+from headwise.storage.backends.file import FileStorage
+from headwise.storage.backends.segment import ENTRY_BYTES, HEADER_BYTES
+
+BLOCK_BYTES = 256
+CAPACITY = 64 * 10 * BLOCK_BYTES  # segments of ten blocks
+NAMESPACE = StorageNamespace("model", "layout")
+NOBODY = 65534
+
+
+def open_at(path: Path, namespace: StorageNamespace = NAMESPACE, capacity: int = CAPACITY) -> FileStorage:
+    return FileStorage(path, capacity, namespace, BLOCK_BYTES)
+
+
+def content_of(number: int) -> NDArray[np.uint8]:
+    return np.frombuffer(hashlib.shake_128(str(number).encode()).digest(BLOCK_BYTES), dtype=np.uint8)
+
+
+def keys_of(numbers: Sequence[int]) -> tuple[list[bytes], NDArray[np.int32]]:
+    return [number.to_bytes(16, "big") for number in numbers], np.zeros(len(numbers), dtype=np.int32)
+
+
+def write(storage: FileStorage, numbers: Sequence[int]) -> list[bool]:
+    arena = np.concatenate([content_of(number) for number in numbers])
+    return storage.write(*keys_of(numbers), arena, np.arange(len(numbers), dtype=np.int32)).tolist()
+
+
+def read(storage: FileStorage, numbers: Sequence[int]) -> list[int]:
+    """Which blocks were hits; their contents are checked."""
+    arena = np.zeros(len(numbers) * BLOCK_BYTES, dtype=np.uint8)
+    hits = storage.read(*keys_of(numbers), arena, np.arange(len(numbers), dtype=np.int32))
+    for number, hit, block in zip(numbers, hits, arena.reshape(-1, BLOCK_BYTES), strict=True):
+        assert not hit or (block == content_of(number)).all(), f"block {number} has other bytes than were written"
+    return [number for number, hit in zip(numbers, hits, strict=True) if hit]
+
+
+def contained(storage: FileStorage, numbers: Sequence[int]) -> list[int]:
+    return [n for n, is_there in zip(numbers, storage.contains(*keys_of(numbers)), strict=True) if is_there]
+
+
+def segments_in(path: Path) -> list[Path]:
+    """From the least to the most recently used."""
+    return sorted(path.rglob("*.seg"), key=lambda file: file.stat().st_mtime_ns)
+
+
+def used_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in segments_in(path))
+
+
+def change(path: Path, offset: int, flipped: int = 1) -> None:
+    """Flip bits of one byte, in place."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ flipped]))
+
+
+# ---- directories ----
+
+
+@contextmanager
+def an_ordinary_user() -> Iterator[Path]:
+    """A directory of this user's, while permissions bind this process, too."""
+    path = Path(tempfile.mkdtemp())
+    was_root = os.geteuid() == 0
+    try:
+        if was_root:
+            os.chown(path, NOBODY, NOBODY)
+            os.seteuid(NOBODY)
+        yield path
+    finally:
+        if was_root:
+            os.seteuid(0)
+        shutil.rmtree(path)
+
+
+def test_a_read_only_directory_serves_reads_and_counts_writes_as_failed(caplog: pytest.LogCaptureFixture) -> None:
+    with an_ordinary_user() as path:
+        writer = open_at(path)
+        write(writer, range(15))
+        writer.close()
+        closed = [path, *path.rglob("*")]
+        for each in closed:
+            each.chmod(0o555 if each.is_dir() else 0o444)
+        try:
+            storage = open_at(path)
+            assert read(storage, range(17)) == list(range(15))
+            assert not any(write(storage, [20, 21]))
+            assert not any(write(storage, [22]))
+            storage.delete(*keys_of([3]))
+            storage.clear()
+            stats = storage.stats()
+            assert (stats.hits, stats.misses, stats.written, stats.write_failures) == (15, 2, 0, 3)
+            assert open_at(path).stats().blocks == 15
+        finally:
+            for each in closed:
+                each.chmod(0o755)
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("cannot write to storage" in line for line in told) == 1, "logged once"
+
+
+def test_a_directory_that_vanishes_gives_misses_and_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "storage"
+    storage = open_at(path)
+    write(storage, range(15))
+    shutil.rmtree(path)
+    assert contained(storage, range(15)) == read(storage, range(15)) == []
+    assert (storage.stats().misses, storage.stats().evictions, storage.stats().blocks) == (15, 15, 0)
+    assert all(write(storage, range(5)))
+    assert read(open_at(path), range(15)) == list(range(5))
+
+
+def test_a_directory_that_becomes_a_file_gives_misses_and_failed_writes(tmp_path: Path) -> None:
+    path = tmp_path / "storage"
+    storage = open_at(path)
+    write(storage, range(5))
+    shutil.rmtree(path)
+    path.write_text("")
+    assert read(storage, range(5)) == []
+    assert not any(write(storage, range(5)))
+    storage.clear()
+    assert storage.stats().write_failures == 5
+
+
+def test_a_segment_that_another_process_evicted_is_missed_though_the_index_still_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(10))
+    monkeypatch.setattr(segment_index.SegmentIndex, "refresh", lambda self: None)
+    segments_in(tmp_path)[0].unlink()
+    assert contained(storage, range(10)) == list(range(10))
+    assert read(storage, range(10)) == []
+    assert contained(storage, range(10)) == []
+
+
+# ---- full disks ----
+
+
+def test_a_full_disk_fails_writes_and_keeps_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(4))
+
+    def full(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment.os, "pwritev", full)
+        assert write(storage, range(8)) == [True] * 4 + [False] * 4
+        assert read(storage, range(8)) == list(range(4))
+    assert storage.stats().write_failures == 4
+    assert all(write(storage, range(8))), "there is room again"
+    assert read(open_at(tmp_path), range(8)) == list(range(8))
+
+
+def test_a_write_cut_short_by_the_system_stores_nothing_of_its_run(tmp_path: Path) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(4))
+    form = segment.read_format(segments_in(tmp_path)[0])
+    assert form is not None
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (form.block_offset(5) + 7, hard))
+    try:
+        assert not any(write(storage, range(4, 9)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert read(storage, range(9)) == list(range(4))
+    assert all(write(storage, range(4, 9)))
+    assert read(open_at(tmp_path), range(9)) == list(range(9))
+
+
+def test_blocks_whose_entries_were_written_before_the_disk_was_full_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_at(tmp_path)
+    write(storage, [0])
+    pwrite = os.pwrite
+
+    def half(fd: int, data: bytes, offset: int) -> int:
+        pwrite(fd, data[: len(data) // 2], offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment.os, "pwrite", half)
+        assert write(storage, range(1, 5)) == [True, True, False, False]
+    assert all(write(storage, range(5, 9)))
+    assert read(storage, range(9)) == read(open_at(tmp_path), range(9)) == [0, 1, 2, 5, 6, 7, 8]
+
+
+def test_a_lock_that_is_not_freed_fails_the_write_in_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_space, "LOCK_TIMEOUT_S", 0.05)
+    storage = open_at(tmp_path)
+    with segment_space.SegmentSpace(tmp_path, CAPACITY)._locked():
+        assert not any(write(storage, [1]))
+    assert all(write(storage, [1]))
+
+
+# ---- damage ----
+
+
+def header(form: segment.SegmentFormat) -> int:
+    return 20
+
+
+def entry_key(form: segment.SegmentFormat) -> int:
+    return form.entry_offset(3) + 2
+
+
+def entry_check(form: segment.SegmentFormat) -> int:
+    return form.entry_offset(3) + ENTRY_BYTES - 10
+
+
+def entry_checksum(form: segment.SegmentFormat) -> int:
+    return form.entry_offset(3) + ENTRY_BYTES - 1
+
+
+def block_data(form: segment.SegmentFormat) -> int:
+    return form.block_offset(3) + 100
+
+
+@pytest.mark.parametrize("where", [entry_key, entry_check, entry_checksum, block_data])
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_a_flipped_byte_costs_the_one_block_which_can_be_stored_again(
+    tmp_path: Path, where: Callable[[segment.SegmentFormat], int], is_reopened: bool
+) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(7))
+    (path,) = segments_in(tmp_path)
+    form = segment.read_format(path)
+    assert form is not None
+    change(path, where(form))
+    if is_reopened:
+        storage.close()
+        storage = open_at(tmp_path)
+    assert read(storage, range(7)) == [0, 1, 2, 4, 5, 6]
+    stats = storage.stats()
+    assert (stats.hits, stats.misses) == (6, 1)
+    assert stats.corrupt == (0 if is_reopened and where is not block_data else 1)
+    assert contained(open_at(tmp_path), [3]) == [], "nobody is told that it is there"
+    assert write(storage, [3]) == [True]
+    assert read(storage, range(7)) == read(open_at(tmp_path), range(7)) == list(range(7))
+
+
+def test_a_segment_with_a_damaged_header_is_no_segment(tmp_path: Path) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(7))
+    storage.close()
+    for offset in range(0, HEADER_BYTES, 7):
+        change(segments_in(tmp_path)[0], offset)
+        assert contained(open_at(tmp_path), range(7)) == []
+        change(segments_in(tmp_path)[0], offset)
+    assert contained(open_at(tmp_path), range(7)) == list(range(7))
+
+
+def test_segments_of_another_version_are_left_alone_until_they_are_evicted(tmp_path: Path) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(7))
+    storage.close()
+    (path,) = segments_in(tmp_path)
+    change(path, len(segment.MAGIC) - 1, flipped=2)
+    changed = open_at(tmp_path)
+    assert read(changed, range(7)) == []
+    write(changed, range(7))
+    assert path.exists()
+    os.utime(path, ns=(0, 0))
+    write(changed, range(100, 1000))
+    assert not path.exists()
+    assert used_bytes(tmp_path) <= CAPACITY
+
+
+@pytest.mark.parametrize("is_reopened", [False, True])
+@pytest.mark.parametrize("kept", ["nothing", "header", "some entries", "some blocks"])
+def test_a_truncated_segment_gives_misses_for_what_was_cut_off(tmp_path: Path, kept: str, is_reopened: bool) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(10))
+    storage.close()
+    (path,) = segments_in(tmp_path)
+    form = segment.read_format(path)
+    assert form is not None
+    sizes = {
+        "nothing": 0,
+        "header": HEADER_BYTES,
+        "some entries": form.entry_offset(4) + 9,
+        "some blocks": form.block_offset(4) + 9,
+    }
+    os.truncate(path, sizes[kept])
+    if is_reopened:
+        storage = open_at(tmp_path)
+    assert read(storage, range(10)) == ([0, 1, 2, 3] if kept == "some blocks" else [])
+    assert storage.stats().misses == (6 if kept == "some blocks" else 10)
+    assert all(write(storage, range(10, 20)))
+    assert read(open_at(tmp_path), range(10, 20)) == list(range(10, 20))
+
+
+def test_entries_lost_in_the_middle_do_not_hide_those_behind_them(tmp_path: Path) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(5))
+    (path,) = segments_in(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + ENTRY_BYTES)
+        file.write(bytes(2 * ENTRY_BYTES))
+    storage.close()
+    again = open_at(tmp_path)
+    assert read(again, range(5)) == [0, 3, 4]
+    assert all(write(again, [1, 2, 5]))
+    assert read(open_at(tmp_path), range(6)) == list(range(6))
+
+
+def test_files_of_others_in_the_directory_are_left_alone(tmp_path: Path) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(5))
+    own = next(tmp_path.rglob("*.seg")).parent
+    strangers = [tmp_path / "notes.txt", tmp_path / "directory" / "a.seg", own / "notes.txt"]
+    for path in strangers:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    (own / "empty.seg").touch()
+    write(storage, range(2000))
+    storage.clear()
+    assert all(path.read_text() == "mine" for path in strangers)
+
+
+# ---- capacity ----
+
+
+def test_the_least_recently_used_segment_goes_first_whichever_namespace_it_is_of(tmp_path: Path) -> None:
+    one, other = open_at(tmp_path), open_at(tmp_path, StorageNamespace("another model", "layout"))
+    for second, (storage, first) in enumerate([(one, 0), (other, 0), (one, 10)], 1):
+        known = segments_in(tmp_path)
+        write(storage, range(first, first + 10))
+        (new,) = set(segments_in(tmp_path)) - set(known)
+        os.utime(new, ns=(second * 10**9, second * 10**9))
+    assert read(one, [0]) == [0], "which is a use of the oldest"
+
+    number = 1000
+    while contained(other, range(10)):
+        assert contained(one, range(20)) == list(range(20))
+        write(one, range(number, number + 10))
+        number += 10
+    assert contained(one, range(20)) == list(range(20))
+    assert (other.stats().evictions, other.stats().blocks, one.stats().evictions) == (10, 0, 0)
+
+
+def test_capacity_is_kept_whatever_is_written_and_the_last_blocks_stay(tmp_path: Path) -> None:
+    storages = [open_at(tmp_path), open_at(tmp_path, StorageNamespace("another model", "layout"))]
+    for first in range(0, 2000, 50):
+        for storage in storages:
+            assert all(write(storage, range(first, first + 50)))
+            assert used_bytes(tmp_path) <= CAPACITY
+    for storage in storages:
+        assert read(storage, range(1950, 2000)) == list(range(1950, 2000))
+        assert storage.stats().evictions == 2000 - storage.stats().blocks > 0
+
+
+def test_a_run_of_blocks_ends_with_its_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "MAX_SLOTS", 4)
+    monkeypatch.setattr(segment_index, "MAX_SLOTS", 4)
+    storage = open_at(tmp_path)
+    write(storage, range(10))
+    assert len(segments_in(tmp_path)) == 3
+    assert read(storage, range(10)) == list(range(10))
+
+
+def test_a_smaller_capacity_is_reached_by_the_next_segment(tmp_path: Path) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(600))
+    storage.close()
+    smaller = open_at(tmp_path, capacity=CAPACITY // 4)
+    assert all(write(smaller, range(1000, 1010)))
+    assert used_bytes(tmp_path) <= CAPACITY // 4
+
+
+def test_a_capacity_of_one_block_holds_one_block(tmp_path: Path) -> None:
+    storage = open_at(tmp_path, capacity=4096 + BLOCK_BYTES)
+    for number in range(3):
+        assert write(storage, [number]) == [True]
+        assert read(storage, range(3)) == [number]
+
+
+def test_segments_being_filled_by_others_are_not_evicted(tmp_path: Path) -> None:
+    capacity = 4096 + 2 * BLOCK_BYTES
+    form = segment.format_for(NAMESPACE.digest, BLOCK_BYTES, capacity)
+    assert form.slots > 1
+    others = segment_space.SegmentSpace(tmp_path, 2 * capacity)
+    tail = others.acquire(tmp_path / NAMESPACE.digest.hex(), "", segment.SegmentFormat(b"x" * 16, 256, 2), [])
+    storage = open_at(tmp_path, capacity=capacity)
+    assert write(storage, [1]) == [False]
+    tail.release()
+    assert write(storage, [1]) == [True]
+
+
+# ---- several processes ----
+
+PREAMBLE = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from test_file_storage import *
+storage = open_at(Path(sys.argv[1]))
+"""
+
+DIES_IN_MID_WRITE = """
+write(storage, range(3))
+pwrite = os.pwrite
+def die(fd, data, offset):
+    pwrite(fd, data[:len(data) // 2], offset)
+    os.kill(os.getpid(), signal.SIGKILL)
+segment.os.pwrite = die
+write(storage, range(3, 8))
+"""
+
+WRITES_AND_READS = """
+import json
+hits = 0
+for round in range(20):
+    first = 40 * round + 10 * int(sys.argv[2])
+    write(storage, range(first, first + 40))
+    hits += len(read(storage, range(max(0, first - 100), first + 40)))
+stats = storage.stats()
+print(json.dumps([hits, stats.hits, stats.corrupt, stats.write_failures]))
+"""
+
+
+def start(script: str, *args: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PREAMBLE + script, *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_process_killed_in_mid_write_leaves_whole_blocks_and_its_segment_is_taken_over(tmp_path: Path) -> None:
+    before = open_at(tmp_path)
+    dying = start(DIES_IN_MID_WRITE, tmp_path)
+    _, errors = dying.communicate(timeout=60)
+    assert dying.returncode == -signal.SIGKILL, errors
+    for storage in (before, open_at(tmp_path)):
+        # Half of five entries were written: two and a half.
+        assert read(storage, range(8)) == [0, 1, 2, 3, 4]
+        assert (storage.stats().misses, storage.stats().corrupt) == (3, 0)
+    assert all(write(before, range(8)))
+    assert len(segments_in(tmp_path)) == 1, "the dead process's segment is filled up"
+    assert read(open_at(tmp_path), range(8)) == list(range(8))
+
+
+def test_what_a_process_left_unfinished_is_removed(tmp_path: Path) -> None:
+    storage = open_at(tmp_path)
+    write(storage, [1])
+    unfinished = next(tmp_path.rglob("*.seg")).with_suffix(".tmp")
+    unfinished.write_bytes(bytes(1000))
+    write(storage, range(2, 30))
+    assert not unfinished.exists()
+
+
+def test_processes_that_write_and_evict_at_once_read_only_what_was_written(tmp_path: Path) -> None:
+    processes = [start(WRITES_AND_READS, tmp_path, number) for number in range(2)]
+    for process in processes:
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        hits, counted, corrupt, failures = json.loads(output)
+        assert hits == counted > 0
+        assert (corrupt, failures) == (0, 0)
+    assert used_bytes(tmp_path) <= CAPACITY
+    assert read(open_at(tmp_path), range(770, 810)), "something of the last round is there"
+
+
+def test_a_block_stored_twice_is_deleted_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = open_at(tmp_path), open_at(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(segment_index.SegmentIndex, "contains", lambda self, keys: [False] * len(keys))
+        write(one, [7])
+        write(other, [7])
+    assert len(segments_in(tmp_path)) == 2
+    one.delete(*keys_of([7]))
+    assert read(one, [7]) == read(other, [7]) == read(open_at(tmp_path), [7]) == []
