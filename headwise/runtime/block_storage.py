@@ -23,7 +23,8 @@ def open_lookup(config: EngineConfig, card: ModelCard) -> StorageLookup | None:
     """
     if not config.storage:
         return None
-    storages = [open_rank_storage(config, card, rank) for rank in range(card.plan.tp_size)]
+    namespaces = [storage_namespace(card, rank) for rank in range(card.plan.tp_size)]
+    storages = [open_storage(config.storage, each, card.layout.block_bytes, may_lend=False) for each in namespaces]
     return StorageLookup(storages, len(card.plan.groups))
 
 

@@ -12,16 +12,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headwise.errors import ConfigError
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def parse_bytes(text: str | int) -> int:
-    """A size such as ``"8GiB"`` or ``512MB`` in bytes; raises `ConfigError` if it is none."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 8GiB or 512MB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+from headwise.units import parse_bytes
 
 
 def _option(default: Any, text: str, low: float = -math.inf, high: float = math.inf) -> Any:

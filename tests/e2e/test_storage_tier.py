@@ -6,12 +6,15 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reference import Answer, answers, assert_same
+from test_mooncake import Master, require_mooncake
 from test_tokens import GREEDY, MODELS, Bench, serve
+from waiting import eventually
 
 from headwise.errors import ConfigError
 from headwise.runtime.engine import EngineCore
@@ -156,6 +159,37 @@ def test_storage_that_hangs_holds_up_a_request_for_no_longer_than_it_may(smollm2
         os.close(os.open(pipe, os.O_RDWR | os.O_NONBLOCK))  # whoever waits may go on
     executor.close()
     smollm2.worker.close()
+
+
+def test_a_mooncake_master_dies_and_comes_back(smollm2: Bench) -> None:
+    require_mooncake()
+    wanted = long_prompt(smollm2)
+    with Master() as master:
+        engine, executor = smollm2.engine(
+            block_size=16,
+            host_cache="256MiB",
+            write_policy="write_through",
+            storage=f"mooncake://{master.address}?segment=256MiB",
+            prefetch="wait_complete",
+        )
+        turns = count()
+
+        def cached() -> int:
+            """Tokens that storage has of the prompt, which is served right whatever those are."""
+            engine.cache.reset()
+            result = serve_greedily(smollm2, engine, replace(wanted, name=f"turn {next(turns)}"))
+            assert result.usage is not None
+            return result.usage.cached_tokens
+
+        assert cached() == 0
+        assert cached() > 600
+        master.kill()
+        assert cached() == 0
+        assert engine.stats()["storage"]["failed_puts"] > 0
+        master.start()
+        eventually(lambda: cached() > 600)
+        executor.close()
+        smollm2.worker.close()
 
 
 def test_a_storage_that_is_none_is_refused_at_start(smollm2: Bench, tmp_path: Path) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from headwise.errors import ConfigError
 from headwise.storage.backends.base import BlockStorage, StorageNamespace
+from headwise.units import parse_bytes
 
 FILE_EXAMPLE = "file:///var/cache/headwise?capacity=50GiB"
 MOONCAKE_EXAMPLE = "mooncake://10.0.0.1:50051?segment=4GiB"
-
-_UNITS = {unit: 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB"))} | {
-    unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)
-}
 
 
 def open_storage(url: str, namespace: StorageNamespace, block_bytes: int, may_lend: bool = True) -> BlockStorage:
@@ -76,8 +72,7 @@ def _options(url: str, parts: SplitResult, known: set[str]) -> Mapping[str, str]
 
 
 def _size(url: str, name: str, options: Mapping[str, str]) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", options[name].upper())
-    unit = _UNITS.get(match[2] or "B") if match else None
-    if match is None or unit is None:
-        raise ConfigError(f"storage {url!r}: {name}={options[name]!r} is not a size; write one such as 50GiB or 500MB")
-    return int(float(match[1]) * unit)
+    try:
+        return parse_bytes(options[name])
+    except ConfigError as error:
+        raise ConfigError(f"storage {url!r}: {name}={error}") from None

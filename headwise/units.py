@@ -1,0 +1,19 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from headwise.errors import ConfigError
+
+_UNITS = {unit: 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB"))} | {
+    unit: 1024**power for power, unit in enumerate(("", "KIB", "MIB", "GIB", "TIB"))
+}
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size such as ``"8GiB"`` or ``512MB`` in bytes; raises `ConfigError` if it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 8GiB or 512MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
