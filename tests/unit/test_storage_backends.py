@@ -388,7 +388,7 @@ def test_a_mooncake_transfer_that_ends_after_its_call_failed_harms_no_block(fake
     assert storage.stats().misses == 4
 
 
-def test_mooncake_bytes_of_another_block_are_a_miss(fake: FakeMooncake) -> None:
+def test_other_bytes_than_mooncake_was_given_are_a_miss(fake: FakeMooncake) -> None:
     storage = MooncakeStorage(MooncakeConfig("127.0.0.1:1"), NAMESPACE, BLOCK_BYTES)
     write(storage, {(1, 0): block_of(1), (2, 0): block_of(2), (3, 0): block_of(3), (4, 0): block_of(4)})
     one, two, three, four = fake.objects
@@ -397,6 +397,8 @@ def test_mooncake_bytes_of_another_block_are_a_miss(fake: FakeMooncake) -> None:
     fake.objects[four] = bytes([fake.objects[four][0] ^ 1]) + fake.objects[four][1:]
     assert read(storage, [(1, 0), (2, 0), (3, 0), (4, 0)]) == [None, block_of(2), None, None]
     assert (storage.stats().hits, storage.stats().misses, storage.stats().corrupt) == (1, 3, 3)
+    assert write(storage, {(1, 0): block_of(1)}) == [True]
+    assert read(storage, [(1, 0)]) == [block_of(1)], "it can be stored again"
 
 
 def test_mooncake_moves_more_than_its_staging_memory_holds(fake: FakeMooncake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,18 +135,21 @@ class MooncakeStorage(BlockStorage):
         names = self._names(hashes, groups)
         views = block_views(arena, blocks, self.block_bytes, len(names))
         hits = np.zeros(len(names), dtype=np.bool_)
-        arrived = np.zeros(len(names), dtype=np.bool_)
+        corrupt: list[str] = []
         with self._incoming.lock:
             for part in self._incoming.parts(len(names)):
                 sizes = self._store.batch_get_into(names[part], *self._incoming.addresses(len(names[part])))
                 for slot, (at, size) in enumerate(enumerate(sizes, part.start)):
-                    arrived[at] = size >= 0
                     hits[at] = size == self._incoming.record_bytes and self._incoming.unpack(slot, names[at], views[at])
+                    if size >= 0 and not hits[at]:
+                        corrupt.append(names[at])
+        if corrupt:
+            self._store.batch_remove(corrupt, True)  # so that they can be stored again
         served = int(np.count_nonzero(hits))
         with self._count_lock:
             self._hits += served
             self._misses += len(names) - served
-            self._corrupt += int(np.count_nonzero(arrived & ~hits))
+            self._corrupt += len(corrupt)
         return hits
 
     def delete(self, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> None:
