@@ -14,6 +14,9 @@ from headwise.runtime.request import GenerateRequest, GenerationResult
 
 pytestmark = pytest.mark.model
 
+TOKENS = 8
+SHORT = replace(GREEDY, max_tokens=TOKENS)
+
 
 @pytest.fixture(scope="module", params=MODELS)
 def bench(request: pytest.FixtureRequest) -> Bench:
@@ -32,6 +35,10 @@ def run(engine: EngineCore, request: GenerateRequest) -> GenerationResult:
     return result
 
 
+def long_prompt(bench: Bench) -> Answer:
+    return next(answer for answer in answers(bench.config.model) if answer.name == "long_700").first(TOKENS)
+
+
 def again(wanted: list[Answer]) -> list[Answer]:
     return [replace(answer, name=f"{answer.name}/again") for answer in wanted]
 
@@ -40,7 +47,7 @@ def again(wanted: list[Answer]) -> list[Answer]:
 def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
     if policy == "write_back" and bench.config.model != "smollm2-135m":
         pytest.skip("a pool this small cannot keep six groups' blocks until they are copied")
-    (answer,) = (answer for answer in answers(bench.config.model) if answer.name == "long_700")
+    answer = long_prompt(bench)
     card = bench.front_door.card
     engine, executor = bench.engine(
         block_size=16,
@@ -54,7 +61,7 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
     for turn in range(2):
         for other in others if turn else ():  # what the cache held before leaves the device
             run(engine, bench.front_door.prepare(prompt=other, sampling=replace(GREEDY, max_tokens=2)))
-        request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=GREEDY)
+        request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=SHORT)
         result = run(engine, request)
         assert_same(answer, result.token_ids)
         assert result.usage is not None
@@ -69,7 +76,8 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
 
 
 def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
-    wanted = [a for a in answers(bench.config.model) if len(a.prompt_ids) < 400][:4]
+    wanted = [a.first(TOKENS) for a in answers(bench.config.model) if len(a.prompt_ids) < 400][:5]
+    sampling = {name: SHORT for a in wanted for name in (a.name, f"{a.name}/again")}
     card = bench.front_door.card
     block = card.layout.block_bytes * 16 // card.layout.block_size
     engine, executor = bench.engine(
@@ -77,11 +85,11 @@ def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
         max_model_len=0,
         kv_cache=f"{70 * len(card.plan.groups) * block}B",
         max_batched_tokens=64,
-        host_cache=f"{12 * block}B",
+        host_cache=f"{4 * block}B",
         write_policy="write_through",
     )
     for turn in (wanted, again(wanted)):
-        results = serve(engine, bench.front_door, turn)
+        results = serve(engine, bench.front_door, turn, sampling)
         for answer in turn:
             assert_same(answer, results[answer.name].token_ids)
     executor.close()
@@ -89,12 +97,11 @@ def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
 
 
 def test_a_load_that_comes_too_late_is_computed_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = next(answer for answer in answers(bench.config.model) if answer.name == "long_700")
-    answer = replace(answer, output_ids=answer.output_ids[:8], gaps=answer.gaps[:8])
+    answer = long_prompt(bench)
     engine, executor = bench.engine(
         block_size=16, host_cache="256MiB", write_policy="write_through", load_timeout_s=0.02
     )
-    request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=8))
+    request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=SHORT)
     run(engine, request)
     engine.cache.pool.evict_all()
     manager = bench.worker._copies._manager
@@ -114,7 +121,7 @@ def test_a_load_that_comes_too_late_is_computed_anew(bench: Bench, monkeypatch: 
 
 
 def test_what_is_slower_to_bring_than_to_compute_is_computed(bench: Bench) -> None:
-    answer = next(answer for answer in answers(bench.config.model) if answer.name == "long_700")
+    answer = long_prompt(bench)
     engine, executor = bench.engine(block_size=16, host_cache="256MiB", write_policy="write_through")
     request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=2))
     run(engine, request)

