@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -118,6 +119,30 @@ def test_damaged_storage_is_a_miss_and_serves_again(
         assert engine.stats()["storage"]["missed_blocks"] > 0
     if damage is vanish:
         assert run(smollm2, directory)[0] > 600
+
+
+def refuse_writes(patch: pytest.MonkeyPatch, error: int) -> None:
+    """Let the operating system refuse what a disk does that is full, or that may only be read."""
+
+    def refused(*args: object) -> int:
+        raise OSError(error, os.strerror(error))
+
+    patch.setattr(os, "pwritev", refused)
+    patch.setattr(os, "ftruncate", refused)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+def test_storage_that_cannot_be_written_serves_what_it_has(
+    smollm2: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    with monkeypatch.context() as patch:
+        refuse_writes(patch, error)
+        cached, engine = run(smollm2, tmp_path)
+        assert cached == 0
+        assert engine.stats()["storage"]["failed_puts"] > 0
+    run(smollm2, tmp_path)
+    refuse_writes(monkeypatch, error)
+    assert run(smollm2, tmp_path)[0] > 600
 
 
 def test_the_directory_vanishes_while_an_engine_serves(smollm2: Bench, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from headwise.runtime.request import SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
-WANTED = [answer for answer in answers("smollm2-135m") if len(answer.prompt_ids) <= 800]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+TOKENS = 24
+WANTED = [answer.first(TOKENS) for answer in answers("smollm2-135m") if len(answer.prompt_ids) <= 800]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
 def serve(client: Client) -> dict[str, Any]:
