@@ -7,7 +7,7 @@ from hashlib import sha256
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.model_card import ModelCard
 from headwise.storage.backends.base import BlockStorage, StorageNamespace
-from headwise.storage.backends.select import open_storage
+from headwise.storage.backends.select import only_of_others, open_storage
 from headwise.storage.lookup import StorageLookup
 
 
@@ -26,6 +26,18 @@ def open_lookup(config: EngineConfig, card: ModelCard) -> StorageLookup | None:
     namespaces = [storage_namespace(card, rank) for rank in range(card.plan.tp_size)]
     storages = [open_storage(config.storage, each, card.layout.block_bytes, may_lend=False) for each in namespaces]
     return StorageLookup(storages, len(card.plan.groups))
+
+
+def foreign_storage(config: EngineConfig, card: ModelCard) -> str | None:
+    """What to tell whoever gave a storage directory in which no block is of this model, and some are of others."""
+    namespace = storage_namespace(card, 0)
+    others = only_of_others(config.storage, namespace)
+    if not others:
+        return None
+    return (
+        f"storage {config.storage} has nothing that can be used here: its blocks are of {'; '.join(others)}. They count "
+        f"towards its capacity until they are evicted. This deployment's are of {namespace}"
+    )
 
 
 def storage_namespace(card: ModelCard, rank: int) -> StorageNamespace:

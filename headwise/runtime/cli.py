@@ -160,6 +160,7 @@ def _local_engine(config: EngineConfig) -> LocalEngine:
 
 
 def _deployment(config: EngineConfig, address: str | None) -> Deployment:
+    from headwise.runtime.block_storage import foreign_storage
     from headwise.runtime.bootstrap import Deployment
     from headwise.runtime.info import chosen
     from headwise.runtime.loader.resolve import resolve_model
@@ -168,7 +169,10 @@ def _deployment(config: EngineConfig, address: str | None) -> Deployment:
 
     with progress() as bars:
         directory = resolve_model(config.model, config.cache_path, bars)  # the scheduler runs on this node, too
-        logger.info(chosen(config, read_model_card(config, directory)))
+        card = read_model_card(config, directory)
+        logger.info(chosen(config, card))
+        if foreign := foreign_storage(config, card):
+            logger.warning(foreign)
         return Deployment.start(config, address, progress=bars)
 
 

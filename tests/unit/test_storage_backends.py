@@ -24,7 +24,7 @@ from headwise.storage.backends.base import BlockStorage, StorageNamespace
 from headwise.storage.backends.file import FileStorage
 from headwise.storage.backends.mooncake import MooncakeConfig, MooncakeStorage
 from headwise.storage.backends.segment import HEADER_BYTES
-from headwise.storage.backends.select import open_storage
+from headwise.storage.backends.select import only_of_others, open_storage
 
 BLOCK_BYTES = 1000
 NAMESPACE = StorageNamespace("model", "layout")
@@ -461,6 +461,17 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         open_storage(f"file://{tmp_path}/file?capacity=1MiB", NAMESPACE, BLOCK_BYTES)
+
+
+def test_a_directory_that_only_others_have_filled_is_told_of(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}?capacity=1MiB"
+    assert only_of_others(url, NAMESPACE) == []
+    other = StorageNamespace("another model", "layout")
+    for namespace, warned in ((other, [str(other)]), (NAMESPACE, [])):
+        storage = open_storage(url, namespace, BLOCK_BYTES)
+        write(storage, {(1, 0): block_of(1)})
+        storage.close()
+        assert only_of_others(url, NAMESPACE) == warned
 
 
 def test_a_path_may_have_spaces_and_capacity_a_fraction(tmp_path: Path) -> None:

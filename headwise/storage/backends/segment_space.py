@@ -111,6 +111,16 @@ class SegmentSpace:
             yield
 
 
+def namespaces_in(root: Path) -> dict[str, str]:
+    """What namespaces have blocks under ``root``: by the name of each one's directory, what its ``about.txt`` says."""
+    abouts: dict[str, str] = {}
+    for directory in root.iterdir() if root.is_dir() else ():
+        if _NAMESPACE_NAME.fullmatch(directory.name):
+            with suppress(OSError):
+                abouts[directory.name] = (directory / "about.txt").read_text().strip()
+    return abouts
+
+
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
     """A file descriptor, for as long as the context lasts."""

@@ -36,6 +36,19 @@ def open_storage(url: str, namespace: StorageNamespace, block_bytes: int, may_le
     raise ConfigError(f"storage {url!r} has an unknown scheme; write {FILE_EXAMPLE} or {MOONCAKE_EXAMPLE}")
 
 
+def only_of_others(url: str, namespace: StorageNamespace) -> list[str]:
+    """What the directory at ``url`` has blocks of, if it has some and none of them are of ``namespace``.
+
+    It can be used: those blocks count towards the capacity, and are evicted in time. But who expects it to be warm
+    has another model, head pattern, block size or TP size than whoever filled it.
+    """
+    from headwise.storage.backends.segment_space import namespaces_in
+
+    parts = urlsplit(url)
+    held = namespaces_in(Path(unquote(parts.path))) if parts.scheme == "file" else {}
+    return [] if namespace.digest.hex() in held else sorted(held.values())
+
+
 def _open_file(url: str, parts: SplitResult, namespace: StorageNamespace, block_bytes: int) -> BlockStorage:
     from headwise.storage.backends.file import FileStorage
 
