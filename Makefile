@@ -18,7 +18,7 @@ demo: venv
 	@$(BIN)/python -m headwise demo
 
 test: venv
-	@$(BIN)/python -m pytest -m "not soak"
+	@$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
 
 soak: venv
 	@$(BIN)/python -m pytest -m soak
