@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.host_tier import HostConfig, HostTier
+from headwise.cache_controller.index_statements import IndexStatements, IndexUpdate
 from headwise.cache_controller.policy import HeadPolicy
-from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree, Residency
+from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
 from headwise.cache_controller.storage_tier import Fetch
 from headwise.cache_controller.windows import GroupWindows
 
@@ -25,9 +26,6 @@ RESUME_SLACK = 512
 
 Chat templates, stripped reasoning and trimmed texts change a prompt's last tokens in the next turn.
 """
-
-DEVICE_TIER = "device"
-HOST_TIER = "host"
 
 Rows = NDArray[np.int32]
 Tokens = NDArray[np.int64]
@@ -61,19 +59,6 @@ class PrefixMatch:
         """The device blocks that adopting the match puts into a row's table."""
         kept: NDArray[np.int32] = self.blocks[self.blocks != NOWHERE]
         return kept
-
-
-@dataclass(frozen=True)
-class IndexUpdate:
-    """An absolute statement for the attention store.
-
-    "On this path, from block ``start_block`` on, these blocks are (not) resident on this node's ``tier``."
-    """
-
-    tier: str
-    start_block: int
-    block_hashes: tuple[bytes, ...]
-    resident: bool
 
 
 @dataclass(frozen=True)
@@ -136,9 +121,16 @@ class CacheManager:
         self._resume_slack = resume_slack
         groups = len(self.policies)
         self.pool = BlockPool(num_blocks, self._on_evict)
-        self.tree = RadixTree(groups, num_blocks, host.num_blocks if host else 0)
-        self.host = HostTier(self.tree, self.pool, host, self._on_host_change) if host and prefix_caching else None
         self.windows = GroupWindows(policies, block_size)
+        self.tree = RadixTree(
+            groups,
+            num_blocks,
+            host.num_blocks if host else 0,
+            has_storage=host is not None and host.storage_timeout_s is not None,
+            num_top=max(1, int(self.windows.sink_blocks.max())),
+        )
+        self.statements = IndexStatements(self.tree, self.windows)
+        self.host = HostTier(self.tree, self.pool, host, self.statements) if host and prefix_caching else None
         self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.registered: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -149,18 +141,12 @@ class CacheManager:
         self._recycle_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens
         # Depths at which another request may resume: the match's end or the branch, and the prompt's end.
         self._resume: NDArray[np.int64] = np.zeros((max_rows, 2), dtype=np.int64)
-        # Runs (first column, hashes) that a row brought into the tree, to be announced when it closes: until then it
-        # holds them, so they cannot be evicted.
-        self._fresh: dict[int, list[tuple[int, list[bytes]]]] = {}
         # What a row has recycled of windows at which another request may resume: group, column, block, owner of each.
         self._left: dict[int, list[NDArray[np.int64]]] = {}
         self._window_groups = np.flatnonzero(~self.windows.is_full)
         # Per depth, the first block that a query behind so many blocks sees of each group.
         self._first_live = self.windows.first_live(np.arange(max_blocks + 1) * block_size)
-        self._has_full_groups = bool(self.windows.is_full.any())
-        self._is_index_group = self.windows.is_full if self._has_full_groups else ~self.windows.is_full
         self._table_updates: list[NDArray[np.int32]] = []
-        self._index_updates: list[IndexUpdate] = []
         self._queried_tokens = self._hit_tokens = self._host_hit_tokens = self._lost_window_tokens = 0
         self._evicted_blocks = self._recycled_blocks = 0
 
@@ -337,8 +323,7 @@ class CacheManager:
         self._held[row] += len(blocks)
         self._enter(np.int32(row), group, column, blocks)
         self._host_hit_tokens += match.gained * self.block_size
-        brought = match.nodes[np.unique(column)]
-        self._announce(DEVICE_TIER, brought[self._is_resident(brought)], resident=True)
+        self.statements.gained(match.nodes[column], group)
 
     def _enter(
         self, rows: Rows | np.int32, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]
@@ -391,14 +376,8 @@ class CacheManager:
         self.pool.register(blocks[taken])
         if self.host is not None and self.host.threshold == 1:
             self.host.store(blocks[taken & self.windows.is_full])
-        complete = (taken & self._is_index_group).any(axis=1) & self._is_resident(nodes)
-        own = (taken | ~self._is_index_group).all(axis=1) & self._has_full_groups
-        for index in complete.nonzero()[0].tolist():
-            block_hash = self.tree.hashes[nodes[index]]
-            if own[index]:
-                self._note_fresh(at_row[index], columns[index], block_hash)
-            else:  # nobody holds the rest of the node: it may be evicted before the row closes
-                self._index_updates.append(IndexUpdate(DEVICE_TIER, columns[index], (block_hash,), resident=True))
+        brought = np.flatnonzero(taken.any(axis=1))
+        self.statements.brought([at_row[index] for index in brought.tolist()], nodes[brought])
         self.registered[rows] = [len(row_hashes) for row_hashes in hashes]
 
     def _replace_unheld(self, nodes: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
@@ -421,13 +400,6 @@ class CacheManager:
         while first > 0 and hashes[first - 1] not in nodes:
             first -= 1  # another row's copy was in the tree and has been evicted since: ours takes its place
         return first
-
-    def _note_fresh(self, row: int, column: int, block_hash: bytes) -> None:
-        runs = self._fresh.setdefault(row, [])
-        if runs and runs[-1][0] + len(runs[-1][1]) == column:
-            runs[-1][1].append(block_hash)
-        else:
-            runs.append((column, [block_hash]))
 
     def recycle(self, rows: Rows, tokens: Tokens) -> None:
         """Give back the window blocks that no query from position ``tokens`` of each row on sees.
@@ -502,17 +474,15 @@ class CacheManager:
         held[:] = NOWHERE
         self._open[row] = False
         self.num_blocks[row] = self.registered[row] = self._held[row] = 0
-        self._index_updates += [
-            IndexUpdate(DEVICE_TIER, first, tuple(hashes), resident=True) for first, hashes in self._fresh.pop(row, ())
-        ]
-
-    def _is_resident(self, nodes: NDArray[np.int64], tier: Residency | None = None) -> NDArray[np.bool_]:
-        """Whether a tier (the device) holds what every prefix through a node needs: its full groups."""
-        held: NDArray[np.bool_] = (tier or self.tree.device).blocks[nodes] != NOWHERE
-        return np.asarray((held | ~self._is_index_group).all(axis=1))
+        self.statements.closed(row)
 
     def reset(self, tiers: Sequence[str] = (DEVICE_TIER, HOST_TIER)) -> int:
-        """Forget every block that no row and no copy holds, on these tiers; how many those were."""
+        """Forget every block that no row and no copy holds, on these tiers; how many those were.
+
+        Of storage, only what is known of it is forgotten, and not counted: it is for others to empty it.
+        """
+        if STORAGE_TIER in tiers and self.host is not None and self.host.storage is not None:
+            self.host.storage.reset()
         pools = {DEVICE_TIER: self.pool, **({HOST_TIER: self.host.pool} if self.host is not None else {})}
         return sum(pools[tier].evict_all() for tier in tiers if tier in pools)
 
@@ -522,39 +492,16 @@ class CacheManager:
             return np.empty(0, dtype=np.int32)
         if len(failed):
             known = failed[self.tree.device.are_attached(failed)]
-            nodes, _ = self.tree.device.owners(known)
-            self._announce(DEVICE_TIER, nodes[self._is_resident(nodes)], resident=False)
+            self.statements.lost(*self.tree.device.owners(known))
             self.pool.forget(known)
             self.tree.prune(self.tree.device.detach(known))
         self.host.step_done(step_id, failed)
         return np.flatnonzero(np.isin(self.tables, failed).any(axis=(1, 2))).astype(np.int32)
 
-    def _on_host_change(self, nodes: NDArray[np.int64], resident: bool) -> None:
-        self._announce(HOST_TIER, nodes[self._is_resident(nodes, self.tree.host)], resident)
-
-    def _announce(self, tier: str, nodes: NDArray[np.int64], resident: bool) -> None:
-        for node in dict.fromkeys(nodes.tolist()):
-            self._index_updates.append(IndexUpdate(tier, self.tree.depths[node], (self.tree.hashes[node],), resident))
-
     def _on_evict(self, blocks: NDArray[np.int32]) -> None:
         self._evicted_blocks += len(blocks)
-        nodes, groups = self.tree.device.owners(blocks)
-        gone = nodes[self._is_index_group[groups] & self._is_resident(nodes)].tolist()
-        parents = self.tree.parents
-        run = gone[:1]  # neighbours of one path, the deepest first: so they were released, so they go
-        for node in gone[1:]:
-            if parents[run[-1]] == node:
-                run.append(node)
-            elif run[-1] != node:
-                self._announce_gone(run)
-                run = [node]
-        if run:
-            self._announce_gone(run)
+        self.statements.lost(*self.tree.device.owners(blocks))
         self.tree.prune(self.tree.device.detach(blocks))
-
-    def _announce_gone(self, run: list[int]) -> None:
-        hashes = tuple(map(self.tree.hashes.__getitem__, reversed(run)))
-        self._index_updates.append(IndexUpdate(DEVICE_TIER, self.tree.depths[run[-1]], hashes, resident=False))
 
     # ---- what others must hear ----
 
@@ -565,19 +512,11 @@ class CacheManager:
 
     def drain_index_updates(self) -> list[IndexUpdate]:
         """What changed for the attention store since the last call, in order."""
-        updates, self._index_updates = self._index_updates, []
-        return updates
+        return self.statements.drain()
 
     def resident_paths(self) -> list[IndexUpdate]:
         """Everything that is resident, as statements: a snapshot for the attention store."""
-        nodes = np.fromiter(self.tree.nodes.values(), dtype=np.int64, count=len(self.tree.nodes))
-        tree = self.tree
-        tiers = [(DEVICE_TIER, tree.device), (HOST_TIER, tree.host)] if self.host else [(DEVICE_TIER, tree.device)]
-        return [
-            IndexUpdate(name, tree.depths[node], (tree.hashes[node],), resident=True)
-            for name, tier in tiers
-            for node in nodes[self._is_resident(nodes, tier)].tolist()
-        ]
+        return self.statements.everything()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless tables, pool and tree agree (DESIGN invariant 1)."""

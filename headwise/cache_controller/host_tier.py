@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool, Blocks
+from headwise.cache_controller.index_statements import IndexStatements
 from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
 from headwise.cache_controller.storage_tier import StorageTier
 
@@ -64,11 +65,11 @@ class HostTierStats:
 class HostTier:
     """Owns the host pool and the copies in flight.
 
-    on_change: told of nodes whose host residency changed, before (False) they lose or after (True) they gained blocks
-    threshold: uses of a block after which it is copied
-    copy_s:    seconds to bring a block to the device, as measured; 0 if it was not yet
-    token_s:   seconds to compute a token of a prompt, as measured
-    storage:   where blocks that reached the host go from there; None: nowhere
+    statements: told of nodes that gain or lose blocks on the host
+    threshold:  uses of a block after which it is copied
+    copy_s:     seconds to bring a block to the device, as measured; 0 if it was not yet
+    token_s:    seconds to compute a token of a prompt, as measured
+    storage:    where blocks that reached the host go from there; None: nowhere
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class HostTier:
         tree: RadixTree,
         device: BlockPool,
         config: HostConfig,
-        on_change: Callable[[Nodes, bool], None],
+        statements: IndexStatements,
     ) -> None:
         self.tree = tree
         self.policy = config.policy
@@ -86,9 +87,9 @@ class HostTier:
         self.copy_s, self.token_s = 0.0, math.inf
         self.pool = BlockPool(config.num_blocks, self._on_evict)
         timeout_s = config.storage_timeout_s
-        self.storage = None if timeout_s is None else StorageTier(tree, self.pool, on_change, timeout_s)
+        self.storage = None if timeout_s is None else StorageTier(tree, self.pool, statements, timeout_s)
         self._device = device
-        self._on_change = on_change
+        self._statements = statements
         self._max_storing = max(1, int(MAX_STORING * device.num_blocks))
         self._is_storing: NDArray[np.bool_] = np.zeros(device.num_blocks, dtype=np.bool_)
         self._storing: dict[int, int] = {}  # device block by host block
@@ -200,7 +201,7 @@ class HostTier:
             if self.tree.host.blocks[nodes[0], groups[0]] == NOWHERE:  # storage may have brought it meanwhile
                 self.tree.host.attach_one_by_one(nodes, groups, host)
                 self.pool.register(host)
-                self._on_change(nodes, True)
+                self._statements.gained(nodes, groups)
                 if self.storage is not None:
                     self.storage.put(host)
             self._let_go(host, device)
@@ -272,8 +273,7 @@ class HostTier:
 
     def _on_evict(self, blocks: Blocks) -> None:
         self._evicted += len(blocks)
-        nodes, _ = self.tree.host.owners(blocks)
-        self._on_change(nodes, False)
+        self._statements.lost(*self.tree.host.owners(blocks))
         self.tree.prune(self.tree.host.detach(blocks))
 
     def held_device_blocks(self) -> list[int]:

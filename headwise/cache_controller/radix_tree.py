@@ -7,7 +7,8 @@ whole path is matched, registered or evicted with a few array operations, whatev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 NOWHERE = -1
 ROOT = -1
 """The parent of a path's first block."""
+
+DEVICE_TIER, HOST_TIER, STORAGE_TIER = "device", "host", "storage"
+"""Where a block can be, fastest first."""
 
 _CAPACITY = 1024
 """Nodes that there is room for at first."""
@@ -36,6 +40,10 @@ class Residency:
     def grow(self) -> None:
         """Make room for twice as many nodes."""
         self.blocks = np.concatenate([self.blocks, np.full_like(self.blocks, NOWHERE)])
+
+    def has(self, nodes: Nodes) -> NDArray[np.bool_]:
+        """``[n, groups]``: which of ``nodes [n]`` the tier holds, per group."""
+        return np.asarray(self.blocks[nodes] != NOWHERE)
 
     def attach(self, nodes: Nodes, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Let ``blocks [n, groups]`` hold the distinct ``nodes [n]`` where nothing does yet; those that now do.
@@ -95,27 +103,85 @@ class Residency:
         assert (owner == self._owner).all(), "owners and nodes disagree"
 
 
+class Presence:
+    """Which nodes of the tree a tier holds, per head group, where nobody need know in which block.
+
+    held: ``bool [capacity, groups]``
+    """
+
+    def __init__(self, capacity: int, num_groups: int) -> None:
+        self.held: NDArray[np.bool_] = np.zeros((capacity, num_groups), dtype=np.bool_)
+
+    def grow(self) -> None:
+        """Make room for twice as many nodes."""
+        self.held = np.concatenate([self.held, np.zeros_like(self.held)])
+
+    def has(self, nodes: Nodes) -> NDArray[np.bool_]:
+        """``[n, groups]``: which of ``nodes [n]`` the tier holds, per group."""
+        return self.held[nodes]
+
+
+@dataclass(frozen=True, eq=False)
+class Removed:
+    """Nodes that have left the tree, and the hashes they had, in runs: each goes up a path, block by block.
+
+    starts: where the runs begin
+    depths: of the first of each run
+    """
+
+    nodes: list[int]
+    hashes: list[bytes]
+    starts: list[int]
+    depths: list[int]
+
+
 class RadixTree:
     """Nodes by hash, and what holds them on each tier.
 
     A node is removed once no tier holds any of it and nothing is below it; its number is given anew then.
 
-    nodes: the number of each known hash
+    nodes:     the number of each known hash
+    storage:   what storage is known to have; of no account without ``has_storage``
+    tiers:     those that there are by name, fastest first
+    capacity:  nodes that the arrays have room for
     hashes, depths, parents: per node; a depth is the index of the block in its path
-    uses:  per node, how often it was computed or served
+    first_child, next_sibling: per node, `NOWHERE` behind the last
+    tops:      per node, the last of its path's first ``num_top`` nodes: itself if it is one of them
+    uses:      per node, how often it was computed or served
+    on_remove: told of nodes once they have left the tree
     """
 
-    def __init__(self, num_groups: int, device_blocks: int, host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        device_blocks: int,
+        host_blocks: int = 0,
+        *,
+        has_storage: bool = False,
+        num_top: int = 1,
+        on_remove: Callable[[Removed], None] | None = None,
+    ) -> None:
         self.nodes: dict[bytes, int] = {}
         self.device = Residency(_CAPACITY, num_groups, device_blocks)
         self.host = Residency(_CAPACITY, num_groups, host_blocks)
+        self.storage = Presence(_CAPACITY, num_groups)
+        self.tiers: dict[str, Residency | Presence] = {DEVICE_TIER: self.device}
+        if host_blocks:
+            self.tiers[HOST_TIER] = self.host
+        if has_storage:
+            self.tiers[STORAGE_TIER] = self.storage
+        self.capacity = _CAPACITY
+        self.num_top = num_top
+        self.on_remove = on_remove
         self.hashes: list[bytes] = []
         self.depths: list[int] = []
         self.parents: list[int] = []
+        self.tops: list[int] = []
         self.uses: list[int] = []
-        self._children: list[int] = []
+        self.first_child: list[int] = []
+        self.next_sibling: list[int] = []
+        self._previous_sibling: list[int] = []
         self._unused: list[int] = []
-        self._tiers = (self.device, self.host) if host_blocks else (self.device,)
 
     def find(self, hashes: Sequence[bytes]) -> Nodes:
         """The nodes of the longest known prefix of a path, whatever they still hold."""
@@ -142,15 +208,28 @@ class RadixTree:
             self.hashes.append(block_hash)
             self.depths.append(depth)
             self.parents.append(parent)
+            self.tops.append(node)
             self.uses.append(1)
-            self._children.append(0)
-            if node == len(self.device.blocks):
-                for tier in (self.device, self.host):
-                    tier.grow()
+            self.first_child.append(NOWHERE)
+            self.next_sibling.append(NOWHERE)
+            self._previous_sibling.append(NOWHERE)
+            if node == self.capacity:
+                self._grow()
         self.nodes[block_hash] = node
+        sibling = NOWHERE
         if parent != ROOT:
-            self._children[parent] += 1
+            sibling = self.first_child[parent]
+            self.first_child[parent] = node
+            if sibling != NOWHERE:
+                self._previous_sibling[sibling] = node
+        self.next_sibling[node], self._previous_sibling[node] = sibling, NOWHERE
+        self.tops[node] = node if depth < self.num_top else self.tops[parent]
         return node
+
+    def _grow(self) -> None:
+        self.capacity *= 2
+        for tier in (self.device, self.host, self.storage):
+            tier.grow()
 
     def prune(self, nodes: Nodes) -> None:
         """Remove those of ``nodes`` that no tier holds any more, if nothing is below them."""
@@ -158,43 +237,76 @@ class RadixTree:
 
     def _prune(self, leaves: Sequence[int]) -> None:
         """Remove those of the empty ``leaves`` that have nothing below them, and what that leaves empty above them."""
-        known, hashes, parents, children = self.nodes, self.hashes, self.parents, self._children
+        known, hashes, parents, first_child = self.nodes, self.hashes, self.parents, self.first_child
+        before, behind = self._previous_sibling, self.next_sibling
         empty = set(leaves)
+        runs = Removed([], [], [], [])
         for leaf in leaves:
+            if not hashes[leaf] or first_child[leaf] != NOWHERE:
+                continue
+            runs.starts.append(len(runs.nodes))
+            runs.depths.append(self.depths[leaf])
             node = leaf
-            while hashes[node] and not children[node]:
-                del known[hashes[node]]
+            while True:
+                block_hash, parent = hashes[node], parents[node]
+                del known[block_hash]
+                runs.nodes.append(node)
+                runs.hashes.append(block_hash)
                 hashes[node] = b""
-                self._unused.append(node)
-                node = parents[node]
-                if node == ROOT:
+                if parent == ROOT:
                     break
-                children[node] -= 1
-                if node not in empty and not self._is_empty(node):
+                if before[node] == behind[node]:  # both nowhere: an only child
+                    first_child[parent] = NOWHERE
+                else:
+                    self._unlink(node, parent)
+                    if first_child[parent] != NOWHERE:
+                        break
+                if parent not in empty and not self._are_empty(np.array([parent]))[0]:
                     break
+                node = parent
+        self._unused += runs.nodes
+        if runs.nodes and self.on_remove is not None:
+            self.on_remove(runs)
 
-    def _is_empty(self, node: int) -> bool:
-        return all((tier.blocks[node] == NOWHERE).all() for tier in self._tiers)
+    def _unlink(self, node: int, parent: int) -> None:
+        """Take a node out of the list of its parent's children."""
+        before, behind = self._previous_sibling[node], self.next_sibling[node]
+        if before == NOWHERE:
+            self.first_child[parent] = behind
+        else:
+            self.next_sibling[before] = behind
+        if behind != NOWHERE:
+            self._previous_sibling[behind] = before
+
+    def children(self, node: int) -> list[int]:
+        """The nodes right below one."""
+        children, child = [], self.first_child[node]
+        while child != NOWHERE:
+            children.append(child)
+            child = self.next_sibling[child]
+        return children
 
     def _are_empty(self, nodes: Nodes) -> NDArray[np.bool_]:
-        empty = (self.device.blocks[nodes] == NOWHERE).all(axis=1)
-        for tier in self._tiers[1:]:
-            empty &= (tier.blocks[nodes] == NOWHERE).all(axis=1)
-        return np.asarray(empty)
+        held = np.zeros(len(nodes), dtype=np.bool_)
+        for tier in self.tiers.values():
+            held |= tier.has(nodes).any(axis=1)
+        return ~held
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless counts, parents and owners agree with the nodes."""
-        children = [0] * len(self.hashes)
+        children: dict[int, set[int]] = {node: set() for node in self.nodes.values()}
         for block_hash, node in self.nodes.items():
             assert self.hashes[node] == block_hash
             parent = self.parents[node]
             if parent != ROOT:
                 assert self.nodes.get(self.hashes[parent]) == parent, "a node's parent is not in the tree"
                 assert self.depths[node] == self.depths[parent] + 1
-                children[parent] += 1
+                children[parent].add(node)
+            is_top = self.depths[node] < self.num_top
+            assert self.tops[node] == (node if is_top else self.tops[parent]), "a node has lost the top of its path"
         for node in self.nodes.values():
-            assert self._children[node] == children[node], "a child count is wrong"
-            assert children[node] or not self._is_empty(node), "an empty leaf was kept"
+            assert sorted(self.children(node)) == sorted(children[node]), "a list of children is wrong"
+            assert children[node] or not self._are_empty(np.array([node]))[0], "an empty leaf was kept"
         gone = sorted(set(range(len(self.hashes))) - set(self.nodes.values()))
         assert gone == sorted(self._unused), "a node is lost"
         for tier in (self.device, self.host):

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool, Blocks
-from headwise.cache_controller.radix_tree import NOWHERE, ROOT, Nodes, RadixTree
+from headwise.cache_controller.index_statements import IndexStatements
+from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree
+from headwise.cache_controller.stored_blocks import StoredBlocks
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +67,10 @@ class _Patience:
         self._heard_at = 0.0
 
     def look(self, now: float, owed: int) -> None:
-        """Note the time, and how many answers storage owes."""
+        """Note the time, and how many answers storage owes. One that owes none, as all were waived, may try again."""
         if not owed:
             self._heard_at = now
+            self.is_stalled = False
         elif now - self._heard_at > self._timeout_s and not self.is_stalled:
             log.warning("storage has not %s for %g s: it is not used until it does", self._what, self._timeout_s)
             self.is_stalled = True
@@ -111,25 +114,27 @@ class _Coming:
 class StorageTier:
     """Owns the puts and fetches in flight.
 
-    pool:      the host's
-    on_change: told of nodes that gained blocks on the host
-    timeout_s: seconds without an answer after which storage counts as stalled
-    fetch_s:   seconds that fetching a block takes, as measured; 0 if it was not yet
+    pool:       the host's
+    statements: told of nodes that gained blocks on the host
+    timeout_s:  seconds without an answer after which storage counts as stalled
+    fetch_s:    seconds that fetching a block takes, as measured; 0 if it was not yet
+    stored:     what storage is known to have
     """
 
-    def __init__(
-        self, tree: RadixTree, pool: BlockPool, on_change: Callable[[Nodes, bool], None], timeout_s: float
-    ) -> None:
+    def __init__(self, tree: RadixTree, pool: BlockPool, statements: IndexStatements, timeout_s: float) -> None:
         self.fetch_s = 0.0
+        self.stored = StoredBlocks(tree, statements)
         self._tree, self._pool = tree, pool
-        self._on_change = on_change
+        self._statements = statements
         self._putting_goes_on = _Patience("taken a block", timeout_s)
         self._fetching_goes_on = _Patience("given a block", timeout_s)
         self._asking_goes_on = _Patience("said what it has", timeout_s)
         self._asking: set[str] = set()
+        self._asked_too_early: set[str] = set()  # before storage was emptied
         self._max_in_flight = max(1, int(MAX_IN_FLIGHT * pool.num_blocks))
         self._backlog: deque[tuple[int, int]] = deque(maxlen=pool.num_blocks)  # host blocks, and what they held
         self._putting: set[int] = set()
+        self._put_too_early: set[int] = set()  # likewise
         self._puts: list[tuple[int, int, bytes]] = []  # not sent yet: (group, host block, hash)
         self._coming: dict[tuple[bytes, int], _Coming] = {}
         self._fetching: dict[int, _Coming] = {}  # by host block
@@ -175,14 +180,32 @@ class StorageTier:
         """Storage was asked what it has of a path."""
         self._asking.add(key)
 
-    def answered(self, key: str, now: float) -> None:
-        """It has said so."""
-        self._asking.discard(key)
+    def answered(self, key: str, path: Sequence[bytes], stored: NDArray[np.bool_], now: float) -> None:
+        """It has said so: ``stored [n, groups]`` of the path."""
         self._asking_goes_on.heard(now)
+        if key not in self._asked_too_early:
+            self.stored.found(path, stored)
+        self.ask_no_more(key)
 
     def ask_no_more(self, key: str) -> None:
         """The question was taken back."""
         self._asking.discard(key)
+        self._asked_too_early.discard(key)
+
+    def begin_audit(self, now: float) -> list[bytes]:
+        """Hashes of which to ask storage in the background whether it still has them; mostly none."""
+        return [] if self.is_stalled or self._asking else self.stored.begin_audit(now)
+
+    def end_audit(self, stored: NDArray[np.bool_], now: float) -> None:
+        """It has said so: ``stored [n, groups]``."""
+        self._asking_goes_on.heard(now)
+        self.stored.end_audit(stored)
+
+    def reset(self) -> None:
+        """Storage is being emptied: nothing is known to be there, whatever is said of the time before."""
+        self._put_too_early |= self._putting
+        self._asked_too_early |= self._asking
+        self.stored.reset()
 
     # ---- host to storage ----
 
@@ -216,7 +239,11 @@ class StorageTier:
             return
         self._putting_goes_on.heard(now)
         done = np.array([*host_blocks, *failed], dtype=np.int32)
+        there = [block for block in host_blocks if block not in self._put_too_early]
+        if there:
+            self.stored.put(*self._tree.host.owners(np.array(there, dtype=np.int32)))
         self._putting.difference_update(done.tolist())
+        self._put_too_early.difference_update(done.tolist())
         self._put += len(host_blocks)
         self._failed_puts += len(failed)
         self._pool.release(done)
@@ -269,6 +296,8 @@ class StorageTier:
         self._missed += len(lacking)
         for block, coming in (*came.items(), *lacking.items()):
             del self._coming[coming.key]
+            if block in lacking:
+                self.stored.missed(*coming.key)
             for fetch in coming.waiting:
                 fetch.left -= 1
                 fetch.missed |= block in lacking
@@ -289,7 +318,7 @@ class StorageTier:
         lacked = self._tree.host.blocks[node, group] == NOWHERE
         self._tree.host.attach_one_by_one(node[lacked], group[lacked], blocks[lacked])
         self._pool.register(blocks[lacked])
-        self._on_change(node[lacked], True)
+        self._statements.gained(node[lacked], group[lacked])
 
     def held_host_blocks(self) -> set[int]:
         """The host blocks that puts and fetches in flight hold."""

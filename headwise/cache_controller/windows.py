@@ -26,6 +26,7 @@ class GroupWindows:
 
     window:      ``int64 [groups]``, `UNBOUNDED` for full groups
     sink_blocks: ``int64 [groups]``, leading blocks that hold a sink token
+    seen_blocks: ``int64 [groups]``, of whole blocks the last ones that a query right behind them sees
     """
 
     def __init__(self, policies: Sequence[HeadPolicy], block_size: int) -> None:
@@ -33,6 +34,7 @@ class GroupWindows:
         self.is_full = np.array([policy.is_full for policy in policies])
         self.window = np.array([policy.window or UNBOUNDED for policy in policies], dtype=np.int64)
         self.sink_blocks = -(-np.array([policy.sink for policy in policies], dtype=np.int64) // block_size)
+        self.seen_blocks = -(-(self.window - 1) // block_size)
 
     def first_live(self, tokens: ArrayLike) -> NDArray[np.int64]:
         """``[..., groups]``: first block behind the sink that the query at position ``tokens``, or a later one, sees.

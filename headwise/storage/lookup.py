@@ -35,7 +35,8 @@ class _Query:
 class StorageLookup:
     """Asks on a thread of its own, in order of submission, which blocks of a path every TP rank has in storage.
 
-    Any thread may call. A storage that hangs never answers, and neither does what queues behind it.
+    What is asked in the background waits for everything else. Any thread may call. A storage that hangs never answers,
+    and neither does what queues behind it.
 
     storages: one per TP rank, of that rank's namespace; `close` closes them
     groups:   head groups of a block
@@ -45,6 +46,7 @@ class StorageLookup:
         self._storages = storages
         self._groups = groups
         self._queue: deque[_Query] = deque()
+        self._background: deque[_Query] = deque()
         self._asking: _Query | None = None
         self._answers: list[tuple[str, NDArray[np.bool_]]] = []
         self._is_closed = False
@@ -59,8 +61,10 @@ class StorageLookup:
         self._thread = threading.Thread(target=self._run, name="headwise-lookup", daemon=True)
         self._thread.start()
 
-    def submit(self, key: str, hashes: Sequence[bytes]) -> None:
-        """Ask for a path's blocks, by their hashes. Returns at once; ``key`` names the answer.
+    def submit(self, key: str, hashes: Sequence[bytes], in_background: bool = False) -> None:
+        """Ask for blocks, by their hashes. Returns at once; ``key`` names the answer.
+
+        in_background: only when nothing else is to be asked
 
         Raises:
             RuntimeError: the lookup is closed.
@@ -68,7 +72,7 @@ class StorageLookup:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"the storage lookup is closed: {key!r} can no longer be submitted to it")
-            self._queue.append(_Query(key, tuple(hashes)))
+            (self._background if in_background else self._queue).append(_Query(key, tuple(hashes)))
             self._has_query.notify()
 
     def poll(self) -> list[tuple[str, NDArray[np.bool_]]]:
@@ -91,6 +95,7 @@ class StorageLookup:
         """No answer is wanted to what was submitted under ``key`` so far; unknown keys are ignored."""
         with self._lock:
             self._queue = deque(query for query in self._queue if query.key != key)
+            self._background = deque(query for query in self._background if query.key != key)
             self._answers = [answer for answer in self._answers if answer[0] != key]
             if self._asking is not None and self._asking.key == key:
                 self._asking.is_cancelled = True
@@ -106,6 +111,7 @@ class StorageLookup:
         with self._lock:
             self._is_closed = True
             self._queue.clear()
+            self._background.clear()
             self._has_query.notify_all()
             self._has_answer.notify_all()
         self._thread.join(CLOSE_S)
@@ -133,8 +139,9 @@ class StorageLookup:
     def _next(self) -> _Query | None:
         """The query whose turn it is, once there is one; None when closed."""
         with self._lock:
-            self._has_query.wait_for(lambda: bool(self._queue) or self._is_closed)
-            self._asking = self._queue.popleft() if self._queue else None
+            self._has_query.wait_for(lambda: bool(self._queue or self._background) or self._is_closed)
+            queue = self._queue or self._background
+            self._asking = queue.popleft() if queue else None
             return self._asking
 
     def _ask(self, hashes: Sequence[bytes]) -> NDArray[np.bool_]:

@@ -255,15 +255,20 @@ class SimulatedExecutor:
 
 
 class SimulatedLookup:
-    """Says what a storage has, at once; or nothing while it ``hangs``."""
+    """Says what a storage has, at once; or nothing while it ``hangs``.
+
+    in_background: questions of that kind so far
+    """
 
     def __init__(self, storage: Storage, groups: int) -> None:
         self.hangs = False
+        self.in_background = 0
         self._storage, self._groups = storage, groups
         self._asked: dict[str, list[bytes]] = {}
 
-    def submit(self, key: str, hashes: Sequence[bytes]) -> None:
+    def submit(self, key: str, hashes: Sequence[bytes], in_background: bool = False) -> None:
         self._asked[key] = list(hashes)
+        self.in_background += in_background
 
     def poll(self) -> list[tuple[str, np.ndarray]]:
         if self.hangs:

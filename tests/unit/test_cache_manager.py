@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
+from index_model import Heard, assert_match_serves, servable_depths, stated
 
 from headwise.cache_controller.block_hash import extend_hashes
 from headwise.cache_controller.cache_manager import CacheManager, PrefixMatch
@@ -241,14 +245,16 @@ class CacheMachine(RuleBasedStateMachine):
     """Random requests over few prefixes in a small pool. Blocks remember what was written to them."""
 
     rows = Bundle("rows")
+    policies: ClassVar = (FULL, WINDOW, FULL)
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = manager(num_blocks=26, policies=(FULL, WINDOW, FULL))
+        self.cache = manager(num_blocks=26, policies=self.policies)
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.content: dict[int, tuple[int, ...]] = {}
-        self.resident: set[bytes] = set()
+        self.heard = Heard(self.cache)
+        self.paths: list[list[bytes]] = []
 
     @rule(target=rows, family=st.integers(0, 2), length=st.integers(1, 24), twist=st.integers(0, 24))
     def start(self, family: int, length: int, twist: int) -> int:
@@ -283,7 +289,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(row=consumes(rows))
     def finish(self, row: int) -> None:
-        if self.tokens.pop(row, None) is not None:
+        tokens = self.tokens.pop(row, None)
+        if tokens is not None:
+            self.paths = [*self.paths[-5:], hashes_of(tokens)]
             del self.computed[row]
             self.cache.release(row)
 
@@ -310,12 +318,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_index_is_told_the_truth(self) -> None:
-        for update in self.cache.drain_index_updates():
-            (self.resident.update if update.resident else self.resident.difference_update)(update.block_hashes)
-        truth = {h for update in self.cache.resident_paths() for h in update.block_hashes}
-        assert self.resident <= truth
+        self.heard.hear(self.cache.drain_index_updates())
+        truth = stated(self.cache.resident_paths())
+        paths = [*self.paths, *map(hashes_of, self.tokens.values())]
+        for path in paths:
+            served = servable_depths(self.cache, path)
+            assert_match_serves(self.cache, path, served)
+            assert all(said <= depth for said, depth in zip(self.heard.depths(path), served, strict=True))
+            assert self.tokens or self.heard.depths(path) == served
         if not self.tokens:
-            assert self.resident == truth
+            assert self.heard.said == truth
 
     def teardown(self) -> None:
         for row in list(self.tokens):
@@ -327,3 +339,24 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class WindowsMachine(CacheMachine):
+    """No group sees everything, and one has no sink."""
+
+    policies = (WINDOW, HeadPolicy(window=9))
+
+
+class FullMachine(CacheMachine):
+    policies = (FULL,)
+
+
+class SinksMachine(CacheMachine):
+    """One group's sinks reach further than the other's window."""
+
+    policies = (FULL, HeadPolicy(window=5, sink=10), HeadPolicy(window=6))
+
+
+@pytest.mark.parametrize("machine", [WindowsMachine, FullMachine, SinksMachine])
+def test_caches_of_other_groups_keep_their_promises(machine) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))

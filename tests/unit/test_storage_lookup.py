@@ -132,6 +132,30 @@ def test_a_cancelled_question_is_not_answered_wherever_it_is(lookup, storages):
     assert storages[0].calls == [("contains", GROUPS)] * 3, "what was queued is not asked"
 
 
+def test_what_is_asked_in_the_background_waits_for_everything_else(lookup, storages):
+    begun = storages[0].hang("contains")
+    lookup.submit("a", path(1))
+    assert begun.wait(WAIT_S)
+    lookup.submit("audit", path(1), in_background=True)
+    for key in "bc":
+        lookup.submit(key, path(1))
+    storages[0].go_on("contains")
+    assert [key for key, _ in answers(lookup, 4)] == ["a", "b", "c", "audit"]
+    lookup.submit("audit", path(1), in_background=True)
+    assert [key for key, _ in answers(lookup)] == ["audit"]
+
+
+def test_what_is_asked_in_the_background_may_be_cancelled(lookup, storages):
+    begun = storages[0].hang("contains")
+    lookup.submit("a", path(1))
+    assert begun.wait(WAIT_S)
+    lookup.submit("audit", path(1), in_background=True)
+    lookup.cancel("audit")
+    storages[0].go_on("contains")
+    lookup.submit("b", path(1))
+    assert [key for key, _ in answers(lookup, 2)] == ["a", "b"]
+
+
 def test_a_key_may_be_asked_again_after_it_was_cancelled(lookup, storages):
     store(storages[0], 0, group=0)
     begun = storages[0].hang("contains")
