@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
-from headwise.actors.placement import is_loopback, node_address
 from headwise.runtime.config import EngineConfig
+from headwise.storage.curve import CurveKeys
 from headwise.storage.store_server import StoreServer
+
+_BIND_TIMEOUT_S = 10.0
+"""Longest wait for the process that had the endpoint before to let go of it."""
 
 
 @ray.remote(max_restarts=20, max_concurrency=4)
 class AttentionStore:
-    """Starts empty, also after a restart: the engines find it again and tell it all they hold."""
+    """Serves the index at ``endpoint``, which a restarted one binds again: the engines find it by themselves and tell
+    it all they hold.
+    """
 
-    def __init__(self, config: EngineConfig) -> None:
-        host = "127.0.0.1" if is_loopback(config.host) else node_address()
-        self._server = StoreServer(f"tcp://{host}:*")
+    def __init__(self, config: EngineConfig, endpoint: str, namespace: str, curve: CurveKeys | None) -> None:
+        options = {"max_blocks": config.index_blocks, "curve": curve, "shared_storage": bool(config.storage)}
+        self._server = _bind(endpoint, namespace, options)
         self._server.start()
 
     def endpoint(self) -> str:
@@ -27,8 +33,21 @@ class AttentionStore:
     def stats(self) -> dict[str, Any]:
         return self._server.stats()
 
-    def match(self, block_hashes: Sequence[bytes]) -> dict[str, dict[str, int]]:
+    def match(self, block_hashes: Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
         return self._server.match(block_hashes)
 
     def stop(self) -> None:
         self._server.stop()
+
+
+def _bind(endpoint: str, namespace: str, options: dict[str, Any]) -> StoreServer:
+    import zmq
+
+    deadline = time.monotonic() + _BIND_TIMEOUT_S
+    while True:
+        try:
+            return StoreServer(endpoint, namespace, **options)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() >= deadline:
+                raise
+        time.sleep(0.1)

@@ -1,40 +1,40 @@
-"""The index of who holds which token block, on which tier. No I/O and no clock: the server hands in messages."""
+"""What the nodes said, message by message, and the index it adds up to. No I/O and no clock: the server hands it in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwise.storage.base import TIERS, Flush, Heartbeat, Snapshot, Statement, digest_of
+from headwise.storage.base import TIERS, Flush, Gone, Heartbeat, Snapshot, Statement
+from headwise.storage.prefix_index import MAX_BLOCKS, PrefixIndex
 
 MAX_AHEAD = 1024
 """Flushes of one node kept while an earlier one is missing; those beyond come back with the snapshot."""
+
+MAX_GONE = 65_536
+"""Nodes of which is remembered that they are gone."""
 
 
 @dataclass
 class _Node:
     """What one node said last.
 
-    bit:      its bit in the holders' bit sets
     next_seq: of the first flush that is not applied yet
     heard:    the highest seq that any message of this epoch spoke of
     ahead:    flushes that came before an earlier one
-    diverged: the digests differed, although no flush is missing
+    agrees:   whether the last digest that could be compared was the same; None if none was yet
     """
 
-    bit: int
     epoch: int
     next_seq: int = 0
     heard: int = -1
-    diverged: bool = False
+    agrees: bool | None = None
     ahead: dict[int, Flush] = field(default_factory=dict)
-    blocks: dict[str, set[bytes]] = field(default_factory=lambda: {tier: set() for tier in TIERS})
-    digests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
 
     @property
     def behind(self) -> bool:
-        return self.diverged or self.heard >= self.next_seq
+        return self.agrees is False or self.heard >= self.next_seq
 
 
 class AttentionStore:
@@ -43,154 +43,137 @@ class AttentionStore:
     Lost, doubled, late and reordered messages, and restarts of either side, converge to what the nodes hold, as
     long as snapshots are asked for from the nodes that `wanting` names. The index advises: the engine's own match
     decides.
+
+    applied: flushes and snapshots taken in so far
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_blocks: int = MAX_BLOCKS, shared_storage: bool = False) -> None:
+        self._index = PrefixIndex(max_blocks, shared_storage)
         self._nodes: dict[str, _Node] = {}
-        # block hash -> per tier, the bit set of nodes that hold it
-        self._holders: dict[bytes, list[int]] = {}
-        self._applied = 0
+        self._gone: dict[str, int] = {}  # node -> the last epoch of it that is void
+        self._behind: set[str] = set()
+        self.applied = self._snapshots = 0
 
-    def apply(self, statement: Statement) -> None:
+    def apply(self, statement: Statement | Gone) -> None:
         """Take in one statement. An old epoch's is ignored, a newer epoch drops what the node said before."""
+        if isinstance(statement, Gone):
+            self._void(statement)
+            return
         node = self._nodes.get(statement.node)
         if node is None or statement.epoch > node.epoch:
+            if statement.epoch <= self._gone.get(statement.node, -1):
+                return
             self.drop(statement.node)
-            node = self._nodes[statement.node] = _Node(self._free_bit(), statement.epoch)
+            node = self._nodes[statement.node] = _Node(statement.epoch)
         elif statement.epoch < node.epoch:
             return
-        node.heard = max(node.heard, statement.seq)
+        if statement.seq > node.heard:
+            node.heard = statement.seq
         if isinstance(statement, Flush):
             self._apply_flush(node, statement)
         elif isinstance(statement, Snapshot):
             self._apply_snapshot(node, statement)
         else:
             self._compare(node, statement)
+        if node.behind:
+            self._behind.add(statement.node)
+        else:
+            self._behind.discard(statement.node)
 
     def wanting(self) -> list[str]:
         """Nodes of which something was missed: a snapshot of theirs is wanted."""
-        return [name for name, node in self._nodes.items() if node.behind]
+        return list(self._behind)
 
-    def drop(self, node: str) -> None:
-        """Forget a node and all it holds; unknown nodes are ignored."""
-        gone = self._nodes.pop(node, None)
-        if gone is not None:
-            for tier in TIERS:
-                self._set(gone, tier, tuple(gone.blocks[tier]), resident=False)
+    def drop(self, node: str) -> bool:
+        """Forget a node and all it holds. False: it was not known."""
+        self._behind.discard(node)
+        self._index.drop(node)
+        return self._nodes.pop(node, None) is not None
 
-    def match(self, block_hashes: Sequence[bytes]) -> dict[str, dict[str, int]]:
-        """For every node that holds block 0: how many leading blocks of the path each tier could serve.
+    def match(self, block_hashes: bytes | Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
+        """See `PrefixIndex.match`."""
+        return self._index.match(block_hashes)
 
-        A tier serves what it holds itself together with what faster tiers hold, so counts grow from tier to tier.
-        """
-        alive = [self._all_bits()] * len(TIERS)
-        depths: list[dict[int, int]] = [{} for _ in TIERS]
-        for depth, block_hash in enumerate(block_hashes):
-            served = 0
-            for tier, holders in enumerate(self._holders.get(block_hash, (0,) * len(TIERS))):
-                served |= holders
-                _record(depths[tier], alive[tier] & ~served, depth)
-                alive[tier] &= served
-            if not alive[-1]:
-                break
-        for tier, bits in enumerate(alive):
-            _record(depths[tier], bits, len(block_hashes))
-        counts = {
-            name: {tier: depths[index][node.bit] for index, tier in enumerate(TIERS)}
-            for name, node in self._nodes.items()
-        }
-        return {name: tiers for name, tiers in counts.items() if tiers[TIERS[-1]]}
-
-    def resident(self, node: str, tier: str) -> frozenset[bytes]:
-        """The blocks that the index holds resident on a node's tier."""
-        known = self._nodes.get(node)
-        return frozenset(known.blocks[tier]) if known else frozenset()
+    def resident(self, node: str, tier: str, resumable: bool = False) -> frozenset[bytes]:
+        """See `PrefixIndex.resident`."""
+        return self._index.resident(node, tier, resumable)
 
     def stats(self) -> dict[str, Any]:
-        """Plain data: per node its epoch, next seq, whether a snapshot is wanted, and blocks per tier."""
-        nodes = {
-            name: {
-                "epoch": node.epoch,
-                "next_seq": node.next_seq,
-                "behind": node.behind,
-                "blocks": {tier: len(node.blocks[tier]) for tier in TIERS},
-            }
-            for name, node in self._nodes.items()
+        """Plain data: the index's size, and per node what is known of it.
+
+        nodes: epoch, next_seq; behind: a snapshot is wanted; agrees: whether the last digests were the same; blocks
+               and resumable by tier; forgotten: blocks that the node holds and the index has no room for
+        """
+        index = self._index
+        return {
+            "nodes": {name: self._node_stats(name, node) for name, node in self._nodes.items()},
+            "distinct_blocks": len(index),
+            "max_blocks": index.max_blocks,
+            "runs": index.num_runs,
+            "forgotten_blocks": index.forgotten,
+            "statements_applied": self.applied,
+            "snapshots_applied": self._snapshots,
         }
-        return {"nodes": nodes, "distinct_blocks": len(self._holders), "statements_applied": self._applied}
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless the bit sets, the nodes' sets and the digests say the same."""
-        expected: dict[bytes, list[int]] = {}
-        for node in self._nodes.values():
-            for index, tier in enumerate(TIERS):
-                assert node.digests[tier] == digest_of(node.blocks[tier]), f"digest of {tier} is stale"
-                for block_hash in node.blocks[tier]:
-                    expected.setdefault(block_hash, [0] * len(TIERS))[index] |= 1 << node.bit
-        assert expected == self._holders, "holders differ from what the nodes said"
+        """Raise `AssertionError` unless the index agrees with itself: see `PrefixIndex.check_integrity`."""
+        self._index.check_integrity()
+        behind = {name for name, node in self._nodes.items() if node.behind}
+        assert behind == self._behind, f"{sorted(behind)} are behind, known are {sorted(self._behind)}"
 
     # ---- statements ----
 
+    def _void(self, gone: Gone) -> None:
+        self._gone[gone.node] = max(gone.epoch, self._gone.pop(gone.node, -1))
+        if len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
+        node = self._nodes.get(gone.node)
+        if node is not None and node.epoch <= gone.epoch:
+            self.drop(gone.node)
+
     def _apply_flush(self, node: _Node, flush: Flush) -> None:
-        if flush.seq >= node.next_seq and len(node.ahead) < MAX_AHEAD:
+        if flush.seq == node.next_seq:
+            self._keep(node, flush)
+            if node.ahead:
+                self._catch_up(node)
+        elif flush.seq > node.next_seq and len(node.ahead) < MAX_AHEAD:
             node.ahead[flush.seq] = flush
-        self._catch_up(node)
 
     def _catch_up(self, node: _Node) -> None:
         """Apply the kept flushes up to the next gap."""
         while (flush := node.ahead.pop(node.next_seq, None)) is not None:
-            self._set(node, flush.tier, flush.block_hashes, flush.resident)
-            node.next_seq += 1
-            self._applied += 1
+            self._keep(node, flush)
+
+    def _keep(self, node: _Node, flush: Flush) -> None:
+        self._index.apply(flush.node, flush.tier, flush.block_hashes, flush.resident, flush.resumable)
+        node.next_seq += 1
+        self.applied += 1
 
     def _apply_snapshot(self, node: _Node, snapshot: Snapshot) -> None:
-        if snapshot.seq + 1 < node.next_seq:
+        if snapshot.seq + 1 < node.next_seq or not (node.behind or snapshot.seq + 1 > node.next_seq):
             return
-        for tier in TIERS:
-            held = snapshot.tiers.get(tier, frozenset())
-            self._set(node, tier, tuple(node.blocks[tier] - held), resident=False)
-            self._set(node, tier, tuple(held - node.blocks[tier]), resident=True)
+        self._index.drop(snapshot.node)
+        for tier, (block_hashes, resumable) in snapshot.tiers.items():
+            self._index.apply(snapshot.node, tier, block_hashes, True, resumable)
         node.next_seq = snapshot.seq + 1
-        node.diverged = False
+        node.agrees = None
         node.ahead = {seq: flush for seq, flush in node.ahead.items() if seq > snapshot.seq}
-        self._applied += 1
+        self.applied += 1
+        self._snapshots += 1
         self._catch_up(node)
 
     def _compare(self, node: _Node, heartbeat: Heartbeat) -> None:
         if heartbeat.seq + 1 == node.next_seq:
-            node.diverged = any(node.digests[tier] != heartbeat.digests.get(tier, 0) for tier in TIERS)
+            node.agrees = self._index.digests(heartbeat.node) == heartbeat.digests
 
-    def _set(self, node: _Node, tier: str, block_hashes: Iterable[bytes], resident: bool) -> None:
-        held, index, bit = node.blocks[tier], TIERS.index(tier), 1 << node.bit
-        for block_hash in block_hashes:
-            if (block_hash in held) == resident:
-                continue
-            node.digests[tier] ^= int.from_bytes(block_hash, "big")
-            holders = self._holders.setdefault(block_hash, [0] * len(TIERS))
-            holders[index] ^= bit
-            if resident:
-                held.add(block_hash)
-            else:
-                held.remove(block_hash)
-                if not any(holders):
-                    del self._holders[block_hash]
-
-    # ---- bit sets ----
-
-    def _all_bits(self) -> int:
-        bits = 0
-        for node in self._nodes.values():
-            bits |= 1 << node.bit
-        return bits
-
-    def _free_bit(self) -> int:
-        taken = self._all_bits()
-        return (~taken & (taken + 1)).bit_length() - 1
-
-
-def _record(depths: dict[int, int], bits: int, depth: int) -> None:
-    """Note ``depth`` for every node whose bit is set."""
-    while bits:
-        low = bits & -bits
-        depths[low.bit_length() - 1] = depth
-        bits ^= low
+    def _node_stats(self, name: str, node: _Node) -> dict[str, Any]:
+        blocks = self._index.blocks(name)
+        return {
+            "epoch": node.epoch,
+            "next_seq": node.next_seq,
+            "behind": node.behind,
+            "agrees": node.agrees,
+            "blocks": dict(zip(TIERS, blocks, strict=False)),
+            "resumable": dict(zip(TIERS, blocks[len(TIERS) :], strict=True)),
+            "forgotten": self._index.forgotten_blocks(name),
+        }

@@ -1,74 +1,104 @@
-"""The store's messages as bytes: ``msgpack([version, kind, fields...])``, hashes joined into one run of bytes."""
+"""The store's messages as bytes: ``msgpack([version, kind, namespace, fields...])``, the fields in the order in which
+`headwise.storage.base` declares them.
+
+Runs of hashes stay runs: a flush of any length is checked and decoded without a loop over its blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
 
 from headwise.errors import HeadwiseError
-from headwise.storage.base import HASH_BYTES, TIERS, Flush, Heartbeat, Message, Snapshot, SnapshotRequest
+from headwise.storage.base import (
+    HASH_BYTES,
+    TIERS,
+    Flush,
+    GetIndexStats,
+    Gone,
+    Heartbeat,
+    IndexStats,
+    Matches,
+    Message,
+    Query,
+    Rejected,
+    Snapshot,
+    SnapshotRequest,
+)
 
-VERSION = 1
-MAX_NODE_NAME = 256
+VERSION = 2
+MAX_NAME = 256
+MAX_REASON = 1000
+MAX_MESSAGE_BYTES = 256 << 20
+"""Bytes of a message, over all its frames."""
+MAX_FRAMES = 256
+"""Messages that may travel together, one a frame."""
+
+_DIGESTS = 2 * len(TIERS)
+_MAX_INTEGER = 2**63 - 1
 
 
 class ProtocolError(HeadwiseError):
-    """Bytes are not a message of the attention store's protocol."""
+    """Bytes are not a message of the attention store's protocol.
+
+    kind: what was wrong, to be counted by: ``malformed``, ``oversized``, ``version``, ``namespace`` or ``unexpected``
+    """
+
+    def __init__(self, message: str, kind: str = "malformed") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message, namespace: str = "") -> bytes:
     """The bytes of a message; `decode` gives an equal one back."""
-    if isinstance(message, Flush):
-        hashes = b"".join(message.block_hashes)
-        start = message.start_write_block_idx
-        body = [message.node, message.epoch, message.seq, message.tier, start, hashes, message.resident]
-    elif isinstance(message, Snapshot):
-        tiers = {tier: b"".join(sorted(hashes)) for tier, hashes in message.tiers.items()}
-        body = [message.node, message.epoch, message.seq, tiers]
-    elif isinstance(message, Heartbeat):
-        digests = {tier: digest.to_bytes(HASH_BYTES, "big") for tier, digest in message.digests.items()}
-        body = [message.node, message.epoch, message.seq, digests]
-    else:
-        body = [message.node]
-    data: bytes = msgpack.packb([VERSION, type(message).__name__, *body])
+    kind = type(message).__name__
+    fields = list(vars(message).values())
+    if isinstance(message, Heartbeat):
+        fields[-1] = b"".join(digest.to_bytes(HASH_BYTES, "big") for digest in message.digests)
+    data: bytes = msgpack.packb([VERSION, kind, namespace, *fields])
     return data
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes, namespace: str = "") -> Message:
     """The message in ``data``; raises `ProtocolError` naming what is wrong with it."""
     try:
         message = msgpack.unpackb(data)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"{len(data)} bytes are not msgpack: {error or type(error).__name__}") from None
-    if not isinstance(message, list) or len(message) < 2 or not isinstance(message[1], str):
-        raise ProtocolError("a message must be [version, kind, fields...]")
-    version, kind, *body = message
+    if not isinstance(message, list) or len(message) < 3 or not isinstance(message[1], str):
+        raise ProtocolError("a message must be [version, kind, namespace, fields...]")
+    version, kind, its_namespace, *body = message
     if version != VERSION:
-        raise ProtocolError(f"message of protocol version {version!r:.40}; this side speaks {VERSION}")
+        raise ProtocolError(f"message of protocol version {version!r:.40}; this side speaks {VERSION}", "version")
     if kind not in _FIELDS:
         raise ProtocolError(f"unknown message {kind!r:.80}; known are {', '.join(_FIELDS)}")
+    if its_namespace != namespace and kind != "Rejected":  # whoever has got the namespace wrong is to hear so
+        raise ProtocolError(
+            f"{kind} of namespace {its_namespace!r:.80}; this side serves {namespace!r:.80}: a peer must be of the "
+            "same deployment, model and cache layout",
+            "namespace",
+        )
     build, checks = _FIELDS[kind]
     if len(body) != len(checks):
         raise ProtocolError(f"{kind} must have {len(checks)} fields, got {len(body)}")
-    return build(*(check(kind, value) for check, value in zip(checks, body, strict=True)))
+    for index, check in enumerate(checks):
+        body[index] = check(kind, body[index])
+    if kind == "Flush":
+        _check_flags(kind, body[5], body[7])
+    return build(*body)
 
 
-def split_hashes(joined: bytes) -> Iterable[bytes]:
-    """The hashes of one run of bytes, whose length is a multiple of `HASH_BYTES`."""
-    return (joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))
-
-
-def _node(kind: str, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NODE_NAME:
-        raise ProtocolError(f"{kind}: node must be a name of 1 to {MAX_NODE_NAME} characters")
+def _name(kind: str, value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
+        raise ProtocolError(f"{kind}: node must be a name of 1 to {MAX_NAME} characters")
     return value
 
 
 def _integer(low: int) -> Callable[[str, Any], int]:
     def check(kind: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        if type(value) is not int or not low <= value <= _MAX_INTEGER:
             raise ProtocolError(f"{kind}: a number must be an integer of at least {low}, got {value!r:.40}")
         return value
 
@@ -87,32 +117,76 @@ def _flag(kind: str, value: Any) -> bool:
     return value
 
 
-def _hashes(kind: str, value: Any) -> tuple[bytes, ...]:
+def _hashes(kind: str, value: Any) -> bytes:
     if not isinstance(value, bytes) or len(value) % HASH_BYTES:
         raise ProtocolError(f"{kind}: block hashes must be a run of {HASH_BYTES}-byte hashes")
-    return tuple(split_hashes(value))
+    return value
 
 
-def _by_tier(kind: str, value: Any) -> dict[str, frozenset[bytes]]:
+def _flags(kind: str, value: Any) -> bytes:
+    if not isinstance(value, bytes) or len(value) != value.count(0) + value.count(1):
+        raise ProtocolError(f"{kind}: resumable must be bytes of 0 and 1")
+    return value
+
+
+def _check_flags(kind: str, hashes: bytes, flags: bytes) -> None:
+    if flags and len(flags) * HASH_BYTES != len(hashes):
+        raise ProtocolError(f"{kind}: resumable has {len(flags)} flags for {len(hashes) // HASH_BYTES} blocks")
+
+
+def _by_tier(kind: str, value: Any) -> dict[str, tuple[bytes, bytes]]:
     if not isinstance(value, dict):
         raise ProtocolError(f"{kind}: tiers must be a mapping, not {type(value).__name__}")
-    return {_tier(kind, tier): frozenset(_hashes(kind, hashes)) for tier, hashes in value.items()}
+    tiers = {}
+    for tier, held in value.items():
+        if not isinstance(held, list) or len(held) != 2:
+            raise ProtocolError(f"{kind}: a tier must be [block_hashes, resumable]")
+        tiers[_tier(kind, tier)] = _hashes(kind, held[0]), _flags(kind, held[1])
+        _check_flags(kind, *tiers[tier])
+    return tiers
 
 
-def _digests(kind: str, value: Any) -> dict[str, int]:
+def _digests(kind: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, bytes) or len(value) != _DIGESTS * HASH_BYTES:
+        raise ProtocolError(f"{kind}: digests must be {_DIGESTS} times {HASH_BYTES} bytes")
+    return tuple(int.from_bytes(value[at : at + HASH_BYTES], "big") for at in range(0, len(value), HASH_BYTES))
+
+
+def _depths(kind: str, value: Any) -> dict[str, tuple[int, int, int]]:
     if not isinstance(value, dict):
-        raise ProtocolError(f"{kind}: digests must be a mapping, not {type(value).__name__}")
-    digests = {}
-    for tier, digest in value.items():
-        if not isinstance(digest, bytes) or len(digest) != HASH_BYTES:
-            raise ProtocolError(f"{kind}: a digest must be {HASH_BYTES} bytes")
-        digests[_tier(kind, tier)] = int.from_bytes(digest, "big")
-    return digests
+        raise ProtocolError(f"{kind}: depths must be a mapping, not {type(value).__name__}")
+    depths: dict[str, tuple[int, int, int]] = {}
+    for node, blocks in value.items():
+        if not isinstance(blocks, list) or len(blocks) != len(TIERS):
+            raise ProtocolError(f"{kind}: depths must be {len(TIERS)} numbers of blocks")
+        device, host, storage = (_natural(kind, count) for count in blocks)
+        depths[_name(kind, node)] = device, host, storage
+    return depths
 
+
+def _plain(kind: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{kind}: stats must be a mapping, not {type(value).__name__}")
+    return value
+
+
+def _reason(kind: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ProtocolError(f"{kind}: reason must be text, not {type(value).__name__}")
+    return value[:MAX_REASON]
+
+
+_natural, _seq = _integer(0), _integer(-1)
 
 _FIELDS: dict[str, tuple[Callable[..., Message], tuple[Callable[[str, Any], Any], ...]]] = {
-    "Flush": (Flush, (_node, _integer(0), _integer(0), _tier, _integer(0), _hashes, _flag)),
-    "Snapshot": (Snapshot, (_node, _integer(0), _integer(-1), _by_tier)),
-    "Heartbeat": (Heartbeat, (_node, _integer(0), _integer(-1), _digests)),
-    "SnapshotRequest": (SnapshotRequest, (_node,)),
+    "Flush": (Flush, (_name, _natural, _natural, _tier, _natural, _hashes, _flag, _flags)),
+    "Snapshot": (Snapshot, (_name, _natural, _seq, _by_tier)),
+    "Heartbeat": (Heartbeat, (_name, _natural, _seq, _digests)),
+    "Gone": (Gone, (_name, _natural)),
+    "SnapshotRequest": (SnapshotRequest, (_name,)),
+    "Query": (Query, (_natural, _hashes)),
+    "Matches": (Matches, (_natural, _depths)),
+    "GetIndexStats": (GetIndexStats, (_natural,)),
+    "IndexStats": (IndexStats, (_natural, _plain)),
+    "Rejected": (Rejected, (_reason,)),
 }

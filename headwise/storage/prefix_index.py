@@ -1,0 +1,413 @@
+"""Which nodes hold which token blocks, on which tier: as bit sets of nodes, over runs of blocks. No I/O, no clock.
+
+Blocks that are stated together are kept together, as a `_Run`: one ``bytes`` of their hashes and one bit set of nodes
+per tier and state, the same for all its blocks. A run is cut where a statement holds for a part of it, and joined with
+its successor again when a lookup goes through both and nobody holds one otherwise than the other. So whatever is said
+takes a few bit operations per run, not per block, and a lookup probes the dictionary once per run of its path and
+compares the rest as bytes. Nothing relies on presence being monotone along a path: a run holds what was said of
+exactly its blocks, so a hole ends the prefix, and whatever lies behind it counts again once it is filled.
+
+    where:  hash -> run                  h0..h77 -> A    h78..h156 -> B     h'78..h'99 -> C
+    runs:   hashes, bit sets             A: device {n1, n2, n3}   B: device {n1}   C: device {n2}, host {n3}
+
+Memory, measured by `benchmarks/index.py`: about 105 to 150 bytes a block in runs of 80 (the dictionary's entry and key,
+which grow in steps, and 16 for the run); about 500 where no two neighbouring blocks are held alike.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+
+from headwise.storage.base import ANYONE, HASH_BYTES, TIERS, Digest
+from headwise.storage.runs import count_unknown, exhaust, overlap, split, stretches
+
+MAX_BLOCKS = 4_000_000
+MAX_RUN = 256
+"""Blocks of a run, so that one block is found in it fast."""
+
+_RUN_BYTES = MAX_RUN * HASH_BYTES
+_MAX_KEPT = 1024
+"""Sets of nodes that are kept ready by name."""
+
+PLANES = 2 * len(TIERS)
+"""Bit sets of a run: per tier the nodes where it is resident, then per tier those where it is resumable too."""
+
+
+_Depths = tuple[int, int, int]
+"""Blocks that device, host and storage serve."""
+_NOTHING: _Depths = (0, 0, 0)
+_End = tuple[int, int, int, int]
+"""Where a run of a path ends, in blocks, and the nodes that can resume there on device, host, storage."""
+
+
+class _Run:
+    """Blocks of which the same is true.
+
+    hashes: at least one, at most `MAX_RUN`, no two the same
+    nodes:  `PLANES` bit sets of nodes, at least one of them not empty
+    """
+
+    __slots__ = ("hashes", "nodes")
+
+    def __init__(self, hashes: bytes, nodes: list[int]) -> None:
+        self.hashes = hashes
+        self.nodes = nodes
+
+
+@dataclass
+class _Node:
+    """What the index knows of a node.
+
+    bit:       the node's, in the runs' bit sets
+    blocks:    by plane, how many blocks it holds
+    digests:   by plane, of all that the node said, be it kept or forgotten
+    forgotten: blocks that the node holds as far as is known, and that the index keeps no more
+    """
+
+    bit: int
+    blocks: list[int] = field(default_factory=lambda: [0] * PLANES)
+    digests: list[Digest] = field(default_factory=lambda: [Digest() for _ in range(PLANES)])
+    forgotten: int = 0
+
+
+class PrefixIndex:
+    """Takes in what nodes hold and answers how much of a path each could serve.
+
+    Keeps at most ``max_blocks`` distinct blocks: beyond, the blocks of the run that was longest not stated and not
+    looked up are forgotten, its last ones first. (The order is one of runs: a part that is cut off counts as used.)
+    What was forgotten stays in its nodes' digests, which tell what the nodes said and so whether all of it arrived,
+    and is kept anew when it is stated again.
+
+    shared_storage: what one node has in storage serves every node, known or not: `match` answers for `ANYONE`, too
+    """
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS, shared_storage: bool = False) -> None:
+        self.max_blocks = max_blocks
+        self.shared_storage = shared_storage
+        self.forgotten = 0
+        self._where: dict[bytes, _Run] = {}
+        self._runs: OrderedDict[_Run, None] = OrderedDict()  # least recently used first
+        self._nodes: dict[str, _Node] = {}
+        self._by_bit: dict[int, _Node] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._first: dict[_End, dict[str, _Depths]] = {}
+        if shared_storage:
+            self._new_node(ANYONE)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    @property
+    def num_runs(self) -> int:
+        return len(self._runs)
+
+    # ---- what nodes say ----
+
+    def apply(self, node: str, tier: str, block_hashes: bytes, resident: bool, resumable: bytes = b"") -> None:
+        """These blocks are, or are not, resident on the node's tier; the arguments are those of a `Flush`."""
+        known = self._nodes.get(node) or self._new_node(node)
+        plane = TIERS.index(tier)
+        touched: list[_Run] = []
+        for first, last, is_resumable in stretches(resumable, len(block_hashes) // HASH_BYTES):
+            hashes = block_hashes[first * HASH_BYTES : last * HASH_BYTES] if resumable else block_hashes
+            if resident:
+                self._add(known, plane, hashes, is_resumable, touched)
+            else:
+                self._remove(known, plane, hashes, is_resumable)
+        self._touch(touched)
+        while len(self._where) > self.max_blocks:
+            self._forget_oldest(len(self._where) - self.max_blocks)
+
+    def drop(self, node: str) -> None:
+        """The node holds nothing; unknown nodes are ignored. Goes through all runs: about 0.3 us each."""
+        gone = self._nodes.pop(node, None)
+        if gone is None:
+            return
+        del self._by_bit[gone.bit]
+        self._first.clear()
+        self._names.clear()
+        if not any(gone.blocks):
+            return
+        others = ~gone.bit
+        for run in list(self._runs):
+            nodes = run.nodes
+            for plane, bits in enumerate(nodes):
+                if bits & gone.bit:
+                    nodes[plane] = bits & others
+            if not any(nodes):
+                self._delete(run)
+
+    # ---- questions ----
+
+    def match(self, block_hashes: bytes | Sequence[bytes]) -> dict[str, _Depths]:
+        """By node, the blocks of the path that (device, host, storage) could serve; nodes that have none are left out.
+
+        A tier serves a prefix together with faster tiers, without a hole, up to a block at which it is resumable there
+        or on a faster tier; so the numbers grow from tier to tier.
+        """
+        path = block_hashes if isinstance(block_hashes, bytes) else b"".join(block_hashes)
+        where, shared, at, end = self._where, self.shared_storage, 0, len(path)
+        device = host = storage = -1
+        previous: _Run | None = None
+        walked: list[_Run] = []
+        ends: list[_End] = []
+        while at < end:
+            run = where.get(path[at : at + HASH_BYTES])
+            if run is None:
+                break
+            hashes = run.hashes
+            start, length = (0, len(hashes)) if path.startswith(hashes, at) else overlap(hashes, path, at)
+            on_device, on_host, on_storage, resumable, host_resumable, storage_resumable = run.nodes
+            if shared:
+                on_storage, storage_resumable = -bool(on_storage), -bool(storage_resumable)
+            device &= on_device
+            on_host |= on_device
+            host &= on_host
+            storage &= on_host | on_storage
+            if not storage:
+                break
+            at += length
+            host_resumable |= resumable
+            storage_resumable |= host_resumable
+            ends.append((at // HASH_BYTES, device & resumable, host & host_resumable, storage & storage_resumable))
+            if start or length < len(hashes):
+                previous = None
+            elif (
+                previous is not None
+                and previous.nodes == run.nodes
+                and previous is not run
+                and len(previous.hashes) + length <= _RUN_BYTES
+            ):
+                previous = walked[-1] = self._join(previous, run)
+                continue
+            else:
+                previous = run
+            walked.append(run)
+        self._touch(walked)
+        return self._depths(ends)
+
+    def digests(self, node: str) -> tuple[int, ...]:
+        """By plane, the digest of what the node said: see `Heartbeat.digests`."""
+        known = self._nodes.get(node)
+        return tuple(digest.value() for digest in known.digests) if known else (0,) * PLANES
+
+    def blocks(self, node: str) -> tuple[int, ...]:
+        """By plane, how many blocks of the node are kept."""
+        known = self._nodes.get(node)
+        return tuple(known.blocks) if known else (0,) * PLANES
+
+    def forgotten_blocks(self, node: str) -> int:
+        """Blocks of the node, each once per tier, that were forgotten for lack of room."""
+        known = self._nodes.get(node)
+        return known.forgotten if known else 0
+
+    def resident(self, node: str, tier: str, resumable: bool = False) -> frozenset[bytes]:
+        """The blocks that are kept as resident (and resumable) on a node's tier. Goes through all runs."""
+        known = self._nodes.get(node)
+        if known is None:
+            return frozenset()
+        plane = TIERS.index(tier) + resumable * len(TIERS)
+        return frozenset(key for run in self._runs if run.nodes[plane] & known.bit for key in split(run.hashes))
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless runs, dictionary, counts and digests say the same."""
+        found: dict[bytes, _Run] = {}
+        every = 0
+        for node in self._nodes.values():
+            assert not node.bit & every, "two nodes have one bit"
+            every |= node.bit
+        for run in self._runs:
+            assert 0 < len(run.hashes) <= _RUN_BYTES, f"a run of {len(run.hashes)} bytes"
+            assert any(run.nodes), "a run that nobody holds"
+            assert not any(bits & ~every for bits in run.nodes), "a run is held by an unknown node"
+            for tier in range(len(TIERS)):
+                assert not run.nodes[tier + len(TIERS)] & ~run.nodes[tier], "resumable, but not resident"
+            found.update(zip(split(run.hashes), repeat(run), strict=False))
+        assert found == self._where, "the dictionary differs from the runs"
+        assert sum(len(run.hashes) for run in self._runs) == len(found) * HASH_BYTES, "a block is in two runs"
+        assert len(found) <= self.max_blocks, "more blocks than there may be"
+        for name, node in self._nodes.items():
+            for plane in range(PLANES):
+                held = b"".join(run.hashes for run in self._runs if run.nodes[plane] & node.bit)
+                assert node.blocks[plane] * HASH_BYTES == len(held), f"count of {name}, plane {plane}"
+                digest = Digest()
+                digest.toggle(held)
+                assert node.forgotten or digest.value() == node.digests[plane].value(), f"digest of {name}, {plane}"
+
+    # ---- statements ----
+
+    def _add(self, node: _Node, plane: int, hashes: bytes, is_resumable: bool, touched: list[_Run]) -> None:
+        bit, where, at, limit = node.bit, self._where, 0, _RUN_BYTES
+        while at < len(hashes):
+            run = where.get(hashes[at : at + HASH_BYTES])
+            if run is None:
+                run, limit = self._insert(hashes[at : at + limit], limit)
+                length = len(run.hashes)
+            else:
+                start, length = overlap(run.hashes, hashes, at)
+                nodes = run.nodes
+                if not (nodes[plane] & bit and bool(nodes[plane + len(TIERS)] & bit) == is_resumable):
+                    run = self._cut_out(run, start, length)
+            at += length
+            touched.append(run)
+            if not run.nodes[plane] & bit:
+                self._flip(node, plane, run)
+            if bool(run.nodes[plane + len(TIERS)] & bit) != is_resumable:
+                self._flip(node, plane + len(TIERS), run)
+
+    def _remove(self, node: _Node, plane: int, hashes: bytes, was_resumable: bool) -> None:
+        bit, where, at = node.bit, self._where, 0
+        while at < len(hashes):
+            run = where.get(hashes[at : at + HASH_BYTES])
+            length = HASH_BYTES
+            if run is not None:
+                start, length = overlap(run.hashes, hashes, at)
+            if run is not None and run.nodes[plane] & bit:
+                run = self._cut_out(run, start, length)
+                self._flip(node, plane, run)
+                if run.nodes[plane + len(TIERS)] & bit:
+                    self._flip(node, plane + len(TIERS), run)
+                if not any(run.nodes):
+                    self._delete(run)
+            elif node.forgotten:
+                # A node takes back only what it said: these blocks were forgotten here, and leave its digest now.
+                node.forgotten = max(0, node.forgotten - length // HASH_BYTES)
+                node.digests[plane].toggle(hashes[at : at + length])
+                if was_resumable:
+                    node.digests[plane + len(TIERS)].toggle(hashes[at : at + length])
+            at += length
+
+    def _flip(self, node: _Node, plane: int, run: _Run) -> None:
+        run.nodes[plane] ^= node.bit
+        blocks = len(run.hashes) // HASH_BYTES
+        node.blocks[plane] += blocks if run.nodes[plane] & node.bit else -blocks
+        node.digests[plane].toggle(run.hashes)
+
+    # ---- runs ----
+
+    def _insert(self, hashes: bytes, limit: int) -> tuple[_Run, int]:
+        """A run of the leading blocks of ``hashes`` that are unknown, as is the first; and how many bytes to try next.
+
+        Tries all of them at once, and takes them back if some were known: known and unknown blocks rarely alternate.
+        """
+        where, run = self._where, _Run(hashes, [0] * PLANES)
+        keys, before = split(hashes), len(where)
+        exhaust(map(where.setdefault, keys, repeat(run)))
+        if len(where) - before != len(keys):
+            exhaust(map(where.__delitem__, {key for key in keys if where[key] is run}))
+            leading = dict.fromkeys(keys[: count_unknown(keys, where)], run)
+            where.update(leading)
+            run.hashes = hashes[: len(leading) * HASH_BYTES]
+            limit = len(run.hashes)
+        self._runs[run] = None
+        return run, min(2 * limit, _RUN_BYTES)
+
+    def _cut_out(self, run: _Run, start: int, length: int) -> _Run:
+        """A run of exactly the bytes ``[start, start + length)`` of ``run``."""
+        if start:
+            run = self._cut(run, start)[1]
+        if length < len(run.hashes):
+            run = self._cut(run, length)[0]
+        return run
+
+    def _cut(self, run: _Run, at: int) -> tuple[_Run, _Run]:
+        """Both parts of a run that is cut before byte ``at``; the longer one remains what it was."""
+        head, tail = run.hashes[:at], run.hashes[at:]
+        rest, part = (head, tail) if len(head) >= len(tail) else (tail, head)
+        other = _Run(part, run.nodes.copy())
+        run.hashes = rest
+        self._where.update(zip(split(part), repeat(other), strict=False))
+        self._runs[other] = None
+        return (run, other) if rest is head else (other, run)
+
+    def _join(self, first: _Run, second: _Run) -> _Run:
+        """One run of two of which the same is true."""
+        hashes = first.hashes + second.hashes
+        kept, other = (first, second) if len(first.hashes) >= len(second.hashes) else (second, first)
+        self._where.update(zip(split(other.hashes), repeat(kept), strict=False))
+        kept.hashes = hashes
+        del self._runs[other]
+        return kept
+
+    def _delete(self, run: _Run) -> None:
+        exhaust(map(self._where.__delitem__, split(run.hashes)))
+        del self._runs[run]
+
+    # ---- what is forgotten ----
+
+    def _touch(self, runs: list[_Run]) -> None:
+        """Runs of a path were used. Its end is forgotten before its beginning, without which it serves nobody."""
+        for run in reversed(runs):
+            if run in self._runs:  # a path that names a block twice may have joined it with another since
+                self._runs.move_to_end(run)
+
+    def _forget_oldest(self, excess: int) -> None:
+        """Forget up to ``excess`` blocks, the last ones of the run that was longest not used."""
+        run = next(iter(self._runs))
+        kept = max(0, len(run.hashes) - excess * HASH_BYTES)
+        part = run.hashes[kept:]
+        blocks = len(part) // HASH_BYTES
+        for plane, bits in enumerate(run.nodes):
+            while bits:
+                node = self._by_bit[bits & -bits]
+                bits &= bits - 1
+                node.blocks[plane] -= blocks
+                if plane < len(TIERS):
+                    node.forgotten += blocks
+        self.forgotten += blocks
+        exhaust(map(self._where.__delitem__, split(part)))
+        if kept:
+            run.hashes = run.hashes[:kept]
+        else:
+            del self._runs[run]
+
+    # ---- nodes ----
+
+    def _new_node(self, name: str) -> _Node:
+        bit = 1
+        while bit in self._by_bit:
+            bit <<= 1
+        node = self._nodes[name] = self._by_bit[bit] = _Node(bit)
+        self._first.clear()
+        self._names.clear()
+        return node
+
+    def _named(self, bits: int) -> tuple[str, ...]:
+        """The names of a set of nodes."""
+        names = self._names.get(bits)
+        if names is None:
+            if len(self._names) >= _MAX_KEPT:
+                self._names.clear()
+            names = self._names[bits] = tuple(name for name, node in self._nodes.items() if node.bit & bits)
+        return names
+
+    def _depths(self, ends: list[_End]) -> dict[str, _Depths]:
+        """By node, its depths on every tier, given the ends of the runs of a path."""
+        if not ends:
+            return {}
+        depths = self._depths_at(ends[0]).copy()
+        for blocks, device, host, storage in ends[1:]:
+            # Whoever can resume here on a tier can do so on all slower ones.
+            depths.update(dict.fromkeys(self._named(device), (blocks, blocks, blocks)))
+            for name in self._named(host ^ device):
+                depths[name] = depths.get(name, _NOTHING)[0], blocks, blocks
+            for name in self._named(storage ^ host):
+                device_blocks, host_blocks, _ = depths.get(name, _NOTHING)
+                depths[name] = device_blocks, host_blocks, blocks
+        return depths
+
+    def _depths_at(self, end: _End) -> dict[str, _Depths]:
+        """By node, its depths if no other end is passed. Kept ready: many paths begin with the same run."""
+        depths = self._first.get(end)
+        if depths is None:
+            blocks, device, host, storage = end
+            depths = dict.fromkeys(self._named(device), (blocks, blocks, blocks))
+            depths.update(dict.fromkeys(self._named(host ^ device), (0, blocks, blocks)))
+            depths.update(dict.fromkeys(self._named(storage ^ host), (0, 0, blocks)))
+            if len(self._first) >= _MAX_KEPT:
+                self._first.clear()
+            self._first[end] = depths
+        return depths
