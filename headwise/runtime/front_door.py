@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.block_hash import extend_hashes, hash_seed
+from headwise.cache_controller.windows import GroupWindows
 from headwise.errors import InvalidRequestError
+from headwise.runtime.block_storage import storage_namespace
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.model_card import ModelCard, read_model_card
 from headwise.runtime.request import GenerateRequest, SamplingParams, as_token_ids
+
+TYPICAL_PROMPT = 4096
+"""Tokens; windowed heads keep a part of longer prompts only."""
 
 
 class FrontDoor:
@@ -30,6 +36,29 @@ class FrontDoor:
     def open(cls, config: EngineConfig) -> FrontDoor:
         directory = resolve_model(config.model, config.cache_path)
         return cls(read_model_card(config, directory), Tokenizer.from_directory(directory))
+
+    @property
+    def namespace(self) -> str:
+        """Whose cache blocks the deployment's are: the model's, in this layout; those of others mean nothing here."""
+        blocks = storage_namespace(self.card, 0)
+        return f"{blocks.model}/{blocks.layout}/tp{blocks.tp_size}"
+
+    @property
+    def blocks_per_token(self) -> float:
+        """Blocks of an engine's pool that each token of a prompt takes, over all head groups."""
+        tokens = min(TYPICAL_PROMPT, self.card.max_model_len)
+        blocks = GroupWindows(self.card.kept, self.card.layout.block_size).peak_blocks(tokens, 1)
+        return float(int(blocks) / tokens)
+
+    def hashes(self, request: GenerateRequest) -> list[bytes]:
+        """The block hashes of all that an engine computes first: the prompt, and what a lost engine had produced."""
+        tokens = request.prompt_token_ids
+        if request.output_token_ids:
+            tokens = np.concatenate((tokens, np.array(request.output_token_ids, np.int32)))
+        hashes: list[bytes] = []
+        seed = hash_seed(self.card.identity, request.cache_salt, request.lora_id)
+        extend_hashes(hashes, seed, tokens, self.card.layout.block_size, request.extra_keys)
+        return hashes
 
     def prepare(
         self,

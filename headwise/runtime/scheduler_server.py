@@ -1,80 +1,162 @@
-"""The deployment's front: checks and tokenises requests, and tells clients which engine to go to."""
+"""The deployment's front: checks and tokenises requests, and tells clients which engine to go to.
+
+    Route --threads--> tokens and hashes --> queue --> what the index knows --> engine chosen, place reserved --> Ticket
+                                               ^                                     |
+                                               +------- no engine can take it -------+
+
+All state is rebuilt from nothing: engines report twice a second, the index is the store's, clients ask again.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
-import queue
+import math
+import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from headwise.errors import DeploymentError, HeadwiseError, OverloadedError
+from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
+    CLIENT_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
     Engines,
     EngineStatus,
+    FindPrefix,
     GetEngines,
     GetStats,
     Ping,
     Pong,
+    PrefixFound,
+    Reroute,
     Route,
     Stats,
     Ticket,
+    Withdraw,
     failure,
 )
+from headwise.runtime.config import EngineConfig
+from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.index_view import ANSWER_S, IndexView, Store
+from headwise.runtime.preparing import Door, Prepared, Preparer
 from headwise.runtime.request import GenerateRequest
-from headwise.runtime.routing import EngineTable
+from headwise.runtime.request_queue import RequestQueue
+from headwise.runtime.routing import Matches, RoutedRequest, Router, RouterOptions
+from headwise.runtime.routing.base import RESERVATION_S, TYPICAL_OUTPUT
+from headwise.storage.base import ANYONE, TIERS
 
 log = logging.getLogger(__name__)
 
-TOKENIZER_THREADS = 4
-_POLL_MS = 100
+ENGINES_REPORT_S = 2.0
+"""A scheduler that has just started may not have heard yet of engines that are there."""
+
+DELAY_S = 0.2
+"""A request that waited so long for an engine counts as delayed: the index alone does not take that long."""
+
+_IDLE_MS, _ASKING_MS = 100, 10
+_WATCH_S, _SWEEP_S = 0.25, 1.0
+_BURST = 256
+"""Messages taken in before anything else is done."""
 
 
-class Prepare(Protocol):
-    """`headwise.runtime.front_door.FrontDoor.prepare`: called from several threads."""
+def router_options(config: EngineConfig, front_door: FrontDoor) -> RouterOptions:
+    """How a deployment of this configuration routes."""
+    return RouterOptions(
+        policy=config.routing,
+        block_size=config.block_size,
+        blocks_per_token=front_door.blocks_per_token,
+        engine_queue=config.engine_queue,
+        max_num_seqs=config.max_num_seqs,
+        step_tokens=config.max_batched_tokens,
+        engine_timeout_s=config.engine_timeout_s,
+        forget_s=max(config.start_timeout_s, config.engine_timeout_s),
+    )
 
-    def __call__(
-        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
-    ) -> GenerateRequest: ...
+
+@dataclass(eq=False)
+class _Call:
+    """A client's question, until it is answered.
+
+    order:    its place in the queue
+    lost:     endpoint of the engine that lost the request; empty: it is new
+    finds:    only who holds its prefix is asked
+    ready_at: when it was prepared
+    asked_at: when the index was asked, while its answer is awaited
+    """
+
+    identity: bytes
+    key: int
+    since: float
+    order: tuple[int, ...]
+    session: str = ""
+    lost: str = ""
+    finds: bool = False
+    prepared: Prepared | None = None
+    ready_at: float = 0.0
+    asked_at: float = 0.0
+    is_over: bool = False
 
 
 class SchedulerServer:
     """Serves at ``tcp://host:port`` on one thread; tokenises on a few others.
 
-    secret: of the deployment; engines report with it
-    replicas: engines of the deployment
-    max_pending: requests being tokenised at once; more are refused with `OverloadedError`
+    secret:     of the deployment; engines report with it
+    replicas:   engines of the deployment
+    routing:    see `RouterOptions`
+    max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
+    hold_s:     longest wait of a request while no engine reports; while one does, be it full or asleep, requests wait
+    store:      the index of what engines hold; None: there is none. Used by the server's thread only
+    on_silent:  called with the name of an engine that has been silent for ``routing.engine_timeout_s``, once per
+                silence, on the server's thread: it must not wait
+    instance:   tells clients this scheduler from the one before it; empty: drawn at random
     """
 
     def __init__(
         self,
-        prepare: Prepare,
+        front_door: Door,
         host: str,
         port: int,
         *,
         secret: str,
         model: str,
         replicas: int = 1,
-        max_pending: int = 4096,
+        routing: RouterOptions | None = None,
+        max_queued: int = 4096,
+        hold_s: float = 600.0,
+        store: Store | None = None,
+        on_silent: Callable[[str], None] = lambda engine: None,
         clock: Callable[[], float] = time.monotonic,
+        instance: str = "",
     ) -> None:
-        self._prepare = prepare
+        self._front_door = front_door
         self._secret = secret
         self._model = model
         self._replicas = replicas
-        self._max_pending = max_pending
+        self._router = Router(routing or RouterOptions())
+        self._max_queued = max_queued
+        self._hold_s = hold_s
+        self._alive_at = -math.inf
+        self._index = IndexView(store)
+        self._on_silent = on_silent
         self._clock = clock
+        self.instance = instance or secrets.token_hex(8)
         self._open_sockets(host, port)
-        self._table = EngineTable()
-        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="headwise-tokenizer")
-        self._tokenised: queue.SimpleQueue[tuple[bytes, int, GenerateRequest | HeadwiseError]] = queue.SimpleQueue()
-        self._wake_lock = threading.Lock()
-        self._counts = {"routed": 0, "refused": 0, "malformed": 0}
-        self._pending = 0
+        self._preparer = Preparer(self._context)
+        self._numbers = itertools.count(1)
+        self._calls: dict[tuple[bytes, int], _Call] = {}
+        self._queue: RequestQueue[_Call] = RequestQueue()
+        self._asking: dict[int, _Call] = {}  # by the index's key, in the order in which they were asked
+        self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
+        self._heard: dict[bytes, float] = {}
+        self._counts = dict.fromkeys(
+            ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
+        )
+        self._started = clock()
+        self._watch_at = self._sweep_at = self._started
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-scheduler", daemon=True)
 
@@ -84,7 +166,7 @@ class SchedulerServer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 2 * self._max_pending)  # no ticket is lost to a client that is slow
+        self._socket.setsockopt(zmq.SNDHWM, 2 * self._max_queued)  # no ticket is lost to a client that is slow
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -93,10 +175,6 @@ class SchedulerServer:
                 f"cannot listen on {host}:{port}: {error}; choose another --port (0 takes a free one) or --host"
             ) from None
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._woken = self._context.socket(zmq.PULL)
-        self._woken.bind("inproc://tokenised")
-        self._waker = self._context.socket(zmq.PUSH)
-        self._waker.connect("inproc://tokenised")
 
     def start(self) -> None:
         self._thread.start()
@@ -105,104 +183,340 @@ class SchedulerServer:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._pool.shutdown(cancel_futures=True)
+        self._preparer.close()
         self._context.destroy(linger=100)
+
+    # ---- the loop ----
 
     def _run(self) -> None:
         import zmq
 
         poller = zmq.Poller()
-        for socket in (self._socket, self._woken):
-            poller.register(socket, zmq.POLLIN)
+        for socket in (self._socket, self._preparer.socket, self._index.socket):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
         while not self._stopping.is_set():
-            ready = dict(poller.poll(_POLL_MS))
-            if self._woken in ready:
-                self._woken.recv()
-                self._send_tickets()
-            if self._socket in ready:
-                self._receive()
+            poller.poll(_ASKING_MS if self._asking else _IDLE_MS)
+            self._receive()
+            for call, outcome in self._preparer.finished():
+                self._take_prepared(call, outcome)
+            self._take_matches()
+            self._serve_queue()
+            self._watch()
+        for call in list(self._calls.values()):
+            self._close(call)
+            self._fail(call, DeploymentError("the deployment is stopping"))
 
     def _receive(self) -> None:
-        identity, *frames = self._socket.recv_multipart()
-        try:
-            if len(frames) != 1:
-                raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-            message = wire.decode(frames[0], Route, Ping, GetStats, GetEngines, EngineStatus)
-        except HeadwiseError as error:
-            self._counts["malformed"] += 1
-            self._send(identity, failure(error))
-            return
-        if isinstance(message, Route):
-            self._route(identity, message)
-        elif isinstance(message, EngineStatus):
-            if message.secret == self._secret:
-                self._table.update(message, self._clock())
-        elif isinstance(message, GetStats):
-            self._send(identity, Stats(message.key, self._stats()))
-        elif isinstance(message, GetEngines):
-            self._send_engines(identity, message.key)
-        else:
-            self._send(identity, Pong())
+        import zmq
 
-    def _send_engines(self, identity: bytes, key: int) -> None:
-        try:
-            answer: Any = Engines(key, self._table.endpoints(self._clock(), self._replicas))
-        except HeadwiseError as error:
-            answer = failure(error, key)
-        self._send(identity, answer)
+        for _ in range(_BURST):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._heard[identity] = self._clock()
+            try:
+                if len(frames) != 1:
+                    raise wire.WireError(f"a message must be one frame, got {len(frames)}")
+                self._take(identity, wire.decode(frames[0], *self._TAKES))
+            except HeadwiseError as error:
+                self._counts["malformed"] += 1
+                self._send(identity, failure(error))
+
+    def _take(self, identity: bytes, message: Any) -> None:
+        self._TAKES[type(message)](self, identity, message)
+
+    def _take_status(self, identity: bytes, status: EngineStatus) -> None:
+        if status.secret == self._secret:
+            self._router.update(status, self._clock())
+        else:
+            self._counts["strangers"] += 1
+
+    def _take_ping(self, identity: bytes, ping: Ping) -> None:
+        self._send(identity, Pong(self.instance))
+
+    # ---- requests in ----
 
     def _route(self, identity: bytes, route: Route) -> None:
-        if self._pending >= self._max_pending:
-            self._counts["refused"] += 1
-            error = OverloadedError(f"{self._max_pending} requests are being tokenised already; try again later")
-            self._send(identity, failure(error, route.key))
-            return
-        self._pending += 1
-        self._pool.submit(self._tokenise, identity, route)
-
-    def _tokenise(self, identity: bytes, route: Route) -> None:
-        """On a thread of the pool: hand the prepared request, or the error, back to the server's thread."""
-        outcome: GenerateRequest | HeadwiseError
-        try:
-            outcome = self._prepare(
-                prompt=route.text if route.token_ids is None else route.token_ids,
-                messages=route.messages,
-                sampling=route.sampling,
-                priority=route.priority,
-                cache_salt=route.cache_salt,
+        def prepare() -> Prepared:
+            return self._prepared(
+                self._front_door.prepare(
+                    prompt=route.text if route.token_ids is None else route.token_ids,
+                    messages=route.messages,
+                    sampling=route.sampling,
+                    priority=route.priority,
+                    cache_salt=route.cache_salt,
+                )
             )
-        except HeadwiseError as error:
-            outcome = error
-        except Exception as error:
-            log.exception("a request could not be prepared")
-            outcome = HeadwiseError(f"the request could not be prepared: {type(error).__name__}: {error}")
-        self._tokenised.put((identity, route.key, outcome))
-        with self._wake_lock:
-            self._waker.send(b"")
 
-    def _send_tickets(self) -> None:
-        identity, key, outcome = self._tokenised.get()
-        self._pending -= 1
-        try:
-            if isinstance(outcome, HeadwiseError):
-                raise outcome
-            endpoint = self._table.pick(self._clock()).endpoint
-        except HeadwiseError as error:
-            self._counts["refused"] += 1
-            self._send(identity, failure(error, key))
+        call = self._new_call(identity, route.key, (route.priority, 1))
+        call.session = route.session
+        self._prepare(call, prepare, self._max_queued)
+
+    def _reroute(self, identity: bytes, reroute: Reroute) -> None:
+        """It was admitted once: it goes before what is new, also where that is refused."""
+        if reroute.lost:
+            self._router.lose(reroute.lost, self._clock())
+        call = self._new_call(identity, reroute.key, (reroute.request.priority, 0))
+        call.lost = reroute.lost
+        self._prepare(call, lambda: self._prepared(reroute.request), 2 * self._max_queued)
+
+    def _find_prefix(self, identity: bytes, find: FindPrefix) -> None:
+        def prepare() -> Prepared:
+            prompt = find.text if find.token_ids is None else find.token_ids
+            return self._prepared(
+                self._front_door.prepare(
+                    prompt=prompt,
+                    messages=find.messages,
+                    sampling={"max_tokens": 1},
+                    priority=0,
+                    cache_salt=find.cache_salt,
+                )
+            )
+
+        call = self._new_call(identity, find.key, (0, 1))
+        call.finds = True
+        self._prepare(call, prepare, self._max_queued)
+
+    def _prepared(self, request: GenerateRequest) -> Prepared:
+        return Prepared(request, self._front_door.hashes(request))
+
+    def _new_call(self, identity: bytes, key: int, rank: tuple[int, int]) -> _Call:
+        return _Call(identity, key, self._clock(), (*rank, next(self._numbers)))
+
+    def _prepare(self, call: _Call, work: Callable[[], Prepared], limit: int) -> None:
+        if (call.identity, call.key) in self._calls:
+            self._fail(call, InvalidRequestError(f"call {call.key} is under way already; a call's key must be its own"))
+        elif len(self._calls) >= limit:
+            self._fail(call, self._overloaded())
+        else:
+            self._calls[call.identity, call.key] = call
+            self._preparer.submit(call, work)
+
+    def _take_prepared(self, call: _Call, outcome: Prepared | HeadwiseError) -> None:
+        if call.is_over:
             return
-        self._counts["routed"] += 1
-        self._send(identity, Ticket(key, endpoint, outcome))
+        if isinstance(outcome, HeadwiseError):
+            self._close(call)
+            self._fail(call, outcome)
+            return
+        call.prepared, call.ready_at = outcome, self._clock()
+        if not call.finds:
+            self._queue.push(call.order, call)
+        elif not self._ask_index(call):
+            self._answer_find(call, None)
 
-    def _stats(self) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "scheduler": {**self._counts, "pending": self._pending},
-            "engines": self._table.stats(self._clock()),
+    def _withdraw(self, identity: bytes, withdraw: Withdraw) -> None:
+        call = self._calls.get((identity, withdraw.key))
+        if call is not None:
+            self._counts["withdrawn"] += 1
+            self._close(call)
+        elif (ticket := self._tickets.pop((identity, withdraw.key), None)) is not None:
+            self._counts["withdrawn"] += 1
+            self._router.release(ticket[0])
+
+    # ---- the index ----
+
+    def _ask_index(self, call: _Call) -> bool:
+        """Ask what the index knows of a call's path; False if no answer is to be waited for."""
+        assert call.prepared is not None
+        if not call.prepared.hashes:
+            return False
+        key = self._index.query(call.prepared.hashes)
+        if key is None:
+            return False
+        self._asking[key] = call
+        call.asked_at = self._clock()
+        return True
+
+    def _take_matches(self) -> None:
+        answers, is_back = self._index.poll()
+        now = self._clock()
+        if is_back:
+            self._router.note("the index answers again", now)
+        for answer in answers:
+            call = self._asking.pop(answer.key, None)
+            if call is not None and not call.is_over:
+                self._answer(call, answer.depths)
+        while self._asking:
+            key, call = next(iter(self._asking.items()))
+            if not call.is_over and call.asked_at + ANSWER_S > now and not self._index.is_silent:
+                return
+            del self._asking[key]
+            if not call.is_over:
+                if self._index.late():
+                    self._router.note(f"the index has not answered for {ANSWER_S:g} s: routed without it", now)
+                self._answer(call, None)
+
+    def _answer(self, call: _Call, matches: Matches | None) -> None:
+        if call.finds:
+            self._answer_find(call, matches)
+        elif not self._place(call, matches):
+            self._queue.push(call.order, call)
+
+    def _answer_find(self, call: _Call, matches: Matches | None) -> None:
+        assert call.prepared is not None
+        self._close(call)
+        if matches is None and call.prepared.hashes:
+            self._fail(call, DeploymentError("the index does not answer: it is starting, or was lost; try again later"))
+            return
+        block_size, found = self._router.options.block_size, matches or {}
+        of_anyone = found.get(ANYONE, (0,) * len(TIERS))
+        engines = {
+            name: {tier: blocks * block_size for tier, blocks in zip(TIERS, found.get(name, of_anyone), strict=True)}
+            for name in self._router.alive(self._clock())
         }
+        self._send(call.identity, PrefixFound(call.key, call.prepared.num_tokens, engines))
+
+    # ---- requests out ----
+
+    def _serve_queue(self) -> None:
+        """Place those whose turn it is, as far as engines have room; the index is asked when their turn comes."""
+        if not self._queue:
+            return
+        now = self._clock()
+        if not self._router.num_engines:
+            if now - self._started > ENGINES_REPORT_S:
+                self._refuse_all("no engine is ready: they are starting, or were lost; try again later")
+            return
+        room, passed_over = self._router.room(now) - len(self._asking), []
+        uses_index = self._router.uses_index and self._router.num_engines > 1
+        while room > 0 and self._queue:
+            room -= 1
+            call = self._queue.pop()
+            if not (uses_index and self._ask_index(call)) and not self._place(call, None):
+                passed_over.append(call)
+        for call in passed_over:
+            self._queue.push(call.order, call)
+
+    def _place(self, call: _Call, matches: Matches | None) -> bool:
+        """Send the ticket; False if no engine can take the request now."""
+        assert call.prepared is not None
+        request, now = call.prepared.request, self._clock()
+        left = (request.sampling.max_tokens or TYPICAL_OUTPUT) - len(request.output_token_ids)
+        routed = RoutedRequest(
+            request.request_id,
+            call.prepared.hashes,
+            call.prepared.num_tokens,
+            max(1, left),
+            call.session,
+            call.lost,
+        )
+        choice = self._router.select_and_reserve(routed, matches, now)
+        if choice is None:
+            return False
+        self._close(call)
+        self._counts["routed"] += 1
+        self._counts["rerouted"] += bool(call.lost)
+        self._counts["delayed"] += now - call.ready_at > DELAY_S
+        self._tickets[call.identity, call.key] = request.request_id, now + RESERVATION_S
+        self._send(call.identity, Ticket(call.key, choice.endpoint, request))
+        return True
+
+    def _send_engines(self, identity: bytes, get: GetEngines) -> None:
+        try:
+            answer: Any = Engines(get.key, self._router.endpoints(self._clock(), self._replicas))
+        except HeadwiseError as error:
+            answer = failure(error, get.key)
+        self._send(identity, answer)
+
+    def _close(self, call: _Call) -> None:
+        """The call needs no answer any more, or gets it now."""
+        call.is_over = True
+        self._calls.pop((call.identity, call.key), None)
+        self._queue.discard(call.order)
+
+    def _fail(self, call: _Call, error: HeadwiseError) -> None:
+        self._counts["refused"] += 1
+        self._send(call.identity, failure(error, call.key))
+
+    def _refuse_all(self, why: str) -> None:
+        while self._queue:
+            call = self._queue.pop()
+            self._close(call)
+            self._fail(call, OverloadedError(why))
+
+    def _overloaded(self) -> OverloadedError:
+        return OverloadedError(
+            f"{len(self._calls)} requests wait for an engine already (max_queued {self._max_queued}): "
+            f"{self._router.describe(self._clock())}; try again later"
+        )
+
+    # ---- time passes ----
+
+    def _watch(self) -> None:
+        now = self._clock()
+        if now < self._watch_at:
+            return
+        self._watch_at = now + _WATCH_S
+        for silence in self._router.watch(now):
+            log.warning("%s has been silent for %g s", silence.engine, silence.for_s)
+            if silence.is_given_up:
+                self._index.gone(silence.engine, silence.epoch)
+                self._on_silent(silence.engine)
+        if self._index.service(now):
+            self._router.note("the index does not answer: routed without it", now)
+        while self._tickets:
+            which, (_, until) = next(iter(self._tickets.items()))
+            if until > now:
+                break
+            del self._tickets[which]
+        if now >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_S
+            self._sweep(now)
+
+    def _sweep(self, now: float) -> None:
+        """Drop what waits for a client that is gone, and refuse what has waited too long."""
+        self._heard = {each: at for each, at in self._heard.items() if now - at <= CLIENT_TIMEOUT_S}
+        if self._router.alive(now):
+            self._alive_at = now
+        for call in list(self._calls.values()):
+            if call.identity not in self._heard:
+                self._close(call)
+            elif now - max(call.since, self._alive_at) > self._hold_s:
+                self._close(call)
+                self._fail(
+                    call,
+                    OverloadedError(
+                        f"no engine has reported for {self._hold_s:g} s: {self._router.describe(now)}; try again later"
+                    ),
+                )
+
+    # ---- messages out ----
+
+    def _send_stats(self, identity: bytes, get: GetStats) -> None:
+        now = self._clock()
+        stats = {
+            "model": self._model,
+            "scheduler": {
+                **self._counts,
+                "pending": len(self._calls),
+                "queued": len(self._queue),
+                "max_queued": self._max_queued,
+                "instance": self.instance,
+                **self._router.stats(),
+                "index": dict(self._index.counts),
+            },
+            "engines": self._router.table.stats(now),
+            "index": self._index.stats(),
+            "faults": self._router.faults(now, time.time()),
+        }
+        self._send(identity, Stats(get.key, stats))
 
     def _send(self, identity: bytes, message: Any) -> None:
         """Clients that are gone, or do not read, lose the message."""
         import zmq
 
         self._socket.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
+
+    _TAKES: dict[type, Callable[[SchedulerServer, bytes, Any], None]] = {  # noqa: RUF012
+        Route: _route,
+        Reroute: _reroute,
+        Withdraw: _withdraw,
+        Ping: _take_ping,
+        GetStats: _send_stats,
+        GetEngines: _send_engines,
+        FindPrefix: _find_prefix,
+        EngineStatus: _take_status,
+    }

@@ -1,0 +1,521 @@
+"""The scheduler's server over real sockets on loopback; the front door, the engines and the store are scripted."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from headwise.cache_controller.block_hash import extend_hashes, hash_seed
+from headwise.errors import InvalidRequestError
+from headwise.runtime import scheduler_server, wire
+from headwise.runtime.client_protocol import (
+    EngineLoad,
+    EngineStatus,
+    Failed,
+    FindPrefix,
+    GetStats,
+    Ping,
+    Pong,
+    PrefixFound,
+    Reroute,
+    Route,
+    Stats,
+    Ticket,
+    Withdraw,
+)
+from headwise.runtime.request import GenerateRequest, SamplingParams, as_token_ids
+from headwise.runtime.routing import RouterOptions, engines
+from headwise.runtime.scheduler_server import SchedulerServer
+from headwise.storage.base import IndexStats, Matches
+
+SECRET = "of-this-deployment"
+BLOCK = 4
+TIMEOUT_S = 10.0
+
+
+class Door:
+    """Its tokens are characters, and a request's id is its text."""
+
+    def prepare(
+        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
+    ) -> GenerateRequest:
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty")
+        if prompt == "defect":
+            raise ZeroDivisionError("a defect")
+        tokens = as_token_ids([ord(character) for character in prompt])
+        return GenerateRequest(prompt, tokens, SamplingParams.from_wire(sampling), priority, cache_salt)
+
+    def hashes(self, request: GenerateRequest) -> list[bytes]:
+        tokens = np.concatenate((request.prompt_token_ids, np.array(request.output_token_ids, np.int32)))
+        hashes: list[bytes] = []
+        extend_hashes(hashes, hash_seed("scripted", request.cache_salt), tokens, BLOCK)
+        return hashes
+
+
+class StoreStandIn:
+    """Answers at once what `depths` says of the last query, unless it is told not to."""
+
+    def __init__(self) -> None:
+        self.socket, self._end = socket.socketpair()
+        self.answers: list[Matches | IndexStats] = []
+        self.depths: dict[str, tuple[int, int, int]] = {}
+        self.queries: list[tuple[int, Sequence[bytes]]] = []
+        self.gone_nodes: list[tuple[str, int]] = []
+        self.is_there = True
+        self.is_late = False
+
+    def query(self, key: int, block_hashes: Sequence[bytes]) -> bool:
+        self.queries.append((key, block_hashes))
+        if not self.is_late:
+            self.answer(Matches(key, dict(self.depths)))
+        return self.is_there
+
+    def ask_stats(self, key: int) -> bool:
+        self.answer(IndexStats(key, {"distinct_blocks": 3}))
+        return self.is_there
+
+    def answer(self, message: Matches | IndexStats) -> None:
+        if self.is_there:
+            self.answers.append(message)
+            self._end.send(b"!")
+
+    def gone(self, node: str, epoch: int) -> None:
+        self.gone_nodes.append((node, epoch))
+
+    def poll(self) -> list[Matches | IndexStats]:
+        answers, self.answers = self.answers, []
+        if answers:
+            self.socket.recv(1 << 16)
+        return answers
+
+
+class Peer:
+    """A client or an engine: a socket that speaks the protocol."""
+
+    _keys = itertools.count(1)
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], port: int) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def send(self, message: Any) -> None:
+        self.socket.send(wire.encode(message))
+
+    def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
+        assert self.socket.poll(int(timeout_s * 1000)), f"nothing came within {timeout_s} s"
+        return wire.decode(self.socket.recv())
+
+    def ask(self, message: Any) -> Any:
+        self.send(message)
+        return self.receive()
+
+    def stats(self) -> dict[str, Any]:
+        answer = self.ask(GetStats(next(self._keys)))
+        assert isinstance(answer, Stats)
+        return answer.stats
+
+    def hears_nothing(self) -> bool:
+        """Whether all that was sent so far has been taken, and nothing was said to it but the answer to this."""
+        self.send(Ping())
+        return isinstance(self.receive(), Pong)
+
+
+class Deployment:
+    """A server, and as many peers as a test wants."""
+
+    def __init__(self, store: StoreStandIn | None = None, **options: Any) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.store = store
+        self.silent: list[str] = []
+        routing = RouterOptions(
+            **{"block_size": BLOCK, "engine_queue": 2, "max_num_seqs": 4, **options.pop("routing", {})}
+        )
+        self.server = SchedulerServer(
+            Door(),
+            "127.0.0.1",
+            options.pop("port", 0),
+            secret=SECRET,
+            model="scripted",
+            routing=routing,
+            store=store,
+            on_silent=self.silent.append,
+            **options,
+        )
+        self.server.start()
+        self.engines = self.peer()
+
+    def peer(self) -> Peer:
+        return Peer(self.context, self.server.port)
+
+    def report(self, *names: str, epoch: int = 0, received: tuple[str, ...] = (), **work: Any) -> None:
+        """Statuses of these engines, which the server has taken in when this returns."""
+        load = EngineLoad(**{"prefill_token_s": 1.0, "host_token_s": 0.1, "storage_token_s": 0.1, **work})
+        for name in names:
+            self.engines.send(EngineStatus(SECRET, name, f"tcp://{name}", 0, {}, epoch, load, received))
+        assert self.engines.hears_nothing()
+
+    def close(self) -> None:
+        self.server.stop()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Deployment]]:
+    made: list[Deployment] = []
+
+    def build(**options: Any) -> Deployment:
+        made.append(Deployment(**options))
+        return made[-1]
+
+    yield build
+    for deployment in made:
+        deployment.close()
+
+
+def route(key: int, text: str, **options: Any) -> Route:
+    fields = {"messages": None, "sampling": {}, "priority": 0, "cache_salt": "", **options}
+    return Route(key, text, None, **fields)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"did not come true within {TIMEOUT_S} s"
+        time.sleep(0.01)
+
+
+def index_answers(client: Peer) -> None:
+    eventually(lambda: not client.stats()["index"]["silent"])
+
+
+Make = Callable[..., Deployment]
+
+
+# ---- the index ----
+
+
+def test_a_request_goes_where_the_index_says_its_prefix_is(make: Make) -> None:
+    deployment = make(store=StoreStandIn())
+    deployment.report("a", "b", "c")
+    client = deployment.peer()
+    index_answers(client)
+    for key, name in enumerate("abc", start=1):
+        deployment.store.depths = {name: (2, 2, 2)}
+        assert client.ask(route(key, f"{name}: eight and more")).endpoint == f"tcp://{name}"
+    assert client.stats()["scheduler"]["decisions"] == {"hit": 3}
+
+
+def test_the_index_is_asked_for_the_hashes_of_the_prompt_s_full_blocks(make: Make) -> None:
+    deployment = make(store=StoreStandIn())
+    deployment.report("a", "b")
+    client = deployment.peer()
+    index_answers(client)
+    ticket = client.ask(route(1, "eleven char", cache_salt="tenant"))
+    ((_, hashes),) = deployment.store.queries
+    assert list(hashes) == Door().hashes(ticket.request)
+    assert len(hashes) == 2
+
+
+def test_a_store_that_is_late_is_waited_for_once_and_then_done_without_until_it_speaks(make: Make) -> None:
+    deployment = make(store=StoreStandIn())
+    deployment.report("a", "b")
+    client = deployment.peer()
+    index_answers(client)
+    deployment.store.is_late, deployment.store.is_there = True, True
+    deployment.store.ask_stats = lambda key: True  # type: ignore[method-assign]
+    assert isinstance(client.ask(route(1, "late answer")), Ticket)
+    asked = len(deployment.store.queries)
+    for key in range(2, 4):
+        assert isinstance(client.ask(route(key, f"not asked {key}")), Ticket)
+    stats = client.stats()
+    assert len(deployment.store.queries) == asked == 1
+    assert stats["index"]["silent"]
+    assert stats["scheduler"]["index"]["late"] == 1
+    assert any("has not answered" in text for _, text in stats["faults"])
+    deployment.store.answer(Matches(deployment.store.queries[0][0], {"b": (9, 9, 9)}))  # late, but a sign of life
+    index_answers(client)
+    assert isinstance(client.ask(route(9, "asked again")), Ticket)
+    assert len(deployment.store.queries) == 2
+
+
+def test_a_store_that_is_not_there_costs_no_wait(make: Make) -> None:
+    store = StoreStandIn()
+    store.is_there = False
+    deployment = make(store=store)
+    deployment.report("a", "b")
+    client = deployment.peer()
+    for key in range(1, 5):
+        assert isinstance(client.ask(route(key, f"prompt {key}")), Ticket)
+    assert not store.queries
+    assert client.stats()["index"] == {"silent": True}
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "round_robin"])
+def test_other_policies_do_not_ask_the_store(make: Make, policy: str) -> None:
+    deployment = make(store=StoreStandIn(), routing={"policy": policy})
+    deployment.report("a", "b")
+    client = deployment.peer()
+    index_answers(client)
+    went = [client.ask(route(key, f"prompt {key}")).endpoint for key in range(1, 3)]
+    assert sorted(went) == ["tcp://a", "tcp://b"]
+    assert not deployment.store.queries
+
+
+def test_finding_a_prefix_tells_tokens_by_engine_and_tier(make: Make) -> None:
+    deployment = make(store=StoreStandIn())
+    deployment.report("a", "b")
+    client = deployment.peer()
+    index_answers(client)
+    deployment.store.depths = {"a": (1, 2, 2)}
+    found = client.ask(FindPrefix(7, "eleven char", None, None, ""))
+    none = {"device": 0, "host": 0, "storage": 0}
+    assert found == PrefixFound(7, 11, {"a": {"device": 4, "host": 8, "storage": 8}, "b": none})
+
+
+def test_finding_a_prefix_without_an_index_is_an_error_with_a_remedy(make: Make) -> None:
+    deployment = make()
+    deployment.report("a")
+    answer = deployment.peer().ask(FindPrefix(7, "eleven char", None, None, ""))
+    assert isinstance(answer, Failed)
+    assert (answer.key, answer.error) == (7, "DeploymentError")
+    assert "the index does not answer" in answer.message
+
+
+# ---- the queue ----
+
+
+def test_what_no_engine_can_take_waits_and_goes_by_priority_then_arrival(make: Make) -> None:
+    deployment = make(routing={"engine_queue": 1})
+    deployment.report("a", waiting=1)
+    client = deployment.peer()
+    for key, priority in ((1, 0), (2, 0), (3, -5), (4, 0)):
+        client.send(route(key, f"prompt {key}", priority=priority))
+        eventually(lambda key=key: client.stats()["scheduler"]["queued"] == key)
+    order = []
+    for _ in range(4):
+        received = tuple(f"prompt {key}" for key in order)
+        deployment.report("a", waiting=0, received=received)
+        order.append(client.receive().key)
+        assert client.hears_nothing()
+    assert order == [3, 1, 2, 4]
+
+
+def test_a_full_queue_refuses_with_numbers(make: Make) -> None:
+    deployment = make(max_queued=2)
+    deployment.report("a", "b", waiting=2)
+    client = deployment.peer()
+    for key in range(1, 3):
+        client.send(route(key, f"prompt {key}"))
+    answer = client.ask(route(3, "one too many"))
+    assert isinstance(answer, Failed)
+    assert answer.error == "OverloadedError"
+    assert "2 requests wait for an engine already (max_queued 2)" in answer.message
+    assert "of 2 engines 2 are full (engine_queue 2)" in answer.message
+
+
+def test_a_request_that_was_withdrawn_leaves_the_queue(make: Make) -> None:
+    deployment = make()
+    deployment.report("a", waiting=2)
+    client = deployment.peer()
+    client.send(route(1, "not wanted"))
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 1)
+    client.send(Withdraw(1))
+    client.send(route(2, "wanted"))
+    deployment.report("a", waiting=0)
+    assert client.receive().key == 2
+    assert client.stats()["scheduler"]["pending"] == 0
+
+
+def test_a_ticket_that_was_withdrawn_frees_its_place(make: Make) -> None:
+    deployment = make(routing={"engine_queue": 1})
+    deployment.report("a")
+    client = deployment.peer()
+    assert isinstance(client.ask(route(1, "not wanted")), Ticket)
+    client.send(route(2, "waits"))
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 1)
+    client.send(Withdraw(1))
+    assert client.receive().key == 2
+
+
+def test_what_waits_for_a_client_that_is_gone_is_dropped(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_server, "CLIENT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(scheduler_server, "_SWEEP_S", 0.1)
+    deployment = make()
+    deployment.report("a", waiting=2)
+    gone, watcher = deployment.peer(), deployment.peer()
+    gone.send(route(1, "nobody waits"))
+    eventually(lambda: watcher.stats()["scheduler"]["pending"] == 1)
+    eventually(lambda: watcher.stats()["scheduler"]["pending"] == 0)
+
+
+def test_a_request_that_waits_for_lost_engines_for_long_is_refused_with_the_reason(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_server, "_SWEEP_S", 0.1)
+    monkeypatch.setattr(engines, "STATUS_TIMEOUT_S", 0.2)
+    deployment = make(hold_s=0.3)
+    deployment.report("a", accepts=False)
+    answer = deployment.peer().ask(route(1, "nobody takes it"))
+    assert isinstance(answer, Failed)
+    assert "no engine has reported for 0.3 s: of 1 engines 0 are full" in answer.message
+
+
+def test_a_request_waits_for_an_engine_that_sleeps_as_long_as_it_takes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_server, "_SWEEP_S", 0.1)
+    deployment = make(hold_s=0.1)
+    deployment.report("a", accepts=False)
+    client = deployment.peer()
+    client.send(route(1, "it sleeps"))
+    time.sleep(0.4)
+    assert client.hears_nothing()
+    deployment.report("a")
+    assert isinstance(client.receive(), Ticket)
+
+
+# ---- engines come and go ----
+
+
+def test_requests_wait_for_engines_that_a_new_scheduler_has_not_heard_of_yet(make: Make) -> None:
+    deployment = make()
+    client = deployment.peer()
+    client.send(route(1, "early"))
+    assert client.hears_nothing()
+    deployment.report("a")
+    assert isinstance(client.receive(), Ticket)
+
+
+def test_where_there_was_never_an_engine_the_error_says_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_server, "ENGINES_REPORT_S", 0.1)
+    answer = make().peer().ask(route(1, "nobody is there"))
+    assert isinstance(answer, Failed)
+    assert (answer.error, answer.message[:18]) == ("OverloadedError", "no engine is ready")
+
+
+def test_a_rerouted_request_goes_elsewhere_with_what_it_has_and_is_not_prepared_again(make: Make) -> None:
+    deployment = make(store=StoreStandIn())
+    deployment.report("a", "b")
+    client = deployment.peer()
+    index_answers(client)
+    request = GenerateRequest("r", as_token_ids([1, 2, 3]), SamplingParams(max_tokens=9), output_token_ids=(4, 5, 6))
+    for key, lost, other in ((1, "a", "b"), (2, "b", "a")):
+        deployment.report("a", "b", received=("r",), epoch=key)
+        ticket = client.ask(Reroute(key, request, f"tcp://{lost}"))
+        assert ticket.endpoint == f"tcp://{other}"
+        assert ticket.request.output_token_ids == (4, 5, 6)
+    assert len(deployment.store.queries[-1][1]) == 1  # one full block of the six tokens
+    stats = client.stats()
+    assert stats["scheduler"]["rerouted"] == 2
+    assert any("a was lost by a client" in text for _, text in stats["faults"])
+
+
+def test_an_engine_that_was_lost_gets_nothing_before_its_next_status(make: Make) -> None:
+    deployment = make()
+    deployment.report("a")
+    client = deployment.peer()
+    request = GenerateRequest("r", as_token_ids([1]), SamplingParams(max_tokens=9))
+    client.send(Reroute(1, request, "tcp://a"))
+    assert client.hears_nothing()
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 1)
+    deployment.report("a", epoch=1)
+    assert client.receive().endpoint == "tcp://a"
+
+
+def test_a_silent_engine_is_given_up_once_and_the_index_told(make: Make) -> None:
+    now = [100.0]
+    deployment = make(store=StoreStandIn(), clock=lambda: now[0], routing={"engine_timeout_s": 20.0})
+    deployment.report("a", "b", epoch=7)
+    client = deployment.peer()
+    now[0] += 4.0
+    eventually(lambda: any("a is silent" in text for _, text in client.stats()["faults"]))
+    assert not deployment.silent
+    deployment.report("b", epoch=7)
+    now[0] += 17.0
+    eventually(lambda: bool(deployment.silent))
+    now[0] += 2.0
+    assert client.stats()["engines"]["a"]["silent_s"] == 23.0
+    assert deployment.silent == ["a"]
+    assert deployment.store.gone_nodes == [("a", 7)]
+
+
+def test_another_scheduler_at_the_same_port_serves_the_same_peers(make: Make) -> None:
+    first = make()
+    first.report("a")
+    client = first.peer()
+    assert client.ask(route(1, "before")).endpoint == "tcp://a"
+    pong = client.ask(Ping())
+    first.server.stop()
+    second = make(port=first.server.port)
+    second.report("a")
+    assert client.ask(route(2, "after")).endpoint == "tcp://a"
+    assert client.ask(Ping()).instance != pong.instance
+
+
+# ---- what clients send ----
+
+
+def test_two_clients_with_the_same_keys_get_their_own_tickets(make: Make) -> None:
+    deployment = make()
+    deployment.report("a", "b")
+    clients = [deployment.peer(), deployment.peer()]
+    for index, client in enumerate(clients):
+        client.send(route(1, f"of client {index}"))
+    assert [client.receive().request.request_id for client in clients] == ["of client 0", "of client 1"]
+
+
+def test_a_key_that_is_in_use_is_refused(make: Make) -> None:
+    deployment = make()
+    deployment.report("a", waiting=2)
+    client = deployment.peer()
+    client.send(route(1, "first"))
+    answer = client.ask(route(1, "second"))
+    assert isinstance(answer, Failed)
+    assert answer.error == "InvalidRequestError"
+
+
+@pytest.mark.parametrize(("text", "error"), [("", "InvalidRequestError"), ("defect", "HeadwiseError")])
+def test_what_cannot_be_prepared_is_the_caller_s_error(make: Make, text: str, error: str) -> None:
+    deployment = make()
+    deployment.report("a")
+    client = deployment.peer()
+    answer = client.ask(route(5, text))
+    assert isinstance(answer, Failed)
+    assert (answer.key, answer.error) == (5, error)
+    assert isinstance(client.ask(route(6, "fine")), Ticket)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", wire.encode(Pong())])
+def test_what_is_no_message_is_answered_counted_and_dropped(make: Make, data: bytes) -> None:
+    deployment = make()
+    client = deployment.peer()
+    client.socket.send(data)
+    assert isinstance(client.receive(), Failed)
+    assert client.stats()["scheduler"]["malformed"] == 1
+
+
+def test_a_status_with_another_secret_is_counted_and_ignored(make: Make) -> None:
+    deployment = make()
+    client = deployment.peer()
+    client.send(EngineStatus("guess", "evil", "tcp://evil", 0, {}))
+    stats = client.stats()
+    assert stats["engines"] == {}
+    assert stats["scheduler"]["strangers"] == 1
+
+
+def test_sessions_stay_together(make: Make) -> None:
+    deployment = make()
+    client, went, last = deployment.peer(), set(), ""
+    for key in range(1, 9):
+        deployment.report(*"abcd", received=(last,))
+        last = f"turn {key}"
+        went.add(client.ask(route(key, last, session="chat")).endpoint)
+    assert len(went) == 1
