@@ -17,3 +17,12 @@ def parse_bytes(text: str | int) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 8GiB or 512MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(count: float) -> str:
+    """A size with a binary unit, such as ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

@@ -14,6 +14,7 @@ from headwise import __version__
 from headwise.runtime.cli_calibrate import calibrate
 from headwise.runtime.cli_operations import reset_cache, sleep, wake
 from headwise.runtime.cli_options import EngineOptions, command, config_reference
+from headwise.runtime.cli_status import index, status
 
 if TYPE_CHECKING:
     from headwise.runtime.bootstrap import Deployment
@@ -34,7 +35,9 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Measure a running deployment.")
 app.add_typer(bench, name="bench")
+app.add_typer(index, name="index")
 app.command()(calibrate)
+app.command()(status)
 app.command()(sleep)
 app.command()(wake)
 app.command()(reset_cache)

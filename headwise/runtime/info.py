@@ -12,6 +12,7 @@ from headwise.kernels.select import resolve_kernels_name
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.ops.select import resolve_ops_name
+from headwise.units import format_bytes
 
 
 def describe(config: EngineConfig, card: ModelCard, lengths: Sequence[int] = ()) -> Iterator[tuple[str, str]]:
@@ -104,12 +105,3 @@ def policy_name(policy: HeadPolicy) -> str:
     if policy.is_full:
         return "full attention"
     return f"window of {policy.window}" + (f", sink of {policy.sink}" if policy.sink else "")
-
-
-def format_bytes(count: float) -> str:
-    """A size with a binary unit, such as ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"

@@ -18,7 +18,7 @@ from headwise.runtime.cli_options import config_reference
 from headwise.runtime.config import EngineConfig
 
 COMMANDS = [["generate"], ["serve"], ["info"], ["demo"], ["bench", "serve"], ["calibrate"]]
-COMMANDS += [["sleep"], ["wake"], ["reset-cache"]]
+COMMANDS += [["sleep"], ["wake"], ["reset-cache"], ["status"], ["index", "match"]]
 
 
 def run(*arguments: str | Path) -> Result:

@@ -1,0 +1,127 @@
+"""``headwise status`` and ``headwise index match``: a deployment's statistics as tables for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from headwise.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+TIERS = ("device", "host", "storage")
+SHOWN_FAULTS = 5
+
+Stats = Mapping[str, Any]
+
+
+def render(stats: Stats) -> Group:
+    """What `Client.stats` tells, to look at: engines and their tiers, the index, the last faults."""
+    from rich.console import Group
+
+    parts: list[Any] = [_headline(stats), _engines(stats), _tiers(stats), _index(stats)]
+    faults = list(stats.get("faults", ()))[-SHOWN_FAULTS:]
+    parts += [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in reversed(faults)]
+    return Group(*parts if faults else [*parts, "no faults"])
+
+
+def _headline(stats: Stats) -> str:
+    scheduler = stats["scheduler"]
+    return (
+        f"{stats['model']}: {scheduler['routed']} requests routed ({scheduler['policy']}), "
+        f"{scheduler['rerouted']} of them again, {scheduler['queued']} waiting for an engine, "
+        f"{scheduler['refused']} refused"
+    )
+
+
+def _engines(stats: Stats) -> Table:
+    table = _table("engines", "state", "running", "waiting", "finished", "tokens", "held", "hits")
+    for name, engine in sorted(stats["engines"].items()):
+        if "requests" not in engine:  # its workers are being started
+            table.add_row(name, "starting", *["-"] * 6)
+            continue
+        requests, cache = engine["requests"], engine["cache"]
+        table.add_row(
+            name,
+            _state(engine),
+            *(str(requests[key]) for key in ("running", "waiting", "finished")),
+            str(engine["output_tokens"]),
+            f"{cache['held_blocks'] / cache['total_blocks']:.0%}",
+            _share(cache["hit_tokens"], cache["queried_tokens"]),
+        )
+    return table
+
+
+def _state(engine: Stats) -> str:
+    silent_s = engine.get("silent_s", 0.0)
+    return f"silent for {silent_s:.0f} s" if silent_s > 2.0 else str(engine["state"])
+
+
+def _tiers(stats: Stats) -> Table:
+    """Per engine and tier: what it has cached, what was served from it, how fast it gives."""
+    table = _table("tiers", "tier", "blocks", "free", "tokens hit", "copied in", "speed", "waited")
+    for name, engine in sorted(stats["engines"].items()):
+        for row in _tier_rows(engine) if "cache" in engine else ():
+            table.add_row(name, *row)
+    return table
+
+
+def _tier_rows(engine: Stats) -> Iterator[tuple[str, ...]]:
+    cache, host, storage = engine["cache"], engine["host"], engine["storage"]
+    of_host = cache["host_hit_tokens"]
+    yield "device", *_blocks(cache), str(cache["hit_tokens"] - of_host), "-", "-", "-"
+    if host:
+        of_storage = storage["hit_tokens"] if storage else 0
+        served = str(max(0, of_host - of_storage))
+        yield "host", *_blocks(host), served, str(host["loaded_blocks"]), *_speed(engine, "load")
+    if storage:
+        served, fetched = str(storage["hit_tokens"]), str(storage["fetched_blocks"])
+        yield "storage", str(storage["put_blocks"]), "-", served, fetched, *_speed(engine, "fetch")
+
+
+def _blocks(tier: Stats) -> tuple[str, str]:
+    return str(tier["cached_blocks"] + tier["held_blocks"]), str(tier["free_blocks"])
+
+
+def _speed(engine: Stats, direction: str) -> tuple[str, str]:
+    transfer = engine["transfers"].get(direction)
+    if not transfer:
+        return "-", "-"
+    return f"{format_bytes(int(transfer['bytes_per_s']))}/s", f"{transfer['waited_s']:.2f} s"
+
+
+def _index(stats: Stats) -> Table:
+    index = stats.get("index", {})
+    silent = index.get("silent", not index)
+    table = _table("index does not answer" if silent else "index", *TIERS, "agrees with the engine")
+    for name, node in sorted(index.get("nodes", {}).items()):
+        table.add_row(name, *(str(node["blocks"][tier]) for tier in TIERS), "no" if node["behind"] else "yes")
+    if "distinct_blocks" in index:
+        table.caption = f"{index['distinct_blocks']} distinct blocks"
+    return table
+
+
+def prefix_table(tokens: int, engines: Mapping[str, Mapping[str, int]]) -> Table:
+    """Which engine holds how much of a prompt: tokens that each tier serves, together with faster ones."""
+    table = _table(f"of {tokens} tokens", *TIERS)
+    for name, served in sorted(engines.items(), key=lambda item: [-item[1][tier] for tier in TIERS]):
+        table.add_row(name, *(str(served[tier]) for tier in TIERS))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
