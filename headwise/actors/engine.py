@@ -10,17 +10,19 @@ from hashlib import sha256
 
 import ray
 
-from headwise.actors.names import NAMESPACE
 from headwise.actors.placement import is_loopback, node_address
 from headwise.actors.worker_group import WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
 from headwise.runtime.block_storage import open_lookup
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
-from headwise.runtime.engine_server import EngineServer, Reporting
+from headwise.runtime.engine_reports import Reporting
+from headwise.runtime.engine_server import EngineServer
 from headwise.runtime.front_door import FrontDoor
 from headwise.runtime.host_copies import check_host_cache
 from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.watchdog import Watchdog
+from headwise.storage.curve import CurveKeys
 from headwise.storage.flusher import Flusher
 from headwise.storage.lookup import StorageLookup
 
@@ -31,19 +33,26 @@ MAX_RESTARTS = 20
 MAX_FAILED_STARTS = 3
 """Times in a row that new workers may fail to start before the engine's process gives up."""
 _WATCH_S = 1.0
-_STORE_CHECK_S = 5.0
 
 
 @ray.remote(max_restarts=MAX_RESTARTS, max_concurrency=4)
 class Engine:
     """Serves by itself from the moment it is made, and again after Ray restarted it.
 
-    A lost worker fails the requests it was serving; then all ranks are started anew, with an empty cache and a new
-    epoch, while the server holds the requests that come meanwhile.
+    With a lost worker its requests leave for other engines; then all ranks are started anew, with an empty cache and
+    a new epoch. A server whose thread stands still ends the process.
     """
 
-    def __init__(self, config: EngineConfig, index: int, front: tuple[str, int], secret: str, store: str) -> None:
-        """``front`` is the scheduler's node and port, ``store`` the attention store's actor, by name.
+    def __init__(
+        self,
+        config: EngineConfig,
+        index: int,
+        front: tuple[str, int],
+        secret: str,
+        store_endpoint: str,
+        curve: CurveKeys | None,
+    ) -> None:
+        """``front`` is the scheduler's node and port.
 
         No handles: an actor whose arguments hold references cannot be restarted once they are lost.
         """
@@ -53,11 +62,13 @@ class Engine:
         self._front = front
         self._secret = secret
         self._token = sha256(f"{secret}/{index}".encode()).hexdigest()[:16]
-        self._store = ray.get_actor(store, namespace=NAMESPACE)
+        self._store_endpoint = store_endpoint
+        self._curve = curve
         self._group: WorkerGroup | None = None
         self._server: EngineServer | None = None
         self._flusher: Flusher | None = None
         self._lookup: StorageLookup | None = None
+        self._watchdog: Watchdog | None = None
         self._core_died = threading.Event()
         self._stopping = threading.Event()
         self._settled = threading.Event()
@@ -96,6 +107,8 @@ class Engine:
             log.exception("the engine's supervisor failed")
             self._give_up(DeploymentError(f"{self._name} failed: {type(error).__name__}: {error}"))
         finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
             if self._server is not None:
                 self._server.stop()
             if self._flusher is not None:
@@ -104,7 +117,7 @@ class Engine:
                 self._lookup.close()
 
     def _open(self) -> None:
-        """Everything that outlives the workers: model, server, flusher."""
+        """Everything that outlives the workers: model, flusher, server and who watches over it."""
         host, port = self._front
         address = node_address()
         if is_loopback(self._config.host):
@@ -118,15 +131,21 @@ class Engine:
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
         check_host_cache(self._config, self._front_door.card)
         self._lookup = open_lookup(self._config, self._front_door.card)
-        self._flusher = Flusher(self._name, time.time_ns(), ray.get(self._store.endpoint.remote()))
+        epoch = time.time_ns()
+        self._flusher = Flusher(self._name, epoch, self._store_endpoint, self._front_door.namespace, self._curve)
         self._server = EngineServer(
             f"tcp://{address}:*",
             reporting=Reporting(f"tcp://{host}:{port}", self._secret, self._name),
             flusher=self._flusher,
-            max_held=self._config.max_queued,
+            epoch=epoch,
             on_died=self._on_died,
         )
+        if _was_restarted():
+            self._server.fault("the engine's process was started again")
         self._server.start()
+        server = self._server
+        self._watchdog = Watchdog(lambda: server.turns, self._config.engine_timeout_s, self._exit_stuck)
+        self._watchdog.start()
 
     def _serve(self) -> None:
         """One group of workers after the other, until stopped or until none can be started."""
@@ -150,12 +169,9 @@ class Engine:
 
     def _attach(self, group: WorkerGroup) -> None:
         assert self._server is not None
-        assert self._flusher is not None
-        flusher, epoch = self._flusher, time.time_ns()
         card, tokenizer = self._front_door.card, self._front_door.tokenizer
         core = EngineCore(self._config, card, tokenizer, group.executor, lookup=self._lookup)
         self._core_died.clear()
-        self._server.call(lambda: flusher.restart(epoch))
         wakers = group.executor.sockets if self._lookup is None else (*group.executor.sockets, self._lookup)
         self._server.attach(core, wakers)
         self._group = group
@@ -163,7 +179,6 @@ class Engine:
     def _watch(self, group: WorkerGroup) -> None:
         """Return once the engine's thread has let go of a group that lost a worker, or when stopped."""
         assert self._server is not None
-        next_check = 0.0
         while not self._core_died.is_set():
             if self._stopping.is_set():
                 self._server.stop()
@@ -173,33 +188,28 @@ class Engine:
             except HeadwiseError as error:
                 self._server.fail(EngineDiedError(str(error)))
                 self._core_died.wait()
-            if time.monotonic() >= next_check:
-                next_check = time.monotonic() + _STORE_CHECK_S
-                self._follow_store()
 
     def _on_died(self, error: EngineDiedError) -> None:
         """On the server's thread: it uses the executor no more."""
         log.error("%s: %s", self._name, error)
         self._core_died.set()
 
-    def _follow_store(self) -> None:
-        """A store that was restarted has another endpoint."""
-        flusher, server = self._flusher, self._server
-        assert flusher is not None
-        assert server is not None
-        try:
-            endpoint = ray.get(self._store.endpoint.remote(), timeout=_WATCH_S)
-        except (ray.exceptions.RayError, TimeoutError):
+    def _exit_stuck(self) -> None:
+        """Ray starts the engine again; the workers end with this process."""
+        if self._stopping.is_set():
             return
-        server.call(lambda: flusher.reconnect(endpoint))
+        log.error("%s has not got on for %g s: its process ends", self._name, self._config.engine_timeout_s)
+        os._exit(1)
 
     def _give_up(self, error: HeadwiseError) -> None:
         """At the first start the driver is told, by `ready`. Later nobody asks: exit, so that Ray starts it again."""
-        if self._server is not None:
-            self._server.fail_held(EngineDiedError(f"{self._name} cannot be started again: {error}"))
-        first_start = not self._settled.is_set() and not ray.get_runtime_context().was_current_actor_reconstructed
+        first_start = not self._settled.is_set() and not _was_restarted()
         self._failure = error
         self._settled.set()
         if not first_start:
             time.sleep(_WATCH_S)
             os._exit(1)
+
+
+def _was_restarted() -> bool:
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -35,8 +35,8 @@ def foreign_storage(config: EngineConfig, card: ModelCard) -> str | None:
     if not others:
         return None
     return (
-        f"storage {config.storage} has nothing that can be used here: its blocks are of {'; '.join(others)}. They count "
-        f"towards its capacity until they are evicted. This deployment's are of {namespace}"
+        f"storage {config.storage} has nothing that can be used here: its blocks are of {'; '.join(others)}. They "
+        f"count towards its capacity until they are evicted. This deployment's are of {namespace}"
     )
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -22,10 +22,14 @@ from headwise.errors import DeploymentError, HeadwiseError, first_line
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.loader.progress import Progress, SilentProgress
 
+if TYPE_CHECKING:
+    from headwise.storage.curve import CurveKeys
+
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 10.0
+PORT_ATTEMPTS = 3
 LOCAL_RESOURCES_TIMEOUT_S = 15.0
 OBJECT_STORE_BYTES = 80 << 20
 """Of a Ray instance started here: nothing large goes through its object store."""
@@ -72,29 +76,71 @@ class Deployment:
     def _start_actors(self, progress: Progress) -> None:
         from headwise.actors import placement
         from headwise.actors.engine import Engine
-        from headwise.actors.scheduler import GlobalScheduler
-        from headwise.actors.store import AttentionStore
+        from headwise.storage.curve import CurveKeys
 
         config, secret = self.config, secrets.token_hex(16)
+        curve = CurveKeys.generate() if config.secure else None
         progress.stage("starting the scheduler")
-        scheduler = self._named(GlobalScheduler, "scheduler", placement.on_this_node(), config, secret)
-        self._named(AttentionStore, "store", placement.on_this_node(), config)
-        store = actor_name(config.name, "store")
-        front = _get(scheduler.start.remote())
-        self.client_address = _get(scheduler.client_address.remote())
+        front, store_endpoint = self._start_front(secret, curve)
         progress.stage("waiting for the cluster's resources")
         timeout_s = LOCAL_RESOURCES_TIMEOUT_S if self._cluster.owned else config.start_timeout_s
         self._placements = placement.reserve(config, timeout_s)
         progress.stage(f"loading and warming up {config.replicas} engine(s) with {config.tp_size} worker(s) each")
         engines = []
         for index, group in enumerate(self._placements):
-            options = placement.in_bundle(group, 0)
-            engines.append(self._named(Engine, f"engine-{index}", options, config, index, front, secret, store))
+            options, arguments = placement.in_bundle(group, 0), (config, index, front, secret, store_endpoint, curve)
+            engines.append(self._named(Engine, f"engine-{index}", options, *arguments))
         started = [engine.ready.remote() for engine in engines]
         for done in range(len(started)):
             progress.update(done, len(started))
             ready, started = ray.wait(started)
             _get(ready[0])
+
+    def _start_front(self, secret: str, curve: CurveKeys | None) -> tuple[tuple[str, int], str]:
+        """Start the scheduler and the store; the scheduler's node and port, and the store's endpoint.
+
+        Their addresses are chosen here, before they are made, so that a restarted one has that of the one before it.
+        A free port may be taken before it is bound: then others are tried.
+        """
+        from headwise.actors.placement import is_loopback, node_address
+
+        store_host = "127.0.0.1" if is_loopback(self.config.host) else node_address()
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            port, store_port = _free_ports(self.config.host, store_host)
+            store_endpoint = f"tcp://{store_host}:{store_port}"
+            try:
+                return self._try_front(secret, self.config.port or port, store_endpoint, curve), store_endpoint
+            except _PortTaken as taken:
+                if attempt == PORT_ATTEMPTS:
+                    raise taken.error from None
+                log.warning("%s; trying other ports", taken.error)
+                self._kill_actors()
+                self._wait_for_names()
+                self._actors.clear()
+        raise AssertionError("the last attempt returns or raises")
+
+    def _try_front(self, secret: str, port: int, store_endpoint: str, curve: CurveKeys | None) -> tuple[str, int]:
+        from headwise.actors.placement import on_this_node
+        from headwise.actors.scheduler import GlobalScheduler
+        from headwise.actors.store import AttentionStore
+
+        here = on_this_node()
+        arguments = self.config, secret, port, store_endpoint, curve
+        scheduler = self._named(GlobalScheduler, "scheduler", here, *arguments)
+        try:
+            front: tuple[str, int] = _get(scheduler.start.remote())
+        except DeploymentError as error:
+            if self.config.port:
+                raise
+            raise _PortTaken(error) from None
+        self.client_address = _get(scheduler.client_address.remote())
+        namespace = _get(scheduler.namespace.remote())
+        store = self._named(AttentionStore, "store", here, self.config, store_endpoint, namespace, curve)
+        try:
+            _get(store.endpoint.remote())
+        except DeploymentError as error:
+            raise _PortTaken(error) from None
+        return front
 
     def _named(self, actor_class: Any, role: str, options: dict[str, Any], *arguments: Any) -> Any:
         """Make an actor under the deployment's name; raises `DeploymentError` if there is one already."""
@@ -165,12 +211,19 @@ class Deployment:
         stopping = [actor.stop.remote() for role, actor in reversed(self._actors.items())]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
-        for actor in self._actors.values():
-            ray.kill(actor)
+        self._kill_actors()
         if self._placements:
             from headwise.actors.placement import release
 
             release(self._placements)
+        self._wait_for_names()
+
+    def _kill_actors(self) -> None:
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _wait_for_names(self) -> None:
+        """Wait until actors that were killed are no more, and others may have their names."""
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while any(_exists(self.config.name, role) for role in self._actors) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -182,6 +235,14 @@ class Deployment:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+
+
+class _PortTaken(Exception):
+    """A port that was free a moment ago is not; ``error`` tells whose it was to be."""
+
+    def __init__(self, error: DeploymentError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class _Cluster:
@@ -329,6 +390,20 @@ def _get(reference: Any) -> Any:
         raise DeploymentError(f"an actor failed: {error.cause!r}") from error
     except ray.exceptions.RayError as error:
         raise DeploymentError(f"an actor of the deployment died: {first_line(error)}") from error
+
+
+def _free_ports(*hosts: str) -> list[int]:
+    """A port for each address of this machine, all of them free; raises `DeploymentError` for what is none."""
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for host in hosts:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            try:
+                taken = stack.enter_context(socket.create_server((host, 0), family=family))
+            except OSError as error:
+                raise DeploymentError(f"cannot listen on {host}: {error}; choose another --host") from None
+            ports.append(int(taken.getsockname()[1]))
+        return ports
 
 
 def _pid(actor: Any) -> int:

@@ -10,9 +10,12 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client_io import ClientIO
-from headwise.runtime.client_protocol import Route
+from headwise.runtime.client_protocol import FindPrefix, GetStats, Route
 from headwise.runtime.request import GenerationResult, SamplingParams, as_token_ids
 from headwise.runtime.streams import AsyncStream, Stream
 
@@ -26,8 +29,10 @@ class Client:
     ``ray:auto`` or ``ray:HOST:PORT``, with ``/NAME`` behind it for a deployment of another name than headwise.
 
     Safe to use from several threads and event loops. Every call takes its sampling as a `SamplingParams`, or as
-    keywords of that name, and ``priority`` and ``cache_salt`` (see `GenerateRequest`). Errors are those of
-    `headwise.errors`. Raises `DeploymentError` if nothing answers at the address.
+    keywords of that name, and ``priority`` and ``cache_salt`` (see `GenerateRequest`), and ``session``: requests of
+    one session go to the same engine while that costs little. A request that loses its engine goes on at another,
+    and its stream shows nothing of it. Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing
+    answers at the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -68,7 +73,24 @@ class Client:
 
     def stats(self) -> dict[str, Any]:
         """Plain data: the model, the scheduler's counts, and by name the engines' statistics of half a second ago."""
-        return _answer_to(self._io.ask_stats)
+        return _answer_to(lambda deliver: self._io.ask(GetStats, deliver))
+
+    def find_prefix(self, prompt: Prompt, cache_salt: str = "") -> dict[str, Any]:
+        """Who holds how much of a prompt: its ``tokens``, and by engine and tier how many of them the tier could
+        serve, together with faster ones: ``{"tokens": 900, "engines": {"engine-0": {"device": 640, ...}}}``.
+        """
+        return self._find_prefix(prompt, None, cache_salt)
+
+    def find_chat_prefix(self, messages: Messages, cache_salt: str = "") -> dict[str, Any]:
+        """Like `find_prefix`, for a chat."""
+        return self._find_prefix(None, messages, cache_salt)
+
+    def _find_prefix(self, prompt: Prompt | None, messages: Messages | None, cache_salt: str) -> dict[str, Any]:
+        text, token_ids = _text_or_tokens(prompt)
+        _check_string("cache_salt", cache_salt)
+        return _answer_to(
+            lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, messages, cache_salt), deliver)
+        )
 
     # ---- operations: of all engines; they return when all are done ----
 
@@ -178,13 +200,24 @@ def _is_one(prompt: Any) -> bool:
 def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Route:
     """The message for a call; raises `InvalidRequestError` on values that no deployment would take."""
     priority, cache_salt = options.pop("priority", 0), options.pop("cache_salt", "")
+    session = options.pop("session", "")
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) >= 2**31:
         raise InvalidRequestError(f"priority must be an integer from -2**31 + 1 to 2**31 - 1, got {priority!r}")
-    if not isinstance(cache_salt, str):
-        raise InvalidRequestError(f"cache_salt must be a string, got {cache_salt!r}")
-    text = prompt if isinstance(prompt, str) else None
-    token_ids = None if prompt is None or text is not None else as_token_ids(prompt)  # type: ignore[arg-type]
-    return Route(0, text, token_ids, messages, _sampling(sampling, options), priority, cache_salt)
+    _check_string("cache_salt", cache_salt)
+    _check_string("session", session)
+    text, token_ids = _text_or_tokens(prompt)
+    return Route(0, text, token_ids, messages, _sampling(sampling, options), priority, cache_salt, session)
+
+
+def _text_or_tokens(prompt: Prompt | None) -> tuple[str | None, NDArray[np.int32] | None]:
+    if prompt is None or isinstance(prompt, str):
+        return prompt, None
+    return None, as_token_ids(prompt)
+
+
+def _check_string(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a string, got {value!r}")
 
 
 def _sampling(sampling: Sampling, options: dict[str, Any]) -> dict[str, Any]:

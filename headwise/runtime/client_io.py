@@ -7,14 +7,15 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, InvalidRequestError, RequestAbortedError
 from headwise.runtime import wire
+from headwise.runtime.client_peers import Call, Gathered, Peer
 from headwise.runtime.client_protocol import (
     MAX_MESSAGE_BYTES,
     PEER_TIMEOUT_S,
@@ -23,75 +24,31 @@ from headwise.runtime.client_protocol import (
     Engines,
     Failed,
     GetEngines,
-    GetStats,
     Operate,
     Operated,
     Outputs,
     Ping,
     Pong,
-    Route,
+    PrefixFound,
     Stats,
-    Submit,
     Ticket,
+    Withdraw,
     error_of,
 )
 from headwise.runtime.request import FinishReason, OutputDelta
 
-if TYPE_CHECKING:
-    import zmq
-
-Event = OutputDelta | HeadwiseError
-"""What a call hears: deltas, of which one with a finish reason is the last, or an error, which is the last too."""
-
-
-@dataclass(eq=False)
-class Call:
-    """One request from route to last delta. ``deliver`` is called on the I/O thread.
-
-    Touched by the I/O thread only, once it was started.
-    """
-
-    route: Route
-    deliver: Callable[[Event], None]
-    request_id: str = ""
-    engine: _Peer | None = None
-
-
-@dataclass(eq=False)
-class _Peer:
-    """A scheduler or an engine: its socket, when it last spoke, and what is awaited from it."""
-
-    endpoint: str
-    socket: zmq.Socket[bytes]
-    heard: float = 0.0
-    pinged: float = 0.0
-    awaiting: dict[Any, Any] = field(default_factory=dict)
-
-    def wait_for(self, key: Any, what: Any, now: float) -> None:
-        """Await an answer; the time to give it starts with the first one awaited."""
-        if not self.awaiting:
-            self.heard = self.pinged = now
-        self.awaiting[key] = what
-
-
-class _Gathered:
-    """The answers of several engines to one question: delivered by name when all are there, or the first error then."""
-
-    def __init__(self, names: Iterable[str], deliver: Callable[[dict[str, Any] | HeadwiseError], None]) -> None:
-        self._answers: dict[str, Any] = {}
-        self._missing = set(names)
-        self._deliver = deliver
-
-    def take(self, name: str, answer: Any) -> None:
-        self._answers[name] = answer
-        self._missing.discard(name)
-        if not self._missing:
-            errors = (answer for answer in self._answers.values() if isinstance(answer, HeadwiseError))
-            self._deliver(next(errors, self._answers))
+MAX_REROUTES = 3
+"""Engines that one request may lose. A request that kills engines must not kill them all."""
+RECONNECT_S = 30.0
+"""Time in which a scheduler that was there must come back."""
 
 
 class ClientIO:
-    """Runs calls over ZeroMQ. Its methods may be called from any thread; the rest is the I/O thread's own."""
+    """Runs calls over ZeroMQ. Its methods may be called from any thread; the rest is the I/O thread's own.
+
+    A request whose engine is lost goes on at another, behind the tokens that were delivered. Questions that a
+    scheduler was lost with are asked again of the one that is started in its place.
+    """
 
     def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
         import zmq
@@ -104,9 +61,9 @@ class ClientIO:
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)
         self._keys = itertools.count(1)
-        self._scheduler = self._connect(endpoint)
-        self._engines: dict[str, _Peer] = {}
-        self._requests: dict[str, Call] = {}
+        self._scheduler = Peer(self._context, endpoint)
+        self._engines: dict[str, Peer] = {}
+        self._calls: dict[str, Call] = {}  # that an engine serves, by the id of the request there
         self._lock = threading.RLock()  # the garbage collector may cancel a stream in the middle of a command
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="headwise-client", daemon=True)
@@ -116,28 +73,26 @@ class ClientIO:
 
     def start(self, call: Call) -> None:
         """Begin a call; raises `DeploymentError` on a closed client, `InvalidRequestError` if it cannot be sent."""
-        call.route = replace(call.route, key=next(self._keys))
-        try:
-            data = wire.encode(call.route)
-        except (HeadwiseError, OverflowError, ValueError, TypeError) as error:
-            raise InvalidRequestError(f"the request cannot be sent: {error}") from None
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise InvalidRequestError(f"the request has {len(data)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
-        self._command(lambda: self._ask_scheduler(call.route.key, call, data))
+        call.key = next(self._keys)
+        data = _encode(replace(call.route, key=call.key))
+        self._command(lambda: self._scheduler.ask(call.key, call, data, self._clock()))
 
     def cancel(self, call: Call) -> None:
         """Abort a call; nothing is delivered after its `RequestAbortedError`. Finished calls are ignored."""
         self._command(lambda: self._cancel(call), needed=False)
 
-    def ask_stats(self, deliver: Callable[[dict[str, Any] | HeadwiseError], None]) -> None:
+    def ask(self, question: Callable[[int], Any], deliver: Callable[[Any], None]) -> None:
+        """Ask the scheduler something; ``question`` makes the message for a key. An answer, or an error, comes back.
+
+        Raises as `start` does.
+        """
         key = next(self._keys)
-        self._command(lambda: self._ask_scheduler(key, deliver, wire.encode(GetStats(key))))
+        data = _encode(question(key))
+        self._command(lambda: self._scheduler.ask(key, deliver, data, self._clock()))
 
     def operate(self, action: str, tier: str, deliver: Callable[[dict[str, int] | HeadwiseError], None]) -> None:
         """Have every engine carry out an operation; when all are done, the blocks that each has forgotten, by name."""
-        key = next(self._keys)
-        answer = partial(self._ask_engines, action, tier, deliver)
-        self._command(lambda: self._ask_scheduler(key, answer, wire.encode(GetEngines(key))))
+        self.ask(GetEngines, partial(self._ask_engines, action, tier, deliver))
 
     def close(self) -> None:
         """End every call with `RequestAbortedError` and close the sockets; idempotent."""
@@ -162,16 +117,6 @@ class ClientIO:
 
     # ---- the thread ----
 
-    def _connect(self, endpoint: str) -> _Peer:
-        import zmq
-
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 100)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.connect(endpoint)
-        return _Peer(endpoint, socket)
-
     def _run(self) -> None:
         import zmq
 
@@ -181,14 +126,18 @@ class ClientIO:
             peers = [self._scheduler, *self._engines.values()]
             for peer in peers:
                 poller.register(peer.socket, zmq.POLLIN)
+                poller.register(peer.monitor, zmq.POLLIN)
             ready = dict(poller.poll(self._poll_ms()))
             if self._wake_read in ready:
                 os.read(self._wake_read, 65536)
             self._run_commands()
             for peer in peers:
+                has_news = peer.monitor in ready
                 if peer.socket in ready:
                     self._receive(peer)
-            self._check_peers()
+                if has_news and not peer.socket.closed:
+                    self._check_connection(peer)
+            self._check_silence()
         self._finish()
 
     def _poll_ms(self) -> float | None:
@@ -202,10 +151,6 @@ class ClientIO:
             except queue.Empty:
                 return
 
-    def _ask_scheduler(self, key: int, what: Any, data: bytes) -> None:
-        self._scheduler.wait_for(key, what, self._clock())
-        self._scheduler.socket.send(data)
-
     def _ask_engines(
         self,
         action: str,
@@ -216,154 +161,220 @@ class ClientIO:
         if isinstance(endpoints, HeadwiseError):
             deliver(endpoints)
             return
-        gathered = _Gathered(endpoints, deliver)
+        gathered = Gathered(endpoints, deliver)
         for name, endpoint in endpoints.items():
-            key, peer = next(self._keys), self._engine(endpoint)
-            peer.wait_for(key, partial(gathered.take, name), self._clock())
-            peer.socket.send(wire.encode(Operate(key, action, tier)))
+            key = next(self._keys)
+            question = wire.encode(Operate(key, action, tier))
+            self._engine(endpoint).ask(key, partial(gathered.take, name), question, self._clock())
 
-    def _engine(self, endpoint: str) -> _Peer:
+    def _engine(self, endpoint: str) -> Peer:
         if endpoint not in self._engines:
-            self._engines[endpoint] = self._connect(endpoint)
+            self._engines[endpoint] = Peer(self._context, endpoint)
         return self._engines[endpoint]
 
-    def _cancel(self, call: Call) -> None:
-        if self._scheduler.awaiting.pop(call.route.key, None) is not None:
-            call.deliver(RequestAbortedError("the request was cancelled"))
-        elif call.engine is not None and call.request_id in call.engine.awaiting:
-            call.engine.socket.send(wire.encode(Abort(call.request_id)))
-            self._end(call, RequestAbortedError(f"request {call.request_id} was cancelled"))
+    # ---- calls ----
 
-    def _end(self, call: Call, event: Event) -> None:
-        """Deliver a call's last event and forget it."""
-        self._requests.pop(call.request_id, None)
-        if call.engine is not None:
-            call.engine.awaiting.pop(call.request_id, None)
-        call.deliver(event)
-
-    # ---- messages in ----
-
-    def _receive(self, peer: _Peer) -> None:
-        import zmq
-
-        peer.heard = self._clock()
-        while not peer.socket.closed:
-            try:
-                message = wire.decode(peer.socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            except HeadwiseError as error:
-                self._fail_peer(peer, DeploymentError(f"{peer.endpoint} sent what is not a message: {error}"))
-                return
-            self._take(peer, message)
-
-    def _take(self, peer: _Peer, message: Any) -> None:
-        if isinstance(message, Outputs):
-            for delta in message.deltas:
-                self._take_delta(delta)
-        elif isinstance(message, Ticket):
-            self._take_ticket(message)
-        elif isinstance(message, Failed):
-            self._take_failure(peer, message)
-        elif isinstance(message, Stats):
-            self._answer(peer, message.key, message.stats)
-        elif isinstance(message, Engines):
-            self._answer(peer, message.key, message.endpoints)
-        elif isinstance(message, Operated):
-            self._answer(peer, message.key, message.blocks)
-        elif not isinstance(message, Pong):
-            self._fail_peer(peer, DeploymentError(f"{peer.endpoint} is no headwise deployment: unexpected {message!r}"))
-
-    def _answer(self, peer: _Peer, key: int, answer: Any) -> None:
-        deliver = peer.awaiting.pop(key, None)
-        if deliver is not None:
-            deliver(answer)
-
-    def _take_delta(self, delta: OutputDelta) -> None:
-        call = self._requests.get(delta.request_id)
+    def _take_ticket(self, ticket: Ticket) -> None:
+        call = self._scheduler.answered(ticket.key)
         if call is None:
+            return
+        engine, request_id = self._engine(ticket.endpoint), ticket.request.request_id
+        self._calls[request_id] = call
+        engine.wait_for(request_id, call, self._clock())
+        engine.send(call.submit(ticket.request, engine))
+
+    def _take_delta(self, peer: Peer, delta: OutputDelta) -> None:
+        call = self._calls.get(delta.request_id)
+        if call is None or call.engine is not peer:
             return
         if delta.finish_reason is FinishReason.ERROR:
             self._end(call, EngineDiedError(delta.error or "the engine failed"))
         elif delta.finish_reason is FinishReason.ABORT:
-            self._end(call, RequestAbortedError(f"request {delta.request_id} was aborted by the engine"))
-        elif delta.finish_reason is not None:
-            self._end(call, delta)
+            self._end(call, RequestAbortedError(f"request {call.name} was aborted by the engine"))
         else:
-            call.deliver(delta)
+            if delta.finish_reason is not None:
+                self._leave(call)
+            call.take(delta)
 
-    def _take_ticket(self, ticket: Ticket) -> None:
-        call = self._scheduler.awaiting.pop(ticket.key, None)
-        if call is None:
-            return
-        peer = self._engine(ticket.endpoint)
-        call.request_id, call.engine = ticket.request.request_id, peer
-        self._requests[call.request_id] = call
-        peer.wait_for(call.request_id, call, self._clock())
-        peer.socket.send(wire.encode(Submit(ticket.key, ticket.request)))
-
-    def _take_failure(self, peer: _Peer, failed: Failed) -> None:
-        if failed.request_id in self._requests:
-            self._end(self._requests[failed.request_id], error_of(failed))
-            return
-        if failed.key == 0 and not failed.request_id:
+    def _take_failure(self, peer: Peer, failed: Failed) -> None:
+        call = self._calls.get(failed.request_id)
+        if call is not None and call.engine is peer:
+            error = error_of(failed)
+            if isinstance(error, EngineDiedError | RequestAbortedError):
+                self._reroute(call, error, was_served=failed.key == 0)
+            else:
+                self._end(call, error)
+        elif failed.key:
+            what = peer.answered(failed.key)
+            if what is not None:
+                _deliver(what, error_of(failed))
+        elif not failed.request_id:
             self._fail_peer(peer, error_of(failed))
+
+    def _reroute(self, call: Call, error: HeadwiseError, was_served: bool = True) -> None:
+        """Have a call go on elsewhere; if it has lost too many engines that served it, it ends with ``error``."""
+        call.lost += was_served
+        if call.lost > MAX_REROUTES:
+            self._end(call, error)
             return
-        what = peer.awaiting.pop(failed.key, None)
-        if isinstance(what, Call):
-            what.deliver(error_of(failed))
-        elif what is not None:
-            what(error_of(failed))
+        self._leave(call)
+        key = next(self._keys)
+        self._scheduler.ask(key, call, wire.encode(call.reroute(key)), self._clock())
+
+    def _cancel(self, call: Call) -> None:
+        if self._scheduler.answered(call.key) is not None:
+            self._scheduler.send(Withdraw(call.key))
+            call.deliver(RequestAbortedError("the request was cancelled"))
+        elif self._is_served(call):
+            self._abort(call)
+            self._end(call, RequestAbortedError(f"request {call.name} was cancelled"))
+
+    def _is_served(self, call: Call) -> bool:
+        return call.request is not None and self._calls.get(call.request.request_id) is call
+
+    def _abort(self, call: Call) -> None:
+        if call.engine is not None and call.request is not None:
+            call.engine.send(Abort(call.request.request_id))
+
+    def _leave(self, call: Call) -> None:
+        """Await nothing more from a call's engine."""
+        if call.request is not None:
+            self._calls.pop(call.request.request_id, None)
+            if call.engine is not None:
+                call.engine.answered(call.request.request_id)
+
+    def _end(self, call: Call, error: HeadwiseError) -> None:
+        self._leave(call)
+        call.deliver(error)
+
+    # ---- messages in ----
+
+    def _receive(self, peer: Peer) -> None:
+        peer.heard = self._clock()
+        try:
+            for message in peer.receive():
+                self._take(peer, message)
+        except wire.WireError as error:
+            self._fail_peer(peer, DeploymentError(f"{peer.endpoint} sent what is not a message: {error}"))
+
+    def _take(self, peer: Peer, message: Any) -> None:
+        peer.has_answered = True
+        if isinstance(message, Outputs):
+            for delta in message.deltas:
+                self._take_delta(peer, delta)
+        elif isinstance(message, Ticket):
+            self._take_ticket(message)
+        elif isinstance(message, Failed):
+            self._take_failure(peer, message)
+        elif isinstance(message, Pong):
+            self._take_pong(peer, message)
+        elif isinstance(message, Stats):
+            self._answer(peer, message.key, message.stats)
+        elif isinstance(message, Engines):
+            self._answer(peer, message.key, message.endpoints)
+        elif isinstance(message, PrefixFound):
+            self._answer(peer, message.key, {"tokens": message.tokens, "engines": message.engines})
+        elif isinstance(message, Operated):
+            self._answer(peer, message.key, message.blocks)
+        else:
+            self._fail_peer(peer, DeploymentError(f"{peer.endpoint} is no headwise deployment: unexpected {message!r}"))
+
+    def _answer(self, peer: Peer, key: int, answer: Any) -> None:
+        deliver = peer.answered(key)
+        if deliver is not None:
+            deliver(answer)
+
+    def _take_pong(self, peer: Peer, pong: Pong) -> None:
+        """Another instance than before, on the same connection: there is something between that hides the loss."""
+        if peer is self._scheduler and peer.instance not in ("", pong.instance):
+            peer.ask_again()
+        peer.instance = pong.instance
 
     # ---- peers ----
 
-    def _check_peers(self) -> None:
+    def _check_connection(self, peer: Peer) -> None:
+        """An engine whose connection ends is lost, at once. A scheduler comes back, and knows of nothing then."""
+        has_ended, is_refused = peer.lost_connection()
+        if peer is not self._scheduler:
+            if has_ended or is_refused:
+                self._fail_peer(peer, EngineDiedError(f"the engine at {peer.endpoint} is gone: its connection ended"))
+        elif has_ended:
+            peer.reconnect()
+            peer.ask_again()
+
+    def _check_silence(self) -> None:
         """Ping the peers of which something is awaited; one that stays silent is dead."""
         now = self._clock()
         for peer in [self._scheduler, *self._engines.values()]:
             if not peer.awaiting:
                 continue
-            if now - peer.heard > PEER_TIMEOUT_S:
+            if now - peer.heard > self._patience(peer):
                 self._fail_peer(peer, self._silence(peer))
             elif now - peer.pinged >= PING_INTERVAL_S:
                 peer.pinged = now
-                requests = tuple(key for key in peer.awaiting if isinstance(key, str))
-                peer.socket.send(wire.encode(Ping(requests)))
+                peer.send(Ping(tuple(key for key in peer.awaiting if isinstance(key, str))))
 
-    def _silence(self, peer: _Peer) -> HeadwiseError:
-        if peer is self._scheduler:
-            return DeploymentError(
-                f"no deployment answers at {peer.endpoint} (waited {PEER_TIMEOUT_S:g} s); check the address, or start "
-                "one with `headwise serve`"
-            )
-        return EngineDiedError(f"the engine at {peer.endpoint} stopped answering (waited {PEER_TIMEOUT_S:g} s)")
+    def _patience(self, peer: Peer) -> float:
+        return RECONNECT_S if peer is self._scheduler and peer.has_answered else PEER_TIMEOUT_S
 
-    def _fail_peer(self, peer: _Peer, error: HeadwiseError) -> None:
-        """End all that is awaited of a peer; an engine's connection is closed, the next ticket makes a new one."""
-        self._fail_calls(peer, error)
-        if self._engines.get(peer.endpoint) is peer:
+    def _silence(self, peer: Peer) -> HeadwiseError:
+        waited = f"(waited {self._patience(peer):g} s)"
+        if peer is not self._scheduler:
+            return EngineDiedError(f"the engine at {peer.endpoint} stopped answering {waited}")
+        if peer.has_answered:
+            return DeploymentError(f"the deployment at {peer.endpoint} stopped answering {waited}")
+        return DeploymentError(
+            f"no deployment answers at {peer.endpoint} {waited}; check the address, or start one with `headwise serve`"
+        )
+
+    def _fail_peer(self, peer: Peer, error: HeadwiseError) -> None:
+        """A peer is not to be talked to any more: its requests go elsewhere, whatever else is awaited of it ends.
+
+        An engine's connection is closed; the next ticket to it makes a new one.
+        """
+        is_engine = self._engines.get(peer.endpoint) is peer
+        if is_engine:
             del self._engines[peer.endpoint]
-            peer.socket.close(linger=0)
-
-    def _fail_calls(self, peer: _Peer, error: HeadwiseError) -> None:
-        for what in list(peer.awaiting.values()):
-            if not isinstance(what, Call):
-                what(error)
-            elif what.engine is None:
-                what.deliver(error)
+        for key, what in list(peer.awaiting.items()):
+            if isinstance(what, Call) and is_engine:
+                self._abort(what)
+                self._reroute(what, error)
             else:
-                self._end(what, error)
-        peer.awaiting.clear()
+                peer.answered(key)
+                _deliver(what, error)
+        if is_engine:
+            peer.close()
 
     def _finish(self) -> None:
         self._run_commands()
         closed = RequestAbortedError("the client was closed")
-        for call in list(self._requests.values()):
-            assert call.engine is not None
-            call.engine.socket.send(wire.encode(Abort(call.request_id)))
         for peer in [self._scheduler, *self._engines.values()]:
-            self._fail_calls(peer, closed)
+            for key, what in list(peer.awaiting.items()):
+                if isinstance(what, Call) and peer is self._scheduler:
+                    peer.send(Withdraw(key))
+                elif isinstance(what, Call):
+                    self._abort(what)
+                peer.answered(key)
+                _deliver(what, closed)
         self._context.destroy(linger=100)
         with self._lock:
             os.close(self._wake_write)
             os.close(self._wake_read)
+
+
+def _encode(message: Any) -> bytes:
+    try:
+        data = wire.encode(message)
+    except (HeadwiseError, OverflowError, ValueError, TypeError) as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from None
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise InvalidRequestError(f"the request has {len(data)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
+    return data
+
+
+def _deliver(what: Call | Callable[[Any], None], error: HeadwiseError) -> None:
+    """Tell an error to what awaited something else."""
+    if isinstance(what, Call):
+        what.deliver(error)
+    else:
+        what(error)

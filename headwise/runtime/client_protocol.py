@@ -1,10 +1,13 @@
 """What clients, the global scheduler and the engines say to each other (encoded by `wire`).
 
 client -> scheduler   Route        -> Ticket | Failed
+client -> scheduler   Reroute      -> Ticket | Failed
+client -> scheduler   Withdraw
 client -> engine      Submit       -> Outputs ...  | Failed
 client -> engine      Abort
 client -> either      Ping         -> Pong          every `PING_INTERVAL_S` while something is awaited
 client -> scheduler   GetStats     -> Stats
+client -> scheduler   FindPrefix   -> PrefixFound | Failed
 client -> scheduler   GetEngines   -> Engines | Failed
 client -> engine      Operate      -> Operated | Failed
 engine -> scheduler   EngineStatus                  every `STATUS_INTERVAL_S`
@@ -38,6 +41,7 @@ class Route:
     """Ask for an engine. Exactly one of the prompt's three forms is given; ``sampling`` is checked by the scheduler.
 
     key: the client's number of the call, repeated in the answer
+    session: requests of one session go to the same engine while that is no worse than a little; empty: of none
     """
 
     key: int
@@ -47,6 +51,28 @@ class Route:
     sampling: dict[str, Any]
     priority: int
     cache_salt: str
+    session: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class Reroute:
+    """The engine at ``lost`` does not serve this request any more: ask for another.
+
+    request: with what it has produced so far (`GenerateRequest.output_token_ids`)
+    """
+
+    key: int
+    request: GenerateRequest
+    lost: str
+
+
+@register
+@dataclass(frozen=True)
+class Withdraw:
+    """The ticket of this call is not wanted any more."""
+
+    key: int
 
 
 @register
@@ -105,7 +131,9 @@ class Ping:
 @register
 @dataclass(frozen=True)
 class Pong:
-    pass
+    """instance: differs between a scheduler (or engine) and the one that was started in its place"""
+
+    instance: str = ""
 
 
 @register
@@ -119,6 +147,30 @@ class GetStats:
 class Stats:
     key: int
     stats: dict[str, Any]
+
+
+@register
+@dataclass(frozen=True)
+class FindPrefix:
+    """Ask who holds how much of a prompt. Exactly one of its three forms is given."""
+
+    key: int
+    text: str | None
+    token_ids: NDArray[np.int32] | None
+    messages: Any
+    cache_salt: str
+
+
+@register
+@dataclass(frozen=True)
+class PrefixFound:
+    """tokens: of the prompt
+    engines: by name and tier, how many of them the tier could serve, together with faster tiers
+    """
+
+    key: int
+    tokens: int
+    engines: dict[str, dict[str, int]]
 
 
 @register
@@ -157,11 +209,40 @@ class Operated:
 
 @register
 @dataclass(frozen=True)
+class EngineLoad:
+    """What decides how soon an engine could serve a request. Speeds are measured; 0 means not yet.
+
+    waiting, running: requests
+    queued_tokens:    tokens of waiting and running requests' prompts that are not computed yet
+    used_blocks, total_blocks: of the device's pool: held by running requests, and all
+    prefill_token_s:  seconds to compute a token of a prompt
+    decode_step_s:    seconds of a step that only decodes
+    host_token_s, storage_token_s: seconds to bring a token's cache from the host, from storage to the host
+    accepts:          False while it is asleep or going to stop: it gets no requests
+    """
+
+    waiting: int = 0
+    running: int = 0
+    queued_tokens: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    prefill_token_s: float = 0.0
+    decode_step_s: float = 0.0
+    host_token_s: float = 0.0
+    storage_token_s: float = 0.0
+    accepts: bool = True
+
+
+@register
+@dataclass(frozen=True)
 class EngineStatus:
     """An engine is there and serves at ``endpoint``.
 
-    secret: of the deployment; a status with another one is ignored
-    load:   requests running and waiting
+    secret:   of the deployment; a status with another one is ignored
+    load:     requests running and waiting, and held until there are workers
+    epoch:    of its cache: a higher one has nothing of what the index knew
+    received: ids of the requests that arrived since the last status: from now on ``work`` has them
+    faults:   what went wrong since the last status, in words
     """
 
     secret: str
@@ -169,6 +250,10 @@ class EngineStatus:
     endpoint: str
     load: int
     stats: dict[str, Any]
+    epoch: int = 0
+    work: EngineLoad = EngineLoad()
+    received: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 _ERRORS = {

@@ -90,7 +90,22 @@ class EngineConfig:
         "Token budget of a step, and of one prompt in all steps in flight: longer ones are computed in chunks.",
         1,
     )
-    max_queued: int = _option(4096, "Most requests waiting in an engine; more are refused.", 1)
+    max_queued: int = _option(4096, "Most requests waiting in the scheduler, and in an engine; more are refused.", 1)
+    engine_queue: int = _option(
+        64, "Requests waiting in an engine from which on it gets no more; they wait in the scheduler.", 1
+    )
+    routing: Literal["cache_aware", "least_loaded", "round_robin"] = _option(
+        "cache_aware",
+        "Which engine a request goes to: where it is expected to start first, given what each has cached of its "
+        "prompt; the one with the fewest requests; or each in turn.",
+    )
+    index_blocks: int = _option(
+        4_000_000, "Most blocks that the index of all engines keeps; the least recently used are forgotten.", 1
+    )
+    secure: bool = _option(False, "Encrypt the index's connections; strangers to the deployment cannot open one.")
+    engine_timeout_s: float = _option(
+        20.0, "Seconds after which an engine that is alive but does nothing is replaced.", 1.0
+    )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
     step_timeout_s: float = _option(120.0, "Seconds after which a step that does not end counts as a dead worker.", 1.0)
     start_timeout_s: float = _option(600.0, "Seconds that workers may take to load the model.", 1.0)

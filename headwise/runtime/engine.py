@@ -9,10 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from headwise.cache_controller.block_hash import hash_seed
-from headwise.cache_controller.cache_manager import CacheManager, IndexUpdate
+from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.host_tier import HostConfig
+from headwise.cache_controller.index_statements import IndexUpdate
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.batch import StepResult
+from headwise.runtime.client_protocol import EngineLoad
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.executor import Executor
 from headwise.runtime.loader.tokenizer import Tokenizer
@@ -23,6 +25,7 @@ from headwise.runtime.prefetcher import Lookup, Prefetcher
 from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.runtime.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.sequence import Sequence
+from headwise.runtime.speeds import StepSpeeds, copy_speeds
 from headwise.transfer.stats import TransferStats
 
 ASK_WAIT_S = 0.05
@@ -77,22 +80,17 @@ class EngineCore:
         self._arrivals = 0
         self._counts = {"finished": 0, "aborted": 0, "failed": 0, "steps": 0, "tokens_out": 0}
         self._compute_s = 0.0
+        self._speeds = StepSpeeds()
 
     # ---- requests in ----
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request; raises `InvalidRequestError` or `OverloadedError`, and then nothing was changed."""
+        """Queue a request; raises `InvalidRequestError` or `OverloadedError`, and then nothing was changed.
+
+        One that comes with output goes on behind it, as after a preemption; what it has is not said again.
+        """
         length = len(request.prompt_token_ids) + (request.sampling.max_tokens or 1)
-        if request.request_id in self._live:
-            raise InvalidRequestError(f"request id {request.request_id!r} is already being served; ids must differ")
-        if not len(request.prompt_token_ids):
-            raise InvalidRequestError("the prompt is empty")
-        if length > self.card.max_model_len:
-            raise InvalidRequestError(f"{length} tokens were asked for; at most {self.card.max_model_len} fit")
-        if self.resources.num_waiting >= self.config.max_queued:
-            raise OverloadedError(
-                f"{self.config.max_queued} requests are waiting already (max_queued); try again later"
-            )
+        self._check(request, length)
         self._arrivals += 1
         sequence = Sequence(
             request,
@@ -100,10 +98,33 @@ class EngineCore:
             order=(request.priority, self._arrivals),
             max_length=length,
             arrived=self._clock(),
+            output=list(request.output_token_ids),
         )
-        self._live[request.request_id] = sequence
-        self._texts[request.request_id] = OutputText(self._tokenizer, request.sampling)
-        self.resources.add(sequence, self._clock())
+        output = OutputText(self._tokenizer, request.sampling)
+        self._live[request.request_id], self._texts[request.request_id] = sequence, output
+        text, reason = self._ending(sequence, *output.replay(request.output_token_ids))
+        if reason is None:
+            self.resources.add(sequence, self._clock())
+        else:  # only the last delta was lost
+            self._counts["finished"] += 1
+            self._end(sequence, reason, text=text)
+
+    def _check(self, request: GenerateRequest, length: int) -> None:
+        if request.request_id in self._live:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already being served; ids must differ")
+        if not len(request.prompt_token_ids):
+            raise InvalidRequestError("the prompt is empty")
+        if length > self.card.max_model_len:
+            raise InvalidRequestError(f"{length} tokens were asked for; at most {self.card.max_model_len} fit")
+        highest = max(int(request.prompt_token_ids.max()), *request.output_token_ids, 0)
+        if highest >= self.card.config.vocab_size:
+            raise InvalidRequestError(
+                f"token id {highest} is not in the model's vocabulary of {self.card.config.vocab_size}"
+            )
+        if self.resources.num_waiting >= self.config.max_queued:
+            raise OverloadedError(
+                f"{self.config.max_queued} requests are waiting already (max_queued); try again later"
+            )
 
     def abort(self, request_id: str) -> None:
         """End a request at once, in whatever state it is; unknown and finished ids are ignored."""
@@ -157,6 +178,7 @@ class EngineCore:
         else:
             self._counts["steps"] += 1
             self._compute_s += result.compute_s
+            self._speeds.take(step, result)
         if result.error is not None:
             for sequence in step.sequences:
                 self._fail(sequence, result.error)
@@ -174,16 +196,19 @@ class EngineCore:
         self._counts["tokens_out"] += 1
         if sequence.first_token is None:
             sequence.first_token = now
-        text, reason = self._texts[sequence.id].push(token)
-        if reason is None and sequence.num_tokens >= sequence.max_length:
-            reason = FinishReason.LENGTH
-            text += self._texts[sequence.id].flush()
+        text, reason = self._ending(sequence, *self._texts[sequence.id].push(token))
         delta_logprobs = () if logprobs is None else (logprobs,)
         if reason is None:
             self._outbox.append(OutputDelta(sequence.id, (token,), text, delta_logprobs))
         else:
             self._counts["finished"] += 1
             self._end(sequence, reason, token_ids=(token,), text=text, logprobs=delta_logprobs)
+
+    def _ending(self, sequence: Sequence, text: str, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
+        """What the latest token made of the text, and how the request ends with it: also by its length."""
+        if reason is None and sequence.num_tokens >= sequence.max_length:
+            return text + self._texts[sequence.id].flush(), FinishReason.LENGTH
+        return text, reason
 
     def _fail(self, sequence: Sequence, error: str) -> None:
         if not sequence.finished:
@@ -205,7 +230,7 @@ class EngineCore:
         now = self._clock()
         started = now if sequence.first_scheduled is None else sequence.first_scheduled
         first = now if sequence.first_token is None else sequence.first_token
-        after_first = max(1, len(sequence.output) - 1)
+        after_first = max(1, sequence.num_sampled_here - 1)
         return Timings(
             queue_s=started - sequence.arrived,
             ttft_s=first - sequence.arrived,
@@ -224,8 +249,26 @@ class EngineCore:
         return outputs
 
     def drain_index_updates(self) -> list[IndexUpdate]:
-        """What the attention store must hear of since the last call."""
+        """What the attention store must hear of since the last call. To be called also while there is nothing to do."""
+        self.resources.audit_storage(self._clock())
         return self.cache.drain_index_updates()
+
+    def load(self) -> EngineLoad:
+        """What decides how soon a further request would be served here."""
+        cache = self.cache.stats()
+        host_token_s, storage_token_s = copy_speeds(self.cache)
+        return EngineLoad(
+            waiting=self.resources.num_waiting,
+            running=len(self.resources.running),
+            queued_tokens=self.resources.queued_tokens(),
+            used_blocks=cache.held_blocks,
+            total_blocks=cache.total_blocks,
+            prefill_token_s=self._speeds.prefill_token_s,
+            decode_step_s=self._speeds.decode_step_s,
+            host_token_s=host_token_s,
+            storage_token_s=storage_token_s,
+            accepts=self._operations.state is State.AWAKE,
+        )
 
     def stats(self) -> dict[str, Any]:
         """Plain data: requests by state, cache blocks, prefix hits, steps."""
@@ -267,4 +310,5 @@ def _speed(transfer: TransferStats) -> dict[str, float]:
 
 
 def _usage(sequence: Sequence) -> Usage:
-    return Usage(sequence.num_prompt, sequence.cached_tokens, len(sequence.output))
+    cached = min(sequence.cached_tokens, sequence.num_prompt)
+    return Usage(sequence.num_prompt, cached, len(sequence.output))

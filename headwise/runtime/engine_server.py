@@ -1,7 +1,7 @@
 """The engine behind a socket: one thread that owns an `EngineCore` and talks to its clients.
 
 The thread never waits for a client: what a client does not read in time is dropped with its requests. The core can
-be replaced while the server runs (new workers after a lost one); requests that arrive meanwhile are held.
+be replaced while the server runs (new workers after a lost one); requests that arrive meanwhile are sent elsewhere.
 """
 
 from __future__ import annotations
@@ -10,18 +10,26 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headwise.errors import EngineDiedError, HeadwiseError, InvalidRequestError, OverloadedError, RequestAbortedError
+from headwise.errors import (
+    DeploymentError,
+    EngineDiedError,
+    HeadwiseError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestAbortedError,
+)
 from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
-    STATUS_INTERVAL_S,
     Abort,
+    EngineLoad,
     EngineStatus,
     GetStats,
     Operate,
@@ -33,7 +41,8 @@ from headwise.runtime.client_protocol import (
     Submit,
     failure,
 )
-from headwise.runtime.request import GenerateRequest, OutputDelta
+from headwise.runtime.engine_reports import EngineReports, Reporting
+from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta
 
 if TYPE_CHECKING:
     import zmq
@@ -46,6 +55,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.05
 """Longest wait for a message: stops, lost workers and silent clients are noticed that fast."""
 
+_NO_WORKERS = EngineDiedError("the engine has no workers at the moment: they are being started")
+_STOPPING = DeploymentError("the deployment is stopping")
 _NOT_SERVED = RequestAbortedError(
     "the engine does not serve this request any more: the connection was lost, or its output was not read in time"
 )
@@ -60,6 +71,7 @@ class Core(Protocol):
     def step(self, timeout_s: float | None) -> list[OutputDelta]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> dict[str, Any]: ...
+    def load(self) -> EngineLoad: ...
     def drain_index_updates(self) -> Iterable[IndexUpdate]: ...
     def fail_all(self, error: str) -> list[OutputDelta]: ...
 
@@ -78,23 +90,15 @@ class _Client:
     requests: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
-class Reporting:
-    """Where and as whom an engine reports: the scheduler's endpoint, the deployment's secret, the engine's name."""
-
-    endpoint: str
-    secret: str
-    engine: str
-
-
 class EngineServer:
     """Serves clients at ``endpoint`` (the one bound, where port ``*`` was asked for).
 
     reporting:  tell this scheduler of the engine; None: nobody
     flusher:    gets the cache's index updates; used by the server's thread only
-    max_held:   requests held while there is no core
+    epoch:      of the cache that the first core starts with, and that the flusher has; higher with every new core
     send_queue: messages a client may leave unread before it is dropped
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
+    turns:      counts up for as long as the server's thread gets on
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class EngineServer:
         *,
         reporting: Reporting | None = None,
         flusher: Flusher | None = None,
-        max_held: int = 1024,
+        epoch: int = 0,
         send_queue: int = 1000,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
         on_died: Callable[[EngineDiedError], None] = lambda error: None,
@@ -118,19 +122,16 @@ class EngineServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.bind(endpoint)
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._reporting = reporting
-        self._report_socket = self._context.socket(zmq.DEALER)
-        if reporting is not None:
-            self._report_socket.connect(reporting.endpoint)
-        self._report_at = clock()
+        self.turns = 0
+        self._instance = uuid.uuid4().hex
+        self._reports = None if reporting is None else EngineReports(self._context, reporting, clock)
         self._flusher = flusher
-        self._max_held = max_held
+        self._epoch = epoch
         self._client_timeout_s = client_timeout_s
         self._on_died = on_died
         self._clock = clock
         self._core: Core | None = None
         self._core_sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()
-        self._held: dict[str, tuple[int, GenerateRequest]] = {}
         self._clients: dict[bytes, _Client] = {}
         self._owners: dict[str, bytes] = {}
         self._operations: list[tuple[bytes, int, Operation]] = []  # under way, and who waits for their end
@@ -156,9 +157,9 @@ class EngineServer:
         """The core is dead, although it may not have noticed: end its requests, and call ``on_died``."""
         self._commands.put(lambda: self._die(error))
 
-    def fail_held(self, error: EngineDiedError) -> None:
-        """No new core will come: end the requests that wait for one."""
-        self._commands.put(lambda: self._fail_held(error))
+    def fault(self, text: str) -> None:
+        """Have the scheduler be told of something that went wrong."""
+        self._commands.put(lambda: self._fault(text))
 
     def stop(self) -> None:
         """End the thread and close the sockets; live requests get an error."""
@@ -185,11 +186,12 @@ class EngineServer:
             busy = self._step() or bool(ready)
             self._answer_operations()
             self._drop_silent()
-            self._report()
+            if self._reports is not None:
+                self._reports.service(self._status)
             if self._flusher is not None:
                 self._flusher.service()
-        self._die(EngineDiedError("the deployment is stopping"))
-        self._fail_held(EngineDiedError("the deployment is stopping"))
+            self.turns += 1
+        self._end_all(_STOPPING)
 
     def _run_commands(self) -> None:
         while True:
@@ -217,29 +219,35 @@ class EngineServer:
 
     def _attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes] | HasFileno]) -> None:
         self._core, self._core_sockets = core, sockets
-        held, self._held = self._held, {}
-        for key, request in held.values():
-            owner = self._owners.get(request.request_id)  # its client may be dropped while others are served
-            if owner is not None:
-                self._add(owner, key, request)
+        if self._reports is not None:
+            self._reports.hurry()
 
     def _die(self, error: EngineDiedError) -> None:
-        """End every request with ``error``. Deltas are not sent: each request gets the error itself."""
-        core, self._core, self._core_sockets = self._core, None, ()
-        if core is None:
+        """The core is no more. The scheduler hears of it first: its clients will ask it where to go now."""
+        if self._core is None:
             return
+        core, self._core, self._core_sockets = self._core, None, ()
         core.fail_all(str(error))
+        self._on_died(error)
+        self._forget_cache()
+        self._fault(str(error))
+        if self._reports is not None:
+            self._reports.service(self._status)
+        self._end_all(error)
+
+    def _forget_cache(self) -> None:
+        """What the index knows of the engine is void at once, not only when there are workers again."""
+        self._epoch = max(self._epoch + 1, time.time_ns())
+        if self._flusher is not None:
+            self._flusher.restart(self._epoch)
+            self._flusher.service()
+
+    def _end_all(self, error: HeadwiseError) -> None:
+        """End every request with ``error``. Deltas are not sent: each request gets the error itself."""
         operations, self._operations = self._operations, []
         for identity, key, _ in operations:
             self._send(identity, failure(error, key))
-        for request_id in [request_id for request_id in self._owners if request_id not in self._held]:
-            self._end_with(request_id, error)
-        if not self._stopping.is_set():
-            self._on_died(error)
-
-    def _fail_held(self, error: EngineDiedError) -> None:
-        held, self._held = self._held, {}
-        for request_id in held:
+        for request_id in list(self._owners):
             self._end_with(request_id, error)
 
     # ---- messages in ----
@@ -273,38 +281,28 @@ class EngineServer:
         elif isinstance(message, Operate):
             self._operate(identity, message)
         else:
-            self._send(identity, Pong())
+            self._send(identity, Pong(self._instance))
             for request_id in message.request_ids:
                 if self._owners.get(request_id) != identity:
                     self._send(identity, failure(_NOT_SERVED, request_id=request_id))
 
     def _submit(self, identity: bytes, key: int, request: GenerateRequest) -> None:
+        if self._reports is not None:
+            self._reports.received(request.request_id)
         try:
             _check_request(request)
             if request.request_id in self._owners:
                 raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
-            if self._core is None and len(self._held) >= self._max_held:
-                raise OverloadedError(f"the engine is starting and holds {self._max_held} requests; try again later")
+            if self._core is None:
+                raise _NO_WORKERS
+            self._core.add(request)
         except HeadwiseError as error:
             self._send(identity, failure(error, key, request.request_id))
             return
         self._owners[request.request_id] = identity
         self._clients[identity].requests.add(request.request_id)
-        if self._core is None:
-            self._held[request.request_id] = (key, request)
-        else:
-            self._add(identity, key, request)
-
-    def _add(self, identity: bytes, key: int, request: GenerateRequest) -> None:
-        assert self._core is not None
-        try:
-            self._core.add(request)
-        except HeadwiseError as error:
-            self._forget(request.request_id)
-            self._send(identity, failure(error, key, request.request_id))
 
     def _abort(self, request_id: str) -> None:
-        self._held.pop(request_id, None)
         self._forget(request_id)
         if self._core is not None:
             self._core.abort(request_id)
@@ -333,10 +331,12 @@ class EngineServer:
                 by_client[owner].append(delta)
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
+            if delta.finish_reason is FinishReason.ERROR:
+                self._fault(f"request {delta.request_id} failed: {delta.error}")
         for identity, its in by_client.items():
             self._send(identity, Outputs(tuple(its)))
 
-    def _end_with(self, request_id: str, error: EngineDiedError) -> None:
+    def _end_with(self, request_id: str, error: HeadwiseError) -> None:
         identity = self._owners.get(request_id)
         self._forget(request_id)
         if identity is not None:
@@ -379,23 +379,26 @@ class EngineServer:
         server = {
             "ready": self._core is not None,
             "clients": len(self._clients),
-            "held": len(self._held),
             "malformed": self._malformed,
         }
         return {**(self._core.stats() if self._core is not None else {}), "server": server}
 
-    def _report(self) -> None:
-        import zmq
+    def _status(self, reporting: Reporting, received: tuple[str, ...], faults: tuple[str, ...]) -> EngineStatus:
+        return EngineStatus(
+            reporting.secret,
+            reporting.engine,
+            self.endpoint,
+            len(self._owners),
+            self.stats(),
+            epoch=self._epoch,
+            work=EngineLoad(accepts=False) if self._core is None else self._core.load(),
+            received=received,
+            faults=faults,
+        )
 
-        if self._reporting is None or self._clock() < self._report_at:
-            return
-        self._report_at = self._clock() + STATUS_INTERVAL_S
-        secret, engine = self._reporting.secret, self._reporting.engine
-        status = EngineStatus(secret, engine, self.endpoint, len(self._owners), self.stats())
-        try:
-            self._report_socket.send(wire.encode(status), zmq.NOBLOCK)
-        except zmq.Again:
-            log.warning("the scheduler does not take reports")
+    def _fault(self, text: str) -> None:
+        if self._reports is not None:
+            self._reports.fault(text)
 
 
 def _check_request(request: GenerateRequest) -> None:
@@ -406,3 +409,5 @@ def _check_request(request: GenerateRequest) -> None:
         raise InvalidRequestError(f"prompt_token_ids must be one row, got shape {request.prompt_token_ids.shape}")
     if request.prompt_token_ids.size and int(request.prompt_token_ids.min()) < 0:
         raise InvalidRequestError(f"prompt_token_ids must not be negative, got {request.prompt_token_ids.min()}")
+    if request.output_token_ids and not 0 <= min(request.output_token_ids) <= max(request.output_token_ids) < 2**31:
+        raise InvalidRequestError("output_token_ids must be from 0 to 2**31 - 1")

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 
-from headwise.cache_controller.cache_manager import DEVICE_TIER, HOST_TIER
+from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, STORAGE_TIER
 from headwise.errors import ConfigError, EngineDiedError, InvalidRequestError
 from headwise.runtime.batch import RESET_STORAGE, SLEEP, WAKE, StepResult
 from headwise.runtime.resource_manager import ResourceManager, ScheduledStep
@@ -14,7 +14,7 @@ from headwise.runtime.resource_manager import ResourceManager, ScheduledStep
 RESET_CACHE = "reset_cache"
 ACTIONS = (SLEEP, WAKE, RESET_CACHE)
 
-STORAGE_TIER, EVERY_TIER = "storage", "all"
+EVERY_TIER = "all"
 TIERS = (DEVICE_TIER, HOST_TIER, STORAGE_TIER, EVERY_TIER)
 """What `RESET_CACHE` may be told to forget."""
 
@@ -147,6 +147,8 @@ class Operations:
             raise EngineDiedError(f"the workers could not obey {command!r}: {result.error}")
         operation = self._queue.popleft()
         self._is_sent = False
+        if command == RESET_STORAGE:
+            self._cache.reset((STORAGE_TIER,))  # of what came to be known of it while it was emptied
         self.state = {SLEEP: State.ASLEEP, WAKE: State.AWAKE}.get(command, self.state)
         operation.blocks += result.forgotten
         operation.is_done = True

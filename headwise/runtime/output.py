@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.request import FinishReason, SamplingParams
 
@@ -22,6 +24,16 @@ class OutputText:
         if token in self._ends:
             return self.flush(), FinishReason.STOP
         return self._release(self._detokenizer.push([token]))
+
+    def replay(self, tokens: Sequence[int]) -> tuple[str, FinishReason | None]:
+        """Go on behind ``tokens``, whose text was told already: what the last of them, or the one that ends the
+        request, made certain."""
+        text, reason = "", None
+        for token in tokens:
+            text, reason = self.push(token)
+            if reason is not None:
+                break
+        return text, reason
 
     def flush(self) -> str:
         """The rest of the text, when nothing more will come."""

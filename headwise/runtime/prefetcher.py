@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -15,12 +16,16 @@ from headwise.runtime.sequence import Sequence
 
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
+_questions = itertools.count()
+"""Names of questions. A lookup outlives an engine's core: what it answers to an earlier one must not be taken for ours.
+"""
+
 
 class Lookup(Protocol):
     """What storage has, asked in the background: `headwise.storage.lookup.StorageLookup`."""
 
-    def submit(self, key: str, hashes: Items[bytes]) -> None:
-        """Ask for the blocks of a path."""
+    def submit(self, key: str, hashes: Items[bytes], in_background: bool = False) -> None:
+        """Ask for the blocks of these hashes; ``in_background``: when nothing else is to be asked."""
 
     def poll(self) -> list[tuple[str, NDArray[np.bool_]]]:
         """Answers since the last call: the key, and ``[n, groups]``, which blocks are there."""
@@ -38,8 +43,9 @@ class Lookup(Protocol):
 class _Prefix:
     """A waiting sequence's. fetch: None until storage has said what it has."""
 
+    question: str
     sequence: Sequence
-    hashes: list[bytes]
+    hashes: tuple[bytes, ...]
     since: float
     is_held: bool
     fetch: Fetch | None = None
@@ -60,6 +66,13 @@ class Prefetcher:
         self._policy = policy
         self._timeout_s = timeout_s
         self._prefixes: dict[str, _Prefix] = {}
+        self._unanswered: dict[str, _Prefix] = {}  # by question
+        self._audit = ""  # likewise: the one that is not over, or the last
+
+    @property
+    def held(self) -> list[Sequence]:
+        """The sequences that are held back."""
+        return [prefix.sequence for prefix in self._prefixes.values() if prefix.is_held]
 
     @property
     def num_held(self) -> int:
@@ -75,26 +88,41 @@ class Prefetcher:
         if not self._storage.may_ask:
             return False
         size = self._cache.block_size
-        hashes = sequence.block_hashes(sequence.num_tokens - 1, size)
+        hashes = tuple(sequence.block_hashes(sequence.num_tokens - 1, size))  # the sequence may grow meanwhile
         if self._cache.match(hashes, len(hashes) * size).num_blocks == len(hashes):
             return False
-        prefix = _Prefix(sequence, hashes, now, is_held=self._policy != "best_effort")
-        self._prefixes[sequence.id] = prefix
-        self._lookup.submit(sequence.id, hashes)
-        self._storage.ask(sequence.id)
+        prefix = _Prefix(str(next(_questions)), sequence, hashes, now, is_held=self._policy != "best_effort")
+        self._prefixes[sequence.id] = self._unanswered[prefix.question] = prefix
+        self._lookup.submit(prefix.question, hashes)
+        self._storage.ask(prefix.question)
         return prefix.is_held
 
     def advance(self, now: float) -> list[Sequence]:
         """Start to fetch what storage said it has; the sequences that need not be held back any longer."""
-        for key, stored in self._lookup.poll():
-            self._storage.answered(key, now)
-            prefix = self._prefixes.get(key)
-            if prefix is not None:
-                prefix.fetch = self._cache.fetch(prefix.hashes, stored) or Fetch(gained=0)
+        self._hear(now)
         over = [prefix for prefix in self._prefixes.values() if self._is_over(prefix, now)]
         for prefix in over:  # an answer that is late still tells that there are answers
             del self._prefixes[prefix.sequence.id]
         return [prefix.sequence for prefix in over if prefix.is_held]
+
+    def _hear(self, now: float) -> None:
+        """Take in what storage has answered."""
+        for key, stored in self._lookup.poll():
+            prefix = self._unanswered.pop(key, None)
+            if prefix is not None:
+                self._storage.answered(key, prefix.hashes, stored, now)
+                if self._prefixes.get(prefix.sequence.id) is prefix:  # else it came too late
+                    prefix.fetch = self._cache.fetch(prefix.hashes, stored) or Fetch(gained=0)
+            elif key == self._audit:
+                self._storage.end_audit(stored, now)
+
+    def audit(self, now: float) -> None:
+        """Ask storage again for some of what it is known to have, if it is time."""
+        if self._unanswered or self._storage.stored.is_auditing:
+            self._hear(now)
+        if hashes := self._storage.begin_audit(now):
+            self._audit = str(next(_questions))
+            self._lookup.submit(self._audit, hashes, in_background=True)
 
     def _is_over(self, prefix: _Prefix, now: float) -> bool:
         if prefix.fetch is not None and not prefix.fetch.left:
@@ -105,5 +133,6 @@ class Prefetcher:
         """A sequence needs nothing from storage any more; what is on its way still comes."""
         prefix = self._prefixes.pop(sequence.id, None)
         if prefix is not None and prefix.fetch is None:
-            self._lookup.cancel(sequence.id)
-            self._storage.ask_no_more(sequence.id)
+            self._lookup.cancel(prefix.question)
+            self._storage.ask_no_more(prefix.question)
+            del self._unanswered[prefix.question]

@@ -115,6 +115,7 @@ class GenerateRequest:
     cache_salt: only requests with the same salt share cache blocks
     lora_id, extra_keys: further identity of the cached blocks. An extra key is ``(start, end, hash)``: a
                 multimodal item over the tokens ``[start, end)``.
+    output_token_ids: what an engine that was lost had produced already: generation goes on behind it
     """
 
     request_id: str
@@ -124,6 +125,7 @@ class GenerateRequest:
     cache_salt: str = ""
     lora_id: str = ""
     extra_keys: tuple[tuple[int, int, str], ...] = ()
+    output_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

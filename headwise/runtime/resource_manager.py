@@ -19,6 +19,9 @@ from headwise.runtime.rows import Index, Rows
 from headwise.runtime.sequence import Phase, Sequence
 from headwise.transfer.stats import TransferStats
 
+MAX_LOOKED_AT = 64
+"""Waiting sequences, the next ones, whose cached tokens are left out where the engine says how much it has to do."""
+
 
 @dataclass(frozen=True)
 class ScheduledStep:
@@ -106,6 +109,16 @@ class ResourceManager:
     def num_waiting(self) -> int:
         return len(self._waiting) + (self.prefetcher.num_held if self.prefetcher else 0)
 
+    def queued_tokens(self) -> int:
+        """Known tokens still to compute: of what runs, and of what waits in so far as the cache lacks them."""
+        left, decoding = self.rows.to_schedule(self._rows_in_order())
+        waiting = [sequence for _, sequence in self._waiting]
+        if self.prefetcher is not None:
+            waiting += self.prefetcher.held
+        queued = sum(sequence.num_tokens for sequence in waiting) + int(left[~decoding].sum())
+        looked_at = heapq.nsmallest(MAX_LOOKED_AT, waiting, key=lambda sequence: sequence.order)
+        return queued - sum(self._match(sequence).num_blocks for sequence in looked_at) * self.cache.block_size
+
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a sequence, once what storage has of it is there."""
         if self.prefetcher is None or not self.prefetcher.begin(sequence, now):
@@ -151,6 +164,11 @@ class ResourceManager:
         if self.prefetcher is not None:
             for sequence in self.prefetcher.advance(now):
                 self._queue(sequence)
+
+    def audit_storage(self, now: float) -> None:
+        """Have storage asked, now and then, whether it still has what it is known to have."""
+        if self.prefetcher is not None:
+            self.prefetcher.audit(now)
 
     def _copies_need_a_step(self) -> bool:
         """Whether a step without sequences must start copies, or bring word of them: no other one is under way."""
@@ -362,7 +380,7 @@ class ResourceManager:
     def _measure(self, host: HostTier, step: ScheduledStep, result: StepResult) -> None:
         """Note how fast copies and computing are, by which is decided what is worth copying."""
         if step.batch.num_tokens > 2 * len(step.sequences) and result.compute_s:  # mostly prompts
-            host.token_s = _smooth(host.token_s, result.compute_s / step.batch.num_tokens)
+            host.token_s = smooth(host.token_s, result.compute_s / step.batch.num_tokens)
         host.copy_s = self._seconds_a_block("load", host.copy_s, result)
         if host.storage is not None:
             host.storage.fetch_s = self._seconds_a_block("fetch", host.storage.fetch_s, result)
@@ -372,7 +390,7 @@ class ResourceManager:
         new, old = result.transfers.get(direction), self.transfers.get(direction, TransferStats())
         if new is None or new.blocks <= old.blocks:
             return known
-        return _smooth(known, (new.busy_s - old.busy_s) / (new.blocks - old.blocks))
+        return smooth(known, (new.busy_s - old.busy_s) / (new.blocks - old.blocks))
 
     def _register(self, rows: Index, computed: NDArray[np.int64]) -> None:
         """Tell the cache of the blocks that the rows' ``computed`` tokens have filled."""
@@ -432,6 +450,6 @@ class ResourceManager:
             self._queue(sequence)
 
 
-def _smooth(old: float, new: float) -> float:
+def smooth(old: float, new: float) -> float:
     """A moving average over about ten values; ``old`` is 0 or infinite before the first."""
     return 0.9 * old + 0.1 * new if 0 < old < math.inf else new

@@ -25,7 +25,7 @@ class Sequence:
 
     order:  what comes first is served first: (priority, arrival)
     row:    the engine's and the workers' row, while the sequence runs
-    output: sampled tokens
+    output: sampled tokens, first those that the request came with
     hashes: of the full blocks of the known tokens, as far as they were asked for
     """
 
@@ -51,6 +51,10 @@ class Sequence:
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def num_sampled_here(self) -> int:
+        return len(self.output) - len(self.request.output_token_ids)
 
     @property
     def num_tokens(self) -> int:

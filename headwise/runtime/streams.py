@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 
 from headwise.errors import HeadwiseError
-from headwise.runtime.client_io import Call, ClientIO, Event
+from headwise.runtime.client_io import ClientIO
+from headwise.runtime.client_peers import Call, Event
 from headwise.runtime.client_protocol import Route
 from headwise.runtime.request import FinishReason, GenerationResult, OutputDelta
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,11 @@ from headwise import Client, EngineConfig, SamplingParams
 from headwise.errors import (
     ConfigError,
     DeploymentError,
-    EngineDiedError,
     HeadwiseError,
     InvalidRequestError,
     ModelError,
-    OverloadedError,
 )
+from headwise.runtime import bootstrap
 from headwise.runtime.bootstrap import Deployment
 from headwise.runtime.request import FinishReason
 
@@ -177,47 +175,38 @@ def test_bad_chats_are_named(client: Client) -> None:
     assert client.generate("Still there?", GREEDY).token_ids
 
 
-def test_a_killed_worker_fails_its_requests_within_five_seconds_and_the_next_one_is_served(
+ONCE = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+
+
+def test_a_stream_whose_only_engine_loses_a_worker_goes_on_once_there_are_new_ones(
     deployment: Deployment, client: Client
 ) -> None:
-    expected = client.generate(FAMILIES, GREEDY).token_ids
+    expected = client.generate(FAMILIES, ONCE).token_ids
     eventually(lambda: engine(client)["storage"]["queued_puts"] == 0)
     ((_, rank_1, _),) = deployment.worker_pids()
-    stream = client.stream("Once upon a time", max_tokens=400, ignore_eos=True)
+    stream = client.stream(FAMILIES, ONCE)
     next(stream)
     os.kill(rank_1, signal.SIGKILL)
-    killed = time.monotonic()
-    with pytest.raises(EngineDiedError, match="TP rank 1"):
-        stream.read()
-    assert time.monotonic() - killed < 5.0  # the promise itself, not a measurement
-    again = client.generate(FAMILIES, GREEDY)
-    assert again.token_ids == expected
-    assert again.usage.cached_tokens >= 64  # from storage: the new workers' tiers are empty
+    assert stream.read().token_ids == expected
+    assert stream.result.usage.cached_tokens >= 64  # from storage: the new workers' tiers are empty
+    assert stream.result.usage.completion_tokens == 48
     assert rank_1 not in deployment.worker_pids()[0]
+    assert any("TP rank 1" in fault for _, fault in client.stats()["faults"])
 
 
-def test_a_killed_engine_is_started_again_and_so_are_the_store_and_what_it_knows(
+def test_a_stream_whose_engine_and_store_are_killed_goes_on_when_they_are_back_and_the_store_knows_what_it_knew(
     deployment: Deployment, client: Client
 ) -> None:
+    expected = client.generate("Once upon a time", ONCE).token_ids
     pids = deployment.actor_pids()
     workers = deployment.worker_pids()[0]
-    stream = client.stream("Once upon a time", max_tokens=400, ignore_eos=True)
+    stream = client.stream("Once upon a time", ONCE)
     next(stream)
     for role in ("engine-0", "store"):
         os.kill(pids[role], signal.SIGKILL)
-    killed = time.monotonic()
-    with pytest.raises(EngineDiedError, match="stopped answering"):
-        stream.read()
-    assert time.monotonic() - killed < 5.0
-
-    def serves() -> bool:
-        try:
-            return bool(client.generate("All happy families are alike; every unhappy family is unhappy.", GREEDY))
-        except (EngineDiedError, OverloadedError):
-            return False
-
-    eventually(serves, within_s=60.0)
+    assert stream.read().token_ids == expected
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    client.generate("All happy families are alike; every unhappy family is unhappy.", GREEDY)
 
     def known() -> bool:
         try:
@@ -266,6 +255,24 @@ def test_a_port_that_is_taken_is_named(deployment: Deployment) -> None:
     config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "port": port})
     with pytest.raises(DeploymentError, match=rf"{port}.*--port"):
         Deployment.start(config, address="auto")
+
+
+def test_a_free_port_that_is_taken_before_it_is_bound_is_given_up_for_another(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = int(deployment.client_address.rpartition(":")[2])
+    chosen = []
+
+    def free_ports(*hosts: str) -> list[int]:
+        chosen.append([port, 0] if not chosen else free(*hosts))
+        return chosen[-1]
+
+    free = bootstrap._free_ports
+    monkeypatch.setattr(bootstrap, "_free_ports", free_ports)
+    config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "replicas": 50, "start_timeout_s": 1.0})
+    with pytest.raises(DeploymentError, match="no room for engine"):  # that far it came
+        Deployment.start(config, address="auto")
+    assert len(chosen) == 2
 
 
 def test_clients_find_a_deployment_by_its_ray_cluster(deployment: Deployment) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from scripted import ScriptedCore, eventually
 from typer.testing import CliRunner
 
 from headwise.errors import (
@@ -27,96 +28,37 @@ from headwise.errors import (
 from headwise.runtime import client_io, wire
 from headwise.runtime.cli import app
 from headwise.runtime.client import Client
-from headwise.runtime.client_protocol import Failed, GetStats, Outputs, Ping, Pong, Route, Stats, Submit
-from headwise.runtime.engine_server import EngineServer, Reporting
-from headwise.runtime.operations import Operation
-from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta, SamplingParams, Usage, as_token_ids
-from headwise.runtime.routing import STATUS_TIMEOUT_S, EngineTable
+from headwise.runtime.client_protocol import EngineStatus, Failed, GetStats, Outputs, Ping, Pong, Route, Stats, Submit
+from headwise.runtime.engine_reports import Reporting
+from headwise.runtime.engine_server import EngineServer
+from headwise.runtime.request import FinishReason, GenerateRequest, SamplingParams, Usage, as_token_ids
 from headwise.runtime.scheduler_server import SchedulerServer
 
 SECRET = "of-this-deployment"
 
 
-class ScriptedCore:
-    """Says "0 1 2 ...", one token per step to each request; `gate` holds the steps back."""
-
-    def __init__(self, max_requests: int = 100) -> None:
-        self.live: dict[str, tuple[GenerateRequest, int]] = {}
-        self.aborted: list[str] = []
-        self.steps = 0
-        self.max_requests = max_requests
-        self.gate = threading.Event()
-        self.gate.set()
-        self.dies: Exception | None = None
-        self.operations: list[Operation] = []
-
-    def operate(self, action: str, tier: str) -> Operation:
-        if tier == "storage":
-            raise ConfigError("this deployment has no storage")
-        self.operations.append(Operation(action, tier))
-        return self.operations[-1]
-
-    def finish(self, blocks: int = 0) -> None:
-        """End the operation that was asked for."""
-        eventually(lambda: bool(self.operations))
-        operation = self.operations.pop(0)
-        operation.blocks, operation.is_done = blocks, True
-
-    def add(self, request: GenerateRequest) -> None:
-        if len(self.live) >= self.max_requests:
-            raise OverloadedError(f"{self.max_requests} requests are waiting already")
-        self.live[request.request_id] = (request, 0)
-
-    def abort(self, request_id: str) -> None:
-        if self.live.pop(request_id, None):
-            self.aborted.append(request_id)
-
-    def has_work(self) -> bool:
-        return bool(self.live or self.dies)
-
-    def step(self, timeout_s: float | None) -> list[OutputDelta]:
-        if self.dies is not None:
-            raise self.dies
-        if not self.gate.is_set():
-            return []
-        self.steps += 1
-        return [self._next(request_id) for request_id in list(self.live)]
-
-    def _next(self, request_id: str) -> OutputDelta:
-        request, count = self.live[request_id]
-        self.live[request_id] = (request, count + 1)
-        if count + 1 < (request.sampling.max_tokens or 1):
-            return OutputDelta(request_id, (count,), f"{count} ")
-        del self.live[request_id]
-        usage = Usage(len(request.prompt_token_ids), 0, count + 1)
-        return OutputDelta(request_id, (count,), f"{count} ", finish_reason=FinishReason.LENGTH, usage=usage)
-
-    def stats(self) -> dict[str, Any]:
-        return {"live": len(self.live)}
-
-    def drain_index_updates(self) -> list[Any]:
-        return []
-
-    def fail_all(self, error: str) -> list[OutputDelta]:
-        failed, self.live = list(self.live), {}
-        return [OutputDelta(request_id, finish_reason=FinishReason.ERROR, error=error) for request_id in failed]
-
-
-def prepare(*, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str) -> GenerateRequest:
+class Door:
     """A front door whose tokens are characters."""
-    text = prompt if messages is None else "".join(message["content"] for message in messages)
-    tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
-    if not len(tokens):
-        raise InvalidRequestError("the prompt is empty")
-    params = SamplingParams.from_wire(sampling)
-    return GenerateRequest(f"r-{time.monotonic_ns()}-{threading.get_ident()}", tokens, params, priority, cache_salt)
+
+    def prepare(
+        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
+    ) -> GenerateRequest:
+        text = prompt if messages is None else "".join(message["content"] for message in messages)
+        tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
+        if not len(tokens):
+            raise InvalidRequestError("the prompt is empty")
+        params = SamplingParams.from_wire(sampling)
+        return GenerateRequest(f"r-{time.monotonic_ns()}-{threading.get_ident()}", tokens, params, priority, cache_salt)
+
+    def hashes(self, request: GenerateRequest) -> list[bytes]:
+        return []
 
 
 class Deployment:
     """A scheduler and engines of this process."""
 
     def __init__(self, replicas: int = 1) -> None:
-        self.scheduler = SchedulerServer(prepare, "127.0.0.1", 0, secret=SECRET, model="scripted", replicas=replicas)
+        self.scheduler = SchedulerServer(Door(), "127.0.0.1", 0, secret=SECRET, model="scripted", replicas=replicas)
         self.scheduler.start()
         self.address = f"127.0.0.1:{self.scheduler.port}"
         self.servers: list[EngineServer] = []
@@ -137,13 +79,6 @@ class Deployment:
         for server in self.servers:
             server.stop()
         self.scheduler.stop()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true within 10 s"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -465,6 +400,8 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
         GenerateRequest("", np.ones(1, np.int32), SamplingParams()),
         GenerateRequest("r", np.ones((2, 2), np.int32), SamplingParams()),
         GenerateRequest("r", np.array([-5], np.int32), SamplingParams()),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), output_token_ids=(-1,)),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), output_token_ids=(2**40,)),
     ]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(deployment.servers[0].endpoint)
@@ -495,19 +432,33 @@ def test_a_request_id_of_another_client_can_be_neither_taken_nor_aborted(
 # ---- who dies, and who does not listen ----
 
 
-def test_an_engine_that_dies_fails_its_requests_and_serves_again_with_a_new_core(
+def test_the_only_engine_that_dies_serves_its_requests_again_once_it_has_a_new_core(
     deployment: Deployment, core: ScriptedCore, client: Client
 ) -> None:
-    core.gate.clear()
-    stream = client.stream("abc")
-    eventually(lambda: len(core.live) == 1)
+    core.pace_s = 0.01
+    stream = client.stream("abc", max_tokens=100)
+    said = next(stream).text
     core.dies = EngineDiedError("TP rank 1 was killed")
-    with pytest.raises(EngineDiedError, match="TP rank 1 was killed"):
-        next(stream)
     eventually(lambda: [str(error) for error in deployment.died] == ["TP rank 1 was killed"])
-    waiting = client.stream("abc", max_tokens=2)  # held until there is a core again
+    waiting = client.stream("abc", max_tokens=2)  # in the scheduler
+    eventually(lambda: client.stats()["scheduler"]["pending"] == 2)
+    assert any("TP rank 1 was killed" in fault for _, fault in client.stats()["faults"])
     deployment.servers[0].attach(ScriptedCore())
     assert waiting.read().text == "0 1 "
+    assert said + "".join(delta.text for delta in stream) == "".join(f"{n} " for n in range(100))
+
+
+def test_a_request_leaves_an_engine_that_dies_for_one_that_lives(deployment: Deployment) -> None:
+    cores = [ScriptedCore(), ScriptedCore()]
+    for core in cores:
+        core.pace_s = 0.01
+        deployment.add_engine(core)
+    with Client(deployment.address) as client:
+        streams = [client.stream("abc", max_tokens=100) for _ in range(6)]
+        eventually(lambda: all(core.live for core in cores))
+        cores[0].dies = EngineDiedError("TP rank 1 was killed")
+        assert [stream.read().text for stream in streams] == ["".join(f"{n} " for n in range(100))] * 6
+        assert client.stats()["scheduler"]["rerouted"] > 0
 
 
 def test_an_idle_engine_whose_workers_are_lost_lets_go_of_its_core(deployment: Deployment, core: ScriptedCore) -> None:
@@ -515,43 +466,42 @@ def test_an_idle_engine_whose_workers_are_lost_lets_go_of_its_core(deployment: D
     eventually(lambda: [str(error) for error in deployment.died] == ["TP rank 0 was killed"])
 
 
-def test_a_bug_in_the_engine_is_an_error_of_its_requests_too(
-    deployment: Deployment, core: ScriptedCore, client: Client
-) -> None:
+def test_a_bug_in_the_engine_is_its_death_too(deployment: Deployment, core: ScriptedCore) -> None:
     core.dies = KeyError("row 3")
-    with pytest.raises(EngineDiedError, match="KeyError: 'row 3'"):
-        client.generate("abc")
-    eventually(lambda: len(deployment.died) == 1)
+    eventually(lambda: [str(error) for error in deployment.died] == ["the engine failed: KeyError: 'row 3'"])
 
 
-def test_requests_held_for_an_engine_that_never_comes_back_fail(deployment: Deployment) -> None:
-    server = deployment.add_engine(None, max_held=1)
-    with Client(deployment.address) as client:
-        held = client.stream("abc")
-        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.connect(server.endpoint)
-            socket.send(wire.encode(GetStats(1)))
-            eventually(lambda: client.stats()["engines"]["engine-0"]["server"]["held"] == 1)
-        with pytest.raises(OverloadedError, match="starting and holds 1"):
-            client.generate("abc")
-        server.fail_held(EngineDiedError("the workers cannot be restarted"))
-        with pytest.raises(EngineDiedError, match="cannot be restarted"):
-            held.read()
+def test_an_engine_reports_who_it_is_what_it_has_to_do_and_what_it_received(core: ScriptedCore) -> None:
+    statuses: list[EngineStatus] = []
 
+    def latest() -> EngineStatus:
+        while socket.poll(0):
+            statuses.append(wire.decode(socket.recv_multipart()[1], EngineStatus))
+        return statuses[-1]
 
-def test_an_engine_that_stops_answering_is_dead_to_its_clients(
-    deployment: Deployment, core: ScriptedCore, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 0.6)
-    monkeypatch.setattr(client_io, "PING_INTERVAL_S", 0.1)
-    release = threading.Event()
-    core.gate.clear()
-    stream = client.stream("abc")
-    eventually(lambda: len(core.live) == 1)
-    deployment.servers[0].call(lambda: release.wait(10) and None)
-    with pytest.raises(EngineDiedError, match="stopped answering"):
-        next(stream)
-    release.set()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket, context.socket(zmq.DEALER) as client:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        reporting = Reporting(f"tcp://127.0.0.1:{port}", SECRET, "engine-3")
+        server = EngineServer("tcp://127.0.0.1:*", reporting=reporting, epoch=7)
+        server.start()
+        eventually(lambda: socket.poll(0) > 0)
+        assert (latest().secret, latest().engine, latest().endpoint) == (SECRET, "engine-3", server.endpoint)
+        assert (latest().epoch, latest().work.accepts) == (7, False)
+        core.gate.clear()
+        server.attach(core)
+        client.connect(server.endpoint)
+        client.send(wire.encode(Submit(1, GenerateRequest("r", np.ones(1, np.int32), SamplingParams()))))
+        eventually(lambda: latest().received == ("r",) or bool(latest().work.running))
+        eventually(lambda: latest().work.running == 1)
+        core.dies = EngineDiedError("TP rank 1 was killed")
+        core.gate.set()
+        eventually(lambda: not latest().work.accepts)
+        assert latest().epoch > 7
+        eventually(lambda: latest().load == 0)
+        assert [request_id for each in statuses for request_id in each.received] == ["r"]
+        assert [fault for each in statuses for fault in each.faults] == ["TP rank 1 was killed"]
+        assert server.turns > 0
+        server.stop()
 
 
 def test_a_request_the_engine_does_not_know_is_failed_by_the_next_ping(
@@ -601,6 +551,16 @@ def test_stopping_an_engine_fails_what_it_serves(deployment: Deployment, core: S
         next(stream)
 
 
+def test_stopping_a_deployment_ends_the_calls_that_wait_for_an_engine(deployment: Deployment) -> None:
+    deployment.add_engine(None)
+    with Client(deployment.address) as client:
+        waiting = client.stream("abc")
+        eventually(lambda: client.stats()["scheduler"]["queued"] == 1)
+        deployment.scheduler.stop()
+        with pytest.raises(DeploymentError, match="stopping"):
+            next(waiting)
+
+
 # ---- addresses ----
 
 
@@ -618,7 +578,7 @@ def test_an_address_where_nothing_answers_is_an_error_with_a_remedy(monkeypatch:
 
 def test_a_port_that_is_taken_is_an_error_with_a_remedy(deployment: Deployment) -> None:
     with pytest.raises(DeploymentError, match=rf"cannot listen on 127.0.0.1:{deployment.scheduler.port}.*--port"):
-        SchedulerServer(prepare, "127.0.0.1", deployment.scheduler.port, secret=SECRET, model="second")
+        SchedulerServer(Door(), "127.0.0.1", deployment.scheduler.port, secret=SECRET, model="second")
 
 
 def test_nothing_is_left_behind(deployment: Deployment, core: ScriptedCore) -> None:
@@ -635,39 +595,11 @@ def test_nothing_is_left_behind(deployment: Deployment, core: ScriptedCore) -> N
     eventually(lambda: client_threads() <= before)
 
 
-# ---- routing ----
-
-
-def status(engine: str, load: int = 0) -> Any:
-    from headwise.runtime.client_protocol import EngineStatus
-
-    return EngineStatus(SECRET, engine, f"tcp://{engine}", load, {})
-
-
-def test_requests_go_to_the_engine_with_the_least_load_in_turn_among_equals() -> None:
-    table = EngineTable()
-    table.update(status("a", 2), now=0.0)
-    table.update(status("b", 0), now=0.0)
-    assert sorted(table.pick(0.0).engine for _ in range(6)) == ["a", "a", "b", "b", "b", "b"]
-    table.update(status("a", 9), now=1.0)
-    table.update(status("b", 9), now=1.0)
-    assert {table.pick(1.0).engine for _ in range(2)} == {"a", "b"}
-
-
-def test_an_engine_that_stopped_reporting_gets_no_requests() -> None:
-    table = EngineTable()
-    table.update(status("a"), now=0.0)
-    table.update(status("b", 5), now=2.0)
-    assert table.pick(STATUS_TIMEOUT_S + 1.0).engine == "b"
-    with pytest.raises(OverloadedError):
-        table.pick(STATUS_TIMEOUT_S + 3.0)
-
-
 def test_a_status_without_the_deployment_s_secret_is_ignored(deployment: Deployment) -> None:
-    forged = status("evil")
+    forged = EngineStatus("guess", "evil", "tcp://evil", 0, {})
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket, Client(deployment.address) as client:
         socket.connect(f"tcp://{deployment.address}")
-        socket.send(wire.encode(type(forged)("guess", forged.engine, forged.endpoint, 0, {})))
+        socket.send(wire.encode(forged))
         socket.send(wire.encode(Ping()))
         assert isinstance(wire.decode(socket.recv()), Pong)
         assert client.stats()["engines"] == {}

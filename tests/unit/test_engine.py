@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -7,13 +8,20 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from simulation import VOCAB, SimulatedExecutor, SimulatedLookup, Storage, continuation, simulated_card
+from index_model import Heard, Said, assert_match_serves, servable_depths, stated
+from simulation import EOS, VOCAB, SimulatedExecutor, SimulatedLookup, Storage, continuation, simulated_card
 
+from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.stored_blocks import AUDIT_S
 from headwise.errors import InvalidRequestError, OverloadedError
+from headwise.runtime.batch import BatchRequest, NewSequence, StepResult
+from headwise.runtime.client_protocol import EngineLoad
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
-from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams
+from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer
+from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams, TokenLogprobs
+from headwise.runtime.sampler import Sampler
 
 BLOCK = 4
 
@@ -204,22 +212,175 @@ def test_what_can_never_be_served_is_refused_with_what_fits() -> None:
     assert run(engine)["one"].token_ids == continuation([1], 2)
 
 
+class SamplingExecutor(SimulatedExecutor):
+    """Draws each token by its request's own parameters, from logits that depend on every token before it."""
+
+    def __init__(self, card, **options) -> None:
+        super().__init__(card, **options)
+        self._sequences: dict[int, NewSequence] = {}
+        self._logprobs: dict[int, TokenLogprobs] = {}
+
+    def _execute(self, batch: BatchRequest) -> StepResult:
+        self._logprobs = {}
+        self._sequences.update({new.row: new for new in batch.new_sequences})
+        return replace(super()._execute(batch), logprobs=self._logprobs)
+
+    def _compute(self, batch: BatchRequest) -> np.ndarray:
+        tokens = super()._compute(batch)  # writes and checks the cache; -1 where nothing is to be sampled
+        for index, row in enumerate(batch.rows.tolist()):
+            if tokens[index] < 0:
+                continue
+            length, new = int(batch.starts[index] + batch.query_lens[index]), self._sequences[row]
+            logits = np.random.default_rng(self._read(row, length)).normal(0, 2, (1, VOCAB)).astype(np.float32)
+            drawn, logprobs = Sampler().sample(
+                logits, [new.sampling], np.array([new.seed], np.uint64), np.array([length])
+            )
+            tokens[index] = self._last[row] = drawn[0]
+            if logprobs:
+                self._logprobs[index] = logprobs[0]
+        return tokens
+
+
+class ByteTokenizer:
+    """A token is one byte: of a two-byte character, or a letter."""
+
+    eos_token_ids = (EOS,)
+
+    def detokenizer(self) -> ByteLevelDetokenizer:
+        return ByteLevelDetokenizer(lambda token: "\u00c3\u00a9abx"[token % 5])  # 0xC3 0xA9 are "é"
+
+
+def sampling_engine() -> EngineCore:
+    card = simulated_card([FULL, HeadPolicy(window=5, sink=2)], block_size=BLOCK, num_blocks=64, max_rows=4)
+    config = EngineConfig(block_size=BLOCK, max_batched_tokens=16)
+    return EngineCore(config, card, ByteTokenizer(), SamplingExecutor(card), clock=lambda: 0.0)
+
+
+CUT = {
+    "greedy to its length": {"temperature": 0.0, "ignore_eos": True},
+    "sampled, with logprobs": {"temperature": 1.3, "top_p": 0.9, "logprobs": 2},
+    "to a stop string": {"temperature": 1.0, "stop": ("bb", "aé", "xxb")},
+    "to a stop id": {"temperature": 1.0, "stop_token_ids": (11, 23, 54, 77, 91)},
+    "to the model's end": {"temperature": 2.0},
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("how", CUT)
+def test_a_request_that_lost_its_engine_goes_on_elsewhere_as_if_nothing_had_been(how: str, seed: int) -> None:
+    whole = GenerateRequest("r", np.arange(1, 12, dtype=np.int32), SamplingParams(max_tokens=30, seed=seed, **CUT[how]))
+    engine = sampling_engine()
+    engine.add(whole)
+    uncut = [delta for _ in range(100) if engine.has_work() for delta in engine.step(None)]
+    expected = concatenated(uncut)
+    assert how != "greedy to its length" or expected.finish_reason is FinishReason.LENGTH
+    for cut in range(len(uncut) + 1):
+        told = uncut[: min(cut, len(uncut) - 1)]  # at the last cut only the end itself was lost
+        other = sampling_engine()
+        other.add(replace(whole, output_token_ids=tuple(expected.token_ids[:cut])))
+        rest = [delta for _ in range(100) if other.has_work() for delta in other.step(None)]
+        got = concatenated([*told, *rest])
+        assert (got.text, got.finish_reason, got.usage) == (expected.text, expected.finish_reason, expected.usage)
+        assert [t for delta in rest for t in delta.token_ids] == expected.token_ids[cut:]
+        assert [each for delta in rest for each in delta.logprobs] == expected.logprobs[cut:]
+        other.cache.check_integrity()
+        assert other.cache.pool.num_held == 0
+
+
+def test_the_cuts_above_are_at_the_places_that_matter() -> None:
+    """Within a character, within a stop string, and at ends of every kind."""
+    reasons, held_back, within = set(), 0, 0
+    for seed in range(4):
+        for sampling in CUT.values():
+            engine = sampling_engine()
+            params = SamplingParams(max_tokens=30, seed=seed, **sampling)
+            engine.add(GenerateRequest("r", np.arange(1, 12, dtype=np.int32), params))
+            deltas = [delta for _ in range(100) if engine.has_work() for delta in engine.step(None)]
+            reasons.add((len(params.stop), len(params.stop_token_ids), deltas[-1].finish_reason))
+            held_back += sum(bool(params.stop) and not d.text and d.token_ids[0] % 5 > 1 for d in deltas)
+            within += sum(d.token_ids[0] % 5 == 0 for d in deltas)
+    assert {(3, 0, FinishReason.STOP), (0, 5, FinishReason.STOP), (0, 0, FinishReason.STOP)} <= reasons
+    assert held_back > 3
+    assert within > 20
+
+
+def concatenated(deltas) -> GenerationResult:
+    result = GenerationResult("r")
+    for delta in deltas:
+        result.add(delta)
+    return result
+
+
+@pytest.mark.parametrize("bad", [{"prompt_token_ids": np.array([VOCAB], np.int32)}, {"output_token_ids": (VOCAB,)}])
+def test_a_token_that_the_model_does_not_have_is_refused(bad) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidRequestError, match=f"token id {VOCAB} is not in the model's vocabulary"):
+        engine.add(replace(request("r", [1], 9), **bad))
+    assert not engine.has_work()
+
+
+def test_an_engine_tells_how_much_it_has_to_do_and_what_is_cached_is_nothing_to_do() -> None:
+    engine, executor = make_engine(num_blocks=64, eager=False, max_rows=1)
+    prompt = list(range(1, 14))
+    engine.add(request("first", prompt, 3))
+    assert (engine.load().waiting, engine.load().running, engine.load().queued_tokens) == (1, 0, 13)
+    engine.step(0)
+    assert (engine.load().waiting, engine.load().running) == (0, 1)
+    assert engine.load().used_blocks > 0
+    executor.eager = True
+    run(engine)
+    assert engine.load() == EngineLoad(total_blocks=64)
+    executor.eager = False
+    engine.add(request("other", [50] * 9, 3))
+    engine.step(0)
+    engine.add(request("second", prompt, 3))
+    assert engine.load().queued_tokens == 1  # of 13 tokens, 12 are cached
+    executor.eager = True
+    engine.operate("sleep")
+    for _ in range(9):
+        engine.step(None)
+    assert not engine.load().accepts
+
+
+def test_speeds_are_measured_by_prompts_and_by_steps_that_decode() -> None:
+    engine, executor = make_engine(max_batched_tokens=64, async_scheduling=False)
+    computed = executor._execute
+    executor._execute = lambda batch: replace(computed(batch), compute_s=0.5 if batch.num_tokens == 1 else 2.0)
+    engine.add(request("r", [1] * 10, 3))
+    run(engine)
+    assert (engine.load().prefill_token_s, engine.load().decode_step_s) == (0.2, 0.5)
+
+
+def test_the_few_tokens_of_a_step_that_had_a_hit_are_no_measure_of_a_long_prompt() -> None:
+    engine, executor = make_engine(num_blocks=99, max_batched_tokens=400, async_scheduling=False)
+    computed = executor._execute
+    executor._execute = lambda batch: replace(computed(batch), compute_s=1.0 + 0.01 * batch.num_tokens)
+    engine.add(request("long", [1] * 200, 1))
+    run(engine)
+    for name in range(5):
+        engine.add(request(f"{name}", [2 + name] * 4, 1))
+        run(engine)
+    assert engine.load().prefill_token_s == pytest.approx(8.2 / 220, rel=0.1)
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, steps end late, clients leave; tokens and books must be right whatever the order."""
 
+    policies: ClassVar = (FULL, HeadPolicy(window=5, sink=2))
     host: ClassVar[dict[str, object]] = {}
 
     def __init__(self) -> None:
         super().__init__()
         self.engine, self.executor = make_engine(
-            (FULL, HeadPolicy(window=5, sink=2)),
+            self.policies,
             num_blocks=28,
             max_rows=3,
             eager=False,
             max_batched_tokens=9,
             **self.host,
         )
-        self.resident: dict[str, set[bytes]] = {}
+        self.heard = Heard(self.engine.cache)
+        self.paths: dict[str, list[bytes]] = {}
         self.expected: dict[str, list[int]] = {}
         self.got: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -230,6 +391,9 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = [family * 10 + i % 7 for i in range(length)]
         self.engine.add(request(name, prompt, count, priority=priority))
         self.expected[name], self.got[name] = continuation(prompt, count), []
+        self.paths[name] = []
+        tokens = np.array([*prompt, *self.expected[name]], dtype=np.int32)
+        extend_hashes(self.paths[name], hash_seed(self.engine.card.identity, "", ""), tokens, BLOCK)
 
     @rule()
     def step(self) -> None:
@@ -267,16 +431,19 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_index_is_told_the_truth(self) -> None:
-        for update in self.engine.drain_index_updates():
-            resident = self.resident.setdefault(update.tier, set())
-            (resident.update if update.resident else resident.difference_update)(update.block_hashes)
-        truth: dict[str, set[bytes]] = {}
-        for update in self.engine.cache.resident_paths():
-            truth.setdefault(update.tier, set()).update(update.block_hashes)
-        for tier, resident in self.resident.items():
-            assert resident <= truth.get(tier, set())
+        cache = self.engine.cache
+        self.heard.hear(self.engine.drain_index_updates())
+        is_at_rest = not cache._open.any()
+        assert not is_at_rest or self.heard.said == stated(cache.resident_paths())
+        for name in sorted(self.paths)[-3:]:
+            path = self.paths[name]
+            served = servable_depths(cache, path)
+            assert_match_serves(cache, path, served)
+            said = self.heard.depths(path)
+            assert all(claimed <= depth for claimed, depth in zip(said, served, strict=True))
+            assert not is_at_rest or said == served
         if self.executor.is_asleep:
-            assert not self.resident.get("device")
+            assert not any(tier == "device" for tier, _ in self.heard.said)
             assert self.engine.cache.pool.num_free == self.engine.cache.pool.num_blocks
 
     @invariant()
@@ -343,10 +510,9 @@ class WriteBackMachine(TieredMachine):
     host: ClassVar = {"host_blocks": 40, "write_policy": "write_back"}
 
 
-def served_before() -> Storage:
+def served_before(policies) -> Storage:
     """What storage has of the machine's families after an engine served them."""
     storage: Storage = {}
-    policies = FULL, HeadPolicy(window=5, sink=2)
     engine, _ = make_engine(policies, num_blocks=90, host_blocks=90, storage=storage, write_policy="write_through")
     for length in (9, 17, 30):
         for family in (1, 2):
@@ -361,7 +527,7 @@ class StoredMachine(TieredMachine):
     host: ClassVar = {"host_blocks": 40, "write_policy": "write_through", "prefetch": "wait_complete"}
 
     def __init__(self) -> None:
-        self.host = {**self.host, "storage": served_before()}
+        self.host = {**self.host, "storage": served_before(self.policies)}
         super().__init__()
         self.lookup = self.engine._lookup
 
@@ -398,6 +564,19 @@ class StoredMachine(TieredMachine):
             self.executor.lose_load = lambda: False
             run(self.engine)
         assert self.engine.cache.host.pool.num_held == 0
+        self._what_storage_is_said_to_have_is_there()
+
+    def _what_storage_is_said_to_have_is_there(self) -> None:
+        """Whatever it lost, once the engine had time to ask again, although no request came."""
+        self.lookup.hangs = False
+        until = self.engine._clock() + 2 * AUDIT_S + 1
+        while self.engine._clock() < until:
+            self.heard.hear(self.engine.drain_index_updates())
+        tree = self.engine.cache.tree
+        for block_hash, node in tree.nodes.items():
+            for group in np.flatnonzero(tree.storage.held[node]).tolist():
+                assert (block_hash, group) in self.executor.storage
+        self.the_index_is_told_the_truth()
 
 
 class BestEffortMachine(StoredMachine):
@@ -529,3 +708,143 @@ def test_a_preempted_request_comes_back_from_the_host(policy: str) -> None:
     assert stats["host"]["loaded_blocks"] > 0
     for name, prompt in prompts.items():
         assert results[name].token_ids == continuation(prompt, 20)
+
+
+# ---- what the index hears of storage ----
+
+
+PROMPT = list(range(1, 14))
+
+
+def said_of_storage(engine: EngineCore, said: Said | None = None) -> list[int]:
+    """Of how many blocks the index knows that storage has them: now, after what it was told before."""
+    stated(engine.drain_index_updates(), said)
+    return sorted(resumable for (tier, _), resumable in said.items() if tier == "storage")
+
+
+def stored_engine(storage: Storage, **config) -> tuple[EngineCore, SimulatedExecutor, Said]:
+    config = {"num_blocks": 16, "host_blocks": 64, "write_policy": "write_through", **config}
+    return (*make_engine(storage=storage, **config), {})
+
+
+def pass_time(engine: EngineCore, said: Said, seconds: float) -> list[int]:
+    until = engine._clock() + seconds
+    while engine._clock() < until:
+        known = said_of_storage(engine, said)
+    return known
+
+
+def test_the_index_hears_what_was_written_to_storage_and_what_a_new_engine_finds_there() -> None:
+    storage: Storage = {}
+    engine, _, said = stored_engine(storage)
+    engine.add(request("first", PROMPT, 3))
+    run(engine)
+    assert said_of_storage(engine, said) == [1, 1, 1]
+    engine, _, said = stored_engine(storage)
+    assert said_of_storage(engine, said) == []
+    engine.add(request("second", PROMPT, 3))
+    run(engine)
+    assert said_of_storage(engine, said) == [1, 1, 1]
+
+
+def test_the_index_hears_what_storage_lost_though_no_request_comes() -> None:
+    storage: Storage = {}
+    engine, _, said = stored_engine(storage)
+    engine.add(request("first", PROMPT, 3))
+    run(engine)
+    engine.cache.reset()
+    storage.clear()  # somebody deletes the directory
+    assert said_of_storage(engine, said) == [1, 1, 1]
+    assert pass_time(engine, said, 2 * AUDIT_S) == []
+    assert said == {}
+    assert engine.cache.tree.nodes == {}
+
+
+def test_a_write_that_a_reset_overtook_is_not_believed() -> None:
+    storage: Storage = {}
+    engine, executor, said = stored_engine(storage)
+    engine.add(request("first", PROMPT, 3))
+    while not engine.cache.host.storage.stats().queued_puts:
+        engine.step(None)
+    executor.storage_steps = 3
+    overtaken = engine.stats()["storage"]["queued_puts"]
+    operation = engine.operate("reset_cache", "storage")
+    run(engine)
+    assert operation.is_done
+    assert engine.stats()["storage"]["put_blocks"] == 3
+    assert len(said_of_storage(engine, said)) == 3 - overtaken
+    assert overtaken > 0
+
+
+def test_nothing_is_audited_while_storage_is_stalled_or_a_request_asks() -> None:
+    storage: Storage = {}
+    engine, _, said = stored_engine(storage, storage_timeout_s=5.0)
+    engine.add(request("first", PROMPT, 3))
+    run(engine)
+    pass_time(engine, said, 2 * AUDIT_S)
+    audits = engine._lookup.in_background
+    assert audits > 0
+    engine._lookup.hangs = True
+    engine.cache.reset()
+    engine.add(request("second", PROMPT, 3))
+    pass_time(engine, said, 2 * AUDIT_S)
+    assert not engine.stats()["storage"]["is_stalled"]
+    assert engine._lookup.in_background == audits
+    run(engine)
+    assert engine.stats()["storage"]["is_stalled"]
+    pass_time(engine, said, 2 * AUDIT_S)
+    assert engine._lookup.in_background == audits
+    engine._lookup.hangs = False
+    pass_time(engine, said, 2 * AUDIT_S)
+    assert engine._lookup.in_background > audits
+
+
+def test_an_answer_may_come_when_its_request_has_outgrown_the_question() -> None:
+    storage: Storage = {}
+    engine, _, said = stored_engine(storage, prefetch="best_effort")
+    engine._lookup.hangs = True
+    engine.add(request("first", PROMPT, 12))
+    for _ in range(8):
+        engine.step(None)
+    engine._lookup.hangs = False
+    assert run(engine)["first"].finish_reason is FinishReason.LENGTH
+    assert len(said_of_storage(engine, said)) == 6
+
+
+def test_answers_to_a_core_that_died_are_not_taken_for_those_to_the_next() -> None:
+    storage: Storage = {}
+    engine, _, said = stored_engine(storage)
+    engine.add(request("first", PROMPT, 3))
+    run(engine)
+    lookup = engine._lookup
+    lookup.hangs = True
+    pass_time(engine, said, 2 * AUDIT_S)  # an audit
+    engine.cache.reset()
+    engine.add(request("second", PROMPT, 3))
+    engine.step(0)
+    assert len(lookup._asked) == 2
+    engine, _, said = stored_engine(storage)
+    engine._lookup = engine.resources.prefetcher._lookup = lookup
+    lookup.hangs = False
+    engine.add(request("second", [*PROMPT, 14, 15, 16, 17], 3))
+    assert run(engine)["second"].usage.cached_tokens == 12
+    pass_time(engine, said, 2 * AUDIT_S)
+    assert said_of_storage(engine, said) == [1, 1, 1, 1]
+
+
+def test_storage_is_asked_again_although_the_request_was_aborted_to_which_it_never_answered() -> None:
+    storage: Storage = {}
+    engine, _, _ = stored_engine(storage)
+    engine.add(request("first", PROMPT, 3))
+    run(engine)
+    engine.cache.reset()
+    engine._lookup.hangs = True
+    engine.add(request("other", [50] * 20, 3))
+    engine.add(request("second", PROMPT, 3))
+    while not engine.stats()["storage"]["is_stalled"]:
+        engine.step(None)
+    run(engine)
+    engine._lookup.hangs = False
+    engine.step(0)
+    engine.add(request("third", PROMPT, 3))
+    assert run(engine)["third"].usage.cached_tokens == 12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulation import SimulatedExecutor, Storage, continuation
+from simulation import VOCAB, SimulatedExecutor, Storage, continuation
 from test_engine import make_engine, request, run
 
 from headwise.errors import ConfigError, EngineDiedError, InvalidRequestError, OverloadedError
@@ -41,7 +41,7 @@ def asleep(**options: object) -> tuple[EngineCore, SimulatedExecutor]:
 def test_running_requests_pause_and_go_on_with_the_tokens_they_have() -> None:
     engine, executor = make_engine(num_blocks=32)
     for name in ("a", "b"):
-        engine.add(request(name, [ord(name)] * 9, 12))
+        engine.add(request(name, [ord(name) % VOCAB] * 9, 12))
     said: dict[str, list[int]] = {"a": [], "b": []}
     for _ in range(4):
         for delta in engine.step(None):
@@ -59,7 +59,7 @@ def test_running_requests_pause_and_go_on_with_the_tokens_they_have() -> None:
     assert stats["cache"]["free_blocks"] == 32
     engine.operate("wake")
     for name, result in run(engine).items():
-        assert said[name] + result.token_ids == continuation([ord(name)] * 9, 12)
+        assert said[name] + result.token_ids == continuation([ord(name) % VOCAB] * 9, 12)
         assert result.finish_reason is FinishReason.LENGTH
     assert engine.stats()["state"] == "awake"
 

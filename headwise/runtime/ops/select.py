@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from threadpoolctl import ThreadpoolController
-
 from headwise.errors import ConfigError
 from headwise.runtime.ops.base import TensorOps
 
@@ -48,4 +46,6 @@ def _set_numpy_threads(threads: int) -> None:
 
     Idle OpenBLAS threads spin: with more of them than free cores, a product takes many times as long as on one.
     """
+    from threadpoolctl import ThreadpoolController  # sets an environment variable: for processes that compute
+
     ThreadpoolController().select(internal_api="openblas").limit(limits=threads)

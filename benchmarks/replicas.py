@@ -1,0 +1,248 @@
+"""Three real engines: what routing by prefix gains, and how long a loss is felt.
+
+    python benchmarks/replicas.py [--quick]
+
+1. Conversations, each about a document of its own, whose caches take twice one engine's device and fit into all three:
+   turn after turn in random order, a few at a time; once routed `round_robin`, once `cache_aware`, by deployments that
+   differ in nothing else. The first turn, of which nothing can be cached, does not count. `hit_rate` is the share of
+   prompt tokens that came from a cache, `ttft_*_s` the seconds to the first token as the client sees them,
+   `ttft_*_ratio` those of `round_robin` over those of `cache_aware`.
+2. Streams run without end while the store, the scheduler, a worker and an engine are killed (SIGKILL), and an engine
+   is stopped (SIGSTOP), one at a time. `recovery`: the longest pause of a stream (`pause_s`), how long a request that
+   came right behind the fault waited for its first token (`new_request_s`), and how long it took until three engines
+   served and the index agreed with them (`whole_s`). `lost` counts streams that did not end as they do undisturbed.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from headwise import Client, EngineConfig, SamplingParams
+from headwise.errors import HeadwiseError
+from headwise.runtime.bootstrap import Deployment
+
+REPLICAS = 3
+CONVERSATIONS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 9, 450, 24, 8
+USERS = 3
+"""Conversations that have a request under way at a time."""
+STREAMS, STREAM_TOKENS = 9, 24
+CONFIG = EngineConfig(
+    model="smollm2-135m",
+    port=0,
+    replicas=REPLICAS,
+    cpu_threads=1,
+    block_size=16,
+    kv_cache="112MiB",  # 2,500 tokens; the conversations have 5,000
+    max_model_len=1024,
+    engine_timeout_s=5.0,
+)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+# ---- 1. routing ----
+
+
+@dataclass
+class Turns:
+    """What the requests of one policy have shown."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens
+
+    def quantile(self, share: float) -> float:
+        return float(np.quantile(self.ttft_s, share))
+
+
+def converse(client: Client, turns: int, seed: int) -> Turns:
+    """The same conversations in the same order for every deployment."""
+    draw, order, seen = np.random.default_rng(seed), random.Random(seed), [Turns() for _ in range(turns)]
+    histories = [tokens(draw, DOCUMENT_TOKENS) for _ in range(CONVERSATIONS)]
+    questions = [[tokens(draw, QUESTION_TOKENS) for _ in range(turns)] for _ in range(CONVERSATIONS)]
+    client.generate(tokens(draw, 64), GREEDY, max_tokens=2)  # the kernels' first calls
+    for turn in range(turns):
+        whose = order.sample(range(CONVERSATIONS), CONVERSATIONS)
+        with ThreadPoolExecutor(USERS) as users:
+            list(users.map(lambda who: ask(client, histories[who], questions[who][turn], seen[turn]), whose))  # noqa: B023
+    return sum_of(seen[1:])
+
+
+def sum_of(turns: list[Turns]) -> Turns:
+    return Turns(
+        sum(each.prompt_tokens for each in turns),
+        sum(each.cached_tokens for each in turns),
+        [ttft_s for each in turns for ttft_s in each.ttft_s],
+    )
+
+
+def ask(client: Client, history: list[int], question: list[int], seen: Turns) -> None:
+    history += question
+    asked = time.perf_counter()
+    stream = client.stream(history, GREEDY, max_tokens=ANSWER_TOKENS)
+    next(stream)
+    ttft_s = time.perf_counter() - asked
+    result = stream.read()
+    history += result.token_ids
+    seen.ttft_s.append(ttft_s)
+    seen.prompt_tokens += result.usage.prompt_tokens
+    seen.cached_tokens += result.usage.cached_tokens
+
+
+def tokens(draw: np.random.Generator, count: int) -> list[int]:
+    return [int(token) for token in draw.integers(1000, 30000, count)]
+
+
+# ---- 2. faults ----
+
+
+class Load:
+    """Streams that are asked for again and again, and what they should say."""
+
+    def __init__(self, client: Client, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        self.client = client
+        self.prompts = [tokens(draw, 24) for _ in range(STREAMS)]
+        self.expected = [self.said(prompt) for prompt in self.prompts]
+        self.moments: list[list[float]] = [[] for _ in self.prompts]
+        self.served = self.lost = 0
+        self._ending = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+
+    def said(self, prompt: list[int]) -> list[int]:
+        return self.client.stream(prompt, GREEDY, max_tokens=STREAM_TOKENS).read().token_ids
+
+    def _run(self, index: int) -> None:
+        while not self._ending.is_set():
+            said: list[int] = []
+            try:
+                for delta in self.client.stream(self.prompts[index], GREEDY, max_tokens=STREAM_TOKENS):
+                    self.moments[index].append(time.perf_counter())
+                    said += delta.token_ids
+            except HeadwiseError as error:
+                print(f"a stream ended with {type(error).__name__}: {error}", flush=True)
+            self.served += 1
+            self.lost += said != self.expected[index]
+
+    def longest_pause(self, since: float) -> float:
+        """Seconds that a stream at most was without a token, from a moment on."""
+        return max(
+            after - max(before, since)
+            for moments in self.moments
+            for before, after in pairwise(moments)
+            if after > since
+        )
+
+    def end(self) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def is_whole(deployment: Deployment, client: Client) -> bool:
+    """Whether three engines serve, and the index agrees with each."""
+    try:
+        nodes, stats = deployment.store_stats()["nodes"], client.stats()
+    except HeadwiseError:  # who is asked is being started again
+        return False
+    engines = stats["engines"]
+    return len(engines) == REPLICAS and all(
+        engine["work"]["accepts"]
+        and engine["silent_s"] < 1.0
+        and nodes.get(name, {}).get("agrees")
+        and nodes[name]["epoch"] == engine["epoch"]
+        for name, engine in engines.items()
+    )
+
+
+def busiest(client: Client) -> int:
+    work = {name: engine["work"] for name, engine in client.stats()["engines"].items()}
+    return int(max(work, key=lambda name: int(work[name]["running"])).removeprefix("engine-"))
+
+
+FAULTS: dict[str, Callable[[Deployment, Client], tuple[int, int]]] = {
+    "store": lambda deployment, client: (deployment.actor_pids()["store"], signal.SIGKILL),
+    "scheduler": lambda deployment, client: (deployment.actor_pids()["scheduler"], signal.SIGKILL),
+    "worker": lambda deployment, client: (deployment.worker_pids()[busiest(client)][0], signal.SIGKILL),
+    "engine": lambda deployment, client: (deployment.actor_pids()[f"engine-{busiest(client)}"], signal.SIGKILL),
+    "hung engine": lambda deployment, client: (deployment.actor_pids()[f"engine-{busiest(client)}"], signal.SIGSTOP),
+}
+"""Which process gets which signal."""
+
+
+def break_things(deployment: Deployment, client: Client, faults: list[str], seed: int) -> dict[str, Any]:
+    load, recovery = Load(client, seed), {}
+    for fault in faults:
+        time.sleep(3.0)
+        pid, number = FAULTS[fault](deployment, client)
+        os.kill(pid, number)
+        since = time.perf_counter()
+        next(client.stream(load.prompts[0], GREEDY, max_tokens=2))
+        first_s = time.perf_counter() - since
+        time.sleep(1.0)  # a fault may not be noticed before
+        while not is_whole(deployment, client):
+            time.sleep(0.1)
+        whole_s = time.perf_counter() - since
+        recovery[fault] = {"pause_s": load.longest_pause(since), "new_request_s": first_s, "whole_s": whole_s}
+        show(fault, *recovery[fault].values())
+    load.end()
+    return {"recovery": recovery, "served": load.served, "lost": load.lost}
+
+
+def show(*cells: object) -> None:
+    print("".join(f"{cell:>16.3f}" if isinstance(cell, float) else f"{cell:>16}" for cell in cells), flush=True)
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer turns and faults, to see that it works")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    seen: dict[str, Turns] = {}
+    broken: dict[str, Any] = {}
+    show("policy", "hit rate", "TTFT p50 s", "TTFT p90 s")
+    for policy in ("round_robin", "cache_aware"):
+        with (
+            Deployment.start(replace(CONFIG, routing=policy)) as deployment,
+            Client(deployment.client_address) as client,
+        ):
+            seen[policy] = converse(client, 2 if options.quick else 6, options.seed)
+            show(policy, seen[policy].hit_rate, seen[policy].quantile(0.5), seen[policy].quantile(0.9))
+            if policy == "cache_aware":
+                show("fault", "longest pause s", "new request s", "whole after s")
+                broken = break_things(deployment, client, list(FAULTS)[: 2 if options.quick else None], options.seed)
+    report: dict[str, Any] = {"hit_rate": {policy: turns.hit_rate for policy, turns in seen.items()}}
+    for name, share in (("p50", 0.5), ("p90", 0.9)):
+        report[f"ttft_{name}_s"] = {policy: turns.quantile(share) for policy, turns in seen.items()}
+        report[f"ttft_{name}_ratio"] = seen["round_robin"].quantile(share) / seen["cache_aware"].quantile(share)
+    print(json.dumps(rounded({**report, **broken})))
+
+
+if __name__ == "__main__":
+    main()

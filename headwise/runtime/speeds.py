@@ -1,0 +1,54 @@
+"""How fast an engine is, as measured by its steps: what a scheduler weighs prefixes and queues with."""
+
+from __future__ import annotations
+
+import math
+
+from headwise.cache_controller.cache_manager import CacheManager
+from headwise.runtime.batch import StepResult
+from headwise.runtime.resource_manager import ScheduledStep, smooth
+
+WINDOW_TOKENS = 2048
+"""Prompt tokens after which what was measured before them counts half."""
+
+
+class StepSpeeds:
+    """0 before the first step of a kind.
+
+    decode_step_s: seconds of a step that only decodes
+    """
+
+    def __init__(self) -> None:
+        self.decode_step_s = 0.0
+        self._prefill_s = self._prefill_tokens = 0.0
+
+    @property
+    def prefill_token_s(self) -> float:
+        """Seconds to compute a token of a prompt. Every token counts alike: a few tokens in a step take much longer
+        each than many, and are no measure of what a long prompt would take."""
+        return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
+
+    def take(self, step: ScheduledStep, result: StepResult) -> None:
+        tokens, sequences = step.batch.num_tokens, len(step.sequences)
+        if not tokens or not result.compute_s or result.error is not None:
+            return
+        if tokens > 2 * sequences:  # mostly prompts
+            kept = 0.5 ** (tokens / WINDOW_TOKENS)
+            self._prefill_s = kept * self._prefill_s + result.compute_s
+            self._prefill_tokens = kept * self._prefill_tokens + tokens
+        elif tokens == sequences:
+            self.decode_step_s = smooth(self.decode_step_s, result.compute_s)
+
+
+def copy_speeds(cache: CacheManager) -> tuple[float, float]:
+    """Seconds to bring a token's cache from the host to the device, and from storage to the host; 0: not measured."""
+    host = cache.host
+    if host is None:
+        return 0.0, 0.0
+    blocks_per_token = len(cache.policies) / cache.block_size
+    fetch_s = host.storage.fetch_s if host.storage is not None else 0.0
+    return _finite(host.copy_s * blocks_per_token), _finite(fetch_s * blocks_per_token)
+
+
+def _finite(seconds: float) -> float:
+    return seconds if math.isfinite(seconds) else 0.0
