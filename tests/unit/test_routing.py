@@ -234,6 +234,15 @@ def test_what_was_sent_is_forgotten_after_a_while() -> None:
     assert expected.depths(path(12)) == {}
 
 
+def test_depths_of_long_paths_are_expected_in_steps() -> None:
+    expected = ExpectedBlocks(step=8)
+    slot = expected.take_slot()
+    expected.add(path(30), slot, 0.0)
+    assert len(expected) == 10
+    found = [expected.depths(path(count)).get(slot) for count in (1, 7, 8, 15, 16, 29, 30, 99)]
+    assert found == [1, 7, 8, 8, 16, 24, 24, 24]
+
+
 def test_what_is_expected_is_bounded() -> None:
     expected = ExpectedBlocks()
     slot = expected.take_slot()

@@ -6,8 +6,8 @@
   measured seconds per token, less the time that has passed since.
 - own: what is left of the prompt after the best use of the tiers, times seconds per token, and the loads. Device
   blocks are free; another tier is used only where loading from it, at its measured speed, beats computing.
-- pace: prompts are computed in steps of ``step_tokens``, and each step also decodes what runs: a decode step's
-  measured seconds for each step up to the first token, where anything runs.
+- pace: prompts are computed in steps of ``step_tokens``, and each step also decodes what runs: where anything runs,
+  wait and own take longer by a decode step's measured seconds over those of ``step_tokens`` tokens of a prompt.
 - admission: a request that does not fit beside what is held and queued (blocks of the pool, sequences) waits until
   enough of it has ended. All that runs has ended once after the decode steps of a typical answer; so it waits for the
   share of the capacity that is missing, times that: this grows with the shortage and has no cliff.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,13 @@ _NOTHING = (0, 0, 0)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Per engine: the cost that is minimised, and the tokens that each tier then serves and that are computed."""
+    """Per engine the cost that is minimised, and what its tiers could serve.
+
+    served: ``float64 [engines, 3]``: tokens that the device, device and host, and all tiers could serve
+    """
 
     cost: Column
-    device: Column
-    host: Column
-    storage: Column
-    computed: Column
+    served: NDArray[np.float64]
 
 
 def estimate(
@@ -51,23 +51,33 @@ def estimate(
 ) -> Estimate:
     """The cost on every engine; see the module."""
     most = max(0, request.num_tokens - 1) // options.block_size  # the last token is computed always
-    depths = _depths(table, request.hashes, matches, most)
+    served = _depths(table, request.hashes, matches, most) * options.block_size
     prefill = table.prefill_token_s
-    device = depths[:, 0] * options.block_size
-    computed = request.num_tokens - device
+    own = (request.num_tokens - served[:, 0]) * prefill
     if matches:
-        host, storage = _loaded(table, depths, options.block_size)
-        computed -= host + storage
-        own = computed * prefill + (host + storage) * table.host_token_s + storage * table.storage_token_s
-    else:
-        host = storage = np.zeros(len(table))
-        own = computed * prefill
+        with_host = own - (served[:, 1] - served[:, 0]) * table.host_gain_s
+        with_all = with_host - (served[:, 2] - served[:, 1]) * table.storage_gain_s
+        own = np.minimum(np.minimum(own, with_host), with_all)
     wait = table.backlog(now)
-    queued = wait / prefill
-    cost = wait + (1.0 + WORK_WEIGHT) * own
-    cost += (queued + computed) * table.pace_s
-    cost += _decoding(table, queued + (request.num_tokens + min(request.max_tokens, TYPICAL_OUTPUT)), options)
-    return Estimate(cost, device, host, storage, computed)
+    cost = wait + own
+    cost += cost * table.pace
+    cost += WORK_WEIGHT * own
+    cost += _decoding(table, wait / prefill + (request.num_tokens + min(request.max_tokens, TYPICAL_OUTPUT)), options)
+    return Estimate(cost, served)
+
+
+def tiers_used(table: EngineTable, row: int, served: NDArray[np.float64]) -> tuple[int, int, int]:
+    """Tokens that the device of one engine serves, and those loaded from its host, and from storage by way of it.
+
+    served: the engine's of `Estimate.served`
+    """
+    device, with_host, with_all = served.tolist()
+    host, storage = with_host - device, with_all - with_host
+    gain_of_host = host * float(table.host_gain_s[row])
+    gain_of_both = gain_of_host + storage * float(table.storage_gain_s[row])
+    if gain_of_both > max(gain_of_host, 0.0):
+        return int(device), int(host), int(storage)
+    return int(device), int(host) if gain_of_host > 0.0 else 0, 0
 
 
 def _depths(table: EngineTable, path: Sequence[bytes], matches: Matches | None, most: int) -> NDArray[np.float64]:
@@ -76,25 +86,14 @@ def _depths(table: EngineTable, path: Sequence[bytes], matches: Matches | None, 
     count = len(table)
     if matches:
         of_anyone = matches.get(ANYONE, _NOTHING)
-        served = chain.from_iterable([matches.get(name, of_anyone) for name in table.names])
+        served = chain.from_iterable(map(matches.get, table.names, repeat(of_anyone)))
         depths = np.fromiter(served, np.float64, 3 * count).reshape(count, 3)
     else:
         depths = np.zeros((count, 3))
     expected = table.expected_depths(path)
     if expected is not None:
         np.maximum(depths, expected[:, None], out=depths)
-    return np.minimum(depths, most, out=depths)
-
-
-def _loaded(table: EngineTable, depths: NDArray[np.float64], block_size: int) -> tuple[Column, Column]:
-    """Tokens that are loaded from the host, and from storage by way of it, where that is faster than computing."""
-    more = (depths[:, 1:] - depths[:, :-1]) * block_size
-    load_s = table.host_token_s
-    gain_of_host = more[:, 0] * (table.prefill_token_s - load_s)
-    gain_of_both = gain_of_host + more[:, 1] * (table.prefill_token_s - load_s - table.storage_token_s)
-    uses_storage = (gain_of_both > gain_of_host) & (gain_of_both > 0)
-    uses_host = uses_storage | (gain_of_host > 0)
-    return more[:, 0] * uses_host, more[:, 1] * uses_storage
+    return depths if len(path) <= most else np.minimum(depths, most, out=depths)
 
 
 def _decoding(table: EngineTable, tokens: Column, options: RouterOptions) -> Column:

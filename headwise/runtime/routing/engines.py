@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from headwise.runtime.client_protocol import EngineStatus
 from headwise.runtime.routing.base import RESERVATION_S, STATUS_TIMEOUT_S, TYPICAL_OUTPUT, RouterOptions
-from headwise.runtime.routing.expected import ExpectedBlocks
+from headwise.runtime.routing.expected import EXPECTED_TOKENS, ExpectedBlocks
 
 IN_FLIGHT_S = 0.25
 """A status that comes so soon after an engine was lost may have been sent before."""
@@ -61,8 +62,9 @@ class EngineTable:
     room:     requests that may be waiting there, less those that are; 0 if it takes none
     requests: running and waiting
     prefill_token_s: see `SLOW`
-    host_token_s, storage_token_s: measured; the median of others' where an engine has none
-    pace_s:   seconds by which what runs slows down each token of a prompt
+    host_gain_s, storage_gain_s: seconds by which loading a token from the host, or from storage by way of it, is faster
+              than computing it, as measured; by the median of others' where an engine has none
+    pace:     share by which what runs slows down the computing of prompts
     turnover_s: seconds in which all that runs has ended once
     used, used_per_token: shares of the pool: held, and what a token more will hold; 0 where the pool is not known
     """
@@ -73,25 +75,25 @@ class EngineTable:
     room: Column
     requests: Column
     prefill_token_s: Column
-    host_token_s: Column
-    storage_token_s: Column
-    pace_s: Column
+    host_gain_s: Column
+    storage_gain_s: Column
+    pace: Column
     turnover_s: Column
     used: Column
     used_per_token: Column
 
     _COLUMNS = (
-        *("heard", "ready_at", "reserved", "room", "requests", "prefill_token_s", "host_token_s", "storage_token_s"),
-        *("pace_s", "turnover_s", "used", "used_per_token"),
+        *("heard", "ready_at", "reserved", "room", "requests", "prefill_token_s", "host_gain_s", "storage_gain_s"),
+        *("pace", "turnover_s", "used", "used_per_token"),
     )
 
     def __init__(self, options: RouterOptions) -> None:
         self.names: list[str] = []
         self.engines: list[Engine] = []
         self.rows: dict[str, int] = {}
-        self.expected = ExpectedBlocks()
+        self.expected = ExpectedBlocks(max(1, EXPECTED_TOKENS // options.block_size))
         self._options = options
-        self._row_of_slot: dict[int, int] = {}
+        self._slots: list[int] = []  # by row
         self._reservations: dict[str, _Reservation] = {}  # in the order in which they expire
         for column in self._COLUMNS:
             setattr(self, column, np.zeros(0))
@@ -145,15 +147,19 @@ class EngineTable:
         self.requests[row] = max(work.running + work.waiting, engine.status.load)
         self.used[row] = work.used_blocks / work.total_blocks if work.total_blocks else 0.0
         self.used_per_token[row] = options.blocks_per_token / work.total_blocks if work.total_blocks else 0.0
-        for name in ("host_token_s", "storage_token_s"):
-            own = np.array([getattr(engine.status.work, name) for engine in self.engines], np.float64)
-            getattr(self, name)[:] = np.where(own > 0, own, self._median(name))
         slowness = np.array([_outlying(engine.slowness) for engine in self.engines])
         self.prefill_token_s[:] = slowness * self._median("prefill_token_s")
         decode_step_s = slowness * self._median("decode_step_s")
         running = np.array([engine.status.work.running > 0 for engine in self.engines])
-        self.pace_s[:] = running * decode_step_s / options.step_tokens
+        self.pace[:] = running * decode_step_s / (options.step_tokens * self.prefill_token_s)
+        host_token_s = self._own_or_median("host_token_s")
+        self.host_gain_s[:] = self.prefill_token_s - host_token_s
+        self.storage_gain_s[:] = self.host_gain_s - self._own_or_median("storage_token_s")
         self.turnover_s[:] = decode_step_s * TYPICAL_OUTPUT
+
+    def _own_or_median(self, name: str) -> Column:
+        own = np.array([getattr(engine.status.work, name) for engine in self.engines], np.float64)
+        return np.where(own > 0, own, self._median(name))
 
     def _median(self, name: str) -> float:
         """Of what engines have measured; the default where none has."""
@@ -176,7 +182,7 @@ class EngineTable:
         row = self.rows[status.engine] = len(self.names)
         self.names.append(status.engine)
         self.engines.append(Engine(status, self.expected.take_slot()))
-        self._row_of_slot[self.engines[row].slot] = row
+        self._slots.append(self.engines[row].slot)
         self.heard[row] = now
         return row
 
@@ -189,7 +195,7 @@ class EngineTable:
             setattr(self, column, np.delete(getattr(self, column), row))
         del self.names[row], self.engines[row]
         self.rows = {name: row for row, name in enumerate(self.names)}
-        self._row_of_slot = {engine.slot: row for row, engine in enumerate(self.engines)}
+        del self._slots[row]
 
     # ---- which of them live ----
 
@@ -220,18 +226,13 @@ class EngineTable:
         found = self.expected.depths(path)
         if not found:
             return None
-        depths, rows = np.zeros(len(self)), self._row_of_slot
-        known = [slot for slot in found if slot in rows]
-        depths[[rows[slot] for slot in known]] = [found[slot] for slot in known]
-        return depths
+        return np.fromiter(map(found.get, self._slots, repeat(0)), np.float64, len(self))
 
     def forget_cache(self, row: int) -> None:
         """Expect nothing of what was sent to this row's engine so far."""
         engine = self.engines[row]
         self.expected.give_back(engine.slot)
-        del self._row_of_slot[engine.slot]
-        engine.slot = self.expected.take_slot()
-        self._row_of_slot[engine.slot] = row
+        engine.slot = self._slots[row] = self.expected.take_slot()
 
     # ---- reservations ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import lru_cache
 
 EXPECTED_S = 120.0
 """Engines tell the index of a request's blocks when it *ends*: entries live for a long generation, and half of that at
@@ -11,6 +12,9 @@ least."""
 
 EXPECTED_BLOCKS = 1 << 19
 """Most blocks expected, of all engines: 33 million tokens in blocks of 64, and some 75 MB."""
+
+EXPECTED_TOKENS = 512
+"""Of longer paths, one block in so many tokens stands for those before it: an expectation need not be exact."""
 
 _Generation = dict[bytes, int]
 
@@ -21,11 +25,14 @@ class ExpectedBlocks:
     A path is added from its first block on. So, within a generation, whoever is expected to have a block is expected to
     have all before it: bit sets only shrink along a path, and bisection finds where.
 
+    Of a path, the first ``step`` blocks are kept, and every ``step``-th behind them, so depths beyond are rounded down.
+
     An engine's bit is its *slot*. An engine whose cache is gone gets another slot, and what its old one says counts for
     nothing until it is free again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 1) -> None:
+        self._step = step
         self._newer: _Generation = {}
         self._older: _Generation = {}
         self._turned = 0.0
@@ -53,7 +60,7 @@ class ExpectedBlocks:
 
     def add(self, path: Sequence[bytes], slot: int, now: float) -> None:
         """Expect the blocks of a path, from its first one on, of an engine."""
-        path = path[: EXPECTED_BLOCKS // 4]
+        path = self._kept(path)[: EXPECTED_BLOCKS // 4]
         if len(self._newer) + len(path) > EXPECTED_BLOCKS // 2:
             self._turn(now)
         newer, bit = self._newer, 1 << slot
@@ -67,13 +74,16 @@ class ExpectedBlocks:
         """By slot, how many leading blocks of the path are expected of its engine."""
         if not path:
             return {}
-        first = path[0]
-        found: dict[int, int] = {}
-        for generation in (self._older, self._newer):
-            if first in generation:
-                for slot, depth in _depths(generation, path).items():
-                    found[slot] = max(depth, found.get(slot, 0))
-        return found
+        kept = self._kept(path)
+        newer, older = _depths(self._newer, kept, self._step), _depths(self._older, kept, self._step)
+        for slot, depth in older.items():
+            if depth > newer.get(slot, 0):
+                newer[slot] = depth
+        return newer
+
+    def _kept(self, path: Sequence[bytes]) -> Sequence[bytes]:
+        step = self._step
+        return path if step == 1 else [*path[:step], *path[2 * step - 1 :: step]]
 
     def expire(self, now: float) -> None:
         """Forget what was added long ago; to be called every few seconds."""
@@ -92,24 +102,24 @@ def _depth(generation: _Generation, from_last: Sequence[bytes]) -> int:
     return len(from_last) - bisect_left(from_last, True, key=generation.__contains__)
 
 
-def _depths(generation: _Generation, path: Sequence[bytes]) -> dict[int, int]:
-    """By slot; block 0 is there."""
+def _depths(generation: _Generation, kept: Sequence[bytes], step: int) -> dict[int, int]:
+    """By slot, of the path of which these blocks are kept."""
     found: dict[int, int] = {}
-    depth, deeper = _depth(generation, path[::-1]), 0
-    while depth:
-        bits = generation[path[depth - 1]]
-        for slot in _slots(bits & ~deeper):
-            found[slot] = depth
-        depth, deeper = _where_more(generation, path[:depth], bits), bits
+    if kept[0] not in generation:
+        return found
+    count, deeper = _depth(generation, kept[::-1]), 0
+    while count:
+        bits = generation[kept[count - 1]]
+        depth = count if count <= step else (count - step + 1) * step
+        found.update(dict.fromkeys(_slots(bits & ~deeper), depth))
+        # Where the same engines are expected already, nobody's path ends.
+        same = bisect_left(kept, True, 0, count - 1, key=lambda each, bits=bits: generation[each] == bits)
+        count, deeper = same, bits
     return found
 
 
-def _where_more(generation: _Generation, path: Sequence[bytes], bits: int) -> int:
-    """How many leading blocks of the path are expected of more than ``bits``, of whom all its blocks are."""
-    return bisect_left(path, True, key=lambda block_hash: generation[block_hash] == bits)
-
-
-def _slots(bits: int) -> list[int]:
+@lru_cache(1024)
+def _slots(bits: int) -> Sequence[int]:
     slots = []
     while bits:
         lowest = bits & -bits

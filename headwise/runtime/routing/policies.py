@@ -48,7 +48,7 @@ class LeastLoaded:
     uses_index = False
 
     def estimate(self, table: EngineTable, request: RoutedRequest, matches: Matches | None, now: float) -> Estimate:
-        return _without_hits(table.requests + table.reserved, request)
+        return _without_hits(table.requests + table.reserved)
 
     def took(self, row: int) -> None:
         pass
@@ -64,15 +64,14 @@ class RoundRobin:
 
     def estimate(self, table: EngineTable, request: RoutedRequest, matches: Matches | None, now: float) -> Estimate:
         count = len(table)
-        return _without_hits((np.arange(count, dtype=np.float64) - self._last - 1) % count, request)
+        return _without_hits((np.arange(count, dtype=np.float64) - self._last - 1) % count)
 
     def took(self, row: int) -> None:
         self._last = row
 
 
-def _without_hits(cost: Column, request: RoutedRequest) -> Estimate:
-    nothing = np.zeros(len(cost))
-    return Estimate(cost, nothing, nothing, nothing, nothing + request.num_tokens)
+def _without_hits(cost: Column) -> Estimate:
+    return Estimate(cost, np.zeros((len(cost), 3)))
 
 
 def make_policy(options: RouterOptions) -> Policy:

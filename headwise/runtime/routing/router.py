@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headwise.errors import OverloadedError
 from headwise.runtime.client_protocol import EngineStatus
 from headwise.runtime.routing.base import STATUS_TIMEOUT_S, Choice, Matches, RoutedRequest, RouterOptions
-from headwise.runtime.routing.costs import Estimate
+from headwise.runtime.routing.costs import Estimate, tiers_used
 from headwise.runtime.routing.engines import EngineTable
 from headwise.runtime.routing.policies import make_policy
 
@@ -141,7 +141,8 @@ class Router:
         estimated = self._policy.estimate(self.table, request, matches, now)
         row, reason = self._select(request, estimated, rows)
         choice = self._choice(row, reason, estimated)
-        self.table.reserve(request.request_id, row, int(estimated.computed[row]), now)
+        computed = request.num_tokens - choice.device - choice.host - choice.storage
+        self.table.reserve(request.request_id, row, computed, now)
         self.table.expect(request.hashes, row, now)
         self._policy.took(row)
         self._remember(request, choice)
@@ -172,10 +173,10 @@ class Router:
             return row, "rerouted"
         if not self._policy.uses_index:
             return row, self.options.policy
-        hits = request.num_tokens - estimated.computed
-        if hits[row] < hits[rows].max():
+        served = estimated.served[:, -1]
+        if served[row] < served[rows].max():
             return row, "spread"
-        return row, "hit" if hits[row] else "no_hit"
+        return row, "hit" if served[row] else "no_hit"
 
     def _choice(self, row: int, reason: str, estimated: Estimate) -> Choice:
         status = self.table.engines[row].status
@@ -184,9 +185,7 @@ class Router:
             status.endpoint,
             float(estimated.cost[row]),
             reason,
-            int(estimated.device[row]),
-            int(estimated.host[row]),
-            int(estimated.storage[row]),
+            *tiers_used(self.table, row, estimated.served[row]),
         )
 
     def _remember(self, request: RoutedRequest, choice: Choice) -> None:
