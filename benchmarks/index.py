@@ -8,7 +8,7 @@ blocks stated. Six sequences in eight are on their node's device, one on its hos
 store:    a flush of 157 blocks is applied, in this process; into an index with room, and into one that forgets as much
 remove:   a flush takes back the 79 blocks of a sequence's own
 lookup:   how much of a sequence's path each node could serve, on each tier
-ingest:   another process sends flushes over TCP, a message each; the server's thread receives, decodes and applies them.
+ingest:   another process sends flushes over TCP, a message each; the server's thread decodes and applies them.
           They are encoded beforehand: in a cluster, other machines do that
 decision: a prompt is hashed, looked up, and an engine selected and reserved, on one thread
 memory:   measured by tracemalloc; "one by one": no two neighbouring blocks are held alike
