@@ -54,19 +54,19 @@ class AttentionStore:
         self._behind: set[str] = set()
         self.applied = self._snapshots = 0
 
-    def apply(self, statement: Statement | Gone) -> None:
-        """Take in one statement. An old epoch's is ignored, a newer epoch drops what the node said before."""
+    def apply(self, statement: Statement | Gone) -> bool:
+        """Take in one statement. An old epoch's is ignored (False), a newer epoch drops what the node said before."""
         if isinstance(statement, Gone):
             self._void(statement)
-            return
+            return True
         node = self._nodes.get(statement.node)
         if node is None or statement.epoch > node.epoch:
             if statement.epoch <= self._gone.get(statement.node, -1):
-                return
+                return False
             self.drop(statement.node)
             node = self._nodes[statement.node] = _Node(statement.epoch)
         elif statement.epoch < node.epoch:
-            return
+            return False
         if statement.seq > node.heard:
             node.heard = statement.seq
         if isinstance(statement, Flush):
@@ -79,6 +79,7 @@ class AttentionStore:
             self._behind.add(statement.node)
         else:
             self._behind.discard(statement.node)
+        return True
 
     def wanting(self) -> list[str]:
         """Nodes of which something was missed: a snapshot of theirs is wanted."""

@@ -108,9 +108,10 @@ class StoreDesk:
 
     def _take(self, identity: Identity, message: Message) -> None:
         if isinstance(message, Flush | Snapshot | Heartbeat):
-            self._peers[message.node] = identity
-            self._heard[message.node] = self._clock()
-            self.store.apply(message)
+            # Of a node whose clock was set back, and with it its epochs, nothing is heard until the old one is dropped.
+            if self.store.apply(message):
+                self._peers[message.node] = identity
+                self._heard[message.node] = self._clock()
         elif isinstance(message, Query):
             self._queries += 1
             self._send(identity, Matches(message.key, self.store.match(message.block_hashes)))

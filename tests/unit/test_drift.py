@@ -92,6 +92,12 @@ def test_a_publisher_that_is_dead_for_good(world: World) -> None:
     assert world.seconds_to_truth(WITHIN_S) <= 0.5
 
 
+def test_a_node_whose_clock_and_epochs_were_set_back(world: World) -> None:
+    world.nodes["a"].restart(world.nodes["a"].ledger.epoch - 1)
+    world.update("a", holds(0, 3))
+    assert world.seconds_to_truth(NODE_TIMEOUT_S + WITHIN_S) <= NODE_TIMEOUT_S + WITHIN_S
+
+
 def test_a_store_that_is_restarted(world: World) -> None:
     world.stop_store()
     act(world, 0.5)
