@@ -170,14 +170,14 @@ class Deployment:
                 except ray.exceptions.ActorDiedError as error:
                     if self._stopped:
                         return
-                    raise DeploymentError(f"the {role} is dead and will not be restarted: {error}") from None
+                    raise DeploymentError(f"{role} is dead and will not be restarted: {error}") from None
                 except (ray.exceptions.RayError, TimeoutError) as error:
                     if role not in failing:
-                        log.warning("the %s does not answer: %s", role, error)
+                        log.warning("%s does not answer: %s", role, error)
                     failing.add(role)
                 else:
                     if role in failing:
-                        log.warning("the %s answers again", role)
+                        log.warning("%s answers again", role)
                     failing.discard(role)
             time.sleep(_WATCH_S)
 

@@ -318,10 +318,12 @@ class EngineServer:
     # ---- messages out ----
 
     def _answer_operations(self) -> None:
-        for identity, key, operation in self._operations:
-            if operation.is_done:
-                self._send(identity, Operated(key, operation.blocks))
-        self._operations = [entry for entry in self._operations if not entry[2].is_done]
+        done = [entry for entry in self._operations if entry[2].is_done]
+        for identity, key, operation in done:
+            self._operations.remove((identity, key, operation))
+            self._send(identity, Operated(key, operation.blocks))
+        if done and self._reports is not None:
+            self._reports.hurry()
 
     def _send_deltas(self, deltas: list[OutputDelta]) -> None:
         by_client: defaultdict[bytes, list[OutputDelta]] = defaultdict(list)

@@ -61,8 +61,8 @@ def _state(engine: Stats) -> str:
 
 
 def _tiers(stats: Stats) -> Table:
-    """Per engine and tier: what it has cached, what was served from it, how fast it gives."""
-    table = _table("tiers", "tier", "blocks", "free", "tokens hit", "copied in", "speed", "waited")
+    """Per engine and tier: blocks cached, tokens served from it, blocks loaded from it and how fast."""
+    table = _table("tiers", "tier", "blocks", "free", "hits", "loaded", "speed", "waited")
     for name, engine in sorted(stats["engines"].items()):
         for row in _tier_rows(engine) if "cache" in engine else ():
             table.add_row(name, *row)
@@ -90,7 +90,7 @@ def _speed(engine: Stats, direction: str) -> tuple[str, str]:
     transfer = engine["transfers"].get(direction)
     if not transfer:
         return "-", "-"
-    return f"{format_bytes(int(transfer['bytes_per_s']))}/s", f"{transfer['waited_s']:.2f} s"
+    return f"{format_bytes(transfer['bytes_per_s'])}/s", f"{transfer['waited_s']:.2f} s"
 
 
 def _index(stats: Stats) -> Table:
@@ -119,7 +119,7 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
