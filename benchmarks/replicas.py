@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -82,7 +83,8 @@ def converse(client: Client, turns: int, seed: int) -> Turns:
     for turn in range(turns):
         whose = order.sample(range(CONVERSATIONS), CONVERSATIONS)
         with ThreadPoolExecutor(USERS) as users:
-            list(users.map(lambda who: ask(client, histories[who], questions[who][turn], seen[turn]), whose))  # noqa: B023
+            asked = [questions[who][turn] for who in whose]
+            list(users.map(partial(ask, client, seen[turn]), [histories[who] for who in whose], asked))
     return sum_of(seen[1:])
 
 
@@ -94,7 +96,7 @@ def sum_of(turns: list[Turns]) -> Turns:
     )
 
 
-def ask(client: Client, history: list[int], question: list[int], seen: Turns) -> None:
+def ask(client: Client, seen: Turns, history: list[int], question: list[int]) -> None:
     history += question
     asked = time.perf_counter()
     stream = client.stream(history, GREEDY, max_tokens=ANSWER_TOKENS)

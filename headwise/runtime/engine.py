@@ -25,7 +25,7 @@ from headwise.runtime.prefetcher import Lookup, Prefetcher
 from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.runtime.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.sequence import Sequence
-from headwise.runtime.speeds import StepSpeeds, copy_speeds
+from headwise.runtime.speeds import copy_speeds
 from headwise.transfer.stats import TransferStats
 
 ASK_WAIT_S = 0.05
@@ -80,7 +80,6 @@ class EngineCore:
         self._arrivals = 0
         self._counts = {"finished": 0, "aborted": 0, "failed": 0, "steps": 0, "tokens_out": 0}
         self._compute_s = 0.0
-        self._speeds = StepSpeeds()
 
     # ---- requests in ----
 
@@ -178,7 +177,8 @@ class EngineCore:
         else:
             self._counts["steps"] += 1
             self._compute_s += result.compute_s
-            self._speeds.take(step, result)
+            if result.error is None:
+                self.resources.speeds.take(step.batch.num_tokens, len(step.sequences), result.compute_s)
         if result.error is not None:
             for sequence in step.sequences:
                 self._fail(sequence, result.error)
@@ -263,8 +263,8 @@ class EngineCore:
             queued_tokens=self.resources.queued_tokens(),
             used_blocks=cache.held_blocks,
             total_blocks=cache.total_blocks,
-            prefill_token_s=self._speeds.prefill_token_s,
-            decode_step_s=self._speeds.decode_step_s,
+            prefill_token_s=self.resources.speeds.prefill_token_s,
+            decode_step_s=self.resources.speeds.decode_step_s,
             host_token_s=host_token_s,
             storage_token_s=storage_token_s,
             accepts=self._operations.state is State.AWAKE,

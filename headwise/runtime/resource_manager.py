@@ -17,6 +17,7 @@ from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence, Step
 from headwise.runtime.prefetcher import Prefetcher
 from headwise.runtime.rows import Index, Rows
 from headwise.runtime.sequence import Phase, Sequence
+from headwise.runtime.speeds import StepSpeeds, smooth
 from headwise.transfer.stats import TransferStats
 
 MAX_LOOKED_AT = 64
@@ -72,6 +73,7 @@ class ResourceManager:
         self.cache = cache
         self.prefetcher = prefetcher
         self.transfers: dict[str, TransferStats] = {}
+        self.speeds = StepSpeeds()
         self.rows = Rows(max_rows)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
@@ -364,7 +366,7 @@ class ResourceManager:
         host = self.cache.host
         if host is None:
             return
-        self._measure(host, step, result)
+        self._measure(host, result)
         host.stored(result.swapped_out.tolist(), result.failed_out.tolist())
         if host.storage is not None:
             host.storage.fetched(result.fetched.tolist(), result.missed.tolist(), now)
@@ -377,10 +379,9 @@ class ResourceManager:
                 self.leave(sequence)
             self.rows.wanted[sequence.row] = False
 
-    def _measure(self, host: HostTier, step: ScheduledStep, result: StepResult) -> None:
+    def _measure(self, host: HostTier, result: StepResult) -> None:
         """Note how fast copies and computing are, by which is decided what is worth copying."""
-        if step.batch.num_tokens > 2 * len(step.sequences) and result.compute_s:  # mostly prompts
-            host.token_s = smooth(host.token_s, result.compute_s / step.batch.num_tokens)
+        host.token_s = self.speeds.prefill_token_s or math.inf
         host.copy_s = self._seconds_a_block("load", host.copy_s, result)
         if host.storage is not None:
             host.storage.fetch_s = self._seconds_a_block("fetch", host.storage.fetch_s, result)
@@ -448,8 +449,3 @@ class ResourceManager:
         sequence.phase = Phase.WAITING
         if not sequence.finished:
             self._queue(sequence)
-
-
-def smooth(old: float, new: float) -> float:
-    """A moving average over about ten values; ``old`` is 0 or infinite before the first."""
-    return 0.9 * old + 0.1 * new if 0 < old < math.inf else new

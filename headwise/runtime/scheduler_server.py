@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.runtime import wire
@@ -510,7 +510,7 @@ class SchedulerServer:
 
         self._socket.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
 
-    _TAKES: dict[type, Callable[[SchedulerServer, bytes, Any], None]] = {  # noqa: RUF012
+    _TAKES: ClassVar[dict[type, Callable[[SchedulerServer, bytes, Any], None]]] = {
         Route: _route,
         Reroute: _reroute,
         Withdraw: _withdraw,

@@ -1,12 +1,8 @@
-"""How fast an engine is, as measured by its steps: what a scheduler weighs prefixes and queues with."""
+"""How fast an engine is, as measured: what it weighs copies against computing with, and a scheduler engines."""
 
 from __future__ import annotations
 
-import math
-
 from headwise.cache_controller.cache_manager import CacheManager
-from headwise.runtime.batch import StepResult
-from headwise.runtime.resource_manager import ScheduledStep, smooth
 
 WINDOW_TOKENS = 2048
 """Prompt tokens after which what was measured before them counts half."""
@@ -28,16 +24,21 @@ class StepSpeeds:
         each than many, and are no measure of what a long prompt would take."""
         return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
 
-    def take(self, step: ScheduledStep, result: StepResult) -> None:
-        tokens, sequences = step.batch.num_tokens, len(step.sequences)
-        if not tokens or not result.compute_s or result.error is not None:
+    def take(self, tokens: int, sequences: int, compute_s: float) -> None:
+        """A step has computed so many tokens of so many sequences."""
+        if not tokens or not compute_s:
             return
         if tokens > 2 * sequences:  # mostly prompts
             kept = 0.5 ** (tokens / WINDOW_TOKENS)
-            self._prefill_s = kept * self._prefill_s + result.compute_s
+            self._prefill_s = kept * self._prefill_s + compute_s
             self._prefill_tokens = kept * self._prefill_tokens + tokens
         elif tokens == sequences:
-            self.decode_step_s = smooth(self.decode_step_s, result.compute_s)
+            self.decode_step_s = smooth(self.decode_step_s, compute_s)
+
+
+def smooth(old: float, new: float) -> float:
+    """A moving average over about ten values; ``old`` is 0 before the first."""
+    return 0.9 * old + 0.1 * new if old else new
 
 
 def copy_speeds(cache: CacheManager) -> tuple[float, float]:
@@ -47,8 +48,4 @@ def copy_speeds(cache: CacheManager) -> tuple[float, float]:
         return 0.0, 0.0
     blocks_per_token = len(cache.policies) / cache.block_size
     fetch_s = host.storage.fetch_s if host.storage is not None else 0.0
-    return _finite(host.copy_s * blocks_per_token), _finite(fetch_s * blocks_per_token)
-
-
-def _finite(seconds: float) -> float:
-    return seconds if math.isfinite(seconds) else 0.0
+    return host.copy_s * blocks_per_token, fetch_s * blocks_per_token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class BadChannel:
 NODE_TIMEOUT_S = 2.0
 
 
-class World:
+class World(ABC):
     """Flushers by name, the faults of the network, and a store that can be stopped and started again."""
 
     def __init__(self, seed: int) -> None:
@@ -128,26 +129,26 @@ class World:
 
     # ---- of the kind of world ----
 
-    def clock(self) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def clock(self) -> float: ...
 
-    def channel(self, name: str) -> Channel:
-        raise NotImplementedError
+    @abstractmethod
+    def channel(self, name: str) -> Channel: ...
 
-    def run(self, seconds: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, seconds: float) -> None: ...
 
-    def start_store(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def start_store(self) -> None: ...
 
-    def stop_store(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def stop_store(self) -> None: ...
 
-    def gone(self, name: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def gone(self, name: str) -> None: ...
 
-    def kept(self, names: Iterable[str]) -> Held:
-        raise NotImplementedError
+    @abstractmethod
+    def kept(self, names: Iterable[str]) -> Held: ...
 
     def close(self) -> None:
         for node in self.nodes.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from hashlib import sha256
 from operator import xor
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -52,7 +53,7 @@ STATEMENTS = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(statements=STATEMENTS)
-def test_any_history_of_statements_gives_what_sets_would_give(statements: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_any_history_of_statements_gives_what_sets_would_give(statements: list[tuple[Any, ...]]) -> None:
     index = PrefixIndex()
     held: dict[str, dict[str, dict[bytes, bool]]] = {node: {tier: {} for tier in TIERS} for node in "abc"}
     for node, tier, which, first, count, what, bits in statements:
@@ -105,7 +106,7 @@ def test_blocks_in_no_order_at_all_and_named_twice_are_no_trouble(
 
 @settings(max_examples=200, deadline=None)
 @given(statements=STATEMENTS, room=st.integers(0, 12))
-def test_a_full_index_forgets_and_still_says_nothing_untrue(statements: list[tuple], room: int) -> None:  # type: ignore[type-arg]
+def test_a_full_index_forgets_and_still_says_nothing_untrue(statements: list[tuple[Any, ...]], room: int) -> None:
     index = PrefixIndex(max_blocks=room)
     held: dict[str, dict[str, dict[bytes, bool]]] = {node: {tier: {} for tier in TIERS} for node in "abc"}
     for node, tier, which, first, count, what, _ in statements:

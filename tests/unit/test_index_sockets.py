@@ -128,6 +128,21 @@ def test_gone_is_said_again_to_a_store_that_was_away() -> None:
     server.stop()
 
 
+def test_a_store_that_fails_starts_anew_and_is_told_all_again(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Flusher("n", 1, server.endpoint, MODEL)) as flusher:
+        flusher.flush([holds(0, 4)])
+        eventually(lambda: server.match(PATH) == {"n": (4, 4, 4)}, flusher.service)
+
+        def fail(statement: Message) -> bool:
+            raise RuntimeError("a fault of its own")
+
+        monkeypatch.setattr(server._desk.store, "apply", fail)  # of this store: the one that follows is whole
+        flusher.flush([holds(4, 8)])
+        eventually(lambda: server.match(PATH) == {"n": (8, 8, 8)}, flusher.service)
+
+
 def test_a_silent_node_is_dropped_and_comes_back_with_its_next_word() -> None:
     now = [0.0]
     server = StoreServer("tcp://127.0.0.1:*", node_timeout_s=10.0, clock=lambda: now[0])
