@@ -66,7 +66,9 @@ class Master:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        eventually(self._answers, 10.0, lambda: f"mooncake_master ended with {self._process and self._process.poll()}")
+        eventually(
+            self._answers, otherwise=lambda: f"mooncake_master ended with {self._process and self._process.poll()}"
+        )
 
     def kill(self) -> None:
         if self._process is not None:

@@ -23,7 +23,7 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.request import GenerationResult
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 ENGINES = ("engine-0", "engine-1", "engine-2")
 CONFIG = EngineConfig(
@@ -34,7 +34,7 @@ CONFIG = EngineConfig(
     block_size=16,
     cpu_threads=1,
     tensor_ops="numpy",  # ready in a second
-    engine_timeout_s=5.0,
+    engine_timeout_s=10.0,
     secure=True,
 )
 TOKENS = 28

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
+
+from waiting import eventually
 
 from headwise.errors import ConfigError, OverloadedError
 from headwise.runtime.client_protocol import EngineLoad
@@ -81,10 +82,3 @@ class ScriptedCore:
     def fail_all(self, error: str) -> list[OutputDelta]:
         failed, self.live = list(self.live), {}
         return [OutputDelta(request_id, finish_reason=FinishReason.ERROR, error=error) for request_id in failed]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true within 10 s"
-        time.sleep(0.01)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from scripted import ScriptedCore, eventually
+from scripted import ScriptedCore
 from typer.testing import CliRunner
+from waiting import eventually
 
 from headwise.errors import (
     ConfigError,

@@ -13,6 +13,7 @@ import msgpack
 import pytest
 import zmq
 from index_truth import Update, block
+from waiting import PATIENCE_S
 
 from headwise.storage.base import (
     Flush,
@@ -50,9 +51,9 @@ def server() -> Iterator[StoreServer]:
 
 
 def eventually(condition: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, "did not come true within 10 s"
+        assert time.monotonic() < deadline, f"did not come true within {PATIENCE_S} s"
         meanwhile()
         time.sleep(0.005)
 

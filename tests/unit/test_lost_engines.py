@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from scripted import ScriptedCore, eventually
+from scripted import ScriptedCore
+from waiting import eventually
 
 from headwise.errors import DeploymentError, EngineDiedError, InvalidRequestError, RequestAbortedError
 from headwise.runtime import client_io, wire

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from waiting import PATIENCE_S, eventually
 
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.errors import InvalidRequestError
@@ -37,7 +38,6 @@ from headwise.storage.base import IndexStats, Matches
 
 SECRET = "of-this-deployment"
 BLOCK = 4
-TIMEOUT_S = 10.0
 
 
 class Door:
@@ -109,7 +109,7 @@ class Peer:
     def send(self, message: Any) -> None:
         self.socket.send(wire.encode(message))
 
-    def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
+    def receive(self, timeout_s: float = PATIENCE_S) -> Any:
         assert self.socket.poll(int(timeout_s * 1000)), f"nothing came within {timeout_s} s"
         return wire.decode(self.socket.recv())
 
@@ -183,13 +183,6 @@ def make() -> Iterator[Callable[..., Deployment]]:
 def route(key: int, text: str, **options: Any) -> Route:
     fields = {"messages": None, "sampling": {}, "priority": 0, "cache_salt": "", **options}
     return Route(key, text, None, **fields)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"did not come true within {TIMEOUT_S} s"
-        time.sleep(0.01)
 
 
 def index_answers(client: Peer) -> None:

@@ -1,0 +1,171 @@
+// CUDA C++ on a CPU, for tests: the threads of a block are fibers that switch at barriers and shuffles.
+//
+// Only what the kernels here use, and stricter than a GPU: a barrier or shuffle that not every thread reaches, a
+// shuffle whose threads disagree about its kind, and an access to memory not aligned to its type are errors.
+// `shim_launch` returns the first one; nothing else of the launch can be relied on then.
+#pragma once
+
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+#include <ucontext.h>
+#include <utility>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static  // blocks run one after the other
+
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+namespace shim {
+
+constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr size_t kStack = 64 << 10;
+enum State { kReady, kAtShuffle, kAtBarrier, kDone };
+
+struct Thread {
+    ucontext_t context;
+    char stack[kStack];
+    State state;
+    unsigned index, shuffle, sent[2], turn;  // what a warp's threads send is kept for two turns, until all have read it
+};
+
+inline ucontext_t scheduler;
+inline Thread threads[kMostThreads];
+inline Thread* current;
+inline dim3 grid, block, block_index;
+inline char error[256];
+
+inline void fail(const char* what, unsigned long detail) {
+    if (!error[0]) snprintf(error, sizeof error, "%s (%lu), thread %u of block %u", what, detail, current->index, block_index.x);
+}
+
+inline void wait(State state) {
+    current->state = state;
+    swapcontext(&current->context, &scheduler);
+}
+
+// Every thread of the warp sends `bits`; returns what lane `from` sent.
+inline unsigned exchange(unsigned mask, unsigned bits, unsigned from, unsigned kind) {
+    if (mask != 0xffffffffu) fail("a shuffle of part of a warp", mask);
+    Thread* self = current;
+    unsigned turn = self->turn++ % 2;
+    self->sent[turn] = bits;
+    self->shuffle = kind;
+    wait(kAtShuffle);
+    return threads[self->index / kWarp * kWarp + from].sent[turn];
+}
+
+inline bool all_are(State state, unsigned first, unsigned last) {
+    for (unsigned i = first; i < last; i++)
+        if (threads[i].state != state || threads[i].shuffle != threads[first].shuffle) return false;
+    return true;
+}
+
+inline bool release(State state, unsigned first, unsigned last) {
+    if (!all_are(state, first, last)) return false;
+    for (unsigned i = first; i < last; i++) threads[i].state = kReady;
+    return true;
+}
+
+template <class Body> void run_block(const Body& body, bool backwards) {
+    static const Body* what;
+    what = &body;
+    void (*start)() = [] { (*what)(); current->state = kDone; swapcontext(&current->context, &scheduler); };
+    unsigned count = block.x;
+    for (unsigned i = 0; i < count; i++) {
+        Thread& thread = threads[i];
+        thread.state = kReady, thread.index = i, thread.turn = thread.shuffle = 0;
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = thread.stack;
+        thread.context.uc_stack.ss_size = kStack;
+        makecontext(&thread.context, start, 0);
+    }
+    for (bool progress = true; progress && !error[0];) {
+        progress = false;
+        for (unsigned i = 0; i < count; i++) {
+            current = &threads[backwards ? count - 1 - i : i];
+            if (current->state == kReady) swapcontext(&scheduler, &current->context), progress = true;
+        }
+        for (unsigned first = 0; first < count; first += kWarp) release(kAtShuffle, first, first + kWarp);
+        release(kAtBarrier, 0, count);
+    }
+    if (!all_are(kDone, 0, count)) fail("a barrier or shuffle that not every thread reaches", count);
+}
+
+template <class... A, size_t... I>
+void launch(void (*kernel)(A...), void** arguments, bool backwards, std::index_sequence<I...>) {
+    auto body = [&] { kernel(*static_cast<A*>(arguments[I])...); };
+    unsigned blocks = grid.x * grid.y * grid.z;
+    for (unsigned i = 0; i < blocks && !error[0]; i++) {
+        unsigned at = backwards ? blocks - 1 - i : i;
+        block_index = {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y};
+        run_block(body, backwards);
+    }
+}
+
+// The caller passes the widths of its arguments: on a GPU, wrong ones are read as something else.
+template <class... A>
+const char* checked_launch(void (*kernel)(A...), const unsigned* sizes, unsigned count, void** arguments, bool backwards) {
+    error[0] = 0;
+    const unsigned expected[] = {sizeof(A)...};
+    if (count != sizeof...(A)) return "the kernel takes another number of arguments";
+    if (memcmp(sizes, expected, sizeof expected)) return "an argument has another width than its parameter";
+    if (block.x % kWarp || block.x > kMostThreads) return "a block that is not 1 to 32 whole warps";
+    launch(kernel, arguments, backwards, std::index_sequence_for<A...>());
+    return error;
+}
+
+}  // namespace shim
+
+#define threadIdx (dim3{shim::current->index, 0, 0})
+#define blockIdx (shim::block_index)
+#define blockDim (shim::block)
+#define gridDim (shim::grid)
+
+inline void __syncthreads() { shim::wait(shim::kAtBarrier); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { shim::exchange(mask, 0, 0, 1); }
+
+template <class T> T shim_shuffle(unsigned mask, T value, unsigned from, unsigned kind) {
+    static_assert(sizeof(T) == 4);
+    unsigned bits;
+    memcpy(&bits, &value, 4);
+    bits = shim::exchange(mask, bits, from, kind);
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline unsigned shim_lane() { return shim::current->index % shim::kWarp; }
+template <class T> T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
+    return shim_shuffle(mask, value, shim_lane() / width * width + from % width, 2 + width);
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32) {
+    if (lanes >= width) shim::fail("a shuffle beyond its width", lanes);
+    return shim_shuffle(mask, value, shim_lane() ^ lanes, 100 + lanes * 64 + width);
+}
+
+template <class T> T __ldcs(const T* from) { return *from; }
+template <class T> void __stcs(T* to, T value) { *to = value; }
+
+inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
+inline unsigned __float_as_uint(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
+
+// What the kernels do with one PTX instruction each.
+inline float f16_to_f32(unsigned short bits) { _Float16 half; memcpy(&half, &bits, 2); return half; }
+inline unsigned short f32_to_f16(float value) { _Float16 half = value; unsigned short bits; memcpy(&bits, &half, 2); return bits; }
+
+// Called by what `-fsanitize=alignment` adds to each access to memory.
+extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(void*, unsigned long address) {
+    shim::fail("an access that is not aligned to its type", address);
+}
+
+#define SHIM_KERNEL(name)                                                                                       \
+    extern "C" const char* shim_launch(const unsigned* grid, unsigned threads, const unsigned* sizes,           \
+                                       unsigned count, void** arguments, int backwards) {                       \
+        shim::grid = {grid[0], grid[1], grid[2]}, shim::block = {threads};                                      \
+        return shim::checked_launch(name, sizes, count, arguments, backwards != 0);                             \
+    }
