@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -36,6 +37,9 @@ from headwise.runtime.client_protocol import (
     error_of,
 )
 from headwise.runtime.request import FinishReason, OutputDelta
+from headwise.storage.zmq_context import close_context, open_context
+
+log = logging.getLogger(__name__)
 
 MAX_REROUTES = 3
 """Engines that one request may lose. A request that kills engines must not kill them all."""
@@ -51,11 +55,10 @@ class ClientIO:
     """
 
     def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
-        import zmq
 
         self.endpoint = endpoint
         self._clock = clock
-        self._context = zmq.Context()
+        self._context = open_context()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -118,27 +121,39 @@ class ClientIO:
     # ---- the thread ----
 
     def _run(self) -> None:
+        reason: HeadwiseError = RequestAbortedError("the client was closed")
+        try:
+            while not self._closed:
+                self._turn()
+        except Exception as error:
+            log.exception("the client's thread failed")
+            reason = DeploymentError(f"the client of {self.endpoint} failed ({error!r}); make a new one")
+        finally:
+            with self._lock:
+                self._closed = True
+            self._finish(reason)
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and see to it."""
         import zmq
 
-        while not self._closed:
-            poller = zmq.Poller()
-            poller.register(self._wake_read, zmq.POLLIN)
-            peers = [self._scheduler, *self._engines.values()]
-            for peer in peers:
-                poller.register(peer.socket, zmq.POLLIN)
-                poller.register(peer.monitor, zmq.POLLIN)
-            ready = dict(poller.poll(self._poll_ms()))
-            if self._wake_read in ready:
-                os.read(self._wake_read, 65536)
-            self._run_commands()
-            for peer in peers:
-                has_news = peer.monitor in ready
-                if peer.socket in ready:
-                    self._receive(peer)
-                if has_news and not peer.socket.closed:
-                    self._check_connection(peer)
-            self._check_silence()
-        self._finish()
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        peers = [self._scheduler, *self._engines.values()]
+        for peer in peers:
+            poller.register(peer.socket, zmq.POLLIN)
+            poller.register(peer.monitor, zmq.POLLIN)
+        ready = dict(poller.poll(self._poll_ms()))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 65536)
+        self._run_commands()
+        for peer in peers:
+            has_news = peer.monitor in ready
+            if peer.socket in ready and not peer.socket.closed:
+                self._receive(peer)
+            if has_news and not peer.socket.closed:
+                self._check_connection(peer)
+        self._check_silence()
 
     def _poll_ms(self) -> float | None:
         waiting = any(peer.awaiting for peer in (self._scheduler, *self._engines.values()))
@@ -345,9 +360,8 @@ class ClientIO:
         if is_engine:
             peer.close()
 
-    def _finish(self) -> None:
+    def _finish(self, reason: HeadwiseError) -> None:
         self._run_commands()
-        closed = RequestAbortedError("the client was closed")
         for peer in [self._scheduler, *self._engines.values()]:
             for key, what in list(peer.awaiting.items()):
                 if isinstance(what, Call) and peer is self._scheduler:
@@ -355,8 +369,8 @@ class ClientIO:
                 elif isinstance(what, Call):
                     self._abort(what)
                 peer.answered(key)
-                _deliver(what, closed)
-        self._context.destroy(linger=100)
+                _deliver(what, reason)
+        close_context(self._context, linger_ms=100)
         with self._lock:
             os.close(self._wake_write)
             os.close(self._wake_read)

@@ -43,6 +43,7 @@ from headwise.runtime.client_protocol import (
 )
 from headwise.runtime.engine_reports import EngineReports, Reporting
 from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta
+from headwise.storage.zmq_context import close_context, open_context
 
 if TYPE_CHECKING:
     import zmq
@@ -115,7 +116,7 @@ class EngineServer:
     ) -> None:
         import zmq
 
-        self._context = zmq.Context()
+        self._context = open_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, send_queue)
@@ -166,7 +167,7 @@ class EngineServer:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._context.destroy(linger=100)
+        close_context(self._context, linger_ms=100)
 
     # ---- the loop ----
 

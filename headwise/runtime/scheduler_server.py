@@ -48,6 +48,7 @@ from headwise.runtime.request_queue import RequestQueue
 from headwise.runtime.routing import Matches, RoutedRequest, Router, RouterOptions
 from headwise.runtime.routing.base import RESERVATION_S, TYPICAL_OUTPUT
 from headwise.storage.base import ANYONE, TIERS
+from headwise.storage.zmq_context import close_context, open_context
 
 log = logging.getLogger(__name__)
 
@@ -163,14 +164,14 @@ class SchedulerServer:
     def _open_sockets(self, host: str, port: int) -> None:
         import zmq
 
-        self._context = zmq.Context()
+        self._context = open_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 2 * self._max_queued)  # no ticket is lost to a client that is slow
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            close_context(self._context)
             raise DeploymentError(
                 f"cannot listen on {host}:{port}: {error}; choose another --port (0 takes a free one) or --host"
             ) from None
@@ -184,7 +185,7 @@ class SchedulerServer:
         if self._thread.is_alive():
             self._thread.join()
         self._preparer.close()
-        self._context.destroy(linger=100)
+        close_context(self._context, linger_ms=100)
 
     # ---- the loop ----
 

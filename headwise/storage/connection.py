@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from headwise.storage.base import Message
 from headwise.storage.curve import CurveKeys, secure_client
 from headwise.storage.protocol import MAX_MESSAGE_BYTES, ProtocolError, decode, encode
+from headwise.storage.zmq_context import close_context, open_context
 
 ALIVE_MS = 500
 LOST_MS = 1500
@@ -28,7 +29,7 @@ class Connection:
         self.endpoint = endpoint
         self.dropped = 0
         self._namespace = namespace
-        self._context = zmq.Context()
+        self._context = open_context()
         self.socket = self._context.socket(zmq.DEALER)
         if curve is not None:
             secure_client(self.socket, curve)
@@ -71,4 +72,4 @@ class Connection:
                     continue
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        close_context(self._context)

@@ -15,6 +15,7 @@ from headwise.storage.curve import CurveKeys, Doorkeeper, secure_server
 from headwise.storage.prefix_index import MAX_BLOCKS
 from headwise.storage.protocol import MAX_MESSAGE_BYTES
 from headwise.storage.store_desk import Identity, StoreDesk
+from headwise.storage.zmq_context import close_context, open_context
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class StoreServer:
     def _open(self, endpoint: str, curve: CurveKeys | None, max_message_bytes: int) -> None:
         import zmq
 
-        self._context = zmq.Context()
+        self._context = open_context()
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -163,4 +164,4 @@ class StoreServer:
 
     def _close(self) -> None:
         self._socket.disable_monitor()
-        self._context.destroy(linger=0)
+        close_context(self._context)

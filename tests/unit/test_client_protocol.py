@@ -29,6 +29,7 @@ from headwise.errors import (
 from headwise.runtime import client_io, wire
 from headwise.runtime.cli import app
 from headwise.runtime.client import Client
+from headwise.runtime.client_io import ClientIO
 from headwise.runtime.client_protocol import EngineStatus, Failed, GetStats, Outputs, Ping, Pong, Route, Stats, Submit
 from headwise.runtime.engine_reports import Reporting
 from headwise.runtime.engine_server import EngineServer
@@ -325,6 +326,24 @@ def test_closing_the_client_ends_its_requests(deployment: Deployment, core: Scri
     eventually(lambda: len(core.aborted) == 1)
     with pytest.raises(DeploymentError, match="closed"):
         client.generate("abc")
+
+
+def test_a_client_that_breaks_says_so_to_every_caller(
+    client: Client, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core.gate.clear()
+    stream = client.stream("abc", max_tokens=4)
+    eventually(lambda: bool(core.live))
+
+    def broken(self: ClientIO) -> None:
+        raise KeyError("unheard of")
+
+    monkeypatch.setattr(ClientIO, "_check_silence", broken)
+    with pytest.raises(DeploymentError, match=r"failed .*unheard of.*make a new one"):
+        stream.read()
+    with pytest.raises(DeploymentError, match="is closed; make a new one"):
+        client.generate("abc", max_tokens=4)
+    core.gate.set()
 
 
 # ---- bad input ----
