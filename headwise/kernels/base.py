@@ -41,12 +41,15 @@ class AttentionBatch:
     block_tables: ``[batch * groups, max_blocks]``; row ``i * groups + g`` maps token block to block id.
                   ``-1`` marks a recycled block or one never allocated.
     groups:       number of head groups
+    max_query_len: no sequence has more query rows than this, if the host knows it; 1 promises decode only. Kernels
+                  on a device choose their grid by it without looking at the arrays.
     """
 
     cu_seqlens_q: Array
     seq_lens: Array
     block_tables: Array
     groups: int
+    max_query_len: int | None = None
 
 
 class AttentionKernels(Protocol):

@@ -1,6 +1,9 @@
 """The block layout of grouped-query attention, and typed views of an arena of such blocks.
 
 Multi-head and multi-query attention are its two ends: one query head per KV head, or one KV head in all.
+
+Keys and values of dtype ``int8`` or ``float8_e4m3fn`` are quantised: each has a scale per member and token, in the
+roles ``key_scale`` and ``value_scale``. What is read is ``stored * scale``.
 """
 
 from __future__ import annotations
@@ -10,14 +13,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
 
+QUANTISED = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The quantised dtypes, and the largest value each stores: a token's largest element becomes this."""
+
 
 def gqa_layout(block_size: int, slots: int, head_dim: int, dtype: str = "float32") -> BlockLayout:
-    """The layout of blocks that hold, per member and token, one ``key`` and one ``value`` of ``(head_dim,)``."""
-    roles = (Role("key", (head_dim,), dtype), Role("value", (head_dim,), dtype))
-    return BlockLayout(block_size=block_size, slots=slots, roles=roles)
+    """The layout of blocks that hold, per member and token, one ``key`` and one ``value`` of ``(head_dim,)``.
+
+    Quantised dtypes add one float32 ``key_scale`` and ``value_scale`` per member and token.
+    """
+    roles = [Role("key", (head_dim,), dtype), Role("value", (head_dim,), dtype)]
+    if dtype in QUANTISED:
+        roles += [Role("key_scale", (), "float32"), Role("value_scale", (), "float32")]
+    return BlockLayout(block_size=block_size, slots=slots, roles=tuple(roles))
 
 
 def head_dim_of(layout: BlockLayout) -> int:
@@ -26,24 +38,58 @@ def head_dim_of(layout: BlockLayout) -> int:
     Raises:
         ConfigError: the layout is that of another attention variant.
     """
-    if [role.name for role in layout.roles] != ["key", "value"] or layout.roles[0].shape != layout.roles[1].shape:
+    first = layout.roles[0]
+    if len(first.shape) != 1 or layout.roles != gqa_layout(1, 1, first.shape[0], first.dtype).roles:
         raise ConfigError(f"layout {layout.identity} is not one of grouped-query attention; build it with gqa_layout()")
-    return layout.roles[0].shape[0]
+    return first.shape[0]
+
+
+def kv_dtype_of(layout: BlockLayout) -> str:
+    """The name of the dtype that a grouped-query layout keeps keys and values in."""
+    return layout.roles[0].dtype
 
 
 def kv_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Keys and values of an arena, each ``[num_blocks, slots, block_size, head_dim]``, sharing its memory.
+    """Keys and values of an arena as stored, each ``[num_blocks, slots, block_size, head_dim]``, sharing its memory.
 
     Raises:
         ConfigError: the arena is not a whole number of blocks, or the layout is of another attention variant.
     """
-    head_dim = head_dim_of(layout)
+    head_dim_of(layout)
+    return _view(arena, layout, layout.roles[0]), _view(arena, layout, layout.roles[1])
+
+
+def scale_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Scales of the keys and values of a quantised arena, each ``[num_blocks, slots, block_size]``, sharing its memory.
+
+    Raises:
+        ConfigError: as `kv_views`, or the layout is not quantised.
+    """
+    head_dim_of(layout)
+    if kv_dtype_of(layout) not in QUANTISED:
+        raise ConfigError(f"a layout of dtype {kv_dtype_of(layout)} has no scales: only {', '.join(QUANTISED)} have")
+    return _view(arena, layout, layout.roles[2]), _view(arena, layout, layout.roles[3])
+
+
+def quantise(rows: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """``rows [..., head_dim]`` as stored in quantised ``dtype``, and their scales ``[...]``.
+
+    Symmetric, per row: ``scale = absmax / largest`` (1 where a row is all zeros), ``stored = rows / scale`` rounded
+    half to even and clipped to ``+-largest``. Computed in float32, so that every implementation rounds alike.
+    """
+    largest = np.float32(QUANTISED[dtype])
+    exact = rows.astype(np.float32)
+    absmax = np.abs(exact).max(axis=-1)
+    scale = np.where(absmax > 0, absmax / largest, np.float32(1.0)).astype(np.float32)
+    scaled = np.clip(exact / scale[..., None], -largest, largest)
+    return (np.rint(scaled) if dtype == "int8" else scaled).astype(numpy_dtype(dtype)), scale
+
+
+def _view(arena: NDArray[np.uint8], layout: BlockLayout, role: Role) -> NDArray[Any]:
     if arena.nbytes % layout.block_bytes:
         raise ConfigError(f"an arena of {arena.nbytes} bytes is not a whole number of {layout.block_bytes}-byte blocks")
-    shape = (arena.nbytes // layout.block_bytes, layout.slots, layout.block_size, head_dim)
-
-    def view(role: Role) -> NDArray[Any]:
-        strides = (layout.block_bytes, layout.slot_bytes, role.token_bytes, np.dtype(role.dtype).itemsize)
-        return np.ndarray(shape, role.dtype, buffer=arena, offset=layout.role_offsets[role.name], strides=strides)
-
-    return view(layout.roles[0]), view(layout.roles[1])
+    dtype = numpy_dtype(role.dtype)
+    shape = (arena.nbytes // layout.block_bytes, layout.slots, layout.block_size, *role.shape)
+    element = (dtype.itemsize,) * len(role.shape)
+    strides = (layout.block_bytes, layout.slot_bytes, role.token_bytes, *element)
+    return np.ndarray(shape, dtype, buffer=arena, offset=layout.role_offsets[role.name], strides=strides)

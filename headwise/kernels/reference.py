@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.gqa import kv_views
+from headwise.kernels.gqa import QUANTISED, kv_dtype_of, kv_views, quantise, scale_views
 
 Positions = NDArray[np.int64]
+Index = tuple[NDArray[np.int32], Any, Positions]
 
 
 class ReferenceKernels:
@@ -30,14 +31,12 @@ class ReferenceKernels:
         heads: HeadTable,
     ) -> None:
         """See `AttentionKernels.write_kv`."""
-        keys, values = kv_views(arena, layout)
         for sequence, rows, positions in _sequences(batch):
             for head, (group, slot) in enumerate(zip(heads.group, heads.slot, strict=True)):
                 blocks = _blocks(batch, sequence, group, positions, layout.block_size)
                 mapped = blocks >= 0
                 at = (blocks[mapped], slot, positions[mapped] % layout.block_size)
-                keys[at] = key[rows, head][mapped]
-                values[at] = value[rows, head][mapped]
+                _store(arena, layout, at, (key[rows, head][mapped], value[rows, head][mapped]))
 
     def attend(
         self,
@@ -52,7 +51,6 @@ class ReferenceKernels:
         out: NDArray[Any],
     ) -> None:
         """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible."""
-        keys, values = kv_views(arena, layout)
         kv_heads = len(heads.group)
         share = query.shape[1] // kv_heads
         for sequence, rows, positions in _sequences(batch):
@@ -64,8 +62,9 @@ class ReferenceKernels:
                 seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
                 at = (blocks, heads.slot[head], seen % layout.block_size)
                 queries = slice(head * share, (head + 1) * share)
+                key, value = _load(arena, layout, at)
                 out[rows, queries] = _softmax_attention(
-                    query[rows, queries], keys[at], values[at], visible[:, seen], scale, softcap
+                    query[rows, queries], key, value, visible[:, seen], scale, softcap
                 )
 
 
@@ -82,6 +81,24 @@ def _blocks(
 ) -> NDArray[np.int32]:
     row: NDArray[np.int32] = batch.block_tables[sequence * batch.groups + int(group)]
     return row[positions // block_size]
+
+
+def _store(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, pair: tuple[NDArray[Any], NDArray[Any]]) -> None:
+    dtype = kv_dtype_of(layout)
+    for role, rows in enumerate(pair):
+        if dtype in QUANTISED:
+            rows, scale_views(arena, layout)[role][at] = quantise(rows, dtype)
+        kv_views(arena, layout)[role][at] = rows
+
+
+def _load(arena: NDArray[np.uint8], layout: BlockLayout, at: Index) -> list[NDArray[np.float64]]:
+    """Keys and values at ``at``, each ``float64 [tokens, head_dim]``."""
+    pair = [view[at].astype(np.float64) for view in kv_views(arena, layout)]
+    if kv_dtype_of(layout) not in QUANTISED:
+        return pair
+    return [
+        rows * view[at].astype(np.float64)[:, None] for rows, view in zip(pair, scale_views(arena, layout), strict=True)
+    ]
 
 
 def _visible(queries: Positions, keys: Positions, window: int, sink: int) -> NDArray[np.bool_]:

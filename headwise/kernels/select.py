@@ -7,11 +7,14 @@ from headwise.kernels.base import AttentionKernels
 from headwise.kernels.reference import ReferenceKernels
 
 KERNELS = ("auto", "numba", "reference")
+"""For host memory; those of a GPU are `headwise.kernels.cuda.kernels.CudaKernels`."""
 
 
-def resolve_kernels_name(name: str) -> str:
-    """What ``auto`` stands for: the fastest for host memory. Any other name is itself."""
-    return "numba" if name == "auto" else name
+def resolve_kernels_name(name: str, on_gpu: bool = False) -> str:
+    """What ``auto`` stands for: the fastest. Any other name is itself."""
+    if name != "auto":
+        return name
+    return "cuda" if on_gpu else "numba"
 
 
 def make_kernels(name: str, threads: int) -> AttentionKernels:

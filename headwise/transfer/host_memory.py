@@ -26,6 +26,8 @@ POPULATE_BYTES = 64 << 20
 """Bytes made resident by one system call: short enough for `HostArena.close` not to wait long."""
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MPOL_PREFERRED = 14, 23, 1
+_PORTABLE, _MAPPED = 1, 2
+"""``cudaHostRegisterPortable`` and ``cudaHostRegisterMapped``: for all GPUs of the process, and for their kernels."""
 _MBIND = {"x86_64": 237, "aarch64": 235}
 log = logging.getLogger(__name__)
 
@@ -189,7 +191,7 @@ class HostArena:
 
     def _pin(self) -> None:
         try:
-            _cuda_runtime().hostRegister(self._address, self._bytes, 0)
+            _cuda_runtime().hostRegister(self._address, self._bytes, _PORTABLE | _MAPPED)
             self.is_pinned = True
         except Exception as error:  # CuPy's own kind, or no CuPy: copies are slower, and right
             log.warning("the host arena of %d bytes is not pinned: %s", self._bytes, error)

@@ -1,7 +1,6 @@
 """Kernels in CUDA C++ executed on a CPU: compiled by g++ with `shim.h`, launched on NumPy arrays.
 
-A `ShimProgram` is a `headwise.kernels.cuda.launch.Program`. A misuse that the shim sees (`shim.h` lists them) raises
-AssertionError at the launch.
+A misuse that the shim sees (`shim.h` lists them) raises AssertionError at the launch.
 """
 
 from __future__ import annotations
@@ -9,51 +8,57 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import headwise.kernels.cuda
 from headwise.kernels.cuda.launch import Grid
+from headwise.kernels.cuda.programs import SOURCES, Defines
 
-SOURCES = Path(headwise.kernels.cuda.__file__).parent
 OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fsanitize=alignment", "-ffp-contract=off", "-w")
 
 
 class ShimKernel:
     """`Kernel` that runs at once. ``backwards``: threads and blocks take turns in descending order."""
 
-    def __init__(self, library: Path, threads: int) -> None:
+    def __init__(self, library: Path, threads: int, backwards: bool) -> None:
         self._launch = ctypes.CDLL(str(library)).shim_launch
         self._launch.restype = ctypes.c_char_p
-        self._threads = threads
-        self.backwards = False
+        self._threads, self._backwards = threads, backwards
 
     def __call__(self, grid: Grid, arguments: Sequence[np.generic]) -> None:
         cells = [np.array(argument) for argument in arguments]
         error = self._launch(
             (ctypes.c_uint * 3)(*grid), self._threads, (ctypes.c_uint * len(cells))(*(cell.nbytes for cell in cells)),
-            len(cells), (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells)), int(self.backwards),
+            len(cells), (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells)), int(self._backwards),
         )  # fmt: skip
         assert not error, error.decode()
 
 
-class ShimProgram:
-    """`Program` of the CUDA C++ ``source``, a file, compiled with the macros ``defines``."""
+class ShimPrograms:
+    """`headwise.kernels.cuda.programs.Programs`: libraries are built in ``directory``, once each."""
 
-    def __init__(self, source: Path, defines: Mapping[str, object], directory: Path) -> None:
-        self._source, self._directory = source, directory
-        self._defines = tuple(f"-D{name}={value}" for name, value in defines.items())
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self.backwards = False
+
+    def __call__(self, source: str, defines: Defines) -> ShimProgram:
+        return ShimProgram(SOURCES / source, defines, self._directory, self.backwards)
+
+
+class ShimProgram:
+    """`Program` of the CUDA C++ file ``source``, compiled with the macros ``defines``."""
+
+    def __init__(self, source: Path, defines: Defines, directory: Path, backwards: bool = False) -> None:
+        self._source, self._directory, self._backwards = source, directory, backwards
+        self._defines = tuple(f"-D{name}={value}" for name, value in defines.items())
 
     def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> ShimKernel:
         assert not shared_bytes, "the shim has no dynamic shared memory"
-        kernel = ShimKernel(_library(self._source, name, self._defines, self._directory), threads)
-        kernel.backwards = self.backwards
-        return kernel
+        return ShimKernel(_library(self._source, name, self._defines, self._directory), threads, self._backwards)
 
 
 @cache
@@ -65,5 +70,7 @@ def _library(source: Path, kernel: str, defines: tuple[str, ...], directory: Pat
     main = directory / f"{source.stem}-{number}.cpp"
     main.write_text(f'#include "{Path(__file__).parent}/shim.h"\n#include "{source}"\nSHIM_KERNEL({kernel})\n')
     library = main.with_suffix(".so")
-    subprocess.run([compiler, *OPTIONS, *defines, "-o", str(library), str(main)], check=True, capture_output=True)
+    command = [compiler, *OPTIONS, *defines, "-o", str(library), str(main)]
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stderr
     return library

@@ -5,6 +5,7 @@
 // `shim_launch` returns the first one; nothing else of the launch can be relied on then.
 #pragma once
 
+#include <math.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -155,8 +156,21 @@ inline float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits,
 inline unsigned __float_as_uint(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
 
 // What the kernels do with one PTX instruction each.
-inline float f16_to_f32(unsigned short bits) { _Float16 half; memcpy(&half, &bits, 2); return half; }
-inline unsigned short f32_to_f16(float value) { _Float16 half = value; unsigned short bits; memcpy(&bits, &half, 2); return bits; }
+inline float f16_to_f32(unsigned short bits) {
+    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    float size = exponent == 0 ? ldexpf(mantissa, -24) : ldexpf(mantissa + 1024, exponent - 25);
+    if (exponent == 31) size = mantissa ? NAN : INFINITY;
+    return bits >> 15 ? -size : size;
+}
+inline unsigned short f32_to_f16(float value) {
+    int exponent, sign = signbit(value) ? 0x8000 : 0;
+    float size = fabsf(value);
+    if (size != size) return 0x7e00;
+    if (size >= 65520) return sign | 0x7c00;
+    if (size < 0x1p-14f) return sign | (int)rintf(size * 0x1p24f);
+    frexpf(size, &exponent);
+    return sign | ((exponent + 13) << 10) + (int)rintf(ldexpf(size, 11 - exponent));  // the leading 1 adds to the exponent
+}
 
 // Called by what `-fsanitize=alignment` adds to each access to memory.
 extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(void*, unsigned long address) {

@@ -1,0 +1,339 @@
+"""The host half of attention on a GPU: what to launch, with which tiles and how many splits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile
+from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
+
+HEAD_DIMS = (64, 96, 128, 256)
+FLOATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+TRITON_TYPES = {**FLOATS, "int8": "i8", "float8_e4m3fn": "fp8e4nv"}
+OLDEST_SM = 80
+OLDEST_SM_E4M3 = 89
+MAX_SPLITS = 128
+LOG2E = math.log2(math.e)
+ALIGNMENT = 16
+"""Bytes that query rows and the arena start on multiples of, so that a thread moves 16 bytes at once."""
+
+
+def check_supported(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: int = 1) -> None:
+    """Whether the attention kernels serve this model on a card of compute capability ``sm`` (90 for an H100).
+
+    Raises:
+        ConfigError: they do not; says what is at fault and what is allowed.
+    """
+    if sm < OLDEST_SM:
+        raise ConfigError(f"a card of compute capability {sm / 10} is too old: {OLDEST_SM / 10} is the least")
+    if head_dim not in HEAD_DIMS:
+        allowed = ", ".join(map(str, HEAD_DIMS))
+        raise ConfigError(f"head_dim {head_dim} is not supported on a GPU: only {allowed}; use device cpu")
+    if q_dtype not in FLOATS:
+        raise ConfigError(f"dtype {q_dtype} is not supported on a GPU: choose one of {', '.join(FLOATS)}")
+    if kv_dtype not in TRITON_TYPES:
+        raise ConfigError(f"KV dtype {kv_dtype} is not supported on a GPU: choose one of {', '.join(TRITON_TYPES)}")
+    if kv_dtype == "float8_e4m3fn" and sm < OLDEST_SM_E4M3:
+        raise ConfigError(
+            f"KV dtype float8_e4m3fn needs compute capability {OLDEST_SM_E4M3 / 10} or newer, this card has {sm / 10}: "
+            "choose int8, which takes as many bytes"
+        )
+    if block_size & (block_size - 1):
+        raise ConfigError(f"block_size {block_size} is not supported on a GPU: choose a power of two, 16 or more")
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the machine code of attention depends on besides the card."""
+
+    share: int
+    """Query heads per KV head."""
+    head_dim: int
+    block_size: int
+    q_dtype: str
+    kv_dtype: str
+    softcap: bool = False
+
+    @classmethod
+    def of(cls, layout: BlockLayout, q_heads: int, kv_heads: int, q_dtype: str, softcap: float) -> AttentionShape:
+        """The shape of attention with ``q_heads`` of ``q_dtype`` over ``kv_heads`` in blocks of ``layout``."""
+        if q_heads % kv_heads:
+            raise ConfigError(f"{q_heads} query heads cannot share {kv_heads} KV heads evenly: give a multiple")
+        share = q_heads // kv_heads
+        return cls(share, head_dim_of(layout), layout.block_size, q_dtype, kv_dtype_of(layout), softcap > 0)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What may be measured and set otherwise; the defaults are those of `tiles` for each shape and card.
+
+    split_programs:   decode is split until there are this many programs per multiprocessor, counting all heads as
+                      full: enough that the ones that end first leave little idle
+    min_split_tokens: a split has at least so many tokens: fewer cost more to merge than they save
+    """
+
+    prefill: Tile | None = None
+    decode: Tile | None = None
+    split_programs: int = 8
+    min_split_tokens: int = 128
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The three kernels of one shape on one card."""
+
+    prefill: Variant
+    decode: Variant
+    merge: Variant
+    tokens: int
+    """Query tokens per prefill tile."""
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        return self.prefill, self.decode, self.merge
+
+
+def variants_of(shape: AttentionShape, sm: int) -> tuple[Variant, ...]:
+    """All that attention of ``shape`` launches on a card of compute capability ``sm``."""
+    return _plan(shape, sm, Tuning()).variants
+
+
+@dataclass
+class TritonAttention:
+    """`AttentionKernels.attend` on a GPU, or in the interpreter.
+
+    Reads no device array on the host: what is launched depends on the shapes of ``batch`` and its ``max_query_len``
+    alone, so launches can be captured in a CUDA graph and replayed with other lengths. Rows of query and out have
+    contiguous heads; tokens may be any multiple of 16 bytes apart.
+
+    ``allocate(nbytes)`` gives device memory as a flat uint8 array; called by `prepare`, or by the first `attend` of a
+    shape that was not prepared.
+    """
+
+    launcher: TritonLauncher
+    allocate: Callable[[int], Array]
+    tuning: Tuning = field(default_factory=Tuning)
+
+    def __post_init__(self) -> None:
+        self._plans: dict[AttentionShape, _Plan] = {}
+        self._workspace: Array | None = None
+
+    def prepare(self, shapes: Iterable[AttentionShape]) -> None:
+        """Compile and load all that ``shapes`` need, and make their workspace: no call does either later.
+
+        Raises:
+            ConfigError: a shape is not supported (`check_supported`).
+        """
+        for shape in shapes:
+            for variant in self._plan_of(shape).variants:
+                self.launcher.prepare(variant)
+
+    def attend(
+        self,
+        query: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        softcap: float,
+        out: Array,
+    ) -> None:
+        """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible.
+
+        Raises:
+            ConfigError: the shape is not supported.
+            ValueError: the arrays do not fit each other, or ``scale`` is not positive.
+        """
+        q_heads, kv_heads = query.shape[1], heads.group.shape[0]
+        shape = AttentionShape.of(layout, q_heads, kv_heads, query.dtype.name, softcap)
+        sequences = batch.cu_seqlens_q.shape[0] - 1
+        if query.shape[0] == 0 or sequences == 0:
+            return
+        _check_arrays(query, out, shape, scale)
+        plan = self._plan_of(shape)
+        splits = self._splits(sequences * kv_heads, batch.block_tables.shape[1] * layout.block_size)
+        partial, partial_lse = self._partials(shape)
+        arguments = {
+            "query": np.uint64(address_of(query)),
+            "out": np.uint64(address_of(out)),
+            "partial": np.uint64(partial),
+            "partial_lse": np.uint64(partial_lse),
+            **_arena_arguments(arena, layout),
+            **_batch_arguments(batch, heads),
+            "query_stride": np.int32(query.strides[0] // query.itemsize),
+            "out_stride": np.int32(out.strides[0] // out.itemsize),
+            **_score_arguments(scale, softcap),
+            "splits": np.int32(splits),
+        }
+
+        def launch(variant: Variant, grid: tuple[int, int, int], **more: np.generic) -> None:
+            every = arguments | more
+            self.launcher.launch(variant, grid, [every[name] for name, _ in variant.signature])
+
+        longest = 1 if query.shape[0] == 1 else batch.max_query_len
+        decodes = longest == 1 or sequences > 1
+        if longest != 1:
+            tiles = query.shape[0] // plan.tokens + sequences
+            launch(plan.prefill, (kv_heads * tiles, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
+        if decodes:
+            launch(plan.decode, (splits, kv_heads, sequences), fewest_queries=np.int32(1))
+            if splits > 1:
+                launch(plan.merge, (q_heads, sequences, 1))
+
+    def _splits(self, programs: int, longest_context: int) -> int:
+        wanted = -(-self.launcher.sms * self.tuning.split_programs // programs)
+        useful = -(-longest_context // self.tuning.min_split_tokens)
+        return max(1, min(MAX_SPLITS, wanted, useful))
+
+    def _plan_of(self, shape: AttentionShape) -> _Plan:
+        if shape not in self._plans:
+            check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, self.launcher.sm, shape.block_size)
+            self._reserve(shape)
+            self._plans[shape] = _plan(shape, self.launcher.sm, self.tuning)
+        return self._plans[shape]
+
+    def _most_parts(self, shape: AttentionShape) -> int:
+        # Split only while programs are fewer than wanted, so rounding up at most doubles them.
+        return 2 * self.launcher.sms * self.tuning.split_programs * shape.share
+
+    def _reserve(self, shape: AttentionShape) -> None:
+        needed = self._most_parts(shape) * (shape.head_dim + 1) * 4
+        if self._workspace is None or self._workspace.nbytes < needed:
+            self._workspace = self.allocate(needed)
+
+    def _partials(self, shape: AttentionShape) -> tuple[int, int]:
+        start = address_of(self._workspace)
+        return start, start + self._most_parts(shape) * shape.head_dim * 4
+
+
+def _check_arrays(query: Array, out: Array, shape: AttentionShape, scale: float) -> None:
+    if query.shape != out.shape or query.dtype != out.dtype or query.shape[2] != shape.head_dim:
+        raise ValueError(
+            f"query {query.shape} {query.dtype} and out {out.shape} {out.dtype} do not fit each other and "
+            f"head_dim {shape.head_dim}"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale {scale} is not positive: attention scores are scaled up or down, never turned around")
+    for name, array in (("query", query), ("out", out)):
+        if not _is_readable(array):
+            raise ValueError(
+                f"{name} with strides {array.strides} at {address_of(array):#x}: heads must be contiguous, tokens "
+                f"on multiples of {ALIGNMENT} bytes; pass a contiguous copy"
+            )
+
+
+def _is_readable(array: Array) -> bool:
+    tokens, heads, head_dim = array.shape
+    # The stride of a dimension of one says nothing.
+    return (
+        array.strides[2] == array.itemsize
+        and (heads == 1 or array.strides[1] == head_dim * array.itemsize)
+        and (tokens <= 1 or array.strides[0] % ALIGNMENT == 0)
+        and address_of(array) % ALIGNMENT == 0
+    )
+
+
+def _arena_arguments(arena: Array, layout: BlockLayout) -> dict[str, np.generic]:
+    start = address_of(arena)
+    offsets = {role: start + offset for role, offset in layout.role_offsets.items()}
+    return {
+        "key": np.uint64(offsets["key"]),
+        "value": np.uint64(offsets["value"]),
+        "key_scale": np.uint64(offsets.get("key_scale", start)),
+        "value_scale": np.uint64(offsets.get("value_scale", start)),
+        "block_bytes": np.int64(layout.block_bytes),
+        "slot_bytes": np.int64(layout.slot_bytes),
+    }
+
+
+def _batch_arguments(batch: AttentionBatch, heads: HeadTable) -> dict[str, np.generic]:
+    return {
+        "cu_seqlens_q": np.uint64(address_of(batch.cu_seqlens_q)),
+        "seq_lens": np.uint64(address_of(batch.seq_lens)),
+        "block_tables": np.uint64(address_of(batch.block_tables)),
+        "head_group": np.uint64(address_of(heads.group)),
+        "head_slot": np.uint64(address_of(heads.slot)),
+        "head_window": np.uint64(address_of(heads.window)),
+        "head_sink": np.uint64(address_of(heads.sink)),
+        "batch": np.int32(batch.cu_seqlens_q.shape[0] - 1),
+        "kv_heads": np.int32(heads.group.shape[0]),
+        "groups": np.int32(batch.groups),
+        "max_blocks": np.int32(batch.block_tables.shape[1]),
+    }
+
+
+def _score_arguments(scale: float, softcap: float) -> dict[str, np.generic]:
+    """The scaling of scores in base 2, see `attention_jit.attend`."""
+    if softcap > 0:
+        return {"score_scale": np.float32(2 * LOG2E * scale / softcap), "cap": np.float32(LOG2E * softcap)}
+    return {"score_scale": np.float32(LOG2E * scale), "cap": np.float32(0)}
+
+
+ATTEND_SIGNATURE = (
+    "query:q", "out:q", "partial:*fp32", "partial_lse:*fp32", "key:kv", "value:kv", "key_scale:*fp32",
+    "value_scale:*fp32", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32", "head_group:*i32",
+    "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "batch:i32", "kv_heads:i32", "groups:i32",
+    "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "out_stride:i32", "score_scale:fp32",
+    "cap:fp32", "splits:i32", "fewest_queries:i32",
+)  # fmt: skip
+MERGE_SIGNATURE = (
+    "partial:*fp32", "partial_lse:*fp32", "out:q", "cu_seqlens_q:*i32", "seq_lens:*i32", "head_window:*i32",
+    "head_sink:*i32", "out_stride:i32", "splits:i32",
+)  # fmt: skip
+MULTIPLES = ("query", "out", "partial", "key", "value", "block_bytes", "slot_bytes")
+
+
+def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
+    prefill = tuning.prefill or prefill_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm)
+    decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
+    tokens = max(1, prefill.rows // shape.share)
+    split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
+    merge = {"SHARE": shape.share, **_head_constants(shape), **split, "MAX_SPLITS": MAX_SPLITS}
+    return _Plan(
+        prefill=_attend_variant(shape, prefill, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),
+        decode=_attend_variant(shape, decode, 1, DECODE=True, **split),
+        merge=Variant("merge_splits", _typed(MERGE_SIGNATURE, shape), tuple(merge.items()), ("out", "partial"), 4, 2),
+        tokens=tokens,
+    )
+
+
+def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants: Any) -> Variant:
+    constants |= {
+        "SHARE": shape.share,
+        **_head_constants(shape),
+        "BLOCK_SIZE": shape.block_size,
+        "TOKENS": tokens,
+        "BLOCK_M": max(tile.rows, _power_of_two(tokens * shape.share)),
+        "KV_BYTES": numpy_dtype(shape.kv_dtype).itemsize,
+        "SOFTCAP": shape.softcap,
+        "QUANTISED": shape.kv_dtype in QUANTISED,
+    }
+    signature = _typed(ATTEND_SIGNATURE, shape)
+    return Variant("attend", signature, tuple(constants.items()), MULTIPLES, tile.warps, tile.stages)
+
+
+def _head_constants(shape: AttentionShape) -> dict[str, int]:
+    return {"HEAD_DIM": shape.head_dim, "BLOCK_D": _power_of_two(shape.head_dim)}
+
+
+def _typed(signature: tuple[str, ...], shape: AttentionShape) -> tuple[tuple[str, str], ...]:
+    pointers = {"q": "*" + TRITON_TYPES[shape.q_dtype], "kv": "*" + TRITON_TYPES[shape.kv_dtype]}
+    pairs = (parameter.split(":") for parameter in signature)
+    return tuple((name, pointers.get(type_, type_)) for name, type_ in pairs)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two not below ``number``."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,298 @@
+"""Attention over group block tables in Triton: one kernel for prefill chunks and decode, one that merges splits.
+
+**Rows.** A program serves one KV head of one sequence. The ``SHARE`` query heads of that KV head and ``TOKENS``
+consecutive query tokens make the ``BLOCK_M`` rows of its tile, token by token: row ``r`` is token ``r // SHARE`` and
+head ``r % SHARE``. So keys and values are read once for all of them.
+
+**Walk.** Keys come in tiles of ``BLOCK_N`` positions. A windowed head sees two spans, its sinks and its window; the
+walk numbers the tiles of both without a gap, so that one loop serves every head with nothing but its bounds coming from
+the lengths, and its cost does not grow with the context between the spans. There is no branch in that loop, which
+would keep the compiler from overlapping loads with arithmetic: what must not be seen is masked.
+
+        position   0 ...        sink                      window start ...      last query
+        tiles      [ 0 ][ 1 ]                             [ 2 ][ 3 ][ 4 ][ 5 ]
+
+**Masks.** Slots behind the last token and blocks nobody may see can hold NaN, and ``0 * NaN`` is NaN: they are masked
+where they are loaded, keys and values alike. No pointer is made from a block id below 0.
+
+The softmax is the online one (Milakov and Gimelshein, arXiv 1805.02867), in base 2; splits of one sequence are merged
+by their log-sum-exps (FlashDecoding).
+"""
+# mypy: ignore-errors
+# ruff: noqa: N803, SIM102
+
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+NEVER = tl.constexpr(1 << 30)
+"""A position no query reaches."""
+
+SEARCHED = tl.constexpr(128)
+"""Sequences looked at at once when a program finds its own."""
+
+MERGED = tl.constexpr(16)
+"""Splits merged at once."""
+
+
+# `JITFunction`, not `triton.jit`, which an environment variable turns into something else.
+@JITFunction
+def walk_of(first, last, window, sink, BLOCK_N: tl.constexpr):
+    """(tiles, tiles of the sink span, first tile of the window span) for queries at positions ``first`` to ``last``."""
+    window_tile = tl.maximum(first - window + 1, 0) // BLOCK_N
+    sink_tiles = tl.minimum((sink + BLOCK_N - 1) // BLOCK_N, window_tile)
+    return sink_tiles + last // BLOCK_N + 1 - window_tile, sink_tiles, window_tile
+
+
+@JITFunction
+def window_of(head_window, kv_head):
+    """Tokens the head sees back from its query, without a special case for full attention."""
+    window = tl.load(head_window + kv_head)
+    return tl.where(window > 0, window, NEVER)
+
+
+@JITFunction
+def split_of(tiles, splits, MIN_SPLIT_TILES: tl.constexpr):
+    """Tiles per split: as even as ``splits`` programs allow, but no fewer than pay."""
+    return tl.maximum((tiles + splits - 1) // splits, MIN_SPLIT_TILES)
+
+
+@JITFunction
+def find_tile(cu_seqlens_q, batch, tile, TOKENS: tl.constexpr):
+    """(sequence, its query token) that the ``tile``-th tile of the batch begins at.
+
+    Sequence ``i`` owns the tiles from ``cu_seqlens_q[i] // TOKENS + i`` on: enough for its tokens whatever their
+    number, and known without a prefix sum. Tiles left over begin behind their sequence's last token.
+    """
+    sequence = -1
+    for at in range(0, batch, SEARCHED):
+        index = at + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens_q + index, mask=index < batch, other=NEVER) // TOKENS + index
+        sequence += tl.sum(((begins <= tile) & (index < batch)).to(tl.int32))
+    begin = tl.load(cu_seqlens_q + sequence) // TOKENS + sequence
+    return sequence, (tile - begin) * TOKENS
+
+
+@JITFunction
+def converted(values, DTYPE: tl.constexpr):
+    """Cached values as numbers of ``DTYPE``; integers by way of float32, from where every conversion exists."""
+    if values.dtype == tl.int8:
+        return values.to(tl.float32).to(DTYPE)
+    return values.to(DTYPE)
+
+
+@JITFunction
+def attend_tile(
+    accumulator, highest, total, queries, positions, tile, earliest, latest, window, sink,
+    key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    DECODE: tl.constexpr, INTERIOR: tl.constexpr, SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: the tile's ``BLOCK_N`` keys and values go into the running state.
+
+    ``earliest`` and ``latest`` are the positions of the first and the last query, ``positions`` those of all rows. With
+    ``INTERIOR`` every query sees every token of the tile.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    within = tl.arange(0, BLOCK_N)
+    tokens = tile * BLOCK_N + within
+    if BLOCK_SIZE >= BLOCK_N:  # the tile lies within one block: one base, and offsets that no step computes anew
+        block = tl.load(table + tile * BLOCK_N // BLOCK_SIZE)
+        mapped = tokens <= tl.where(block >= 0, latest, -1)
+        base = tl.maximum(block, 0).to(tl.int64) * block_stride
+        skipped = tile * BLOCK_N % BLOCK_SIZE
+        key += base + skipped * HEAD_DIM
+        value += base + skipped * HEAD_DIM
+        at = within[:, None] * HEAD_DIM + dims[None, :]
+        scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + skipped + within
+    else:
+        block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
+        mapped = block >= 0
+        block = tl.maximum(block, 0).to(tl.int64)
+        at = (block * block_stride + tokens % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
+        scales_at = block * scale_stride + tokens % BLOCK_SIZE
+    if not INTERIOR:
+        mapped = mapped & ((tokens > earliest - window) | (tokens < sink))
+    loaded = mapped[:, None]
+    if HEAD_DIM != BLOCK_D:
+        loaded = loaded & (dims < HEAD_DIM)[None, :]
+
+    keys = converted(tl.load(key + at, mask=loaded, other=0.0), queries.dtype)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if QUANTISED:
+        scores *= tl.load(key_scale + scales_at, mask=mapped, other=0.0)[None, :]
+    if SOFTCAP:  # cap * tanh(x) with exp2, which stays finite for any score
+        scores = cap - 2.0 * cap / (tl.exp2(scores * score_scale) + 1.0)
+        exponent_scale = 1.0
+    else:
+        exponent_scale = score_scale
+
+    if INTERIOR or DECODE:
+        visible = mapped[None, :]
+    else:
+        # Two comparisons per score: sinks pass every window, unmapped tokens lie behind every query.
+        after = tl.where(mapped, tokens, NEVER)[None, :]
+        before = tl.where(tokens < sink, NEVER, tokens)[None, :]
+        visible = (after <= positions[:, None]) & (before > (positions - window)[:, None])
+    scores = tl.where(visible, scores, float("-inf"))
+
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * exponent_scale)
+    # A row that has seen nothing yet would compute inf - inf.
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores * exponent_scale - reference[:, None])
+    fading = tl.exp2(highest - reference)
+    total = total * fading + tl.sum(weights, 1)
+    values = tl.load(value + at, mask=loaded, other=0.0)
+    if QUANTISED:
+        value_scales = tl.load(value_scale + scales_at, mask=mapped, other=0.0)
+        if queries.dtype == tl.float16:  # weights times scales may be below its range
+            values = converted(values, tl.float32) * value_scales[:, None]
+        else:
+            weights *= value_scales[None, :]
+    values = converted(values, queries.dtype)
+    accumulator = tl.dot(weights.to(values.dtype), values, accumulator * fading[:, None], input_precision="ieee")
+    return accumulator, new_highest, total
+
+
+@JITFunction
+def attend(
+    query, out, partial, partial_lse, key, value, key_scale, value_scale,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
+    batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
+    score_scale, cap, splits, fewest_queries,
+    SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
+    KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
+):  # fmt: skip
+    """Attention of one tile of query rows over one KV head.
+
+    With ``DECODE`` the grid is (splits, KV heads, batch), for sequences with exactly one query; without, (KV heads x
+    tiles of the batch), for those with at least ``fewest_queries``. Without ``SOFTCAP``, ``score_scale`` is
+    ``scale * log2(e)``; with it, ``2 * log2(e) * scale / softcap``, and ``cap`` is ``softcap * log2(e)``.
+
+    Decode is cut into at most ``splits`` splits by what the head sees of the sequence, so programs of short sequences
+    and windowed heads end at once. If one split does, it goes straight to ``out``. Else each writes its normalised
+    ``partial [batch, q_heads, splits, HEAD_DIM]`` and ``partial_lse [batch, q_heads, splits]``, in base 2.
+    """
+    if DECODE:
+        split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        first = 0
+    else:
+        # The tiles that see most begin first, so that none of them is left alone at the end.
+        program = tl.num_programs(0) - 1 - tl.program_id(0)
+        split, kv_head = 0, program % kv_heads
+        sequence, first = find_tile(cu_seqlens_q, batch, program // kv_heads, TOKENS)
+    query_begin = tl.load(cu_seqlens_q + sequence)
+    query_count = tl.load(cu_seqlens_q + sequence + 1) - query_begin
+    if DECODE:
+        if query_count != 1:
+            return
+    elif (first >= query_count) | (query_count < fewest_queries):
+        return
+
+    group = tl.load(head_group + kv_head)
+    slot = tl.load(head_slot + kv_head).to(tl.int64)
+    window = window_of(head_window, kv_head)
+    sink = tl.load(head_sink + kv_head)
+    offset = tl.load(seq_lens + sequence) - query_count
+    last = offset + tl.minimum(first + TOKENS, query_count) - 1
+    tiles, sink_tiles, window_tile = walk_of(offset + first, last, window, sink, BLOCK_N)
+    jump = window_tile - sink_tiles
+    begin, end, used = 0, tiles, 1
+    if DECODE:
+        per_split = split_of(tiles, splits, MIN_SPLIT_TILES)
+        used = (tiles + per_split - 1) // per_split
+        begin = split * per_split
+        end = tl.minimum(begin + per_split, tiles)
+        if begin >= tiles:
+            return
+
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // SHARE
+    head = kv_head * SHARE + row % SHARE
+    dims = tl.arange(0, BLOCK_D)
+    real_row = (row < TOKENS * SHARE) & (token < query_count)
+    real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
+    at_query = (query_begin + token).to(tl.int64) * query_stride + head * HEAD_DIM
+    queries = tl.load(query + at_query[:, None] + dims[None, :], mask=real, other=0.0)
+
+    slot_base = slot * (slot_bytes // KV_BYTES)
+    scale_base = slot * (slot_bytes // 4)
+    table = block_tables + (sequence * groups + group).to(tl.int64) * max_blocks
+    accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+
+    skipped_at, skipped = tiles, 0
+    if not DECODE:
+        # Tiles that every query sees whole: not those of the sinks, of the window's left edge, of the diagonal.
+        whole = (tl.maximum(last - window + 1, 0) + BLOCK_N - 1) // BLOCK_N
+        skipped_at = tl.maximum(whole - jump, sink_tiles)
+        whole_end = tl.maximum((offset + first + 1) // BLOCK_N - jump, skipped_at)
+        skipped = whole_end - skipped_at
+        for step in range(skipped_at, whole_end):
+            accumulator, highest, total = attend_tile(
+                accumulator, highest, total, queries, offset + token, step + jump,
+                offset + first, last, window, sink,
+                key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
+                block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED,
+            )  # fmt: skip
+    for step in range(begin, end - skipped):
+        step = step + tl.where(step >= skipped_at, skipped, 0)
+        accumulator, highest, total = attend_tile(
+            accumulator, highest, total, queries, offset + token, step + tl.where(step >= sink_tiles, jump, 0),
+            offset + first, last, window, sink,
+            key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
+            block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
+            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED,
+        )  # fmt: skip
+
+    mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    if DECODE:
+        if used > 1:
+            at_split = ((sequence * kv_heads * SHARE + head) * splits + split).to(tl.int64)
+            tl.store(partial + at_split[:, None] * HEAD_DIM + dims[None, :], mixed, mask=real)
+            lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
+            tl.store(partial_lse + at_split, lse, mask=real_row)
+            return
+    at_out = (query_begin + token).to(tl.int64) * out_stride + head * HEAD_DIM
+    tl.store(out + at_out[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=real)
+
+
+@JITFunction
+def merge_splits(
+    partial, partial_lse, out, cu_seqlens_q, seq_lens, head_window, head_sink, out_stride, splits,
+    SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The splits of one query head of one sequence, grid (query heads, batch), into ``out``."""
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    query_begin = tl.load(cu_seqlens_q + sequence)
+    if tl.load(cu_seqlens_q + sequence + 1) - query_begin != 1:
+        return
+    window = window_of(head_window, head // SHARE)
+    sink = tl.load(head_sink + head // SHARE)
+    position = tl.load(seq_lens + sequence) - 1
+    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N)
+    per_split = split_of(tiles, splits, MIN_SPLIT_TILES)
+    used = (tiles + per_split - 1) // per_split
+    if used <= 1:
+        return
+
+    first = (sequence * tl.num_programs(0) + head).to(tl.int64) * splits
+    every = tl.arange(0, MAX_SPLITS)
+    lse = tl.load(partial_lse + first + every, mask=every < used, other=float("-inf"))
+    highest = tl.max(lse, 0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.exp2(lse - highest), 0)
+    dims = tl.arange(0, BLOCK_D)
+    mixed = tl.zeros([BLOCK_D], tl.float32)
+    for at in range(0, used, MERGED):
+        split = at + tl.arange(0, MERGED)
+        part_lse = tl.load(partial_lse + first + split, mask=split < used, other=float("-inf"))
+        some = (split < used)[:, None] & (dims < HEAD_DIM)[None, :]
+        parts = tl.load(partial + (first + split)[:, None] * HEAD_DIM + dims[None, :], mask=some, other=0.0)
+        mixed += tl.sum(tl.exp2(part_lse - highest)[:, None] * parts, 0)
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)
+    at_out = query_begin.to(tl.int64) * out_stride + head * HEAD_DIM
+    tl.store(out + at_out + dims, mixed.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -1,0 +1,173 @@
+"""Block copy between a GPU's memory and pinned host memory: which pieces go which way.
+
+    pieces that are few            cudaMemcpyAsync, a call each; coalesced runs mostly end here
+    many of at least a crossover   the copy engines, all in one cuMemcpyBatchAsync
+    many smaller ones              a kernel that reads and writes pinned host memory directly (`block_copy.cu`)
+
+The copy engines need microseconds per piece, but none of the multiprocessors; where the one outweighs the other differs
+by card and bus, and is measured at start.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.kernels.cuda.copy_driver import CopyDriver, CupyCopyDriver
+from headwise.kernels.cuda.copy_plan import Pieces, plan_pieces, split_pieces
+from headwise.kernels.cuda.launch import address_of
+from headwise.kernels.cuda.programs import CudaPrograms, Programs
+from headwise.kernels.cuda.staging import StagingRing
+
+CROSSOVER_BYTES = 28 << 10
+"""Pieces of this size on go to the copy engines, where it was not measured."""
+
+CANDIDATES = tuple(kib << 10 for kib in (2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128))
+"""Sizes of pieces at which the two ways are compared."""
+
+FEW = 4
+"""Up to so many pieces are not worth gathering: a call of cudaMemcpyAsync takes 2 us."""
+
+RING_BYTES = 4 << 20
+"""Staging memory for tables of pieces: 170,000 pieces may be in flight."""
+
+SOURCE, KERNEL = "block_copy.cu", "copy_pieces"
+CHUNK_BYTES = 2048
+"""Bytes a warp copies at a time: ``CHUNK`` of the source."""
+
+THREADS = 256
+BLOCKS = 16
+"""Blocks of the kernel at most: 256 KiB in flight fill any bus, and leave the forward pass most multiprocessors."""
+
+_MEASURED_PIECES, _REPEATS = 64, 3
+_TABLE_ROW_BYTES = 3 * 8
+log = logging.getLogger(__name__)
+
+
+class CudaBlockCopy:
+    """`BlockCopy` on the calling thread's current stream. It returns when all is enqueued.
+
+    Arenas are on the device or in host memory. Host memory should be pinned and mapped: with other memory, right after
+    a start say, every piece is a call of its own that the host waits for.
+
+    crossover_bytes: pieces of this size on go to the copy engines
+
+    It owns memory that copies go through: keep it until they are done.
+    """
+
+    name = "cuda"
+
+    def __init__(self, driver: CopyDriver, programs: Programs, crossover_bytes: int = CROSSOVER_BYTES) -> None:
+        self.crossover_bytes = crossover_bytes
+        self._driver = driver
+        self._kernel = programs(SOURCE, {}).kernel(KERNEL, THREADS)
+        self._ring = StagingRing(driver, RING_BYTES)
+        self._lock = threading.Lock()
+        self._told = False
+
+    def __call__(
+        self, source: Any, target: Any, pairs: NDArray[np.int32], ranges: NDArray[np.int64], block_bytes: int
+    ) -> None:
+        """See `BlockCopy`."""
+        pieces = plan_pieces(pairs, ranges, block_bytes, source.nbytes, target.nbytes)
+        if not pieces.shape[1]:
+            return
+        addresses = address_of(source), address_of(target)
+        mapped = [
+            self._driver.device_address(*at) for at in zip(addresses, (source.nbytes, target.nbytes), strict=True)
+        ]
+        if mapped[0] is None or mapped[1] is None:
+            self._tell()
+            self.copy_each(_placed(pieces, *addresses))
+            return
+        split = split_pieces(pieces, self.crossover_bytes, FEW)
+        self.copy_by_kernel(_placed(split.kernel, mapped[0], mapped[1]))
+        self.copy_by_engines(_placed(split.batch, *addresses))
+        self.copy_each(_placed(split.single, *addresses))
+
+    def copy_each(self, placed: Pieces) -> None:
+        """Enqueue a copy of every piece, given by addresses."""
+        for source, target, size in placed.T.tolist():
+            self._driver.copy(target, source, size)
+
+    def copy_by_engines(self, placed: Pieces) -> None:
+        """Enqueue copies of pieces, given by addresses, by the copy engines: all at once where that is to be had."""
+        if not placed.shape[1]:
+            return
+        sources, targets, sizes = placed.view(np.uint64)
+        if not self._driver.copy_batch(targets, sources, sizes):
+            self.copy_each(placed)
+
+    def copy_by_kernel(self, placed: Pieces) -> None:
+        """Enqueue kernels that copy pieces, given by the addresses at which kernels find them."""
+        most = self._ring.num_bytes // 4 // _TABLE_ROW_BYTES
+        with self._lock:
+            for first in range(0, placed.shape[1], most):
+                self._launch(np.ascontiguousarray(placed[:, first : first + most]))
+
+    def _launch(self, placed: Pieces) -> None:
+        count, chunks = placed.shape[1], -(-int(placed[2].max()) // CHUNK_BYTES)
+        blocks = min(BLOCKS, -(-count * chunks * 32 // THREADS))
+        sources = self._ring.stage(placed)
+        rows = [np.uint64(sources + row * placed.strides[0]) for row in range(3)]
+        self._kernel((blocks, 1, 1), (*rows, np.int32(count), np.int32(chunks)))
+        self._ring.release()
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            log.warning("block copy: host memory is not pinned; until it is, blocks are copied one at a time")
+
+
+def make_cuda_block_copy(cubins: Path) -> CudaBlockCopy:
+    """The block copy of CuPy's current device, its crossover measured in some milliseconds. ``cubins``: where machine
+    code is kept.
+
+    Raises:
+        ConfigError: as `programs.cubin_path`.
+    """
+    import cupy
+
+    driver = CupyCopyDriver()
+    copy = CudaBlockCopy(driver, CudaPrograms(cubins))
+    with cupy.cuda.Stream(non_blocking=True):
+        copy.crossover_bytes = measure_crossover(copy, driver)
+    log.info("block copy: a kernel copies pieces of less than %d bytes, the copy engines others", copy.crossover_bytes)
+    return copy
+
+
+def measure_crossover(copy: CudaBlockCopy, driver: CopyDriver) -> int:
+    """The first of `CANDIDATES` for which the copy engines are no slower than the kernel, both directions together."""
+    memory = driver.allocate(2 * _MEASURED_PIECES * CANDIDATES[-1])
+    host, device = memory.host.ctypes.data, memory.device
+    mapped = driver.device_address(host, memory.host.nbytes)
+    if mapped is None:
+        return CROSSOVER_BYTES
+    for size in CANDIDATES:
+        begins = np.arange(_MEASURED_PIECES) * 2 * size
+        pieces = np.stack([begins, begins, np.full_like(begins, size)])
+        by_kernel = _seconds(driver, copy.copy_by_kernel, pieces, mapped, device)
+        if _seconds(driver, copy.copy_by_engines, pieces, host, device) <= by_kernel:
+            return size
+    return 2 * CANDIDATES[-1]
+
+
+def _seconds(driver: CopyDriver, way: Any, pieces: Pieces, host: int, device: int) -> float:
+    """The best of some runs, to the device and back; the first, which wakes things up, is not counted."""
+
+    def there_and_back() -> None:
+        way(_placed(pieces, host, device))
+        way(_placed(pieces, device, host))
+
+    return min([driver.seconds(there_and_back) for _ in range(1 + _REPEATS)][1:])
+
+
+def _placed(pieces: Pieces, source: int, target: int) -> Pieces:
+    """Pieces by address, of arenas at ``source`` and ``target``."""
+    at: Pieces = np.array([[source], [target], [0]])
+    return pieces + at

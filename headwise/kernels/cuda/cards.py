@@ -1,0 +1,119 @@
+"""Which GPU there is, and one clear line where none can be used."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.errors import ConfigError, first_line
+
+INSTALL = "`pip install 'headwise[gpu]'`"
+OLDEST_SM = 80
+NO_DEVICE = 100
+"""``cudaErrorNoDevice``."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU, as it was when it was opened.
+
+    sm: compute capability, e.g. 90 for an H100
+    """
+
+    name: str
+    sm: int
+    total_bytes: int
+    free_bytes: int
+
+
+def count_cards() -> int:
+    """GPUs that this process sees; 0 where CuPy or the driver is missing."""
+    try:
+        return int(importlib.import_module("cupy").cuda.runtime.getDeviceCount())
+    except Exception:  # CuPy's own kinds come with CuPy
+        return 0
+
+
+def open_card(index: int = 0) -> Card:
+    """GPU ``index``, looked at before anything is loaded onto it.
+
+    Raises:
+        ConfigError: CuPy is missing or made for another CUDA, there is no driver or too old a one, or no such GPU, or
+            it is too old.
+    """
+    try:
+        cupy = importlib.import_module("cupy")
+        runtime = cupy.cuda.runtime
+    except Exception as error:
+        raise ConfigError(
+            f"device cuda needs CuPy, which cannot be imported ({first_line(error)}): {INSTALL}, or use device cpu"
+        ) from None
+    driver = _driver_version()
+    count = _count(runtime, driver)
+    if index >= count:
+        raise ConfigError(f"there is no GPU {index}: this process sees {count}; look at CUDA_VISIBLE_DEVICES")
+    return _card(cupy, index)
+
+
+def _driver_version() -> int:
+    """The newest CUDA that the driver runs, such as 12080 for 12.8."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ConfigError(
+            f"device cuda needs the NVIDIA driver, which is not on this machine ({error}): install it, or use "
+            "device cpu"
+        ) from None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)):
+        raise ConfigError("the NVIDIA driver does not answer: is its kernel module loaded? See `nvidia-smi`")
+    return version.value
+
+
+def _count(runtime: Any, driver: int) -> int:
+    built = int(runtime.runtimeGetVersion())
+    if built // 1000 > driver // 1000:
+        raise ConfigError(
+            f"CuPy is made for CUDA {_dotted(built)}, the driver runs CUDA {_dotted(driver)} at most: update the "
+            f"driver, or install cupy-cuda{driver // 1000}x in place of it"
+        )
+    try:
+        return int(runtime.getDeviceCount())
+    except Exception as error:
+        if getattr(error, "status", None) == NO_DEVICE:
+            return 0
+        raise ConfigError(f"the GPU cannot be used: {first_line(error)}; see `nvidia-smi`") from None
+
+
+def _card(cupy: Any, index: int) -> Card:
+    with cupy.cuda.Device(index) as device:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        sm = int(device.compute_capability)
+    name = cupy.cuda.runtime.getDeviceProperties(index)["name"]
+    card = Card(name.decode() if isinstance(name, bytes) else str(name), sm, int(total), int(free))
+    if card.sm < OLDEST_SM:
+        raise ConfigError(
+            f"{card.name} has compute capability {card.sm / 10}: headwise needs {OLDEST_SM / 10} (A100) or newer; "
+            "use device cpu"
+        )
+    return card
+
+
+def check_room(card: Card, wanted: dict[str, int]) -> None:
+    """Refuse what does not fit the card: bytes by what they are for.
+
+    Raises:
+        ConfigError: naming each part and what is free.
+    """
+    if sum(wanted.values()) > card.free_bytes:
+        parts = " + ".join(f"{num_bytes / 2**30:.1f} GiB of {what}" for what, num_bytes in wanted.items())
+        raise ConfigError(
+            f"{card.name} has {card.free_bytes / 2**30:.1f} of {card.total_bytes / 2**30:.1f} GiB free, which does "
+            f"not hold {parts}: give a smaller kv_cache, a larger tp_size, or a larger card"
+        )
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,0 +1,65 @@
+"""From pairs of blocks to pieces of memory: what is copied, before it is decided how. Pure NumPy, for 10,000s of pairs.
+
+Pieces are one array ``int64 [3, n]``: where each begins in the source arena, where in the target arena, and its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.kernels.block_copy import bad_pair, check_ranges
+
+Pieces = NDArray[np.int64]
+
+
+def plan_pieces(
+    pairs: NDArray[np.int32], ranges: NDArray[np.int64], block_bytes: int, source_bytes: int, target_bytes: int
+) -> Pieces:
+    """The pieces that a call of `BlockCopy` copies, in its order. Neighbours in both arenas are one piece.
+
+    Raises:
+        ValueError: as `BlockCopy`.
+    """
+    check_ranges(ranges, block_bytes)
+    counts = (len(ranges), source_bytes // block_bytes, target_bytes // block_bytes)
+    outside = np.flatnonzero(((pairs < 0) | (pairs >= counts)).any(axis=1))
+    if len(outside):
+        raise bad_pair(pairs, int(outside[0]), *counts)
+    first, size = ranges[pairs[:, 0], 0], (ranges[:, 1] - ranges[:, 0])[pairs[:, 0]]
+    begins = pairs[:, 1:].T.astype(np.int64) * block_bytes + first
+    if not size.all():
+        begins, size = begins[:, size > 0], size[size > 0]
+    return _joined(begins, size)
+
+
+def _joined(begins: NDArray[np.int64], size: NDArray[np.int64]) -> Pieces:
+    """Pieces at ``begins [2, m]`` of ``size [m]`` bytes, those that continue the one before joined to it."""
+    if not len(size):
+        return np.empty((3, 0), dtype=np.int64)
+    continues = (begins[:, 1:] == begins[:, :-1] + size[:-1]).all(axis=0)
+    starts = np.flatnonzero(np.concatenate(([True], ~continues)))
+    return np.stack([*begins[:, starts], np.add.reduceat(size, starts)])
+
+
+@dataclass(frozen=True)
+class Split:
+    """Pieces by how they are copied: each by a call of its own, all at once by the copy engines, or by a kernel."""
+
+    single: Pieces
+    batch: Pieces
+    kernel: Pieces
+
+
+def split_pieces(pieces: Pieces, crossover_bytes: int, few: int) -> Split:
+    """Pieces of at least ``crossover_bytes`` go to the copy engines, smaller ones to the kernel.
+
+    Up to ``few`` on one side are copied by calls of their own: nothing is gained by gathering them.
+    """
+    large = pieces[2] >= crossover_bytes
+    sides = pieces[:, large], pieces[:, ~large]
+    single = np.concatenate([side for side in (pieces[:, :0], *sides) if side.shape[1] <= few], axis=1)
+    batch, kernel = (side if side.shape[1] > few else side[:, :0] for side in sides)
+    return Split(single, batch, kernel)

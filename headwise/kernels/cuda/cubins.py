@@ -1,0 +1,182 @@
+"""Machine code of the Triton kernels, compiled without a GPU or its driver, and kept on disk.
+
+A file is named by everything its code depends on: kernel source, variant, target, and the Triton that compiled it. So
+machine code built elsewhere (`precompile`) serves where Triton is not installed at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from headwise.errors import ConfigError
+from headwise.kernels.cuda.launch import CubinFile, Variant
+
+SOURCE = Path(__file__).with_name("attention_jit.py")
+NEWEST_CUDA_12 = 12
+_compiling = Lock()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A card of compute capability ``sm`` (90 for an H100) under a driver of CUDA ``cuda`` (12 or 13) or newer."""
+
+    sm: int
+    cuda: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code in memory, with what the compiler says of it."""
+
+    cubin: bytes
+    ptx: str
+    name: str
+    threads: int
+    shared_bytes: int
+    parameters: int
+    registers: int
+    spilled_bytes: int
+
+
+class CubinCache:
+    """The compiled variants of one target in ``directory``, which any number of processes may share.
+
+    Raises:
+        ConfigError: ``directory`` cannot be made.
+    """
+
+    def __init__(self, directory: Path, target: Target) -> None:
+        self._directory, self._target = directory, target
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the kernel cache {directory} cannot be made ({error}): give another") from error
+
+    def get(self, variant: Variant) -> CubinFile:
+        """The machine code of ``variant``, compiled if no file has it.
+
+        Raises:
+            ConfigError: no file has it and Triton is not installed, or cannot compile it.
+        """
+        stem = f"{variant.kernel}-sm{self._target.sm}-cuda{self._target.cuda}-{_digest(variant)}"
+        version = _triton_version()
+        if version is None:
+            made = sorted(self._directory.glob(f"{stem}-triton*.json"))
+            if not made:
+                raise ConfigError(
+                    f"{self._directory} has no machine code of kernel {stem}: `pip install triton`, or fill it by "
+                    "`python -m headwise.kernels.cuda.precompile` elsewhere"
+                )
+            return _read(made[-1])
+        notes = self._directory / f"{stem}-triton{version}.json"
+        if not notes.exists():
+            _write(notes, compile_variant(variant, self._target))
+        return _read(notes)
+
+
+def compile_variant(variant: Variant, target: Target) -> Compiled:
+    """``variant`` as machine code for ``target``. Takes seconds.
+
+    Raises:
+        ConfigError: Triton is not installed, or cannot compile it.
+    """
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        from headwise.kernels.cuda import attention_jit
+    except ImportError as error:
+        raise ConfigError(f"attention kernels need triton ({error}): `pip install triton`") from error
+    function = getattr(attention_jit, variant.kernel)
+    signature = dict(variant.signature) | {name: "constexpr" for name, _ in variant.constants}
+    order = {name: signature[name] for name in function.arg_names}
+    multiples = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(order) if name in variant.multiples}
+    source = ASTSource(function, order, dict(variant.constants), multiples)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+    with _compiling, _private_compiler(target) as log:
+        try:
+            kernel = triton.compile(source, target=GPUTarget("cuda", target.sm, 32), options=options)
+        except Exception as error:
+            raise ConfigError(f"kernel {variant.kernel} does not compile for sm_{target.sm} ({error})") from error
+    return _compiled(kernel, log.getvalue())
+
+
+@contextlib.contextmanager
+def _private_compiler(target: Target) -> Iterator[io.StringIO]:
+    """Triton with a cache of its own that is thrown away, and an assembler whose code the target's driver takes.
+
+    Yields what the assembler prints.
+    """
+    from triton import knobs
+
+    log = io.StringIO()
+    with knobs.cache.scope(), knobs.nvidia.scope(), tempfile.TemporaryDirectory() as directory:
+        knobs.cache.dir = directory
+        knobs.nvidia.dump_ptxas_log = True
+        if target.cuda <= NEWEST_CUDA_12 and not knobs.nvidia.ptxas_blackwell.version.startswith("12."):
+            # Drivers of CUDA 12 take no machine code of CUDA 13's assembler; Triton brings both.
+            knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
+        with contextlib.redirect_stdout(log):
+            yield log
+
+
+def _compiled(kernel: Any, log: str) -> Compiled:
+    ptx = kernel.asm["ptx"]
+    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", ptx, re.DOTALL)
+    registers, spilled = re.search(r"Used (\d+) registers", log), re.findall(r"(\d+) bytes spill", log)
+    assert entry is not None, f"unexpected words of the compiler: {ptx[:500]}"
+    assert registers is not None, f"unexpected words of the assembler: {log}"
+    return Compiled(
+        cubin=kernel.asm["cubin"],
+        ptx=ptx,
+        name=kernel.metadata.name,
+        threads=kernel.metadata.num_warps * 32,
+        shared_bytes=kernel.metadata.shared,
+        parameters=entry.group(1).count(".param"),
+        registers=int(registers.group(1)),
+        spilled_bytes=sum(map(int, spilled)),
+    )
+
+
+def _digest(variant: Variant) -> str:
+    return hashlib.sha256(SOURCE.read_bytes() + repr(variant).encode()).hexdigest()[:24]
+
+
+@cache
+def _triton_version() -> str | None:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _write(notes: Path, compiled: Compiled) -> None:
+    """Both files, the notes last and each at once: whoever finds the notes finds all."""
+    described = {
+        "name": compiled.name,
+        "threads": compiled.threads,
+        "shared_bytes": compiled.shared_bytes,
+        "parameters": compiled.parameters,
+    }
+    for path, content in ((notes.with_suffix(".cubin"), compiled.cubin), (notes, json.dumps(described).encode())):
+        with tempfile.NamedTemporaryFile(dir=notes.parent, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)
+
+
+def _read(notes: Path) -> CubinFile:
+    return CubinFile(path=notes.with_suffix(".cubin"), **json.loads(notes.read_text()))

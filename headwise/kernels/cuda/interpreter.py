@@ -1,0 +1,77 @@
+"""Triton kernels run by Triton's own interpreter on NumPy arrays: slow, exact, and needs no GPU.
+
+Triton chooses between compiling and interpreting when a function is decorated, for the whole process. Here both live
+side by side: kernels are plain `JITFunction`s, and a launch makes an interpreted twin of the one it runs.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction, TensorHandle
+from triton.runtime.jit import JITFunction
+
+from headwise.kernels.cuda import attention_jit
+from headwise.kernels.cuda.launch import Grid, Variant
+
+
+class InterpreterLauncher:
+    """`TritonLauncher` on NumPy arrays. ``sm`` and ``sms`` are those of the card it stands for."""
+
+    def __init__(self, sm: int = 90, sms: int = 4) -> None:
+        self.sm, self.sms = sm, sms
+
+    def prepare(self, variant: Variant) -> None:
+        """Nothing is compiled."""
+
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
+        """See `TritonLauncher.launch`. The addresses are those of NumPy arrays."""
+        if not all(grid):
+            return
+        values = {
+            name: _tensor(argument, type_) for (name, type_), argument in zip(variant.signature, arguments, strict=True)
+        }
+        _interpreted(variant.kernel).run(grid=grid, warmup=False, **values, **dict(variant.constants))
+
+
+def _tensor(argument: np.generic, type_: str) -> Any:
+    triton_type = tl.str_to_ty(type_, None)
+    return tl.tensor(TensorHandle(np.array([argument]), triton_type), triton_type)
+
+
+@cache
+def _interpreted(name: str) -> Any:
+    kernel = getattr(attention_jit, name)
+    return InterpretedFunction(types.FunctionType(kernel.fn.__code__, _interpreted_globals(), name))
+
+
+@cache
+def _interpreted_globals() -> dict[str, Any]:
+    """The globals of `attention_jit` for interpreted functions, which call each other as plain Python."""
+    scope = dict(vars(attention_jit))
+    # The interpreter patches the modules it finds here for as long as a kernel runs.
+    scope |= {"tl": _Language(), "_language": tl, "_core": tl.core}
+    for name, helper in list(scope.items()):
+        if isinstance(helper, JITFunction):
+            plain = types.FunctionType(helper.fn.__code__, scope, name, helper.fn.__defaults__)
+            scope[name] = FunctionRewriter(plain).rewrite_ast()
+    return scope
+
+
+class _Language:
+    """``triton.language`` whose library functions (max, sum, ...) are called as plain Python."""
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(tl, name)
+        return member.fn if isinstance(member, JITFunction) else member
+
+    @staticmethod
+    def dot(lhs: Any, rhs: Any, *more: Any, **options: Any) -> Any:
+        # The interpreter keeps bfloat16 as integers, and would multiply those.
+        lhs, rhs = (value.to(tl.float32) if value.dtype == tl.bfloat16 else value for value in (lhs, rhs))
+        return tl.dot(lhs, rhs, *more, **options)

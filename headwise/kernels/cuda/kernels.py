@@ -1,0 +1,59 @@
+"""The attention kernels of a GPU: Triton's attention and the KV write in CUDA C++, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.attention import AttentionShape, TritonAttention
+from headwise.kernels.cuda.kv_write import CudaKvWrite
+from headwise.kernels.cuda.launch import TritonLauncher
+from headwise.kernels.cuda.programs import Programs
+
+Array = Any
+
+
+class CudaKernels:
+    """`AttentionKernels` on device arrays; both calls only enqueue, on the current stream.
+
+    ``allocate(nbytes)`` gives device memory as a flat uint8 array.
+    """
+
+    name = "cuda"
+
+    def __init__(self, launcher: TritonLauncher, programs: Programs, allocate: Callable[[int], Array]) -> None:
+        self._attention = TritonAttention(launcher, allocate)
+        self._write = CudaKvWrite(programs)
+
+    def prepare(self, layout: BlockLayout, q_heads: int, kv_heads: int, q_dtype: str, softcap: float) -> None:
+        """Compile or load all that calls with such arguments need.
+
+        Raises:
+            ConfigError: they are not supported.
+        """
+        self._attention.prepare([AttentionShape.of(layout, q_heads, kv_heads, q_dtype, softcap)])
+        self._write.prepare(layout, numpy_dtype(q_dtype))
+
+    def write_kv(
+        self, key: Array, value: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+    ) -> None:
+        """See `AttentionKernels.write_kv`."""
+        self._write.write_kv(key, value, arena, layout, batch, heads)
+
+    def attend(
+        self,
+        query: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        softcap: float,
+        out: Array,
+    ) -> None:
+        """See `AttentionKernels.attend`."""
+        self._attention.attend(query, arena, layout, batch, heads, scale=scale, softcap=softcap, out=out)

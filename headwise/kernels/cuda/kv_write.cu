@@ -1,0 +1,249 @@
+// Writes a step's keys and values to the blocks of the cache, rotating queries and keys on the way if asked to.
+//
+// One block of threads a token; a row is one head's query, key or value of the token. LANES lanes of a warp hold a row,
+// 8 elements each, so that rows are loaded and stored in whole vectors and reduced by shuffles.
+//
+// Macros of a variant: HEAD_DIM, a multiple of 16 up to 256; INPUT, one of F16, BF16, F32; CACHE, the same or one of
+// INT8, E4M3, which store a scale per row.
+
+enum Number { F16, BF16, F32, INT8, E4M3 };
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+constexpr int WARP = 32;
+constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
+constexpr float LARGEST = CACHE == INT8 ? 127.0f : 448.0f;
+
+constexpr int ELEMENTS = 8;                                      // of a row, in a lane
+constexpr int LANES = HEAD_DIM / ELEMENTS;                       // that hold a row
+constexpr int GROUP = LANES <= 8 ? 8 : LANES <= 16 ? 16 : 32;    // lanes given to a row
+constexpr int WORD_ELEMENTS = INPUT == F32 ? 1 : 2;              // in 32 bits
+constexpr int WORDS = ELEMENTS / WORD_ELEMENTS;                  // in a lane
+constexpr int INPUT_ROW = HEAD_DIM * 4 / WORD_ELEMENTS;          // bytes
+constexpr int CACHE_ROW = QUANTISED ? HEAD_DIM : INPUT_ROW;      // bytes
+
+static_assert(QUANTISED || int(CACHE) == int(INPUT), "only quantised caches differ from their input");
+static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= WARP * ELEMENTS, "a row must fit a warp");
+
+struct Lane {  // what one lane holds of a row, in the input's numbers
+    unsigned words[WORDS];
+};
+
+#ifdef __CUDACC__
+__device__ __forceinline__ float f16_to_f32(unsigned short bits)
+{
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ unsigned short f32_to_f16(float value)
+{
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#endif
+
+// ---- numbers ----
+
+// Rounds half to even; NaN stays one.
+__device__ __forceinline__ unsigned short f32_to_bf16(float value)
+{
+    const unsigned bits = __float_as_uint(value);
+    if (value != value) return bits >> 16 | 0x40;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+__device__ __forceinline__ float to_f32(unsigned bits)
+{
+    if constexpr (INPUT == F16) return f16_to_f32(bits);
+    if constexpr (INPUT == BF16) return __uint_as_float(bits << 16);
+    return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ unsigned from_f32(float value)
+{
+    if constexpr (INPUT == F16) return f32_to_f16(value);
+    if constexpr (INPUT == BF16) return f32_to_bf16(value);
+    return __float_as_uint(value);
+}
+
+__device__ __forceinline__ float element(const Lane& lane, int i)
+{
+    const unsigned word = lane.words[i / WORD_ELEMENTS];
+    if constexpr (WORD_ELEMENTS == 1) return to_f32(word);
+    return to_f32(i % 2 ? word >> 16 : word & 0xffff);
+}
+
+// The 8 bits of `value`, which is at most 448 in magnitude, as float8_e4m3fn: rounds half to even.
+__device__ __forceinline__ unsigned to_e4m3(float value)
+{
+    const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    if (magnitude < 0x3c800000)  // below 2^-6 lie multiples of 2^-9; the largest rounds up to the code of 2^-6 itself
+        return sign | static_cast<unsigned>(rintf(__uint_as_float(magnitude) * 512.0f));
+    const unsigned rounded = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20;  // 3 bits of mantissa left
+    return sign | (rounded - ((127 - 7) << 3));                                    // the exponent's bias becomes 7
+}
+
+__device__ __forceinline__ unsigned quantised(float value, float scale)
+{
+    const float scaled = fminf(fmaxf(value / scale, -LARGEST), LARGEST);
+    if constexpr (CACHE == INT8) return static_cast<unsigned>(static_cast<int>(rintf(scaled))) & 0xff;
+    return to_e4m3(scaled);
+}
+
+// ---- rows ----
+
+__device__ __forceinline__ Lane load(const char* from)
+{
+    Lane lane;
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(from + 4 * i);
+        lane.words[i] = four.x, lane.words[i + 1] = four.y, lane.words[i + 2] = four.z, lane.words[i + 3] = four.w;
+    }
+    return lane;
+}
+
+__device__ __forceinline__ void store(char* to, const Lane& lane)
+{
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4)
+        *reinterpret_cast<uint4*>(to + 4 * i) =
+            uint4{lane.words[i], lane.words[i + 1], lane.words[i + 2], lane.words[i + 3]};
+}
+
+struct Floats {
+    float4 quarters[ELEMENTS / 4];
+};
+
+__device__ __forceinline__ Floats load_floats(const float* from)
+{
+    const float4* quarters = reinterpret_cast<const float4*>(from);
+    return {quarters[0], quarters[1]};
+}
+
+__device__ __forceinline__ float element(const Floats& floats, int i)
+{
+    const float4& quarter = floats.quarters[i / 4];
+    return i % 4 == 0 ? quarter.x : i % 4 == 1 ? quarter.y : i % 4 == 2 ? quarter.z : quarter.w;
+}
+
+// The row rotated by the angles whose cosines and sines, [HEAD_DIM / 2] each, are given: element i turns with element
+// i + HEAD_DIM / 2. All lanes of a warp take part.
+__device__ __forceinline__ Lane rotated(const Lane& own, const float* cosines, const float* sines, int at)
+{
+    Lane result;
+    const int angle = at % (LANES / 2) * ELEMENTS;
+    const Floats cosine = load_floats(cosines + angle), sine = load_floats(sines + angle);
+    float turned[WORD_ELEMENTS];
+#pragma unroll
+    for (int word = 0; word < WORDS; word++) {
+        Lane other;
+        other.words[word] = __shfl_sync(ALL_LANES, own.words[word], (at + LANES / 2) % LANES, GROUP);
+#pragma unroll
+        for (int part = 0; part < WORD_ELEMENTS; part++) {
+            const int i = word * WORD_ELEMENTS + part;
+            const float across = element(other, i) * element(sine, i), along = element(own, i) * element(cosine, i);
+            turned[part] = at < LANES / 2 ? along - across : along + across;
+        }
+        result.words[word] = from_f32(turned[0]);
+        if constexpr (WORD_ELEMENTS == 2) result.words[word] |= from_f32(turned[1]) << 16;
+    }
+    return result;
+}
+
+// Of the whole row, in each of its lanes. All lanes of a warp take part.
+__device__ __forceinline__ float largest_magnitude(const Lane& lane)
+{
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) largest = fmaxf(largest, fabsf(element(lane, i)));
+#pragma unroll
+    for (int lanes = GROUP / 2; lanes > 0; lanes /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, lanes, GROUP));
+    return largest;
+}
+
+__device__ __forceinline__ void store_quantised(char* to, const Lane& lane, float scale)
+{
+    unsigned packed[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) packed[i / 4] |= quantised(element(lane, i), scale) << i % 4 * 8;
+    *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
+}
+
+// The sequence that owns `token`: as many end at or before it. `batch` for a token of none.
+__device__ __forceinline__ int sequence_of(int token, const int* ends, int batch)
+{
+    int before = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x % WARP; i < batch; i += WARP) before += ends[i] <= token;
+#pragma unroll
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) before += __shfl_xor_sync(ALL_LANES, before, lanes, WARP);
+    return before;
+}
+
+// query, key, value:  [tokens, heads, HEAD_DIM]; their strides are bytes from token to token
+// cosines, sines:     [tokens, HEAD_DIM / 2], or null: nothing is rotated. Queries are only there to be rotated.
+// arena, layout:      see BlockLayout; *_at are byte offsets of the roles within a slot
+// batch, tables, ...: see AttentionBatch and HeadTable; table_stride is from row to row of block_tables
+// grid:               the tokens; threads: any number of warps
+extern "C" __global__ void write_kv(
+    char* query, const char* key, const char* value, const float* cosines, const float* sines,
+    char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
+    const int* head_groups, const int* head_slots,
+    long long query_stride, long long key_stride, long long value_stride,
+    long long block_bytes, long long slot_bytes,
+    long long value_at, long long key_scale_at, long long value_scale_at,
+    int batch, int groups, int table_stride, int block_size, int query_heads, int kv_heads)
+{
+    const int token = blockIdx.x;
+    const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
+    if (sequence == batch) return;  // padding
+    const int position = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token;
+    const int* table = block_tables + static_cast<long long>(sequence) * groups * table_stride + position / block_size;
+    const int offset = position % block_size;
+
+    const int at = threadIdx.x % GROUP;
+    const int rows = query_heads + 2 * kv_heads;
+    // Lanes without a row go along: a warp's shuffles need all of it.
+    for (int first = 0; first < rows; first += blockDim.x / GROUP) {
+        const int row = first + threadIdx.x / GROUP;
+        const bool is_query = row < query_heads, is_value = row >= query_heads + kv_heads;
+        const bool here = row < rows && at < LANES;
+        const int head = is_query ? row : is_value ? row - query_heads - kv_heads : row - query_heads;
+        const long long within = static_cast<long long>(head) * INPUT_ROW + at * (INPUT_ROW / LANES);
+        const char* from = is_query ? query + token * query_stride
+                         : is_value ? value + token * value_stride : key + token * key_stride;
+
+        Lane lane = {};  // zeros where there is no row: they change no maximum
+        if (here) lane = load(from + within);
+        if (cosines) {
+            const long long angles = static_cast<long long>(token) * (HEAD_DIM / 2);
+            const Lane turned = rotated(lane, cosines + angles, sines + angles, at);
+            if (here && !is_value) lane = turned;
+        }
+        float scale = 1.0f;
+        if constexpr (QUANTISED) {
+            const float largest = largest_magnitude(lane);
+            if (largest > 0.0f) scale = largest / LARGEST;
+        }
+        if (!here) continue;
+        if (is_query) {
+            store(query + token * query_stride + within, lane);
+            continue;
+        }
+        const int block = table[head_groups[head] * table_stride];
+        if (block < 0) continue;
+        char* slot = arena + block * block_bytes + head_slots[head] * slot_bytes;
+        char* to = slot + (is_value ? value_at : 0) + offset * CACHE_ROW + at * (CACHE_ROW / LANES);
+        if constexpr (QUANTISED) {
+            store_quantised(to, lane, scale);
+            float* scales = reinterpret_cast<float*>(slot + (is_value ? value_scale_at : key_scale_at));
+            if (at == 0) scales[offset] = scale;
+        } else {
+            store(to, lane);
+        }
+    }
+}

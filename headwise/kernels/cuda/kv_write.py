@@ -1,0 +1,193 @@
+"""KV write on a GPU: the host half of `kv_write.cu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.attention import HEAD_DIMS
+from headwise.kernels.cuda.launch import Kernel, address_of
+from headwise.kernels.cuda.programs import Defines, Programs
+from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
+
+Array = Any
+
+NUMBERS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "int8": "INT8", "float8_e4m3fn": "E4M3"}
+"""What `kv_write.cu` calls each dtype."""
+
+SOURCE, KERNEL = "kv_write.cu", "write_kv"
+THREADS = 128
+VECTOR_BYTES = 16
+"""Rows are read and written in vectors of this size, and aligned to it."""
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """The kernel for one layout and input dtype, with the arguments that these alone decide."""
+
+    layout: BlockLayout
+    input: np.dtype[Any]
+    head_dim: int
+    kernel: Kernel
+    offsets: tuple[np.generic, ...]
+
+
+class CudaKvWrite:
+    """`AttentionKernels.write_kv` on device arrays: one launch for keys and values, on the current stream.
+
+    Inputs are float16, bfloat16 or float32 ``[tokens, heads, head_dim]``, a token's heads side by side (slices of a
+    fused projection are fine). The cache has the same dtype, or is quantised. Arrays of the batch are C-contiguous
+    but for ``block_tables``, whose rows may have gaps. The grid depends on shapes alone. Tokens beyond
+    ``cu_seqlens_q[-1]`` and sequences without queries are padding.
+
+    Raises:
+        ConfigError: a head size, dtype or layout that the kernel does not know, or an array it cannot read.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self._kernels: dict[tuple[tuple[str, str | int], ...], Kernel] = {}
+        self._variant: _Variant | None = None
+
+    def prepare(self, layout: BlockLayout, input_dtype: np.dtype[Any]) -> None:
+        """Compile or load what calls with such arguments need, so that they only enqueue."""
+        defines = variant_of(layout, input_dtype)
+        key = tuple(defines.items())
+        if key not in self._kernels:
+            self._kernels[key] = self._programs(SOURCE, defines).kernel(KERNEL, THREADS)
+        at = layout.role_offsets
+        roles = (at["value"], at.get("key_scale", 0), at.get("value_scale", 0))
+        offsets = tuple(np.int64(number) for number in (layout.block_bytes, layout.slot_bytes, *roles))
+        self._variant = _Variant(layout, input_dtype, head_dim_of(layout), self._kernels[key], offsets)
+
+    def write_kv(
+        self, key: Array, value: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+    ) -> None:
+        """See `AttentionKernels.write_kv`."""
+        self._launch(None, key, value, None, None, arena, layout, batch, heads)
+
+    def write_kv_rope(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cosines: Array,
+        sines: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """Rotate ``query [tokens, q_heads, head_dim]`` in place, and store rotated keys, and values as they are.
+
+        ``cosines``, ``sines``: ``float32 [tokens, head_dim / 2]``, C-contiguous, of each token's position. Element
+        ``i`` turns with ``i + head_dim / 2``, in float32, and is rounded to the input's dtype before it is quantised.
+        ``key`` is left as it is.
+        """
+        for name, angles in (("cosines", cosines), ("sines", sines)):
+            if angles.shape != (key.shape[0], key.shape[2] // 2) or angles.dtype != np.float32:
+                raise ConfigError(
+                    f"{name} are {angles.dtype} {list(angles.shape)}: give float32 {[key.shape[0], key.shape[2] // 2]}"
+                )
+        self._launch(query, key, value, cosines, sines, arena, layout, batch, heads)
+
+    def _launch(
+        self,
+        query: Array | None,
+        key: Array,
+        value: Array,
+        cosines: Array | None,
+        sines: Array | None,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        if not key.shape[0]:
+            return
+        variant = self._variant
+        if variant is None or variant.layout is not layout or variant.input != key.dtype:
+            self.prepare(layout, key.dtype)
+            variant = self._variant
+            assert variant is not None
+        kv_heads, q_heads = heads.group.shape[0], 0 if query is None else query.shape[1]
+        rows = [
+            _rows("query", query, key.shape[0], q_heads, variant),
+            _rows("key", key, key.shape[0], kv_heads, variant),
+            _rows("value", value, key.shape[0], kv_heads, variant),
+        ]
+        arrays = (
+            cosines,
+            sines,
+            arena,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.block_tables,
+            heads.group,
+            heads.slot,
+        )
+        pointers = [np.uint64(0 if array is None else address_of(array)) for array in arrays]
+        if int(pointers[2]) % VECTOR_BYTES:
+            raise ConfigError(f"the arena begins at {pointers[2]:#x}: align it to {VECTOR_BYTES} bytes")
+        table_stride = batch.block_tables.strides[0] // batch.block_tables.dtype.itemsize
+        sizes = (batch.seq_lens.shape[0], batch.groups, table_stride, layout.block_size, q_heads, kv_heads)
+        variant.kernel(
+            (key.shape[0], 1, 1),
+            (
+                *(address for address, _ in rows), *pointers, *(stride for _, stride in rows), *variant.offsets,
+                *(np.int32(size) for size in sizes),
+            ),
+        )  # fmt: skip
+
+
+def variant_of(layout: BlockLayout, input_dtype: np.dtype[Any]) -> Defines:
+    """The macros of `kv_write.cu` for rows of ``input_dtype`` and a cache of ``layout``.
+
+    Raises:
+        ConfigError: there is no such variant.
+    """
+    head_dim, cache, given = head_dim_of(layout), kv_dtype_of(layout), str(input_dtype)
+    if head_dim not in HEAD_DIMS:
+        raise ConfigError(
+            f"head size {head_dim} is not supported on a GPU: choose one of {', '.join(map(str, HEAD_DIMS))}"
+        )
+    if given not in NUMBERS or given in QUANTISED or cache not in (given, *QUANTISED):
+        raise ConfigError(
+            f"keys and values of {given} cannot be kept as {cache} on a GPU: give float16, bfloat16 or float32, and "
+            f"keep them so or as {' or '.join(QUANTISED)}"
+        )
+    if layout.alignment % VECTOR_BYTES:
+        raise ConfigError(f"blocks aligned to {layout.alignment} bytes: a GPU needs a multiple of {VECTOR_BYTES}")
+    return {"HEAD_DIM": head_dim, "INPUT": NUMBERS[given], "CACHE": NUMBERS[cache]}
+
+
+def all_variants(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Defines]:
+    """The macros of every variant of `kv_write.cu`, to compile them ahead."""
+    for head_dim in head_dims:
+        for given in ("float16", "bfloat16", "float32"):
+            for cache in (given, *QUANTISED):
+                yield {"HEAD_DIM": head_dim, "INPUT": NUMBERS[given], "CACHE": NUMBERS[cache]}
+
+
+def _rows(name: str, array: Array | None, tokens: int, heads: int, variant: _Variant) -> tuple[np.uint64, np.int64]:
+    """(address, bytes from token to token) of rows that the kernel can read."""
+    if array is None:
+        return np.uint64(0), np.int64(0)
+    head_dim, itemsize = variant.head_dim, variant.input.itemsize
+    if array.shape != (tokens, heads, head_dim) or array.dtype != variant.input:
+        raise ConfigError(
+            f"{name} is {array.dtype} {list(array.shape)}: give {variant.input} {[tokens, heads, head_dim]}"
+        )
+    address, stride = address_of(array), array.strides[0]
+    if array.strides[1:] != (head_dim * itemsize, itemsize) or (address | stride) % VECTOR_BYTES:
+        raise ConfigError(
+            f"{name} at {address:#x} with strides {array.strides}: a token's heads must lie side by side, each token "
+            f"aligned to {VECTOR_BYTES} bytes"
+        )
+    return np.uint64(address), np.int64(stride)

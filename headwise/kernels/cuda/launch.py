@@ -1,0 +1,176 @@
+"""The seam between the host halves and what runs their kernels: a GPU through CuPy, or an interpreter on NumPy arrays.
+
+Nothing here needs torch, a C compiler or Triton's own driver on the machine that serves: CuPy loads machine code from
+files, and launches it on the calling thread's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from headwise.errors import ConfigError
+
+Array = Any
+Grid = tuple[int, int, int]
+
+STATIC_SHARED_BYTES = 48 * 1024
+"""More dynamic shared memory than this must be asked for, kernel by kernel (CUDA C++ Programming Guide)."""
+
+
+def address_of(array: Array) -> int:
+    """Where the first element of a CuPy or NumPy array lies."""
+    if isinstance(array, np.ndarray):
+        return int(array.ctypes.data)
+    return int(array.data.ptr)
+
+
+class Kernel(Protocol):
+    """One kernel, ready to be launched."""
+
+    def __call__(self, grid: Grid, arguments: Sequence[np.generic]) -> None:
+        """Enqueue it on the current stream.
+
+        ``arguments`` are NumPy scalars of exactly the parameters' widths, pointers are ``np.uint64``. A grid with a
+        zero launches nothing.
+        """
+
+
+class Program(Protocol):
+    """Machine code, or what stands for it, with named kernels."""
+
+    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        """The kernel ``name``, for blocks of ``threads`` threads with ``shared_bytes`` of dynamic shared memory."""
+
+
+class CubinProgram:
+    """`Program` of a cubin file, on CuPy's current device.
+
+    Raises:
+        ConfigError: the driver does not take the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import cupy
+
+        self._path = path
+        self._module = cupy.RawModule(path=str(path))
+
+    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> CubinKernel:
+        """See `Program.kernel`."""
+        try:
+            function = self._module.get_function(name)
+            if shared_bytes > STATIC_SHARED_BYTES:
+                function.max_dynamic_shared_size_bytes = shared_bytes
+        except Exception as error:
+            raise ConfigError(
+                f"the driver does not take kernel {name!r} of {self._path.name} ({error}): its compiler may be newer "
+                "than the driver; update the driver, or install the Triton or CuPy made for its CUDA version"
+            ) from error
+        return CubinKernel(function, threads, shared_bytes)
+
+
+class CubinKernel:
+    """`Kernel` of a `CubinProgram`: enqueued on CuPy's current stream."""
+
+    def __init__(self, function: Any, threads: int, shared_bytes: int) -> None:
+        self._function, self._block, self._shared_bytes = function, (threads, 1, 1), shared_bytes
+
+    def __call__(self, grid: Grid, arguments: Sequence[np.generic]) -> None:
+        """See `Kernel`."""
+        if all(grid):
+            self._function(grid, self._block, tuple(arguments), shared_mem=self._shared_bytes)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One Triton kernel and all that its machine code depends on, but for the target.
+
+    kernel:     name of the function in `attention_jit`
+    signature:  (parameter, Triton type) of those passed at launch, e.g. ``("query", "*fp16")``, in their order
+    constants:  (parameter, value) of those compiled in
+    multiples:  parameters promised to be multiples of 16 (pointers: of 16 bytes)
+    """
+
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    multiples: tuple[str, ...]
+    num_warps: int
+    num_stages: int
+
+
+class TritonLauncher(Protocol):
+    """Runs variants of Triton kernels.
+
+    sm: compute capability of the card, e.g. 90 for an H100; what the interpreter stands for, there.
+    sms: its streaming multiprocessors: how many programs run side by side.
+    """
+
+    sm: int
+    sms: int
+
+    def prepare(self, variant: Variant) -> None:
+        """Have ``variant`` compiled and loaded, so that `launch` only enqueues."""
+
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
+        """Enqueue ``variant`` on the current stream; ``arguments`` are those of its signature, as of `Kernel`."""
+
+
+class CupyLauncher:
+    """`TritonLauncher` on CuPy's current device: machine code from disk, compiled where it was never before.
+
+    ``cubins`` is `cubins.CubinCache.get` or whatever else knows the file, kernel name, threads, shared bytes and
+    number of parameters of a variant.
+    """
+
+    def __init__(self, cubins: Callable[[Variant], CubinFile]) -> None:
+        self._cubins = cubins
+        self._kernels: dict[Variant, tuple[Kernel, tuple[np.generic, ...]]] = {}
+        self.sm, self.sms = current_card()
+
+    def prepare(self, variant: Variant) -> None:
+        """See `TritonLauncher.prepare`."""
+        if variant not in self._kernels:
+            file = self._cubins(variant)
+            kernel = CubinProgram(file.path).kernel(file.name, file.threads, file.shared_bytes)
+            # Triton appends pointers to scratch memory, how many depends on its version; these kernels use none.
+            unused = (np.uint64(0),) * (file.parameters - len(variant.signature))
+            self._kernels[variant] = kernel, unused
+
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
+        """See `TritonLauncher.launch`."""
+        if variant not in self._kernels:
+            self.prepare(variant)
+        kernel, unused = self._kernels[variant]
+        kernel(grid, (*arguments, *unused))
+
+
+@dataclass(frozen=True)
+class CubinFile:
+    """Machine code of one Triton kernel on disk, and how to launch it."""
+
+    path: Path
+    name: str
+    threads: int
+    shared_bytes: int
+    parameters: int
+
+
+def current_card() -> tuple[int, int]:
+    """(compute capability, streaming multiprocessors) of CuPy's current device."""
+    import cupy
+
+    device = cupy.cuda.Device()
+    return int(device.compute_capability), int(device.attributes["MultiProcessorCount"])
+
+
+def driver_cuda() -> int:
+    """The major CUDA version that the driver runs, e.g. 12."""
+    import cupy
+
+    return int(cupy.cuda.runtime.driverGetVersion()) // 1000

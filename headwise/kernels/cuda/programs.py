@@ -1,0 +1,100 @@
+"""The CUDA C++ of this package as machine code: compiled by NVRTC once per card and variant, then kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from headwise.errors import ConfigError
+from headwise.kernels.cuda.launch import CubinProgram, Program, current_card, driver_cuda
+from headwise.kernels.cuda.nvrtc import MAJORS, Compiled, find_nvrtc
+
+SOURCES = Path(__file__).parent
+"""Where the ``.cu`` files lie."""
+
+log = logging.getLogger(__name__)
+
+Defines = Mapping[str, str | int]
+"""Macros of a variant, by name."""
+
+
+class Programs(Protocol):
+    """Makes programs of the CUDA C++ files of this package."""
+
+    def __call__(self, source: str, defines: Defines) -> Program:
+        """The file ``source`` (``block_copy.cu``) with the macros ``defines``, ready to run."""
+
+
+class CudaPrograms:
+    """`Programs` on CuPy's current device, with cubins in ``directory``.
+
+    Raises:
+        ConfigError: at a call, as `cubin_path`, or the driver does not take the machine code.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._sm, _ = current_card()
+        self._newest = driver_cuda()
+
+    def __call__(self, source: str, defines: Defines) -> Program:
+        """See `Programs`."""
+        return CubinProgram(cubin_path(self._directory, source, defines, self._sm, self._newest))
+
+
+def cubin_path(directory: Path, source: str, defines: Defines, sm: int, newest: int = MAJORS[-1]) -> Path:
+    """The cubin of ``source`` with the macros ``defines`` for compute capability ``sm``; compiled if it is not there.
+
+    ``newest`` is the latest CUDA version whose machine code is wanted: that of the driver. What is there is found
+    without a compiler.
+
+    Raises:
+        ConfigError: there is no cubin, and no NVRTC to make it; or ``directory`` cannot be written.
+    """
+    text = (SOURCES / source).read_text()
+    options = compile_options(defines, sm)
+    key = hashlib.sha256("\0".join((text, *options)).encode()).hexdigest()[:16]
+    path = directory / f"{Path(source).stem}-sm{sm}-{key}.cubin"
+    if path.exists():
+        return path
+    started = time.monotonic()
+    nvrtc = find_nvrtc(sm, newest)
+    _write(path, nvrtc.compile(text, source, options).cubin)
+    log.info("compiled %s %s for sm_%d in %.1f s: %s", source, dict(defines), sm, time.monotonic() - started, path)
+    return path
+
+
+def compile_source(source: str, defines: Defines, sm: int) -> Compiled:
+    """``source`` compiled for compute capability ``sm``, and what is told of registers and spills. Not kept.
+
+    Raises:
+        ConfigError: there is no NVRTC, or the source does not compile.
+    """
+    options = (*compile_options(defines, sm), "--ptxas-options=-v")
+    return find_nvrtc(sm).compile((SOURCES / source).read_text(), source, options)
+
+
+def compile_options(defines: Defines, sm: int) -> tuple[str, ...]:
+    """NVRTC's options for a variant. Products and sums are not fused: every implementation is to round alike."""
+    macros = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
+    return (f"--gpu-architecture=sm_{sm}", "--std=c++17", "--fmad=false", *macros)
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """Write a file that others see whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin)
+        os.replace(name, path)
+    except OSError as error:
+        raise ConfigError(
+            f"machine code cannot be kept in {path.parent} ({error}): name a folder to write to"
+        ) from error

@@ -1,0 +1,70 @@
+"""Tile sizes of the attention kernels, by head size, dtype and card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headwise.cache_controller.dtypes import numpy_dtype
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
+"""Shared memory one block may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+SHARED_BYTES_FROM_90 = 227 << 10
+
+
+@dataclass(frozen=True)
+class Tile:
+    """``rows`` of queries by ``keys``, worked on by ``warps``, with loads ``stages`` tiles ahead."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_EXACT = {64: Tile(32, 32, 4, 2)}
+_EXACT_WIDE = Tile(16, 16, 4, 2)
+"""float32 is multiplied without tensor cores, both operands in registers: larger tiles do not fit there."""
+
+
+def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
+    """Large, so that every key read serves many rows, as far as registers go.
+
+    From sm_90 on, 128 rows are two warp groups' worth; 128 keys let one instruction of theirs work at full speed.
+    """
+    if q_dtype == "float32":
+        tile = _EXACT.get(head_dim, _EXACT_WIDE)
+    elif sm >= 90:
+        tile = {64: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)}.get(head_dim, Tile(128, 128, 8, 2))
+    else:
+        keys = 64 if kv_dtype == q_dtype else 32
+        tile = {64: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 3)}.get(head_dim, Tile(64, keys, 4, 2))
+    return _fitting(tile, head_dim, q_dtype, kv_dtype, sm)
+
+
+def decode_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size: int) -> Tile:
+    """Small and deep: 16 rows, the least the tensor cores take, and loads far ahead, several programs side by side."""
+    if q_dtype == "float32" and head_dim not in _EXACT:
+        return _fitting(_EXACT_WIDE, head_dim, q_dtype, kv_dtype, sm)
+    keys = 64 if head_dim <= 128 else 32
+    # Where a tile spans blocks, the compiler spends half of the stages ahead on loading their ids.
+    stages = 3 if block_size >= keys else 5
+    return _fitting(Tile(16, keys, 4, stages), head_dim, q_dtype, kv_dtype, sm)
+
+
+def _fitting(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
+    """``tile`` with stages, then keys, taken away until it fits into the card's shared memory."""
+    limit = SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+    while _shared_bytes(tile, head_dim, q_dtype, kv_dtype) > limit:
+        if tile.stages > 2:
+            tile = Tile(tile.rows, tile.keys, tile.warps, tile.stages - 1)
+        else:
+            tile = Tile(tile.rows, tile.keys // 2, tile.warps, tile.stages)
+    return tile
+
+
+def _shared_bytes(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str) -> int:
+    """About what the compiler takes: queries, keys and values in flight, and one tile of each converted."""
+    dims = 1 << (head_dim - 1).bit_length()
+    q_bytes, kv_bytes = numpy_dtype(q_dtype).itemsize, numpy_dtype(kv_dtype).itemsize
+    converted = 0 if kv_dtype == q_dtype else 2 * tile.keys * dims * q_bytes
+    return tile.rows * dims * q_bytes + 2 * tile.stages * tile.keys * dims * kv_bytes + converted

@@ -1,0 +1,291 @@
+"""The attention kernels of a GPU, run by Triton's interpreter on poisoned arenas, against the reference kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_kernels_attention import Case, Scene
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.errors import ConfigError
+from headwise.kernels.gqa import QUANTISED, gqa_layout, kv_views, quantise, scale_views
+from headwise.kernels.reference import ReferenceKernels
+
+pytest.importorskip("triton")
+
+from headwise.kernels.cuda import interpreter
+from headwise.kernels.cuda.attention import AttentionShape, TritonAttention, Tuning, check_supported
+from headwise.kernels.cuda.interpreter import InterpreterLauncher
+from headwise.kernels.cuda.launch import Grid, Variant
+from headwise.kernels.cuda.tiles import Tile
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, of infinities that are meant
+
+SMALL = Tuning(prefill=Tile(16, 16, 4, 2), decode=Tile(16, 16, 4, 2), min_split_tokens=32)
+"""Tiles that short sequences fill several of."""
+
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+class RecordingLauncher(InterpreterLauncher):
+    """Also keeps what was launched."""
+
+    def __init__(self, sms: int = 4) -> None:
+        super().__init__(sms=sms)
+        self.launched: list[tuple[str, Grid]] = []
+
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
+        self.launched.append((variant.kernel, grid))
+        super().launch(variant, grid, arguments)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    query: str = "float32"
+    kv: str = "float32"
+
+
+class TypedScene(Scene):
+    """A scene in other dtypes: what was poisoned stays so."""
+
+    def __init__(self, case: Case, dtypes: Dtypes) -> None:
+        super().__init__(case)
+        self.query = self.query.astype(numpy_dtype(dtypes.query))
+        exact = kv_views(self.arena, self.layout)
+        num_blocks = exact[0].shape[0]
+        self.layout = gqa_layout(case.block_size, self.slots, case.head_dim, dtypes.kv)
+        self.arena = np.full(num_blocks * self.layout.block_bytes, 0xFF, np.uint8)  # NaN in every float there is
+        written = ~np.isnan(exact[0][..., 0])
+        for role, rows in enumerate(exact):
+            stored = rows[written]
+            if dtypes.kv in QUANTISED:
+                stored, scale_views(self.arena, self.layout)[role][written] = quantise(stored, dtypes.kv)
+            kv_views(self.arena, self.layout)[role][written] = stored
+
+    def answer(self, kernels: Any) -> np.ndarray:
+        out = np.full_like(self.query, 7.0)
+        arguments = (self.query, self.arena, self.layout, self.batch, self.heads)
+        kernels.attend(*arguments, scale=self.scale, softcap=self.case.softcap, out=out)
+        return out.astype(np.float64)
+
+
+def triton_attention(tuning: Tuning = SMALL, sms: int = 4) -> TritonAttention:
+    return TritonAttention(RecordingLauncher(sms), lambda nbytes: np.full(nbytes, 0xFF, np.uint8), tuning)
+
+
+def assert_right(case: Case, dtypes: Dtypes = Dtypes(), attention: TritonAttention | None = None) -> None:
+    scene = TypedScene(case, dtypes)
+    got, expected = scene.answer(attention or triton_attention()), scene.answer(ReferenceKernels())
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE[dtypes.query])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    seq_lens = draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
+    query_lens = [draw(st.one_of(st.integers(0, 1), st.integers(0, length))) for length in seq_lens]
+    window = st.tuples(st.integers(1, 60), st.integers(0, 50))
+    return Case(
+        query_lens=tuple(query_lens),
+        seq_lens=tuple(seq_lens),
+        policies=tuple(draw(st.lists(st.one_of(st.just((0, 0)), window), min_size=1, max_size=2))),
+        share=draw(st.sampled_from([1, 2, 3, 7])),
+        head_dim=64,
+        block_size=draw(st.sampled_from([1, 4, 16, 64])),
+        softcap=draw(st.sampled_from([0.0, 5.0])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(), dtypes=st.sampled_from([Dtypes(), Dtypes("float16", "float16"), Dtypes("float32", "int8")]))
+def test_any_batch_matches_the_reference(case: Case, dtypes: Dtypes) -> None:
+    assert_right(case, dtypes)
+
+
+@pytest.mark.parametrize("kv", ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("query", ["float32", "float16", "bfloat16"])
+def test_every_pair_of_dtypes_prefill_and_decode(query: str, kv: str) -> None:
+    case = Case((1, 20), (70, 40), ((0, 0), (20, 4)), share=2, head_dim=64, block_size=16)
+    assert_right(case, Dtypes(query, kv))
+
+
+@pytest.mark.parametrize(
+    ("window", "sink"), [(1, 0), (3, 0), (16, 0), (17, 1), (16, 16), (40, 20), (16, 200), (500, 4), (500, 0)]
+)
+@pytest.mark.parametrize("queries", [1, 30])
+def test_windowed_head_with_recycled_middle_blocks(window: int, sink: int, queries: int) -> None:
+    # Two sequences, so that the single query goes through decode with its splits.
+    assert_right(Case((queries, 0), (203, 9), ((window, sink),), share=3, head_dim=64, block_size=16))
+
+
+@pytest.mark.parametrize(("share", "head_dim"), [(3, 64), (8, 128), (4, 256), (2, 96), (1, 64), (20, 64)])
+def test_common_head_geometries_in_tiles_of_production(share: int, head_dim: int) -> None:
+    case = Case((1, 70), (131, 90), ((0, 0), (64, 4)), share=share, head_dim=head_dim, block_size=64)
+    assert_right(case, Dtypes("float16", "float16"), triton_attention(Tuning()))
+
+
+def test_splits_are_merged_whatever_each_head_sees() -> None:
+    case = Case((1, 1, 1), (400, 33, 90), ((0, 0), (40, 4), (5, 0)), share=3, head_dim=64, block_size=16)
+    attention = triton_attention(sms=10)
+    assert_right(case, attention=attention)
+    kernels = dict(attention.launcher.launched)
+    assert kernels["attend"][0] == 9  # enough splits for 80 programs of 9 heads
+    assert kernels["merge_splits"] == (9, 3, 1)
+
+
+def test_contexts_within_one_split_are_not_merged() -> None:
+    case = Case((1, 1), (30, 20), ((0, 0),), head_dim=64, block_size=16)
+    attention = triton_attention(replace(SMALL, split_programs=1), sms=2)
+    assert_right(case, attention=attention)
+    assert "merge_splits" not in dict(attention.launcher.launched)
+
+
+def test_no_more_splits_are_launched_than_the_longest_sequence_could_have() -> None:
+    case = Case((1, 1), (100, 20), ((0, 0),), head_dim=64, block_size=16)
+    attention = triton_attention(sms=1000)
+    assert_right(case, attention=attention)
+    assert dict(attention.launcher.launched)["attend"][0] == 4  # 8 columns of 16 tokens are 4 splits of 32
+
+
+def test_decode_alone_launches_no_prefill() -> None:
+    scene = TypedScene(Case((1, 1), (30, 20), ((0, 0),), head_dim=64), Dtypes())
+    scene.batch = replace(scene.batch, max_query_len=1)
+    attention = triton_attention()
+    np.testing.assert_allclose(scene.answer(attention), scene.answer(ReferenceKernels()), rtol=0, atol=2e-5)
+    assert [kernel for kernel, _ in attention.launcher.launched] == ["attend", "merge_splits"]
+
+
+def test_what_is_launched_depends_on_shapes_alone() -> None:
+    launched = []
+    for query_lens, seq_lens in (((1, 20, 0), (70, 40, 3)), ((9, 1, 11), (9, 70, 50))):
+        attention = triton_attention()
+        TypedScene(Case(query_lens, seq_lens, ((0, 0), (5, 2)), head_dim=64), Dtypes()).answer(attention)
+        launched.append(attention.launcher.launched)
+    assert launched[0] == launched[1]
+
+
+def test_padding_of_a_batch_writes_nothing() -> None:
+    scene = TypedScene(Case((1, 12), (30, 40), ((0, 0), (20, 4)), share=2, head_dim=64), Dtypes())
+    right, real = scene.answer(ReferenceKernels()), scene.batch
+    scene.query = np.concatenate([scene.query, np.full_like(scene.query[:5], np.nan)])
+    scene.batch = replace(
+        real,
+        cu_seqlens_q=np.append(real.cu_seqlens_q, [real.cu_seqlens_q[-1]] * 3).astype(np.int32),
+        seq_lens=np.append(real.seq_lens, [0] * 3).astype(np.int32),
+        block_tables=np.pad(real.block_tables, ((0, 3 * real.groups), (0, 0)), constant_values=-1),
+    )
+    got = scene.answer(triton_attention())
+    np.testing.assert_allclose(got[:13], right, rtol=0, atol=2e-5)
+    assert (got[13:] == 7.0).all()
+
+
+def test_queries_may_be_part_of_a_wider_row() -> None:
+    scene = TypedScene(Case((1, 12), (30, 40), ((0, 0),), share=2, head_dim=64), Dtypes())
+    right = scene.answer(ReferenceKernels())
+    rows = np.full((13, 6, 64), np.nan, np.float32)
+    rows[:, :2] = scene.query
+    scene.query = rows[:, :2]
+    wide = np.full((13, 4, 64), 7.0, np.float32)
+    arguments = (scene.query, scene.arena, scene.layout, scene.batch, scene.heads)
+    triton_attention().attend(*arguments, scale=scene.scale, softcap=0.0, out=wide[:, :2])
+    np.testing.assert_allclose(wide[:, :2], right, rtol=0, atol=2e-5)
+    assert (wide[:, 2:] == 7.0).all()
+
+
+def test_cost_of_a_windowed_head_does_not_grow_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope, steps = interpreter._interpreted_globals(), []
+    step = scope["attend_tile"]
+    monkeypatch.setitem(scope, "attend_tile", lambda *arguments: steps.append(1) or step(*arguments))
+    counts = []
+    for length in (150, 900):
+        steps.clear()
+        assert_right(Case((1, 12), (length, length), ((30, 20),), head_dim=64, block_size=16))
+        counts.append(len(steps))
+    # Window and sinks span at most 4 and 2 tiles of 16; the twelve queries of the second sequence are one row each.
+    assert counts[0] == counts[1] <= 12
+
+
+def test_query_that_sees_no_mapped_block_gets_zeros() -> None:
+    scene = TypedScene(Case((1, 5), (90, 9), ((0, 0),), head_dim=64), Dtypes())
+    scene.batch.block_tables[:] = -1
+    assert (scene.answer(triton_attention()) == 0).all()
+
+
+def test_visible_token_without_a_block_counts_as_not_visible() -> None:
+    scene = TypedScene(Case((1, 40), (90, 80), ((0, 0),), head_dim=64, block_size=16), Dtypes())
+    scene.batch.block_tables[:, 1:3] = -1
+    np.testing.assert_allclose(scene.answer(triton_attention()), scene.answer(ReferenceKernels()), rtol=0, atol=2e-5)
+
+
+def test_a_nan_in_a_query_shows_in_that_query_only() -> None:
+    scene = TypedScene(Case((1, 1, 4), (90, 30, 30), ((0, 0),), head_dim=64), Dtypes())
+    scene.query[[0, 4]] = np.nan
+    out = scene.answer(triton_attention())
+    assert np.isnan(out[[0, 4]]).all()
+    assert np.isfinite(out[[1, 2, 3, 5]]).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_scores_of_any_size_stay_finite(softcap: float) -> None:
+    scene = TypedScene(Case((1, 12), (40, 40), ((0, 0), (20, 4)), head_dim=64, softcap=softcap), Dtypes())
+    scene.query *= 1e4
+    assert np.isfinite(scene.answer(triton_attention())).all()
+
+
+def test_tiny_values_of_a_quantised_cache_keep_their_precision() -> None:
+    scene = TypedScene(Case((1, 12), (60, 40), ((0, 0),), head_dim=64, block_size=16), Dtypes("float16", "int8"))
+    scene.query *= np.float16(0.1)
+    scales = scale_views(scene.arena, scene.layout)[1]
+    scales *= np.float32(1e-3)
+    got, expected = scene.answer(triton_attention()), scene.answer(ReferenceKernels())
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+def test_blocks_beyond_four_gigabytes_are_reached() -> None:
+    scene = TypedScene(Case((1, 3), (20, 20), ((0, 0),), head_dim=64, block_size=64), Dtypes("float16", "float16"))
+    right = scene.answer(ReferenceKernels())
+    small, far = scene.arena, (5 << 30) // scene.layout.block_bytes
+    scene.arena = np.empty(5 << 30, np.uint8)  # untouched memory costs nothing
+    scene.arena[-(5 << 30) % scene.layout.block_bytes - small.nbytes :][: small.nbytes] = small
+    scene.batch.block_tables[:, 0] += far - small.nbytes // scene.layout.block_bytes
+    np.testing.assert_allclose(scene.answer(triton_attention()), right, rtol=0, atol=4e-3)
+
+
+def test_what_is_not_supported_is_refused_by_name_with_the_remedy() -> None:
+    fine = {"head_dim": 128, "q_dtype": "bfloat16", "kv_dtype": "bfloat16", "sm": 90, "block_size": 64}
+    check_supported(**fine)
+    for change, message in (
+        ({"sm": 75}, r"7\.5 is too old.*8\.0"),
+        ({"head_dim": 80}, "head_dim 80.*64, 96, 128, 256"),
+        ({"q_dtype": "float64"}, "float64.*bfloat16"),
+        ({"kv_dtype": "int4"}, "int4.*int8"),
+        ({"kv_dtype": "float8_e4m3fn", "sm": 80}, r"float8_e4m3fn needs .*8\.9.*8\.0.*int8"),
+        ({"block_size": 24}, "block_size 24.*power of two"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_supported(**fine | change)
+    with pytest.raises(ConfigError, match=r"5 query heads.*2 KV heads"):
+        AttentionShape.of(gqa_layout(16, 1, 64), 5, 2, "float16", 0.0)
+    with pytest.raises(ConfigError, match="head_dim 80"):
+        triton_attention().prepare([AttentionShape(1, 80, 16, "float16", "float16")])
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    scene, attention = TypedScene(Case((4,), (9,), ((0, 0),), head_dim=64), Dtypes()), triton_attention()
+    rest = (scene.arena, scene.layout, scene.batch, scene.heads)
+    query, crooked = scene.query, np.zeros((4, 1, 65), np.float32)[:, :, :64]
+    for wrong, out, scale, message in (
+        (query, query[:2], 1.0, "do not fit"),
+        (query, query.astype(np.float16), 1.0, "do not fit"),
+        (query, query, 0.0, r"scale 0\.0 is not positive"),
+        (crooked, query, 1.0, "query with strides.*multiples of 16 bytes"),
+        (query, crooked, 1.0, "out with strides"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.attend(wrong, *rest, scale=scale, softcap=0.0, out=out)

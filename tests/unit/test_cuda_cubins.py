@@ -1,0 +1,237 @@
+"""Machine code of the attention kernels: compiled here, without a GPU, for the cards it will run on."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headwise.errors import ConfigError
+
+pytest.importorskip("triton")
+
+from headwise.kernels.cuda import cubins, precompile
+from headwise.kernels.cuda.attention import AttentionShape, variants_of
+from headwise.kernels.cuda.cubins import Compiled, CubinCache, Target, compile_variant
+from headwise.kernels.cuda.launch import CupyLauncher, Variant
+from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, decode_tile, prefill_tile
+
+LLAMA = AttentionShape(share=4, head_dim=128, block_size=64, q_dtype="bfloat16", kv_dtype="bfloat16")
+PREFILL, DECODE, MERGE = 0, 1, 2
+MERGED = variants_of(LLAMA, 90)[MERGE]
+"""The one that compiles in no time."""
+
+MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+
+
+def loops_of(ptx: str) -> Iterator[str]:
+    """What lies between a label and a branch back to it."""
+    labels = {match.group(1): match.end() for match in re.finditer(r"^(\$L__\w+):", ptx, re.MULTILINE)}
+    for branch in re.finditer(r"\bbra(?:\.uni)?\s+(\$L__\w+)", ptx):
+        begin = labels.get(branch.group(1), branch.end())
+        if begin < branch.start():
+            yield ptx[begin : branch.start()]
+
+
+def assert_overlaps_loads(compiled: Compiled, matrix_instruction: str) -> None:
+    """Every loop that multiplies matrices also loads tiles for later rounds, without waiting for them."""
+    loops = [loop for loop in loops_of(compiled.ptx) if matrix_instruction in loop]
+    assert loops
+    for loop in loops:
+        assert loop.count("cp.async.c") >= 4
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_prefill_uses_the_tensor_cores_of_the_card_and_overlaps_its_loads(sm: int) -> None:
+    compiled = compile_variant(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12))
+    assert_overlaps_loads(compiled, MATRIX_INSTRUCTION[sm])
+    # sm_80 has all accumulators in registers: a few values outside of the loops do not fit.
+    assert compiled.spilled_bytes <= (128 if sm == 80 else 0)
+    assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_decode_overlaps_its_loads_and_leaves_room_for_three_programs(sm: int) -> None:
+    compiled = compile_variant(variants_of(LLAMA, sm)[DECODE], Target(sm, cuda=12))
+    assert_overlaps_loads(compiled, "mma.sync")
+    assert compiled.spilled_bytes == 0
+    assert compiled.registers * compiled.threads * 3 <= 65536
+    assert compiled.shared_bytes * (2 if sm == 80 else 3) <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+
+
+@pytest.mark.parametrize(("sm", "kv_dtype"), [(80, "int8"), (90, "float8_e4m3fn")])
+def test_decode_of_quantised_blocks_smaller_than_a_tile_overlaps_its_loads(sm: int, kv_dtype: str) -> None:
+    shape = AttentionShape(share=4, head_dim=128, block_size=16, q_dtype="bfloat16", kv_dtype=kv_dtype)
+    compiled = compile_variant(variants_of(shape, sm)[DECODE], Target(sm, cuda=12))
+    assert_overlaps_loads(compiled, "mma.sync")
+    assert compiled.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_machine_code_is_made_for_the_cuda_of_the_driver(cuda: int) -> None:
+    compiled = compile_variant(MERGED, Target(90, cuda))
+    version = re.search(r"^\.version (\d+)\.", compiled.ptx, re.MULTILINE)
+    assert version is not None
+    assert int(version.group(1)) <= cuda - 4  # PTX 8 belongs to CUDA 12, PTX 9 to CUDA 13
+    assert compiled.cubin.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
+def test_every_tile_is_one_the_kernels_take(sm: int) -> None:
+    for head_dim in (64, 96, 128, 256):
+        for q_dtype, kv_dtype in (("bfloat16", "bfloat16"), ("float16", "int8"), ("float32", "float32")):
+            for tile in (
+                prefill_tile(head_dim, q_dtype, kv_dtype, sm),
+                decode_tile(head_dim, q_dtype, kv_dtype, sm, 16),
+            ):
+                assert tile.rows >= 16
+                assert tile.keys >= 16
+
+
+def test_a_variant_is_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = CubinCache(tmp_path, Target(90, 12)).get(MERGED)
+    assert first.path.read_bytes().startswith(b"\x7fELF")
+    assert first.parameters >= len(MERGED.signature)
+    monkeypatch.setattr(cubins, "compile_variant", None)
+    assert CubinCache(tmp_path, Target(90, 12)).get(MERGED) == first
+    assert len(list(tmp_path.iterdir())) == 2  # nothing half written is left
+
+
+def test_every_target_and_variant_has_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Compiled(b"code", "", "kernel", 128, 0, 3, 32, 0)
+    monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    shapes = (
+        LLAMA,
+        AttentionShape(4, 128, 64, "float16", "float16"),
+        AttentionShape(4, 128, 16, "bfloat16", "bfloat16"),
+    )
+    paths = {
+        CubinCache(tmp_path, target).get(variants_of(shape, target.sm)[DECODE]).path
+        for target in (Target(80, 12), Target(90, 12), Target(90, 13))
+        for shape in shapes
+    }
+    assert len(paths) == 9
+
+
+def test_machine_code_made_elsewhere_serves_where_triton_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = CubinCache(tmp_path, Target(90, 12)).get(MERGED)
+    monkeypatch.setattr(cubins, "_triton_version", lambda: None)
+    assert CubinCache(tmp_path, Target(90, 12)).get(MERGED) == here
+    with pytest.raises(ConfigError, match=r"no machine code.*sm80.*pip install triton.*precompile"):
+        CubinCache(tmp_path, Target(80, 12)).get(MERGED)
+
+
+def test_missing_triton_and_an_unusable_directory_are_config_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"kernel cache .*file/kernels cannot be made"):
+        CubinCache(tmp_path / "file" / "kernels", Target(90, 12))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ConfigError, match="pip install triton"):
+        compile_variant(MERGED, Target(90, 12))
+
+
+def test_what_does_not_compile_names_the_kernel_and_the_card() -> None:
+    signature = tuple((name, type_.replace("bf16", "fp8e4nv")) for name, type_ in MERGED.signature)
+    wrong = Variant(MERGED.kernel, signature, MERGED.constants, MERGED.multiples, 4, 2)
+    with pytest.raises(ConfigError, match=r"(?s)merge_splits does not compile for sm_80.*fp8e4nv"):
+        compile_variant(wrong, Target(80, 12))
+
+
+def test_precompile_fills_the_cache_that_an_engine_looks_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Compiled(b"code", "", "kernel", 128, 0, 3, 32, 0)
+    monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    model = ["--q-heads", "32", "--kv-heads", "8", "--head-dim", "128"]
+    precompile.main([str(tmp_path), "--sm", "80,90", "--cuda", "12", *model])
+    assert len(capsys.readouterr().out.splitlines()) == 6
+    monkeypatch.setattr(cubins, "compile_variant", None)
+    for sm in (80, 90):
+        for variant in variants_of(LLAMA, sm):
+            CubinCache(tmp_path, Target(sm, 12)).get(variant)
+    with pytest.raises(SystemExit, match=r"error: KV dtype float8_e4m3fn needs"):
+        precompile.main([str(tmp_path), "--sm", "80", "--kv-dtype", "float8_e4m3fn", *model])
+
+
+class FakeCupy(SimpleNamespace):
+    """As much of CuPy as a launch needs; keeps what was loaded and launched."""
+
+    def __init__(self, refuse: bool = False) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.launched: list[tuple[Any, ...]] = []
+        self.functions: list[SimpleNamespace] = []
+        device = SimpleNamespace(compute_capability="90", attributes={"MultiProcessorCount": 132})
+        self.cuda = SimpleNamespace(Device=lambda: device)
+        self._refuse = refuse
+
+    def RawModule(self, path: str) -> SimpleNamespace:  # noqa: N802
+        self.loaded.append(path)
+        return SimpleNamespace(get_function=self._function)
+
+    def _function(self, name: str) -> Callable[..., None]:
+        if self._refuse:
+            raise RuntimeError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+        def launch(grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
+            self.launched.append((name, grid, block, arguments, shared_mem))
+
+        self.functions.append(launch)  # type: ignore[arg-type]
+        return launch
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Callable[[Variant], cubins.CubinFile]:
+    """Machine code with scratch pointers behind its two parameters, and much shared memory."""
+    return lambda variant: cubins.CubinFile(tmp_path / "big.cubin", "attend", 256, 100_000, 4)
+
+
+def test_cupy_launches_with_the_scratch_pointers_and_shared_memory_the_code_asks_for(
+    big: Callable[[Variant], cubins.CubinFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    launcher = CupyLauncher(big)
+    assert (launcher.sm, launcher.sms) == (90, 132)
+    variant = Variant("attend", (("query", "*fp16"), ("batch", "i32")), (), (), 8, 2)
+    launcher.prepare(variant)
+    launcher.launch(variant, (0, 1, 1), [np.uint64(1), np.int32(2)])
+    launcher.launch(variant, (7, 2, 1), [np.uint64(1), np.int32(2)])
+    assert len(cupy.loaded) == 1
+    assert cupy.functions[0].max_dynamic_shared_size_bytes == 100_000
+    ((name, grid, block, arguments, shared),) = cupy.launched
+    assert (name, grid, block, shared) == ("attend", (7, 2, 1), (256, 1, 1), 100_000)
+    assert arguments == (1, 2, 0, 0)
+    assert [argument.dtype.name for argument in arguments] == ["uint64", "int32", "uint64", "uint64"]
+
+
+def test_a_driver_that_refuses_the_code_is_named_with_the_remedy(
+    big: Callable[[Variant], cubins.CubinFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(refuse=True))
+    with pytest.raises(ConfigError, match=r"attend.*big\.cubin.*UNSUPPORTED_PTX.*update the driver"):
+        CupyLauncher(big).prepare(Variant("attend", (), (), (), 8, 2))
+
+
+def test_interpreting_a_kernel_leaves_the_compiler_as_it_was() -> None:
+    from headwise.kernels.cuda.interpreter import InterpreterLauncher
+
+    out, lse = np.full(64, 7.0, np.float16), np.zeros(2, np.float32)
+    # One query at position 0 needs one split only: there is nothing to merge.
+    pointers = [np.uint64(array.ctypes.data) for array in (np.zeros(128, np.float32), lse, out)]
+    lengths = [np.array(values, np.int32) for values in ([0, 1], [1], [0], [0])]
+    addresses = [np.uint64(array.ctypes.data) for array in lengths]
+    merge = variants_of(AttentionShape(1, 64, 16, "float16", "float16"), 90)[MERGE]
+    InterpreterLauncher().launch(merge, (1, 1, 1), [*pointers, *addresses, np.int32(64), np.int32(2)])
+    assert (out == 7.0).all()
+    assert compile_variant(MERGED, Target(90, 12)).cubin.startswith(b"\x7fELF")

@@ -1,0 +1,114 @@
+"""CUDA C++ to machine code by NVRTC, which needs no GPU: what comes out, what is kept, and what is said without it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headwise.errors import ConfigError
+from headwise.kernels.cuda import nvrtc, programs
+from headwise.kernels.cuda.kv_write import all_variants
+from headwise.kernels.cuda.nvrtc import Compiled, find_nvrtc
+from headwise.kernels.cuda.programs import Defines, compile_source, cubin_path
+
+TARGETS = (80, 90, 100)
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    try:
+        find_nvrtc(TARGETS[0])
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def spilled(compiled: Compiled) -> list[str]:
+    """Bytes of stack and spills, as ptxas tells."""
+    return re.findall(r"([1-9]\d*) bytes (?:stack frame|spill stores|spill loads)", compiled.log)
+
+
+def accesses(compiled: Compiled, kind: str) -> set[str]:
+    """The kinds of access to global memory, e.g. ``v4.u32``."""
+    return set(re.findall(rf"\b{kind}\.global\.([.\w]*)", compiled.ptx))
+
+
+@pytest.mark.parametrize("sm", TARGETS)
+def test_the_block_copy_streams_whole_vectors_all_loaded_before_the_first_is_stored(sm: int) -> None:
+    compiled = compile_source("block_copy.cu", {}, sm)
+    assert spilled(compiled) == []
+    order = re.findall(r"\b(ld|st)\.global\.cs\.v4", compiled.ptx)
+    assert order == ["ld"] * 4 + ["st"] * 4
+
+
+@pytest.mark.parametrize("sm", TARGETS)
+@pytest.mark.parametrize("defines", list(all_variants((128,))), ids=lambda d: f"{d['INPUT']}-{d['CACHE']}")
+def test_the_kv_write_reads_and_writes_whole_vectors_without_spills(sm: int, defines: Defines) -> None:
+    compiled = compile_source("kv_write.cu", defines, sm)
+    assert spilled(compiled) == []
+    assert accesses(compiled, "ld") - {"s32"} == {"v4.u32", "v4.f32", "u32"}  # rows; angles; numbers of the batch
+    quantised = {"v2.u32", "f32"} if defines["CACHE"] in ("INT8", "E4M3") else set()  # rows of bytes; scales
+    assert accesses(compiled, "st") == {"v4.u32"} | quantised
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_every_head_size_compiles_without_spills(head_dim: int) -> None:
+    for defines in all_variants((head_dim,)):
+        assert spilled(compile_source("kv_write.cu", defines, 90)) == [], defines
+
+
+def test_a_cubin_on_disk_is_found_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cubin_path(tmp_path / "cubins", "block_copy.cu", {}, 90)
+    assert path.read_bytes()[:4] == b"\x7fELF"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
+    assert cubin_path(tmp_path / "cubins", "block_copy.cu", {}, 90) == path
+    with pytest.raises(ConfigError, match=r"no NVRTC .* sm_80: `pip install nvidia-cuda-nvrtc-cu12`.* found: none"):
+        cubin_path(tmp_path / "cubins", "block_copy.cu", {}, 80)
+
+
+def test_other_sources_macros_and_cards_have_other_cubins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    monkeypatch.setattr(programs, "SOURCES", sources)
+    kernel = sources / "kernel.cu"
+    paths = set()
+    for text in ("", " "):
+        kernel.write_text(f'extern "C" __global__ void set(int* to) {{ *to = NUMBER; }}{text}')
+        for number in (1, 2):
+            paths |= {cubin_path(tmp_path, "kernel.cu", {"NUMBER": number}, sm) for sm in (80, 90)}
+    assert len(paths) == 8
+
+
+def test_an_error_in_a_source_comes_with_the_compilers_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "SOURCES", tmp_path)
+    (tmp_path / "kernel.cu").write_text('extern "C" __global__ void set(int* to) { *to = nowhere; }')
+    with pytest.raises(
+        ConfigError, match=r'kernel.cu does not compile .*sm_90(.|\n)*identifier "nowhere" is undefined'
+    ):
+        cubin_path(tmp_path, "kernel.cu", {}, 90)
+    assert not list(tmp_path.glob("*.cubin"))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=rf"cannot be kept in {tmp_path}/file/cubins"):
+        cubin_path(tmp_path / "file" / "cubins", "block_copy.cu", {}, 90)
+
+
+def test_a_compiler_that_will_not_do_is_passed_over_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = find_nvrtc(90)
+    broken = tmp_path / "libnvrtc.so.12"
+    broken.write_text("no library")
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter([(12, str(broken)), (12, good.path)]))
+    assert find_nvrtc(90).path == good.path
+    with pytest.raises(ConfigError, match=rf"sm_20: .*{broken} \(.*{good.path} \(CUDA .* cannot compile for sm_20\)"):
+        find_nvrtc(20)
+
+
+def test_no_compiler_newer_than_the_driver_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = find_nvrtc(90)
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter([(13, good.path)]))
+    with pytest.raises(ConfigError, match="no NVRTC of CUDA 12 or older"):
+        find_nvrtc(90, newest=12)
