@@ -21,6 +21,7 @@ from headwise.runtime.engine_server import EngineServer
 from headwise.runtime.front_door import FrontDoor
 from headwise.runtime.host_copies import check_host_cache
 from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.model_card import with_pool
 from headwise.runtime.watchdog import Watchdog
 from headwise.storage.curve import CurveKeys
 from headwise.storage.flusher import Flusher
@@ -170,6 +171,7 @@ class Engine:
     def _attach(self, group: WorkerGroup) -> None:
         assert self._server is not None
         card, tokenizer = self._front_door.card, self._front_door.tokenizer
+        card = with_pool(card, self._config, group.executor.num_blocks * card.layout.block_bytes)
         core = EngineCore(self._config, card, tokenizer, group.executor, lookup=self._lookup)
         self._core_died.clear()
         wakers = group.executor.sockets if self._lookup is None else (*group.executor.sockets, self._lookup)

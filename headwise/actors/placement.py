@@ -21,16 +21,20 @@ def reserve(config: EngineConfig, timeout_s: float) -> list[PlacementGroup]:
 
     Raises `DeploymentError` if the cluster does not give the resources within ``timeout_s``.
     """
-    bundles = [{"CPU": ENGINE_CPUS}, *[{"CPU": WORKER_CPUS}] * config.tp_size]
+    worker = {"CPU": WORKER_CPUS, **({"GPU": 1} if config.on_gpu else {})}
+    bundles = [{"CPU": ENGINE_CPUS}, *[worker] * config.tp_size]
     groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(config.replicas)]
     for index, group in enumerate(groups):
         if not group.wait(timeout_s):
-            free = ray.available_resources().get("CPU", 0.0)
+            free = ray.available_resources()
             release(groups)
+            needed = f"{ENGINE_CPUS + WORKER_CPUS * config.tp_size:.1f} CPUs"
+            left = f"{free.get('CPU', 0.0):.1f}"
+            if config.on_gpu:
+                needed, left = f"{needed} and {config.tp_size} GPUs", f"{left} and {free.get('GPU', 0.0):g}"
             raise DeploymentError(
-                f"the Ray cluster has no room for engine {index} of {config.replicas}: it needs "
-                f"{ENGINE_CPUS + WORKER_CPUS * config.tp_size:.1f} CPUs on one node, {free:.1f} are free in all "
-                f"(waited {timeout_s:g} s); lower replicas or tp_size, or add nodes"
+                f"the Ray cluster has no room for engine {index} of {config.replicas}: it needs {needed} on one node, "
+                f"{left} are free in all (waited {timeout_s:g} s); lower replicas or tp_size, or add nodes"
             )
     return groups
 
@@ -42,10 +46,17 @@ def release(groups: list[PlacementGroup]) -> None:
         remove_placement_group(group)
 
 
+def cluster_gpus() -> int:
+    """GPUs of the Ray cluster, in use or not."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
 def in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
-    """Actor options: run in this bundle."""
+    """Actor options: run in this bundle, with all that it has."""
+    resources = group.bundle_specs[index]
     return {
-        "num_cpus": ENGINE_CPUS if index == 0 else WORKER_CPUS,
+        "num_cpus": resources["CPU"],
+        "num_gpus": resources.get("GPU", 0),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
     }
 

@@ -67,11 +67,28 @@ class Deployment:
         progress.stage(f"connecting to the Ray cluster at {address}" if address else "starting a local Ray instance")
         deployment = cls(config, _Cluster.connect(address) if address else _Cluster.start())
         try:
+            deployment._choose(progress)
             deployment._start_actors(progress)
         except BaseException:
             deployment.stop()
             raise
         return deployment
+
+    def _choose(self, progress: Progress) -> None:
+        """Settle what the configuration leaves to what the cluster has, and say what was chosen."""
+        from headwise.actors.placement import cluster_gpus
+        from headwise.runtime.block_storage import foreign_storage
+        from headwise.runtime.device import resolve_device
+        from headwise.runtime.info import chosen
+        from headwise.runtime.loader.resolve import resolve_model
+        from headwise.runtime.model_card import read_model_card
+
+        self.config = resolve_device(self.config, cluster_gpus())
+        directory = resolve_model(self.config.model, self.config.cache_path, progress)  # for the scheduler, here
+        card = read_model_card(self.config, directory)
+        log.info(chosen(self.config, card))
+        if foreign := foreign_storage(self.config, card):
+            log.warning(foreign)
 
     def _start_actors(self, progress: Progress) -> None:
         from headwise.actors import placement

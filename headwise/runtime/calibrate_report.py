@@ -16,7 +16,6 @@ from headwise.errors import ConfigError
 from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.calibrate import DenseModel, SequenceAttention
 from headwise.runtime.loader.progress import Progress
-from headwise.runtime.model_card import KV_DTYPE
 from headwise.runtime.passkeys import PasskeyInput
 
 LOGIT_ROWS = 128
@@ -138,7 +137,7 @@ def _losses(
 def bytes_per_token(policies: Policies, head_dim: int) -> tuple[float, int]:
     """Bytes that a token takes once windows have moved past it, and the number of head groups."""
     plan = plan_head_groups(policies)
-    layout = gqa_layout(64, plan.slots, head_dim, KV_DTYPE)
+    layout = gqa_layout(64, plan.slots, head_dim)
     full = sum(policy.is_full for policy in plan.policies)
     return full * layout.block_bytes / layout.block_size, len(plan.groups)
 

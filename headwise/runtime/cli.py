@@ -163,19 +163,13 @@ def _local_engine(config: EngineConfig) -> LocalEngine:
 
 
 def _deployment(config: EngineConfig, address: str | None) -> Deployment:
-    from headwise.runtime.block_storage import foreign_storage
     from headwise.runtime.bootstrap import Deployment
-    from headwise.runtime.info import chosen
     from headwise.runtime.loader.resolve import resolve_model
     from headwise.runtime.model_card import read_model_card
     from headwise.runtime.terminal import progress
 
     with progress() as bars:
-        directory = resolve_model(config.model, config.cache_path, bars)  # the scheduler runs on this node, too
-        card = read_model_card(config, directory)
-        logger.info(chosen(config, card))
-        if foreign := foreign_storage(config, card):
-            logger.warning(foreign)
+        read_model_card(config, resolve_model(config.model, config.cache_path, bars))  # what is wrong is told at once
         return Deployment.start(config, address, progress=bars)
 
 
@@ -250,12 +244,14 @@ def info(
     if reference:
         typer.echo(config_reference())
         return
+    from headwise.kernels.cuda.cards import count_cards
+    from headwise.runtime.device import resolve_device
     from headwise.runtime.info import describe
     from headwise.runtime.loader.resolve import resolve_model
     from headwise.runtime.model_card import read_model_card
     from headwise.runtime.terminal import progress
 
-    config = options.load()
+    config = resolve_device(options.load(), count_cards())
     with progress() as bars:
         directory = resolve_model(config.model, config.cache_path, bars)
     rows = list(describe(config, read_model_card(config, directory), length or ()))

@@ -14,6 +14,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from headwise.errors import ConfigError
 from headwise.units import parse_bytes
 
+CPU_KV_CACHE = "512MiB"
+
+_CPU_CHOICES = {
+    "tensor_ops": ("paddle", "numpy"),
+    "kernels": ("numba", "reference"),
+    "dtype": ("float32",),
+    "kv_dtype": ("float32",),
+}
+_CUDA_CHOICES = {"tensor_ops": ("cupy",), "kernels": ("cuda",)}
+"""What may be chosen besides auto, by device; the rest is free."""
+
 
 def _option(default: Any, text: str, low: float = -math.inf, high: float = math.inf) -> Any:
     return field(default=default, metadata={"help": text, "low": low, "high": high})
@@ -33,16 +44,34 @@ class EngineConfig:
     port: int = _option(8700, "Port that clients connect to; 0 takes a free one.", 0, 65535)
     replicas: int = _option(1, "Number of engines, each a whole copy of the model.", 1, 1024)
     tp_size: int = _option(1, "Tensor-parallel workers per engine; must divide the model's KV heads.", 1, 1024)
-    device: Literal["auto", "cpu"] = _option("auto", "Where workers compute.")
-    tensor_ops: Literal["auto", "paddle", "numpy"] = _option(
-        "auto", "Framework behind the model's tensor operations; auto is paddle where it is installed."
+    device: Literal["auto", "cpu", "cuda"] = _option(
+        "auto", "Where workers compute: on a GPU each, or on CPU cores; auto is cuda where all ranks can have a GPU."
     )
-    kernels: Literal["auto", "numba", "reference"] = _option(
-        "auto", "Attention kernels; reference is plain NumPy, slow and the definition of what is right."
+    tensor_ops: Literal["auto", "paddle", "numpy", "cupy"] = _option(
+        "auto", "Framework behind the model's tensor operations; auto is cupy on a GPU, else paddle where installed."
     )
+    kernels: Literal["auto", "numba", "reference", "cuda"] = _option(
+        "auto",
+        "Attention kernels; auto is cuda on a GPU, else numba. reference is plain NumPy, slow and the definition of "
+        "what is right.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
+        "auto", "Of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU, which has no other."
+    )
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] = _option(
+        "auto", "Of cached keys and values; auto is that of the activations. The last two are quantised, on a GPU only."
+    )
+    cuda_graphs: bool = _option(True, "Record decode steps on a GPU as CUDA graphs, which are launched as one.")
     cpu_threads: int = _option(0, "Threads per worker on a CPU; 0 shares the machine's cores between ranks.", 0, 1024)
     block_size: int = _option(64, "Tokens per cache block.", 1, 4096)
-    kv_cache: str = _option("512MiB", "Memory of each worker's block pool, such as 8GiB.")
+    kv_cache: str = _option(
+        "auto",
+        "Memory of each worker's block pool, such as 8GiB; auto is what gpu_memory_utilization leaves on a GPU, and "
+        "512MiB on a CPU.",
+    )
+    gpu_memory_utilization: float = _option(
+        0.9, "Share of a GPU's memory that a worker with kv_cache auto takes in all, weights included.", 0.05, 0.99
+    )
     host_cache: str = _option("0", "Host memory of each worker for blocks that left the device, such as 8GiB; 0: none.")
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = _option(
         "write_through_selective",
@@ -119,9 +148,11 @@ class EngineConfig:
             raise ConfigError("model must name a model; try smollm2-135m")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise ConfigError(f"name must be letters, digits, '.', '_' or '-', got {self.name!r}")
-        parse_bytes(self.kv_cache)
+        if self.kv_cache != "auto":
+            parse_bytes(self.kv_cache)
         if self.host_cache_bytes and not self.prefix_caching:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
+        self._check_device()
         if self.storage and not self.host_cache_bytes:
             raise ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
         if self.head_pattern:
@@ -129,9 +160,38 @@ class EngineConfig:
 
             check_streaming(self.sparsity, self.sink, self.window, self.block_size)
 
+    def _check_device(self) -> None:
+        """Refuse what the device cannot do, once it is known: ``auto`` is resolved where there are GPUs to count."""
+        choices = {"cpu": _CPU_CHOICES, "cuda": _CUDA_CHOICES}.get(self.device, {})
+        for name, allowed in choices.items():
+            if getattr(self, name) not in ("auto", *allowed):
+                raise ConfigError(
+                    f"{name} {getattr(self, name)} does not go with device {self.device}: choose auto or "
+                    f"{' or '.join(allowed)}"
+                )
+
     @property
-    def kv_cache_bytes(self) -> int:
-        return parse_bytes(self.kv_cache)
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def dtype_name(self) -> str:
+        """Of weights and activations."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.on_gpu else "float32"
+
+    @property
+    def kv_dtype_name(self) -> str:
+        """Of cached keys and values."""
+        return self.dtype_name if self.kv_dtype == "auto" else self.kv_dtype
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """Of each worker; None if its device is measured first."""
+        if self.kv_cache != "auto":
+            return parse_bytes(self.kv_cache)
+        return None if self.on_gpu else parse_bytes(CPU_KV_CACHE)
 
     @property
     def host_cache_bytes(self) -> int:

@@ -12,7 +12,7 @@ from headwise.runtime.batch import BatchRequest, StepResult
 class CacheSpec:
     """What every worker of an engine must agree on before the first step.
 
-    num_blocks: blocks in the pool, the same on every rank
+    num_blocks: blocks in the pool, the same on every rank; 0 where the device is to be measured first
     max_rows:   sequences that may be in a batch
     max_blocks: columns of a block table
     num_host_blocks: blocks in the host's memory, the same on every rank

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan
 from headwise.errors import ConfigError, LayerSwapTimeoutError
-from headwise.kernels.block_copy import make_block_copy
 from headwise.runtime.batch import BatchRequest
 from headwise.runtime.block_storage import open_rank_storage
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.device import Device
 from headwise.runtime.model_card import ModelCard
 from headwise.transfer.cpu_stream import CpuStream
-from headwise.transfer.host_memory import HostArena, check_host_memory
+from headwise.transfer.host_memory import check_host_memory
 from headwise.transfer.stats import TransferStats
 from headwise.transfer.storage_manager import StorageManager
 from headwise.transfer.transfer_manager import TransferManager
@@ -30,9 +30,6 @@ IDLE_WAIT_S = 0.01
 CLOSE_S = 10.0
 """Longest wait for storage to take what it was given, when the worker ends."""
 
-COPY_THREADS = 1
-"""Threads of each direction: copies run beside the forward pass, which wants the cores."""
-
 
 class HostCopies:
     """Owns the rank's host arena and starts, waits for and reports the copies that batches ask for.
@@ -40,17 +37,16 @@ class HostCopies:
     Raises `ConfigError` if storage cannot be opened.
     """
 
-    def __init__(self, config: EngineConfig, card: ModelCard, rank: int, device_arena: NDArray[np.uint8]) -> None:
-        num_bytes = card.spec.num_host_blocks * card.layout.block_bytes
-        self._arena = HostArena(num_bytes)
+    def __init__(self, config: EngineConfig, card: ModelCard, rank: int, device: Device, device_arena: Any) -> None:
+        self._arena = device.host_arena(card.spec.num_host_blocks * card.layout.block_bytes)
         self._manager = TransferManager(
             card.layout,
             layer_ranges(card.plan, card.layout, rank),
             device_arena,
             self._arena.array,
-            copy=make_block_copy(config.kernels, COPY_THREADS),
-            input_stream=CpuStream("headwise-load"),
-            output_stream=CpuStream("headwise-store"),
+            copy=device.block_copy(),
+            input_stream=device.copy_stream("headwise-load"),
+            output_stream=device.copy_stream("headwise-store"),
             load_timeout_s=config.load_timeout_s,
         )
         self._storage = open_rank_storage(config, card, rank) if config.storage else None
@@ -74,7 +70,12 @@ class HostCopies:
             self._storage_manager.put(batch.storage_puts.blocks, batch.storage_puts.hashes)
             self._storage_manager.fetch(batch.storage_fetches.blocks, batch.storage_fetches.hashes)
 
-    def attach_device(self, device_arena: NDArray[np.uint8] | None) -> None:
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks are on their way to the device, layer by layer."""
+        return self._manager.is_loading
+
+    def attach_device(self, device_arena: Any | None) -> None:
         """Copy between the host and another device arena from now on; None: there is none for a while."""
         self._manager.attach_device(device_arena)
 

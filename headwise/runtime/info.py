@@ -36,10 +36,8 @@ def describe(config: EngineConfig, card: ModelCard, lengths: Sequence[int] = ())
         first, *others = [index for index, _ in alike]
         yield (f"  groups {first} to {others[-1]}", f"{text} each") if others else (f"  group {first}", text)
     yield "block", f"{layout.block_size} tokens of one group, {format_bytes(layout.block_bytes)}"
-    yield (
-        "block pool",
-        f"{spec.num_blocks} blocks per rank, {format_bytes(spec.num_blocks * layout.block_bytes)}",
-    )
+    pool = f"{spec.num_blocks} blocks per rank, {format_bytes(spec.num_blocks * layout.block_bytes)}"
+    yield "block pool", pool if spec.num_blocks else "measured at start"
     if spec.num_host_blocks:
         host = format_bytes(spec.num_host_blocks * layout.block_bytes)
         yield "host cache", f"{spec.num_host_blocks} blocks per rank, {host}, {config.write_policy}"
@@ -48,7 +46,7 @@ def describe(config: EngineConfig, card: ModelCard, lengths: Sequence[int] = ())
     if config.prefix_caching:
         yield "smallest reusable prefix", f"{layout.block_size} tokens"
     yield "cache of 1,000 tokens", _bytes_of_thousand(card)
-    for tokens in lengths or _usual_lengths(card.max_model_len):
+    for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
     yield "replicas x TP ranks", f"{config.replicas} x {config.tp_size}"
 
@@ -56,12 +54,17 @@ def describe(config: EngineConfig, card: ModelCard, lengths: Sequence[int] = ())
 def chosen(config: EngineConfig, card: ModelCard) -> str:
     """What was chosen for a deployment, in one line."""
     plan, spec = card.plan, card.spec
-    tensor_ops, kernels = resolve_ops_name(config.tensor_ops), resolve_kernels_name(config.kernels)
-    pool = format_bytes(spec.num_blocks * card.layout.block_bytes)
+    tensor_ops = resolve_ops_name(config.tensor_ops, config.on_gpu)
+    kernels = resolve_kernels_name(config.kernels, config.on_gpu)
+    pool = "measured at start"
+    if spec.num_blocks:
+        size = format_bytes(spec.num_blocks * card.layout.block_bytes)
+        pool = f"{spec.num_blocks} blocks of {card.layout.block_size} tokens, {size} per rank"
     return (
-        f"{card.model}: device=cpu tensor_ops={tensor_ops} kernels={kernels} "
+        f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
+        f"dtype={config.dtype_name} kv_dtype={config.kv_dtype_name} "
         f"replicas={config.replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{plan.slots} "
-        f"pool={spec.num_blocks} blocks of {card.layout.block_size} tokens, {pool} per rank"
+        f"pool={pool}"
     )
 
 

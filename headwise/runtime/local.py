@@ -9,9 +9,11 @@ from types import TracebackType
 from typing import Any
 
 from headwise.errors import EngineDiedError
+from headwise.kernels.cuda.cards import count_cards
 from headwise.runtime.block_storage import open_lookup
 from headwise.runtime.comm import SingleRank
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.device import Device, resolve_device
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.front_door import FrontDoor
 from headwise.runtime.host_copies import check_host_cache
@@ -32,14 +34,17 @@ class LocalEngine:
     thread. A stream whose engine is asleep waits for `wake`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
+        """``device`` is the configured one, unless another is given."""
+        self.config = config = resolve_device(config, count_cards())
         self.front_door = FrontDoor.open(config)
         card, tokenizer = self.front_door.card, self.front_door.tokenizer
         check_host_cache(config, card)
         self._lookup = open_lookup(config, card)
-        self._worker = ModelWorker(config, resolve_model(config.model, config.cache_path), 0, SingleRank())
+        self._worker = ModelWorker(config, resolve_model(config.model, config.cache_path), 0, SingleRank(), device)
         self._worker.initialize_cache()
+        card = self._worker.card  # with the pool's size, which may have been measured
+        self.front_door = FrontDoor(card, tokenizer)
         logger.info("headwise: %s", self._worker.describe())
         self._executor = LocalExecutor(self._worker)
         self.core = EngineCore(config, card, tokenizer, self._executor, lookup=self._lookup)

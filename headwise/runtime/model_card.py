@@ -19,8 +19,6 @@ from headwise.runtime.executor import CacheSpec
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.registry import model_config
 
-KV_DTYPE = "float32"
-
 HEADER_BYTES = 1 << 20
 IDENTITY_SAMPLES, SAMPLE_BYTES = 512, 4096
 """Of each weight file, spread evenly."""
@@ -32,6 +30,7 @@ class ModelCard:
 
     model:         the name it was asked for by
     identity:      differs between models, and between head policies, whose cache blocks must not be mixed
+    spec:          with no blocks as long as the pool's size is not known: `with_pool`
     max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds
     recycling:     whether blocks that a group's window has left are given back
     """
@@ -79,15 +78,34 @@ def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
         plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    layout = gqa_layout(config.block_size, plan.slots, model.head_dim, KV_DTYPE)
-    spec = _cache_spec(config, layout, len(plan.groups), _asked_length(config, model))
-    max_model_len = min(_asked_length(config, model), _tokens_that_fit(config, plan, spec))
+    layout = gqa_layout(config.block_size, plan.slots, model.head_dim, config.kv_dtype_name)
+    asked = _asked_length(config, model)
+    spec = _cache_spec(config, layout, asked)
+    card = ModelCard(config.model, identity, model, plan, layout, spec, asked, config.recycling)
+    return card if config.kv_cache_bytes is None else with_pool(card, config, config.kv_cache_bytes)
+
+
+def with_pool(card: ModelCard, config: EngineConfig, num_bytes: int) -> ModelCard:
+    """The card with a block pool of ``num_bytes`` per rank.
+
+    Raises:
+        ConfigError: they do not hold one block of each group, or not the length that is configured.
+    """
+    block_bytes, groups = card.layout.block_bytes, len(card.plan.groups)
+    num_blocks = num_bytes // block_bytes
+    if num_blocks < groups:
+        raise ConfigError(
+            f"kv_cache {config.kv_cache} holds {num_blocks} blocks of {block_bytes} bytes; a sequence "
+            f"needs {groups}, one per head group: give at least {block_bytes * groups} bytes, or a smaller block_size"
+        )
+    spec = replace(card.spec, num_blocks=num_blocks)
+    max_model_len = min(_asked_length(config, card.config), _tokens_that_fit(config, card.plan, spec))
     if max_model_len < config.max_model_len:
         raise ConfigError(
             f"kv_cache {config.kv_cache} holds {max_model_len} tokens, max_model_len is {config.max_model_len}: "
             "raise the one or lower the other"
         )
-    return ModelCard(config.model, identity, model, plan, layout, spec, max_model_len, config.recycling)
+    return replace(card, spec=spec, max_model_len=max_model_len)
 
 
 def load_pattern(path: str | Path) -> HeadPattern:
@@ -136,22 +154,15 @@ def _asked_length(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position
 
 
-def _cache_spec(config: EngineConfig, layout: BlockLayout, groups: int, max_tokens: int) -> CacheSpec:
-    """Sizes of the pool and of the block tables; raises ConfigError if the memory holds not even one block each."""
-    num_blocks = config.kv_cache_bytes // layout.block_bytes
-    if num_blocks < groups:
-        raise ConfigError(
-            f"kv_cache {config.kv_cache} holds {num_blocks} blocks of {layout.block_bytes} bytes; a sequence "
-            f"needs {groups}, one per head group: give at least {layout.block_bytes * groups} bytes, or a smaller "
-            "block_size"
-        )
+def _cache_spec(config: EngineConfig, layout: BlockLayout, max_tokens: int) -> CacheSpec:
+    """Sizes of the block tables and the host's pool, the device's still empty."""
     host_blocks = config.host_cache_bytes // layout.block_bytes
     if config.host_cache_bytes and not host_blocks:
         raise ConfigError(
             f"host_cache {config.host_cache} does not hold one block of {layout.block_bytes} bytes: give at least a "
             "hundred times that, or 0 for none"
         )
-    return CacheSpec(num_blocks, config.max_num_seqs, -(-max_tokens // config.block_size), host_blocks)
+    return CacheSpec(0, config.max_num_seqs, -(-max_tokens // config.block_size), host_blocks)
 
 
 def _identity(raw_config: bytes, directory: Path) -> str:

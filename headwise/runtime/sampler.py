@@ -31,10 +31,7 @@ class Sampler:
         model: before temperature and filters. Raises ValueError naming rows whose logits are not usable.
         """
         tokens = logits.argmax(axis=1).astype(np.int32)  # the position of a NaN, if there is one
-        best = logits[np.arange(len(tokens)), tokens]
-        if not np.isfinite(best).all():
-            bad = np.flatnonzero(~np.isfinite(best)).tolist()
-            raise ValueError(f"the logits of rows {bad} are not finite: the model or its cache is broken")
+        check_best(tokens, logits[np.arange(len(tokens)), tokens])
         for row, param in enumerate(params):
             if not param.greedy:
                 tokens[row] = draw(logits[row], param, uniform(int(seeds[row]), int(positions[row])))
@@ -44,6 +41,14 @@ class Sampler:
             if param.logprobs is not None
         }
         return tokens, logprobs
+
+
+def check_best(tokens: NDArray[np.int32], best: NDArray[np.float32]) -> NDArray[np.int32]:
+    """The likeliest tokens, if their logits ``best`` are numbers. Raises ValueError naming the rows where not."""
+    if not np.isfinite(best).all():
+        bad = np.flatnonzero(~np.isfinite(best)).tolist()
+        raise ValueError(f"the logits of rows {bad} are not finite: the model or its cache is broken")
+    return tokens
 
 
 def uniform(seed: int, position: int) -> float:

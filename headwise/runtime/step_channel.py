@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from headwise.errors import EngineDiedError
 from headwise.runtime import wire
 from headwise.runtime.batch import BatchRequest, StepResult
+from headwise.storage.zmq_context import close_context, open_context
 
 if TYPE_CHECKING:
     import zmq
@@ -36,13 +37,17 @@ _SLICE_S = 0.1
 @wire.register
 @dataclass(frozen=True)
 class WorkerReady:
-    """A worker's first message: it is connected and takes steps."""
+    """A worker's first message: it is connected and takes steps, with so many blocks in its pool."""
 
     rank: int
+    num_blocks: int = 0
 
 
 class Worker(Protocol):
     """What a channel needs of a worker: `headwise.runtime.worker.ModelWorker`."""
+
+    @property
+    def num_blocks(self) -> int: ...
 
     def execute(self, batch: BatchRequest) -> StepResult: ...
 
@@ -78,14 +83,14 @@ class ZmqExecutor:
     ) -> None:
         import zmq
 
-        self._context = zmq.Context()
+        self._context = open_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._ranks = [_identity(rank) for rank in range(size)]
-        self._ready: set[int] = set()
+        self._ready: dict[int, int] = {}  # blocks in the pool, by rank
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = step_timeout_s if start_timeout_s is None else start_timeout_s
         self._clock = clock
@@ -109,9 +114,14 @@ class ZmqExecutor:
             check()
             self._check()
             if self._clock() > deadline:
-                missing = sorted(set(range(len(self._ranks))) - self._ready)
+                missing = sorted(set(range(len(self._ranks))) - set(self._ready))
                 raise EngineDiedError(f"TP rank {missing} did not connect to {self.endpoint} within {timeout_s:g} s")
             self._receive(_SLICE_S)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in every worker's pool, once they are ready."""
+        return min(self._ready.values())
 
     def submit(self, batch: BatchRequest) -> None:
         import zmq
@@ -150,7 +160,7 @@ class ZmqExecutor:
             self._lost = reason
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        close_context(self._context)
 
     def _check(self) -> None:
         if self._lost is None and self._steps and self._clock() - self._head_since > self._steps[0].timeout[1]:
@@ -177,7 +187,7 @@ class ZmqExecutor:
         if message.rank != rank:
             self.lost(f"a worker sent a message as TP rank {message.rank} over the connection of {identity!r}")
         elif isinstance(message, WorkerReady):
-            self._ready.add(rank)
+            self._ready[rank] = message.num_blocks
         else:
             self._file(message)
         return True
@@ -248,17 +258,17 @@ def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[
     """
     import zmq
 
-    context = zmq.Context()
+    context = open_context()
     try:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, _identity(rank))
         socket.connect(endpoint)
-        socket.send(wire.encode(WorkerReady(rank)))
+        socket.send(wire.encode(WorkerReady(rank, worker.num_blocks)))
         while not should_stop():
             if socket.poll(_SLICE_S * 1000):
                 _serve_one(worker, rank, socket)
     finally:
-        context.destroy(linger=200)
+        close_context(context, linger_ms=200)
 
 
 def _serve_one(worker: Worker, rank: int, socket: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from pathlib import Path
@@ -14,19 +13,19 @@ from numpy.typing import NDArray
 from headwise.cache_controller.cache_controller import CacheController
 from headwise.errors import EngineDiedError
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.select import make_kernels
 from headwise.runtime.batch import LAST_SAMPLED, RESET_STORAGE, SLEEP, WAKE, BatchRequest, NewSequence, StepResult
 from headwise.runtime.comm import Communicator
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.decode_graphs import DecodeGraphs, Scored
+from headwise.runtime.device import Device, open_device
 from headwise.runtime.host_copies import HostCopies
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.model_card import ModelCard, read_model_card
+from headwise.runtime.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.models.base import Model, Shard
 from headwise.runtime.models.registry import build_model
-from headwise.runtime.ops.base import Tensor
-from headwise.runtime.ops.select import make_ops
+from headwise.runtime.ops.base import KernelArray, Tensor
 from headwise.runtime.request import TokenLogprobs
-from headwise.runtime.sampler import Sampler
+from headwise.runtime.sampler import Sampler, check_best
 
 
 def threads_per_worker(config: EngineConfig) -> int:
@@ -40,17 +39,23 @@ class ModelWorker:
     Holds no policy: which blocks, which rows and which tokens is the engine's business.
     """
 
-    def __init__(self, config: EngineConfig, model_dir: Path, rank: int, comm: Communicator) -> None:
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, rank: int, comm: Communicator, device: Device | None = None
+    ) -> None:
+        """``device`` is the configured one, unless another is given."""
         self.rank = rank
         self._config = config
         self._model_dir = model_dir
         self.card: ModelCard = read_model_card(config, model_dir)
         self._comm = comm
-        threads = threads_per_worker(config)
-        self._ops = make_ops(config.tensor_ops, threads)
-        self._kernels = make_kernels(config.kernels, threads)
-        self._model = self._load_model()
-        self._heads = [_head_table(self.card, rank, layer) for layer in range(self.card.config.num_layers)]
+        self._device = device or open_device(config, threads_per_worker(config))
+        self._ops, self._kernels = self._device.ops, self._device.kernels
+        self._upload = self._ops.step_upload()
+        self._device.check(self.card, model_dir)
+        with self._device.current():
+            self._model = self._load_model()
+            self._heads = [self._head_table(layer) for layer in range(self.card.config.num_layers)]
+        self._graphs: DecodeGraphs | None = None
         self._sampler = Sampler()
         self._copies: HostCopies | None = None
         self._is_asleep = False
@@ -59,37 +64,88 @@ class ModelWorker:
         shard = Shard(self.rank, self._config.tp_size, self.card.plan.kv_heads(self.rank))
         return build_model(self.card.config, Checkpoint(self._model_dir), self._ops, self._comm, shard)
 
+    def _head_table(self, layer: int) -> HeadTable:
+        places = self.card.plan.placement(self.rank, layer)
+        policies = [self.card.config.policies[layer][head] for head in self.card.plan.kv_heads(self.rank)[layer]]
+
+        def column(values: Any) -> KernelArray:
+            return self._ops.upload(np.ascontiguousarray(values, dtype=np.int32))
+
+        return HeadTable(
+            group=column(places[:, 0]),
+            slot=column(places[:, 1]),
+            window=column([policy.window for policy in policies]),
+            sink=column([policy.sink for policy in policies]),
+        )
+
     def describe(self) -> str:
         """What was chosen, for the log line at start."""
         plan, spec = self.card.plan, self.card.spec
         return (
-            f"rank {self.rank}: tensors={self._ops.name} kernels={self._kernels.name} groups={len(plan.groups)} "
-            f"slots={plan.slots} blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
+            f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} kernels={self._kernels.name} "
+            f"groups={len(plan.groups)} slots={plan.slots} "
+            f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'}"
         )
 
     def initialize_cache(self) -> None:
         """Allocate the arena and compile or load every kernel, so that the first request finds all warm."""
         self.close()
-        card, spec = self.card, self.card.spec
+        with self._device.current():
+            if not self.card.spec.num_blocks:
+                self.card = with_pool(self.card, self._config, self._measure_pool())
+            self._allocate_arena()
+            self._warm_up()
+            if self.card.spec.num_host_blocks:
+                self._copies = HostCopies(self._config, self.card, self.rank, self._device, self._cache.arena)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.card.spec.num_blocks
+
+    def _measure_pool(self) -> int:
+        """Bytes for the pool: what the largest step leaves of the device, on the rank that has the least."""
         self._allocate_arena()
-        self._warm_up()
-        if spec.num_host_blocks:
-            self._copies = HostCopies(self._config, card, self.rank, self._cache.arena)
+        tokens = min(self._config.max_batched_tokens, self.card.max_model_len)
+        rows = min(self._config.max_num_seqs, tokens)
+        batch = BatchRequest(
+            step_id=0,
+            rows=np.zeros(1, np.int32),
+            starts=np.zeros(1, np.int32),
+            query_lens=np.array([tokens], np.int32),
+            token_ids=np.zeros(tokens, np.int32),
+            sample=np.zeros(1, np.bool_),
+            table_updates=np.empty((0, 4), dtype=np.int32),  # no block is written or read
+        )
+        self._model.logits(self._ops.take_rows(self._forward(batch, batch.token_ids), np.arange(rows)))
+        spare = np.array([[self._device.spare_bytes() >> 20]], dtype=np.float32)  # MiB: exact up to 16 TiB
+        gathered = self._comm.gather(spare)
+        least = None if gathered is None else np.array([gathered.min()], dtype=np.int32)
+        return int(self._comm.broadcast(least, (1,))[0]) << 20
 
     def _allocate_arena(self) -> None:
         card, spec = self.card, self.card.spec
-        arena = np.empty(spec.num_blocks * card.layout.block_bytes, dtype=np.uint8)
+        arena = self._ops.empty_bytes(spec.num_blocks * card.layout.block_bytes)
         self._cache = CacheController(
             card.layout, arena, groups=len(card.plan.groups), max_rows=spec.max_rows, max_blocks=spec.max_blocks
         )
+        self._graphs = self._make_graphs()
         self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
+        alone = self._comm.size == 1 and self.card.config.moe is None
+        if not (self._config.on_gpu and self._config.cuda_graphs and alone):
+            return None
+        return DecodeGraphs(self._ops, self._score, len(self.card.plan.groups))
 
     def close(self) -> None:
         """Finish copies to and from the host, and let go of its memory. May be called again."""
         if self._copies is not None:
-            self._copies.close()
+            with self._device.current():
+                self._copies.close()
             self._copies = None
 
     def _warm_up(self) -> None:
@@ -136,8 +192,9 @@ class ModelWorker:
         if self._copies is not None:
             self._copies.attach_device(None)
         self._is_asleep = True
+        self._graphs = None
         del self._model, self._cache
-        _give_back_memory()
+        self._ops.give_back_memory()
 
     def _wake(self) -> None:
         """Load the weights again, and start with an empty arena."""
@@ -152,6 +209,10 @@ class ModelWorker:
 
     def execute(self, batch: BatchRequest) -> StepResult:
         """Run one step. A failure is reported in the result; the worker can go on with other sequences."""
+        with self._device.current():
+            return self._execute(batch)
+
+    def _execute(self, batch: BatchRequest) -> StepResult:
         started = time.perf_counter()
         token_ids, logprobs, failure, forgotten = np.empty(0, np.int32), {}, None, 0
         if self._copies is not None:
@@ -182,12 +243,32 @@ class ModelWorker:
         self._sequences.update({new.row: new for new in batch.new_sequences})
         if not len(batch.rows):  # sent for the sake of copies
             return np.empty(0, np.int32), {}
-        return self._sample(batch, self._forward(batch, self._input_tokens(batch)))
+        token_ids = self._input_tokens(batch)
+        if self._graphs is not None and self._is_plain_decode(batch):
+            return self._sample(batch, self._decode(self._graphs, batch, token_ids))
+        hidden = self._forward(batch, token_ids)
+        last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[batch.sample] - 1
+        return self._sample(batch, self._ops.take_rows(hidden, last_rows) if len(last_rows) else None)
+
+    def _is_plain_decode(self, batch: BatchRequest) -> bool:
+        """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""
+        is_decode = len(batch.token_ids) == len(batch.rows) and bool(batch.sample.all())
+        return is_decode and (self._copies is None or not self._copies.is_loading)
 
     def _input_tokens(self, batch: BatchRequest) -> NDArray[np.int32]:
         """The batch's tokens, with the worker's own last samples where the engine did not know them yet."""
         rows = np.repeat(batch.rows, batch.query_lens)
         return np.where(batch.token_ids == LAST_SAMPLED, self._last_sampled[rows], batch.token_ids)
+
+    def _decode(self, graphs: DecodeGraphs, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Scored:
+        seq_lens = batch.starts + 1
+        tables = self._cache.block_tables(batch.rows, int(seq_lens.max()))
+        return graphs.step(token_ids, batch.starts, seq_lens, tables)
+
+    def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
+        hidden = self._model.forward(token_ids, positions, _PagedAttention(self, step))
+        scores = self._model.scores(hidden)
+        return Scored(scores, self._ops.greedy(scores))
 
     def _forward(self, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Tensor:
         seq_lens = batch.starts + batch.query_lens
@@ -197,23 +278,26 @@ class ModelWorker:
             batch.starts - cu_seqlens[:-1], batch.query_lens
         )
         tables = self._cache.block_tables(batch.rows, int(seq_lens.max()))
-        step = AttentionBatch(cu_seqlens, seq_lens, tables, len(self.card.plan.groups))
-        return self._model.forward(token_ids, positions.astype(np.int32), _PagedAttention(self, step))
+        tokens, places, *attended = self._upload(token_ids, positions.astype(np.int32), cu_seqlens, seq_lens, tables)
+        step = AttentionBatch(*attended, len(self.card.plan.groups), max_query_len=int(batch.query_lens.max()))
+        return self._model.forward(tokens, places, _PagedAttention(self, step))
 
-    def _sample(self, batch: BatchRequest, hidden: Tensor) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
-        """Sample on rank 0 and tell the others, who need the tokens as the next step's input."""
+    def _sample(
+        self, batch: BatchRequest, found: Tensor | Scored | None
+    ) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
+        """Sample on rank 0 and tell the others, who need the tokens as the next step's input.
+
+        ``found`` is of the sequences that sample, in order: their last hidden rows, or already their scores.
+        """
         token_ids = np.full(len(batch.rows), -1, dtype=np.int32)
         wanted = np.flatnonzero(batch.sample)
-        if not len(wanted):
+        if found is None:
             return token_ids, {}
-        last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[wanted] - 1
-        logits = self._model.logits(self._ops.take_rows(hidden, last_rows))
         sampled, logprobs, broken = None, {}, None
-        if logits is not None:
-            try:
-                sampled, logprobs = self._draw(batch, wanted, logits)
-            except ValueError as error:  # the other ranks wait for tokens: give them some before failing
-                sampled, broken = np.zeros(len(wanted), dtype=np.int32), error
+        try:
+            sampled, logprobs = self._draw(batch, wanted, found)
+        except ValueError as error:  # the other ranks wait for tokens: give them some before failing
+            sampled, broken = np.zeros(len(wanted), dtype=np.int32), error
         sampled = self._comm.broadcast(sampled, (len(wanted),))
         if broken is not None:
             raise broken
@@ -222,10 +306,24 @@ class ModelWorker:
         return token_ids, logprobs
 
     def _draw(
-        self, batch: BatchRequest, wanted: NDArray[np.int64], logits: NDArray[np.float32]
-    ) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
-        """Tokens for the ``wanted`` sequences of the batch, and log-probabilities by index into the batch."""
-        sequences = [self._sequences[row] for row in batch.rows[wanted].tolist()]
+        self, batch: BatchRequest, wanted: NDArray[np.int64], found: Tensor | Scored
+    ) -> tuple[NDArray[np.int32] | None, dict[int, TokenLogprobs]]:
+        """Tokens for the ``wanted`` sequences of the batch, and log-probabilities by index into the batch.
+
+        Ranks but the first have no tokens.
+        """
+        sequences, ops = [self._sequences[row] for row in batch.rows[wanted].tolist()], self._ops
+        if all(sequence.sampling.greedy and sequence.sampling.logprobs is None for sequence in sequences):
+            likeliest = self._likeliest(found)
+            if likeliest is not None:
+                tokens, best = (ops.host(array)[: len(wanted)] for array in likeliest)
+                return check_best(tokens, best), {}
+        if isinstance(found, Scored):
+            logits = self._model.capped(ops.numpy(found.scores[: len(wanted)]))
+        else:
+            logits = self._model.logits(found)
+        if logits is None:
+            return None, {}
         tokens, logprobs = self._sampler.sample(
             logits,
             [sequence.sampling for sequence in sequences],
@@ -234,11 +332,17 @@ class ModelWorker:
         )
         return tokens, {int(wanted[index]): value for index, value in logprobs.items()}
 
+    def _likeliest(self, found: Tensor | Scored) -> tuple[KernelArray, KernelArray] | None:
+        if isinstance(found, Scored):
+            return found.likeliest
+        scores = self._model.scores(found)
+        return None if scores is None else self._ops.greedy(scores)
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: AttentionBatch) -> Tensor:
         """Write a layer's keys and values, then attend over the cache."""
         ops, cache, heads = self._ops, self._cache, self._heads[layer]
         queries = ops.kernel_array(query)
-        out = np.empty_like(queries)
+        out = ops.empty_like(queries)
         self._kernels.write_kv(ops.kernel_array(key), ops.kernel_array(value), cache.arena, cache.layout, step, heads)
         if self._copies is not None:
             self._copies.wait_layer(layer)
@@ -265,25 +369,3 @@ class _PagedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._worker.attend(layer, query, key, value, self._step)
-
-
-def _give_back_memory() -> None:
-    """Return what was freed to the operating system: glibc would keep much of it for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def _head_table(card: ModelCard, rank: int, layer: int) -> HeadTable:
-    places = card.plan.placement(rank, layer)
-    policies = [card.config.policies[layer][head] for head in card.plan.kv_heads(rank)[layer]]
-
-    def column(values: Any) -> NDArray[np.int32]:
-        return np.ascontiguousarray(values, dtype=np.int32)
-
-    return HeadTable(
-        group=column(places[:, 0]),
-        slot=column(places[:, 1]),
-        window=column([policy.window for policy in policies]),
-        sink=column([policy.sink for policy in policies]),
-    )

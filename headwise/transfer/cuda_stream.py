@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from headwise.transfer.base import Event, Work
@@ -45,6 +47,23 @@ class CudaEvent:
                 return False
             time.sleep(QUERY_S)
         return True
+
+
+class ComputeStream:
+    """The stream of the forward pass on GPU ``device``. Not the legacy default stream, for which all others wait."""
+
+    def __init__(self, device: int) -> None:
+        import cupy
+
+        self._device = cupy.cuda.Device(device)
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """What CuPy is asked for on this thread meanwhile goes to the device, and to this stream."""
+        with self._device, self._stream:
+            yield
 
 
 class CudaStream:

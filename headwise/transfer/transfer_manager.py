@@ -109,6 +109,11 @@ class TransferManager:
         """
         self._layers.wait(layer)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether there are loads that `finish_loads` has not told of."""
+        return bool(self._layers.loads)
+
     def finish_loads(self) -> NDArray[np.int32]:
         """At the end of a step: the device blocks whose load failed or came too late, ascending; none if all is well.
 

@@ -57,7 +57,7 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path: Path) -> None:
         ("prefix_caching: 1\n", "prefix_caching must be bool, got 1"),
         ("port: 70000\n", "port must be from 0 to 65535, got 70000"),
         ("step_timeout_s: .nan\n", "step_timeout_s must be at least 1, got nan"),
-        ("device: gpu\n", "device must be one of auto, cpu, got 'gpu'"),
+        ("device: gpu\n", "device must be one of auto, cpu, cuda, got 'gpu'"),
         ("kv_cache: 8 parsecs\n", "'8 parsecs' is not a size; write a number and a unit"),
         ("name: a/b\n", "name must be letters, digits"),
         ("model: ' '\n", "model must name a model"),

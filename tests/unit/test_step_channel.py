@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_S
 
 from headwise.errors import EngineDiedError
 from headwise.runtime.batch import BatchRequest, StepResult
@@ -29,6 +30,7 @@ class Echo:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.num_blocks = 100 + rank
         self.seen: list[int] = []
 
     def execute(self, batch: BatchRequest) -> StepResult:
@@ -38,6 +40,8 @@ class Echo:
 
 
 class Scripted:
+    num_blocks = 100
+
     def __init__(self, execute: Execute) -> None:
         self.execute = execute
 
@@ -56,7 +60,8 @@ class Group:
         for rank, worker in enumerate(workers):
             self._threads.append(threading.Thread(target=self._serve, args=(worker, rank)))
             self._threads[-1].start()
-        self.executor.wait_ready(10.0)
+        self.executor.wait_ready(PATIENCE_S)
+        assert self.executor.num_blocks == 100, "of the worker with the fewest"
         return self.executor
 
     def _serve(self, worker: Echo | Scripted, rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ class Checkpoint:
     def names(self) -> tuple[str, ...]:
         """Every tensor's name."""
         return tuple(self._file_of)
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in all tensors together."""
+        return sum(prod(self.shape(name)) for name in self.names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import HeadPolicy
-from headwise.runtime.ops.base import Tensor
+from headwise.runtime.ops.base import KernelArray, Tensor
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,21 @@ class Model(ABC):
     config: ModelConfig
 
     @abstractmethod
-    def forward(self, token_ids: NDArray[np.int32], positions: NDArray[np.int32], attention: AttentionLayer) -> Tensor:
-        """Hidden states ``[T, hidden]`` after the final norm, the same on every rank."""
+    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+        """Hidden states ``[T, hidden]`` after the final norm, the same on every rank.
+
+        ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them.
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
         """Logits ``[rows, vocab_size]`` of hidden rows, on rank 0; ``None`` on other ranks."""
+
+    def scores(self, hidden: Tensor) -> Tensor | None:
+        """The logits before any cap, which leaves their order as it is, on the device; None where ranks have parts."""
+        return None
+
+    def capped(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits out of scores."""
+        cap = self.config.logit_softcap
+        return cap * np.tanh(scores / cap) if cap else scores

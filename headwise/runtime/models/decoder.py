@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.comm import Communicator
 from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, RopeConfig, Shard, valid_tp_sizes
-from headwise.runtime.models.rope import RotaryEmbedding
-from headwise.runtime.ops.base import Tensor, TensorOps, Weight
+from headwise.runtime.models.rope import inverse_frequencies
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
 
-Rotation = tuple[NDArray[np.float32], NDArray[np.float32]]
+Rotation = tuple[KernelArray, KernelArray]
 """Cosines and sines of a step's positions."""
 
 
@@ -96,7 +96,7 @@ class Decoder(Model):
         self._final_norm = self._norm(f"{self.prefix}norm.weight")
         self._lm_head = self._load_lm_head()
         ropes = _distinct(config.ropes)
-        self._rotations = [RotaryEmbedding(rope, config.head_dim) for rope in ropes]
+        self._frequencies = [ops.upload(inverse_frequencies(rope, config.head_dim)) for rope in ropes]
         self._rope_of = [ropes.index(rope) for rope in config.ropes]
         del self._weights
 
@@ -111,7 +111,7 @@ class Decoder(Model):
 
     def _norm(self, name: str) -> Tensor:
         weight = self._weights.tensor(name)
-        return self.ops.tensor(weight + np.float32(self.norm_offset) if self.norm_offset else weight)
+        return self.ops.norm_weight(weight + np.float32(self.norm_offset) if self.norm_offset else weight)
 
     def _load_layer(self, layer: int) -> Layer:
         at = f"{self.prefix}layers.{layer}."
@@ -178,14 +178,14 @@ class Decoder(Model):
 
     # ---- computation ----
 
-    def forward(self, token_ids: NDArray[np.int32], positions: NDArray[np.int32], attention: AttentionLayer) -> Tensor:
-        rotations = [rotary.cos_sin(positions) for rotary in self._rotations]
+    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+        rotations = [self.ops.rotation(positions, inverse) for inverse in self._frequencies]
         x = self.embed(token_ids)
         for index, layer in enumerate(self._layers):
             x = self.layer(index, layer, x, rotations[self._rope_of[index]], attention)
         return self.ops.rms_norm(x, self._final_norm, self.config.rms_norm_eps)
 
-    def embed(self, token_ids: NDArray[np.int32]) -> Tensor:
+    def embed(self, token_ids: KernelArray) -> Tensor:
         return self.ops.embedding(self._embedding, token_ids)
 
     def layer(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
@@ -226,15 +226,17 @@ class Decoder(Model):
         return self.ops.silu_mul(gate_up)
 
     def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
-        logits = self._comm.gather(self.ops.kernel_array(self._linear(hidden, self._lm_head)))
-        cap = self.config.logit_softcap
-        return logits if logits is None or not cap else cap * np.tanh(logits / cap)
+        scores = self._comm.gather(self.ops.numpy(self._linear(hidden, self._lm_head)))
+        return None if scores is None else self.capped(scores)
+
+    def scores(self, hidden: Tensor) -> Tensor | None:
+        return self._linear(hidden, self._lm_head) if self._comm.size == 1 else None
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of a partial result over the ranks."""
         if self._comm.size == 1:
             return x
-        return self.ops.from_kernel_array(self._comm.all_reduce(self.ops.kernel_array(x)))
+        return self.ops.tensor(self._comm.all_reduce(self.ops.numpy(x)))
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         return self.ops.linear(x, linear.weight, linear.bias)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headwise.errors import ModelError
 from headwise.runtime.models.base import AttentionLayer, ModelConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder, Layer, Rotation
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, positive, rope
-from headwise.runtime.ops.base import Tensor
+from headwise.runtime.ops.base import KernelArray, Tensor
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 
@@ -65,8 +62,8 @@ class Gemma3(Decoder):
     )
     norm_offset = 1.0
 
-    def embed(self, token_ids: NDArray[np.int32]) -> Tensor:
-        return super().embed(token_ids) * float(np.float32(self.config.hidden_size**0.5))
+    def embed(self, token_ids: KernelArray) -> Tensor:
+        return self.ops.embedding(self._embedding, token_ids, self.config.hidden_size**0.5)
 
     def layer(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
         attended = self.attend(index, layer, self.norm(x, layer, "input_layernorm"), rotation, attention)

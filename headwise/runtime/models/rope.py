@@ -19,18 +19,6 @@ from headwise.runtime.models.base import RopeConfig
 SUPPORTED = ("default", "linear", "llama3")
 
 
-class RotaryEmbedding:
-    """Cosines and sines of positions, for one head size and one `RopeConfig`."""
-
-    def __init__(self, config: RopeConfig, head_dim: int) -> None:
-        self._inverse = inverse_frequencies(config, head_dim)
-
-    def cos_sin(self, positions: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """``[T, 1, head_dim / 2]`` each, for ``positions [T]``."""
-        angles = positions.astype(np.float32)[:, None, None] * self._inverse
-        return np.cos(angles), np.sin(angles)
-
-
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
     """``float32 [head_dim / 2]``; raises ModelError on a scaling that is not supported."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)

@@ -2,34 +2,75 @@
 
 A model file names no framework. Tensors are opaque but for what NumPy, CuPy and Paddle share: ``+``, ``*``,
 ``.shape``, ``.reshape(shape)`` and basic slicing. Shapes: ``T`` tokens, ``H`` heads, ``D`` head size, ``N`` features.
+A *kernel array* is of the type that attention kernels on the device take: NumPy's on a CPU, CuPy's on a GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tensor = Any
+KernelArray = Any
 Weight = Any
 """A linear layer's weight in whatever form `TensorOps.linear_weight` made of it."""
 
 
+T = TypeVar("T")
+
+
+class StepUpload(Protocol):
+    """Brings a step's arrays to the device: on a GPU in one copy, and on a CPU they are there."""
+
+    def __call__(self, *arrays: NDArray[np.int32]) -> Sequence[KernelArray]:
+        """Kernel arrays, valid until the next call; the same ones as in the last call if the shapes are."""
+
+
 class TensorOps(Protocol):
+    """itemsize: bytes of an element of weights and activations."""
+
     name: str
+    itemsize: int
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        """The array as a tensor on the device; shares memory where the device is the CPU."""
+        """A float32 array as a tensor of the model's dtype on the device; shares memory with float32 on a CPU."""
+
+    def norm_weight(self, array: NDArray[np.float32]) -> Tensor:
+        """The weight of a norm, kept in float32."""
+
+    def upload(self, array: NDArray[Any]) -> KernelArray:
+        """An array of a step's numbers as a kernel array, its dtype kept; the same array on a CPU."""
+
+    def step_upload(self) -> StepUpload:
+        """A way for steps' arrays to the device."""
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T] | None:
+        """What does again what ``work`` does, in one go: reads and writes the same memory, and returns the same result.
+
+        ``work`` only enqueues, and was called before, so that all it needs is there. None where the device has no such
+        thing, on a CPU.
+        """
 
     def numpy(self, tensor: Tensor) -> NDArray[Any]:
-        """The tensor as a NumPy array; shares memory where the device is the CPU."""
+        """The tensor as a float32 array in host memory; shares memory where the device is the CPU."""
 
-    def kernel_array(self, tensor: Tensor) -> Any:
-        """The tensor, C-contiguous, as the array type that attention kernels on this device take."""
+    def kernel_array(self, tensor: Tensor) -> KernelArray:
+        """The tensor, C-contiguous."""
 
-    def from_kernel_array(self, array: Any) -> Tensor:
+    def from_kernel_array(self, array: KernelArray) -> Tensor:
         """The reverse of `kernel_array`; never copies."""
+
+    def empty_like(self, array: KernelArray) -> KernelArray:
+        """A kernel array of the same shape and dtype, with anything in it."""
+
+    def empty_bytes(self, num_bytes: int) -> KernelArray:
+        """``uint8 [num_bytes]`` on the device, with anything in it."""
+
+    def give_back_memory(self) -> None:
+        """Return what was freed to whoever else wants it: allocators keep much of it for later."""
 
     def linear_weight(self, weight: NDArray[np.float32]) -> Weight:
         """Prepare a weight stored as ``[out, in]``."""
@@ -37,13 +78,16 @@ class TensorOps(Protocol):
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """``x [T, in] @ weight.T + bias -> [T, out]``."""
 
-    def embedding(self, table: Tensor, ids: NDArray[np.int32]) -> Tensor:
-        """Rows ``ids [T]`` of ``table [V, N]``."""
+    def embedding(self, table: Tensor, ids: KernelArray, scale: float = 1.0) -> Tensor:
+        """Rows ``ids int32 [T]`` of ``table [V, N]``, times ``scale`` in the table's dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last axis; ``x`` may be ``[T, N]`` or ``[T, H, D]``."""
 
-    def rope(self, x: Tensor, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> Tensor:
+    def rotation(self, positions: KernelArray, inverse: KernelArray) -> tuple[KernelArray, KernelArray]:
+        """Cosine and sine of ``positions int32 [T]`` times ``inverse float32 [D / 2]``: float32 ``[T, 1, D / 2]``."""
+
+    def rope(self, x: Tensor, cos: KernelArray, sin: KernelArray) -> Tensor:
         """Rotate ``x [T, H, D]`` by halves (the Hugging Face convention): ``cos``, ``sin`` are ``[T, 1, D / 2]``."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -62,3 +106,10 @@ class TensorOps(Protocol):
 
         ``rows`` names no row twice, and ``target`` is the result of an operation, never a weight.
         """
+
+    def greedy(self, logits: Tensor) -> tuple[KernelArray, KernelArray]:
+        """Of each row of ``logits [R, V]``, the index (int32) of its largest element, or of its first NaN, and that
+        element (float32)."""
+
+    def host(self, array: KernelArray) -> NDArray[Any]:
+        """A kernel array in host memory; the same array on a CPU."""

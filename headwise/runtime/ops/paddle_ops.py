@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,7 +19,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.ops.base import StepUpload, T
+from headwise.runtime.ops.numpy_ops import NumpyOps, in_place, trim_heap
 
 
 def _prepare_libraries() -> None:
@@ -77,6 +79,7 @@ class PaddleOps:
     """`TensorOps` whose tensors are float32 Paddle tensors in host memory."""
 
     name = "paddle"
+    itemsize = 4
 
     def __init__(self, threads: int = 1) -> None:
         paddle.set_device("cpu")
@@ -107,6 +110,30 @@ class PaddleOps:
     def numpy(self, tensor: paddle.Tensor) -> NDArray[Any]:
         return np.asarray(_Memory(tensor))
 
+    def norm_weight(self, array: NDArray[np.float32]) -> paddle.Tensor:
+        return self.tensor(array)
+
+    def upload(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array
+
+    def step_upload(self) -> StepUpload:
+        return in_place
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T] | None:
+        return None
+
+    def host(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array
+
+    def empty_like(self, array: NDArray[Any]) -> NDArray[Any]:
+        return np.empty_like(array)
+
+    def empty_bytes(self, num_bytes: int) -> NDArray[np.uint8]:
+        return np.empty(num_bytes, dtype=np.uint8)
+
+    def give_back_memory(self) -> None:
+        trim_heap()
+
     def kernel_array(self, tensor: paddle.Tensor) -> NDArray[Any]:
         return np.ascontiguousarray(self.numpy(tensor))
 
@@ -124,13 +151,18 @@ class PaddleOps:
         y = _C_ops.matmul(x, weight, False, True)
         return y if bias is None else y + bias
 
-    def embedding(self, table: paddle.Tensor, ids: NDArray[np.int32]) -> paddle.Tensor:
-        return self.tensor(self.numpy(table)[ids])
+    def embedding(self, table: paddle.Tensor, ids: NDArray[np.int32], scale: float = 1.0) -> paddle.Tensor:
+        return self.tensor(_numpy.embedding(self.numpy(table), ids, scale))
 
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
         if x.size < FEW_ELEMENTS:
             return self.from_kernel_array(_numpy.rms_norm(self.numpy(x), self.numpy(weight), eps))
         return fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
+
+    def rotation(
+        self, positions: NDArray[np.int32], inverse: NDArray[np.float32]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        return _numpy.rotation(positions, inverse)
 
     def rope(self, x: paddle.Tensor, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> paddle.Tensor:
         return self.from_kernel_array(_numpy.rope(self.numpy(x), cos, sin))
@@ -149,6 +181,9 @@ class PaddleOps:
         self, target: paddle.Tensor, rows: NDArray[np.int64], x: paddle.Tensor, weights: NDArray[np.float32]
     ) -> None:
         _numpy.scatter_add_rows(self.numpy(target), rows, self.numpy(x), weights)
+
+    def greedy(self, logits: paddle.Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return _numpy.greedy(self.numpy(logits))
 
 
 def _lender(array: NDArray[Any]) -> paddle.Tensor | None:

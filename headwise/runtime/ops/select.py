@@ -5,14 +5,24 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from headwise.errors import ConfigError
+from headwise.kernels.cuda.programs import Programs
 from headwise.runtime.ops.base import TensorOps
 
 
-def resolve_ops_name(name: str) -> str:
+def resolve_ops_name(name: str, on_gpu: bool = False) -> str:
     """What ``auto`` stands for on this machine; any other name is itself."""
     if name != "auto":
         return name
+    if on_gpu:
+        return "cupy"
     return "paddle" if find_spec("paddle") is not None else "numpy"
+
+
+def make_gpu_ops(dtype: str, programs: Programs) -> TensorOps:
+    """Tensor operations in ``dtype`` on CuPy's current device, with kernels made by ``programs``."""
+    from headwise.runtime.ops.cupy_ops import CupyOps
+
+    return CupyOps(dtype, programs)
 
 
 def make_ops(name: str, threads: int = 1) -> TensorOps:

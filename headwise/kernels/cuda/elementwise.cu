@@ -1,0 +1,249 @@
+// Norms, rotary embedding, gated activations and embedding rows: each reads its input once, and writes its output once.
+//
+// Device memory is read and written in whole vectors of 16 bytes (but for token ids), so a row is a whole number of
+// vectors and begins on one. Rows of the input may have gaps between them; outputs have none. Arithmetic is in float32.
+//
+// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of input and output; HELD, the vectors of a row that a
+// thread keeps while the row is normed.
+
+enum Number { F16, BF16, F32 };
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+constexpr int WARP = 32;
+constexpr int VECTOR = 16;                            // bytes
+constexpr int WORD_ELEMENTS = NUMBER == F32 ? 1 : 2;  // in 32 bits
+constexpr int ELEMENTS = VECTOR / 4 * WORD_ELEMENTS;  // in a vector
+
+struct Floats {
+    float at[ELEMENTS];
+};
+
+// ---- numbers ----
+
+#ifdef __CUDACC__
+__device__ __forceinline__ float f16_to_f32(unsigned short bits)
+{
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ unsigned short f32_to_f16(float value)
+{
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#endif
+
+// Rounds half to even; NaN stays one.
+__device__ __forceinline__ unsigned short f32_to_bf16(float value)
+{
+    const unsigned bits = __float_as_uint(value);
+    if (value != value) return bits >> 16 | 0x40;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+__device__ __forceinline__ float to_f32(unsigned bits)
+{
+    if constexpr (NUMBER == F16) return f16_to_f32(bits);
+    if constexpr (NUMBER == BF16) return __uint_as_float(bits << 16);
+    return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ unsigned from_f32(float value)
+{
+    if constexpr (NUMBER == F16) return f32_to_f16(value);
+    if constexpr (NUMBER == BF16) return f32_to_bf16(value);
+    return __float_as_uint(value);
+}
+
+// ---- vectors ----
+
+__device__ __forceinline__ uint4 load(const char* from)
+{
+    return *reinterpret_cast<const uint4*>(from);
+}
+
+__device__ __forceinline__ Floats widened(const uint4& vector)
+{
+    const unsigned words[4] = {vector.x, vector.y, vector.z, vector.w};
+    Floats floats;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) {
+        const unsigned word = words[i / WORD_ELEMENTS];
+        floats.at[i] = WORD_ELEMENTS == 1 ? to_f32(word) : to_f32(i % 2 ? word >> 16 : word & 0xffff);
+    }
+    return floats;
+}
+
+__device__ __forceinline__ void store(char* to, const Floats& floats)
+{
+    unsigned words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++)
+        words[i / WORD_ELEMENTS] |= from_f32(floats.at[i]) << (i % WORD_ELEMENTS * 16);
+    *reinterpret_cast<uint4*>(to) = uint4{words[0], words[1], words[2], words[3]};
+}
+
+__device__ __forceinline__ Floats load_floats(const float* from)
+{
+    Floats floats;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + i);
+        floats.at[i] = four.x, floats.at[i + 1] = four.y, floats.at[i + 2] = four.z, floats.at[i + 3] = four.w;
+    }
+    return floats;
+}
+
+// ---- RMS norm ----
+
+__device__ __forceinline__ float sum_over_lanes(float value, int lanes)
+{
+    for (int across = lanes / 2; across > 0; across /= 2) value += __shfl_xor_sync(ALL_LANES, value, across);
+    return value;
+}
+
+// Of `value` over the `group` threads of a row; all threads of the block take part.
+__device__ __forceinline__ float sum_over_group(float value, int group)
+{
+    if (group <= WARP) return sum_over_lanes(value, group);
+    __shared__ float of_warps[WARP];
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    value = sum_over_lanes(value, WARP);
+    if (lane == 0) of_warps[threadIdx.x / WARP] = value;
+    __syncthreads();
+    return sum_over_lanes(lane < warps ? of_warps[lane] : 0.0f, WARP);
+}
+
+// x:       [tokens, heads, vectors]; its strides are bytes from token to token and from head to head
+// weight:  of one row
+// out:     [tokens, heads, vectors]; may be x, if that has no gaps
+// group:   threads of a row, a power of two: at most a warp, or the whole block. HELD * group >= vectors.
+// grid:    the rows, tokens * heads, by blockDim.x / group of them
+extern "C" __global__ void rms_norm(
+    const char* x, const float* __restrict__ weight, char* out, long long token_stride, long long head_stride,
+    int rows, int heads, int vectors, int group, float eps)
+{
+    const int row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group, at = threadIdx.x % group;
+    const bool here = row < rows;  // threads without a row go along: a sum needs all of them
+    const char* from = x + row / heads * token_stride + row % heads * head_stride;
+    uint4 held[HELD];
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const int vector = i * group + at;
+        if (here && vector < vectors) held[i] = load(from + vector * VECTOR);
+    }
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        if (!here || i * group + at >= vectors) continue;
+        const Floats floats = widened(held[i]);
+#pragma unroll
+        for (int j = 0; j < ELEMENTS; j++) sum += floats.at[j] * floats.at[j];
+    }
+    const float mean = sum_over_group(sum, group) / (vectors * ELEMENTS);
+    const float scale = 1.0f / sqrtf(mean + eps);
+    char* to = out + static_cast<long long>(row) * vectors * VECTOR;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const int vector = i * group + at;
+        if (!here || vector >= vectors) continue;
+        Floats floats = widened(held[i]);
+        const Floats weights = load_floats(weight + vector * ELEMENTS);
+#pragma unroll
+        for (int j = 0; j < ELEMENTS; j++) floats.at[j] = floats.at[j] * scale * weights.at[j];
+        store(to + vector * VECTOR, floats);
+    }
+}
+
+// ---- rotary embedding ----
+
+// x:        [tokens, heads, 2 * half] vectors; its strides are bytes from token to token and from head to head
+// cosines:  [tokens, half * ELEMENTS], and sines: element i of a row turns with element i + half * ELEMENTS
+// out:      like x, without gaps; may be x, if that has none
+// grid:     `pairs` threads, tokens * heads * half: each turns a vector of the first half with one of the second
+extern "C" __global__ void rotate(
+    const char* x, const float* cosines, const float* sines, char* out, long long token_stride, long long head_stride,
+    int pairs, int heads, int half)
+{
+    const int pair = blockIdx.x * blockDim.x + threadIdx.x;
+    if (pair >= pairs) return;
+    const int row = pair / half, at = pair % half, token = row / heads;
+    const char* from = x + token * token_stride + row % heads * head_stride + at * VECTOR;
+    const uint4 low = load(from), high = load(from + half * VECTOR);
+    const long long angle = (static_cast<long long>(token) * half + at) * ELEMENTS;
+    const Floats cosine = load_floats(cosines + angle), sine = load_floats(sines + angle);
+    Floats first = widened(low), second = widened(high);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) {
+        const float x1 = first.at[i], x2 = second.at[i];
+        first.at[i] = x1 * cosine.at[i] - x2 * sine.at[i];
+        second.at[i] = x2 * cosine.at[i] + x1 * sine.at[i];
+    }
+    char* to = out + (static_cast<long long>(row) * 2 * half + at) * VECTOR;
+    store(to, first);
+    store(to + half * VECTOR, second);
+}
+
+// ---- gated activations ----
+
+struct Silu {
+    static __device__ __forceinline__ float argument(float gate) { return gate; }
+};
+
+// 0.5 * (1 + tanh(u)) is the sigmoid of 2 * u.
+struct GeluTanh {
+    static __device__ __forceinline__ float argument(float gate)
+    {
+        return 1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate));  // 2 * sqrt(2 / pi)
+    }
+};
+
+// gate * sigmoid(argument(gate)) * up. A thread, a vector of the output.
+template <class Activation>
+__device__ __forceinline__ void gated(
+    const char* gate_up, char* out, long long token_stride, int count, int vectors)
+{
+    const int index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= count) return;
+    const char* from = gate_up + index / vectors * token_stride + index % vectors * VECTOR;
+    const uint4 left = load(from), right = load(from + static_cast<long long>(vectors) * VECTOR);
+    Floats gate = widened(left);
+    const Floats up = widened(right);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++)
+        gate.at[i] = gate.at[i] / (1.0f + expf(-Activation::argument(gate.at[i]))) * up.at[i];
+    store(out + static_cast<long long>(index) * VECTOR, gate);
+}
+
+// gate_up:  [tokens, 2 * vectors], gate before up; its stride is bytes from token to token
+// out:      [tokens, vectors]
+// grid:     `count` threads, tokens * vectors
+extern "C" __global__ void silu_mul(const char* gate_up, char* out, long long token_stride, int count, int vectors)
+{
+    gated<Silu>(gate_up, out, token_stride, count, vectors);
+}
+
+extern "C" __global__ void gelu_tanh_mul(const char* gate_up, char* out, long long token_stride, int count, int vectors)
+{
+    gated<GeluTanh>(gate_up, out, token_stride, count, vectors);
+}
+
+// ---- embedding ----
+
+// table:  rows of `vectors`; its stride is bytes from row to row
+// ids:    rows of the table, which has them all
+// out:    [tokens, vectors]
+// grid:   `count` threads, tokens * vectors
+extern "C" __global__ void gather_rows(
+    const char* table, const int* ids, char* out, long long row_stride, int count, int vectors, float scale)
+{
+    const int index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= count) return;
+    Floats floats = widened(load(table + ids[index / vectors] * row_stride + index % vectors * VECTOR));
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) floats.at[i] *= scale;
+    store(out + static_cast<long long>(index) * VECTOR, floats);
+}

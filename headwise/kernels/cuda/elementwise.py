@@ -1,0 +1,218 @@
+"""What lies between the matrix products of a model on a GPU, one kernel each: the host half of `elementwise.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headwise.errors import ConfigError
+from headwise.kernels.cuda.launch import Grid, Kernel, address_of
+from headwise.kernels.cuda.programs import Defines, Programs
+
+Array = Any
+
+NUMBERS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+"""What `elementwise.cu` calls each dtype."""
+
+SOURCE = "elementwise.cu"
+VECTOR_BYTES = 16
+"""Rows are read and written in vectors of this size, and aligned to it."""
+
+THREADS = 128
+NORM_THREADS = (THREADS, 256, 512)
+"""Of a block that norms: the wider ones hold one row that is wider than a warp."""
+
+HELD = 4
+"""Vectors of a row that one thread holds, at most, while the row is normed."""
+
+MOST_THREADS = 2**31 - 2**10
+"""Of a grid: the kernels count them in 32 bits."""
+
+_WARP = 32
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Those of one dtype. rms_norm: by the threads of a block."""
+
+    rms_norm: dict[int, Kernel]
+    rotate: Kernel
+    gated: dict[str, Kernel]
+    gather_rows: Kernel
+
+
+class CudaElementwise:
+    """Norms, rotary embedding, gated activations and embedding rows on device arrays, on the current stream.
+
+    Arrays are float16, bfloat16 or float32, with arithmetic in float32 and one rounding at the end. Inputs may have
+    gaps between rows (slices of a fused projection are fine); ``out`` is C-contiguous, of the input's dtype. Launches
+    are decided by shapes and strides alone, and nothing is allocated.
+
+    Every operation answers whether it was enqueued. It is not, and nothing is done, where rows are not whole vectors
+    of 16 bytes aligned to as much, or shapes do not belong together: that is for other code to compute, or to refuse.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self._kernels: dict[np.dtype[Any], _Kernels] = {}
+
+    def prepare(self, dtype: np.dtype[Any]) -> None:
+        """Compile or load all that calls on arrays of ``dtype`` need, so that they only enqueue.
+
+        Raises:
+            ConfigError: there are no kernels for ``dtype``.
+        """
+        program = self._programs(SOURCE, variant_of(dtype))
+        self._kernels[dtype] = _Kernels(
+            rms_norm={threads: program.kernel("rms_norm", threads) for threads in NORM_THREADS},
+            rotate=program.kernel("rotate", THREADS),
+            gated={name: program.kernel(f"{name}_mul", THREADS) for name in ("silu", "gelu_tanh")},
+            gather_rows=program.kernel("gather_rows", THREADS),
+        )
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> bool:
+        """``out = x / sqrt(mean(x**2, -1) + eps) * weight`` for ``x [T, N]`` or ``[T, H, D]``, ``weight`` float32.
+
+        ``out`` may be ``x``.
+        """
+        vectors = x.shape[-1] * x.dtype.itemsize // VECTOR_BYTES
+        heads = x.shape[1] if len(x.shape) == 3 else 1
+        rows = x.shape[0] * heads
+        group = _norm_group(vectors)
+        if (
+            vectors > HELD * group
+            or rows * group > MOST_THREADS
+            or out.shape != x.shape
+            or not (_in_vectors(x) and _is_dense(weight, x.shape[-1:]) and _is_dense(out, out.shape, x.dtype))
+        ):
+            return False
+        threads = max(group, THREADS)
+        self._of(x).rms_norm[threads](
+            _grid(rows * group, threads),
+            (
+                *_pointers(x, weight, out), np.int64(x.strides[0]), np.int64(x.strides[1] if heads > 1 else 0),
+                *(np.int32(number) for number in (rows, heads, vectors, group)), np.float32(eps),
+            ),
+        )  # fmt: skip
+        return True
+
+    def rotate(self, x: Array, cosines: Array, sines: Array, out: Array) -> bool:
+        """``x [T, H, D]`` rotated: element ``i`` of a row with element ``i + D / 2``.
+
+        ``cosines``, ``sines``: float32 ``[T, D / 2]`` or ``[T, 1, D / 2]``. ``out`` may be ``x``.
+        """
+        tokens, heads, dim = x.shape
+        half_bytes = dim * x.dtype.itemsize // 2
+        pairs = tokens * heads * (half_bytes // VECTOR_BYTES)
+        angles = (tokens, *cosines.shape[1:-1], dim // 2)
+        if (
+            half_bytes % VECTOR_BYTES
+            or pairs > MOST_THREADS
+            or cosines.size * 2 != tokens * dim
+            or not (_in_vectors(x) and _is_dense(cosines, angles) and _is_dense(sines, angles))
+            or not _is_dense(out, x.shape, x.dtype)
+        ):
+            return False
+        self._of(x).rotate(
+            _grid(pairs, THREADS),
+            (
+                *_pointers(x, cosines, sines, out), np.int64(x.strides[0]), np.int64(x.strides[1]),
+                *(np.int32(number) for number in (pairs, heads, half_bytes // VECTOR_BYTES)),
+            ),
+        )  # fmt: skip
+        return True
+
+    def gated(self, gate_up: Array, out: Array, activation: str) -> bool:
+        """``out [T, N] = activation(gate) * up`` of ``gate_up [T, 2 * N] = gate | up``.
+
+        ``activation`` is ``silu``, or ``gelu_tanh``: the tanh approximation.
+        """
+        tokens, width = out.shape
+        vectors = width * out.dtype.itemsize // VECTOR_BYTES
+        count = tokens * vectors
+        if (
+            gate_up.shape != (tokens, 2 * width)
+            or count > MOST_THREADS
+            or width * out.dtype.itemsize % VECTOR_BYTES
+            or not (_in_vectors(gate_up) and _is_dense(out, out.shape, gate_up.dtype))
+        ):
+            return False
+        self._of(out).gated[activation](
+            _grid(count, THREADS),
+            (*_pointers(gate_up, out), np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
+        )
+        return True
+
+    def gather_rows(self, table: Array, ids: Array, out: Array, scale: float = 1.0) -> bool:
+        """``out [T, N] = table[ids] * scale`` for ``table [V, N]``; ``ids int32 [T]`` are known to be rows of it."""
+        vectors = table.shape[1] * table.dtype.itemsize // VECTOR_BYTES
+        count = ids.shape[0] * vectors
+        shape = (ids.shape[0], table.shape[1])
+        if (
+            count > MOST_THREADS
+            or not (_in_vectors(table) and _is_dense(out, shape, table.dtype))
+            or not (ids.dtype == np.int32 and ids.flags.c_contiguous)
+        ):
+            return False
+        self._of(table).gather_rows(
+            _grid(count, THREADS),
+            (
+                *_pointers(table, ids, out), np.int64(table.strides[0]), np.int32(count), np.int32(vectors),
+                np.float32(scale),
+            ),
+        )  # fmt: skip
+        return True
+
+    def _of(self, array: Array) -> _Kernels:
+        if array.dtype not in self._kernels:
+            self.prepare(array.dtype)
+        return self._kernels[array.dtype]
+
+
+def variant_of(dtype: np.dtype[Any]) -> Defines:
+    """The macros of `elementwise.cu` for arrays of ``dtype``.
+
+    Raises:
+        ConfigError: there is no such variant.
+    """
+    if str(dtype) not in NUMBERS:
+        raise ConfigError(f"a GPU does not compute in {dtype}: choose {', '.join(NUMBERS)}")
+    return {"NUMBER": NUMBERS[str(dtype)], "HELD": HELD}
+
+
+def _norm_group(vectors: int) -> int:
+    """Threads for a row to norm: a power of two, at most a warp, or a block of one of `NORM_THREADS`."""
+    if vectors <= _WARP:
+        return 1 << max(vectors - 1, 0).bit_length()
+    return next((threads for threads in NORM_THREADS if vectors <= threads), NORM_THREADS[-1])
+
+
+def _in_vectors(array: Array) -> bool:
+    """Whether the elements of each row lie side by side, in whole vectors."""
+    itemsize = array.dtype.itemsize
+    return (
+        str(array.dtype) in NUMBERS
+        and array.strides[-1] == itemsize
+        and not (address_of(array) | array.shape[-1] * itemsize) % VECTOR_BYTES
+        and not any(stride % VECTOR_BYTES for stride in array.strides[:-1])
+    )
+
+
+def _is_dense(array: Array, shape: tuple[int, ...], dtype: np.dtype[Any] | type = np.float32) -> bool:
+    """Whether an array is what is expected, without gaps, and begins on a vector."""
+    return (
+        array.shape == shape
+        and array.dtype == dtype
+        and bool(array.flags.c_contiguous)
+        and not address_of(array) % VECTOR_BYTES
+    )
+
+
+def _grid(threads: int, block: int) -> Grid:
+    return (-(-threads // block), 1, 1)
+
+
+def _pointers(*arrays: Array) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(address_of(array)) for array in arrays)

@@ -1,0 +1,128 @@
+"""Decode steps as CUDA graphs: the hundreds of launches of a step become one.
+
+A graph is recorded for one batch size and one width of the block tables; batches are padded up to it. What changes from
+step to step (tokens, positions, lengths, block tables) is in buffers at fixed addresses, so that blocks that were
+loaded, recycled or allocated meanwhile are found without recording anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.radix_tree import NOWHERE
+from headwise.errors import first_line
+from headwise.kernels.base import AttentionBatch
+from headwise.runtime.ops.base import KernelArray, StepUpload, Tensor, TensorOps
+
+log = logging.getLogger(__name__)
+
+FINE_ROWS, ROWS_STEP = 8, 8
+"""Batch sizes up to the first are padded to powers of two, larger ones to multiples of the second."""
+
+MIN_COLUMNS = 16
+"""Of block tables; wider ones are padded to powers of two."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores of the tokens that may come next, on the device.
+
+    scores:    ``[rows, vocab_size]``, as `Model.scores` says
+    likeliest: of each row, as `TensorOps.greedy` says
+    """
+
+    scores: Tensor
+    likeliest: tuple[KernelArray, KernelArray]
+
+
+Compute = Callable[[KernelArray, KernelArray, AttentionBatch], Scored]
+"""From token ids, positions and the batch; only enqueues."""
+
+
+class _Bucket:
+    """One padded shape of decode steps."""
+
+    def __init__(self, upload: StepUpload) -> None:
+        self.upload = upload
+        self.replay: Callable[[], Scored] | None = None
+        self.uses = 0
+
+
+class DecodeGraphs:
+    """Runs decode steps: the first of a shape as it is, which loads what it needs, later ones as a graph.
+
+    compute: a step's forward pass
+    groups:  head groups, the rows of the block tables per sequence
+    """
+
+    def __init__(self, ops: TensorOps, compute: Compute, groups: int) -> None:
+        self._ops, self._compute, self._groups = ops, compute, groups
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._may_capture = True
+
+    @property
+    def captured(self) -> int:
+        """Graphs that there are."""
+        return sum(bucket.replay is not None for bucket in self._buckets.values())
+
+    def step(
+        self,
+        token_ids: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        tables: NDArray[np.int32],
+    ) -> Scored:
+        """One token of each of ``[batch]`` sequences; ``tables`` are ``[batch * groups, columns]``.
+
+        The first ``batch`` rows of what comes of it are the sequences'. It is valid until the next step.
+        """
+        batch, columns = len(token_ids), tables.shape[1]
+        shape = padded_rows(batch), padded_columns(columns)
+        bucket = self._buckets.get(shape)
+        if bucket is None:
+            bucket = self._buckets[shape] = _Bucket(self._ops.step_upload())
+        rows, width = shape
+        wide = np.full((rows * self._groups, width), NOWHERE, dtype=np.int32)
+        wide[: len(tables), :columns] = tables
+        starts = np.minimum(np.arange(rows + 1, dtype=np.int32), np.int32(batch))
+        arrays = bucket.upload(
+            _padded(token_ids, rows), _padded(positions, rows), starts, _padded(seq_lens, rows), wide
+        )
+        return self._run(bucket, list(arrays))
+
+    def _run(self, bucket: _Bucket, arrays: Sequence[KernelArray]) -> Scored:
+        def compute() -> Scored:
+            tokens, positions, *attended = arrays
+            return self._compute(tokens, positions, AttentionBatch(*attended, self._groups, max_query_len=1))
+
+        bucket.uses += 1
+        if bucket.replay is None and bucket.uses == 2 and self._may_capture:
+            try:
+                bucket.replay = self._ops.capture(compute)
+            except Exception as error:  # CuPy's own kinds; steps are right without, too
+                self._may_capture = False
+                log.warning("decode steps run without CUDA graphs: %s", first_line(error))
+        return compute() if bucket.replay is None else bucket.replay()
+
+
+def padded_rows(batch: int) -> int:
+    """The batch size that a batch is padded to."""
+    if batch <= FINE_ROWS:
+        return 1 << (batch - 1).bit_length()
+    return -(-batch // ROWS_STEP) * ROWS_STEP
+
+
+def padded_columns(columns: int) -> int:
+    """The width that block tables are padded to."""
+    return max(MIN_COLUMNS, 1 << (columns - 1).bit_length())
+
+
+def _padded(array: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+    padded = np.zeros(length, dtype=np.int32)
+    padded[: len(array)] = array
+    return padded

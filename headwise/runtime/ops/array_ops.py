@@ -1,0 +1,137 @@
+"""Tensor operations in the array interface that NumPy and CuPy share: one code, on a CPU the slow truth for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.ops.base import StepUpload, T
+
+Array = Any
+
+_GELU_SCALE = np.float32(np.sqrt(2.0 / np.pi))
+
+
+class ArrayOps:
+    """`TensorOps` whose tensors are arrays of the module ``xp``, which is NumPy or CuPy.
+
+    dtype: of weights and activations: float32, float16 or bfloat16. What is summed or exponentiated is so in float32.
+    """
+
+    name: str
+
+    def __init__(self, xp: Any, dtype: np.dtype[Any]) -> None:
+        self.xp = xp
+        self.dtype = dtype
+        self.itemsize = dtype.itemsize
+
+    # ---- to the device and back ----
+
+    def tensor(self, array: NDArray[Any]) -> Array:
+        return self.upload(array).astype(self.dtype, copy=False)
+
+    def norm_weight(self, array: NDArray[np.float32]) -> Array:
+        return self.upload(array)
+
+    def upload(self, array: NDArray[Any]) -> Array:
+        return self.xp.asarray(array)
+
+    def step_upload(self) -> StepUpload:
+        """See `TensorOps.step_upload`."""
+        raise NotImplementedError
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T] | None:
+        return None
+
+    def numpy(self, tensor: Array) -> NDArray[Any]:
+        """See `TensorOps.numpy`."""
+        raise NotImplementedError
+
+    def kernel_array(self, tensor: Array) -> Array:
+        return self.xp.ascontiguousarray(tensor)
+
+    def from_kernel_array(self, array: Array) -> Array:
+        return array
+
+    def empty_like(self, array: Array) -> Array:
+        return self.xp.empty_like(array)
+
+    def empty_bytes(self, num_bytes: int) -> Array:
+        return self.xp.empty(num_bytes, dtype=np.uint8)
+
+    # ---- arithmetic ----
+
+    def linear_weight(self, weight: NDArray[np.float32]) -> Array:
+        return self.tensor(weight).T
+
+    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
+        y = self.matmul(x, weight)
+        if bias is not None:
+            y += bias
+        return y
+
+    def matmul(self, x: Array, weight: Array) -> Array:
+        """``x [T, in] @ weight [in, out]``, summed in float32."""
+        return self.xp.dot(x, weight)
+
+    def embedding(self, table: Array, ids: Array, scale: float = 1.0) -> Array:
+        rows = table[ids]
+        return rows if scale == 1.0 else self._narrow(self._wide(rows) * np.float32(self.dtype.type(scale)))
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
+        wide = self._wide(x)
+        mean_square = self.xp.mean(self.xp.square(wide), axis=-1, keepdims=True)
+        return self._narrow(wide / self.xp.sqrt(mean_square + np.float32(eps)) * weight)
+
+    def rotation(self, positions: Array, inverse: Array) -> tuple[Array, Array]:
+        angles = positions.astype(np.float32)[:, None, None] * inverse
+        return self.xp.cos(angles), self.xp.sin(angles)
+
+    def rope(self, x: Array, cos: Array, sin: Array) -> Array:
+        xp, half = self.xp, x.shape[-1] // 2
+        first, second = self._wide(x[..., :half]), self._wide(x[..., half:])
+        rotated = xp.empty(x.shape, dtype=np.float32)
+        xp.multiply(first, cos, out=rotated[..., :half])
+        xp.multiply(second, cos, out=rotated[..., half:])
+        rotated[..., :half] -= second * sin
+        rotated[..., half:] += first * sin
+        return self._narrow(rotated)
+
+    def silu_mul(self, gate_up: Array) -> Array:
+        gate, up = self._gate_up(gate_up)
+        with np.errstate(over="ignore"):  # exp(-gate) may be inf: then the quotient is 0, as it should
+            return self._narrow(gate / (1 + self.xp.exp(-gate)) * up)
+
+    def gelu_tanh_mul(self, gate_up: Array) -> Array:
+        gate, up = self._gate_up(gate_up)
+        inner = _GELU_SCALE * (gate + np.float32(0.044715) * gate**3)
+        return self._narrow(np.float32(0.5) * gate * (1 + self.xp.tanh(inner)) * up)
+
+    def take_rows(self, x: Array, rows: NDArray[np.int64]) -> Array:
+        return x[self.upload(rows)]
+
+    def scatter_add_rows(self, target: Array, rows: NDArray[np.int64], x: Array, weights: NDArray[np.float32]) -> None:
+        places, factors = self.upload(rows), self.upload(weights)
+        target[places] += self._narrow(factors[:, None] * self._wide(x))
+
+    def greedy(self, logits: Array) -> tuple[Array, Array]:
+        tokens = logits.argmax(axis=1)
+        best = self.xp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+        return tokens.astype(np.int32), self._wide(best)
+
+    def host(self, array: Array) -> NDArray[Any]:
+        """See `TensorOps.host`."""
+        raise NotImplementedError
+
+    def _gate_up(self, gate_up: Array) -> tuple[Array, Array]:
+        gate, up = self.xp.split(gate_up, 2, axis=-1)
+        return self._wide(gate), self._wide(up)
+
+    def _wide(self, x: Array) -> Array:
+        return x.astype(np.float32, copy=False)
+
+    def _narrow(self, x: Array) -> Array:
+        return x.astype(self.dtype, copy=False)

@@ -1,0 +1,60 @@
+"""A step's numbers on their way to a GPU: one copy, from pinned memory, that the host does not wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import cupyx
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT = 64
+"""Elements of int32: every array begins on 256 bytes, as if it had been allocated by itself."""
+
+SLOTS = 4
+"""Pinned buffers in turn. A step's is written again four steps later, when its copy is long over."""
+
+
+class PinnedUpload:
+    """The `StepUpload` of a GPU: arrays of int32 to one buffer on the device.
+
+    The copy is enqueued on the current stream, behind the kernels that read what the buffer had before.
+    """
+
+    def __init__(self) -> None:
+        self._device = cupy.empty(0, dtype=np.int32)
+        self._pinned: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)] * SLOTS
+        self._copied = [cupy.cuda.Event(disable_timing=True) for _ in range(SLOTS)]
+        self._turn = 0
+        self._shapes: tuple[tuple[int, ...], ...] = ()
+        self._views: list[Any] = []
+
+    def __call__(self, *arrays: NDArray[np.int32]) -> list[Any]:
+        """Device arrays of the same shapes, until the next call."""
+        shapes = tuple(array.shape for array in arrays)
+        starts = np.cumsum([0, *(-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+        host, slot = self._slot(starts[-1])
+        for array, start in zip(arrays, starts, strict=False):
+            host[start : start + array.size] = array.reshape(-1)
+        stream, runtime = cupy.cuda.get_current_stream(), cupy.cuda.runtime
+        num_bytes = starts[-1] * host.itemsize
+        runtime.memcpyAsync(self._device.data.ptr, host.ctypes.data, num_bytes, runtime.memcpyHostToDevice, stream.ptr)
+        self._copied[slot].record(stream)
+        if shapes != self._shapes:
+            self._shapes = shapes
+            self._views = [
+                self._device[start : start + array.size].reshape(array.shape)
+                for array, start in zip(arrays, starts, strict=False)
+            ]
+        return self._views
+
+    def _slot(self, size: int) -> tuple[NDArray[np.int32], int]:
+        """A pinned buffer that no copy reads any more; both sides hold ``size`` elements."""
+        self._turn = (self._turn + 1) % SLOTS
+        self._copied[self._turn].synchronize()
+        if self._device.size < size:
+            self._device, self._shapes = cupy.empty(2 * size, dtype=np.int32), ()
+        if self._pinned[self._turn].size < size:
+            self._pinned[self._turn] = cupyx.empty_pinned(2 * size, dtype=np.int32)
+        return self._pinned[self._turn], self._turn

@@ -1,0 +1,121 @@
+"""A GPU on a CPU: its kernels run in Triton's interpreter and a host shim, on NumPy arrays, at a ten-thousandth of the
+speed. All other code of the GPU path is the real one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cuda_shim import ShimPrograms
+from host_driver import HostDriver
+from numpy.typing import NDArray
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.block_copy import BlockCopy
+from headwise.kernels.cuda.block_copy import CudaBlockCopy
+from headwise.kernels.cuda.interpreter import InterpreterLauncher
+from headwise.kernels.cuda.kernels import CudaKernels
+from headwise.kernels.cuda.programs import Programs
+from headwise.runtime.model_card import ModelCard
+from headwise.runtime.ops.base import StepUpload, T
+from headwise.runtime.ops.gpu_ops import GpuOps
+from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.transfer.base import Stream
+from headwise.transfer.cpu_stream import CpuStream
+from headwise.transfer.host_memory import HostArena
+
+
+class EmulatedOps(GpuOps):
+    """On NumPy arrays. Does what NumPy does not need: keeps memory of its own, and steps' arrays at fixed places in it,
+    and graphs, which do again what was recorded."""
+
+    name = "emulated"
+    matmul = NumpyOps.matmul
+    numpy = NumpyOps.numpy
+    host = NumpyOps.host
+    give_back_memory = NumpyOps.give_back_memory
+
+    def __init__(self, dtype: str, programs: Programs) -> None:
+        super().__init__(np, numpy_dtype(dtype), programs)
+
+    def upload(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array.copy()
+
+    def step_upload(self) -> StepUpload:
+        return FixedUpload()
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        return work
+
+
+class FixedUpload:
+    """A `StepUpload` whose arrays stay where they are, as long as their shapes do."""
+
+    def __init__(self) -> None:
+        self._arrays: list[NDArray[np.int32]] = []
+
+    def __call__(self, *arrays: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        if [array.shape for array in arrays] != [array.shape for array in self._arrays]:
+            self._arrays = [np.empty_like(array) for array in arrays]
+        for kept, array in zip(self._arrays, arrays, strict=True):
+            kept[...] = array
+        return self._arrays
+
+
+class EmulatedGpu:
+    """`Device` with what a GPU computes, in ``dtype``. libraries: where the shim builds its own."""
+
+    name = "emulated GPU"
+
+    def __init__(self, libraries: Path, dtype: str) -> None:
+        self._dtype, self._libraries = dtype, libraries
+        programs = ShimPrograms(libraries)
+        self.ops = EmulatedOps(dtype, programs)
+        self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
+
+    def check(self, card: ModelCard, model_dir: Path) -> None:
+        shape = card.config
+        self.kernels.prepare(card.layout, shape.num_heads, shape.num_kv_heads, self._dtype, shape.attention_softcap)
+
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def spare_bytes(self) -> int:
+        return 2 << 20
+
+    def block_copy(self) -> BlockCopy:
+        return FinishedCopy(self._libraries)
+
+    def copy_stream(self, name: str) -> Stream:
+        return CpuStream(name)
+
+    def host_arena(self, num_bytes: int) -> HostArena:
+        return HostArena(num_bytes)
+
+
+class FinishedCopy:
+    """The block copy of a GPU that returns when the copies are done: the streams here are threads."""
+
+    name = "emulated"
+
+    def __init__(self, libraries: Path) -> None:
+        self._driver, self._lock = HostDriver(), threading.Lock()
+        programs = self._driver.enqueued(ShimPrograms(libraries))
+        self._copy = CudaBlockCopy(self._driver, programs, crossover_bytes=1 << 30)  # the kernel copies all it can
+
+    def __call__(
+        self, source: Any, target: Any, pairs: NDArray[np.int32], ranges: NDArray[np.int64], block_bytes: int
+    ) -> None:
+        with self._lock:
+            self._copy(source, target, pairs, ranges, block_bytes)
+            self._driver.finish()
+
+
+def poisoned(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory in which every float is NaN."""
+    return np.full(num_bytes, 0xFF, dtype=np.uint8)

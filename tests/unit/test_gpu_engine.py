@@ -1,0 +1,109 @@
+"""A whole engine on an emulated GPU says what one on a CPU says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulated_gpu import EmulatedGpu
+from safetensors.numpy import save_file
+from test_models import random_weights
+from tiny_models import byte_level_tokenizer, write_tokenizer_directory
+
+from headwise import EngineConfig, LocalEngine
+from headwise.runtime.models.registry import model_config
+from headwise.runtime.request import SamplingParams
+
+pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+
+TINY = {
+    "architectures": ["Ernie4_5ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 263,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "window_size": 24,
+    "sink_size": 4,
+    "head_wise_swa_ratio": 0.5,
+}
+"""Of its two KV heads, one sees a window."""
+
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 200, 70)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_tokenizer_directory(directory, byte_level_tokenizer())
+    (directory / "config.json").write_text(json.dumps(TINY))
+    weights = random_weights(model_config(TINY))
+    named = {name: weights.tensor(name) for name in weights.names if not name.endswith(".bias")}
+    save_file(named, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("libraries")
+
+
+def answers(engine: LocalEngine) -> list[tuple[list[int], int]]:
+    """Tokens of several prompts at once, then of one of them again; and how many of each prompt's were cached."""
+    greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    with engine:
+        results = engine.generate([PROMPT, PROMPT[:9], PROMPT[5:40]], greedy)
+        results += engine.generate([[*PROMPT, 7, 8, 9]], greedy)
+    return [(list(result.token_ids), result.usage.cached_tokens if result.usage else -1) for result in results]
+
+
+def configuration(model: Path, **changes: object) -> EngineConfig:
+    values = {"model": str(model), "block_size": 8, "max_batched_tokens": 64, **changes}
+    return EngineConfig.from_dict(values)
+
+
+def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
+    expected = answers(LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")))
+    assert expected[-1][1] > 0, "a prefix is served from the cache"
+    gpu = LocalEngine(configuration(model, device="cuda", dtype="float32"), EmulatedGpu(libraries, "float32"))
+    assert answers(gpu) == expected
+    assert gpu._worker._graphs is not None
+    assert gpu._worker._graphs.captured >= 2, "batches of 1 and of 3, padded to 4"
+
+
+def test_blocks_come_back_from_the_host(model: Path, libraries: Path) -> None:
+    tiers = {"host_cache": "8MiB", "write_policy": "write_through"}
+    gpu = EmulatedGpu(libraries, "float32")
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with LocalEngine(configuration(model, device="cuda", dtype="float32", **tiers), gpu) as engine:
+        first = engine.generate([PROMPT], greedy)[0]
+        assert engine.reset_cache("device") > 0
+        again = engine.generate([PROMPT], greedy)[0]
+        assert again.token_ids == first.token_ids
+        assert again.usage is not None
+        assert again.usage.cached_tokens >= 56
+        assert engine.stats()["transfers"]["load"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"dtype": "float16", "kv_dtype": "int8"}])
+def test_narrow_numbers_give_nearly_the_same_logits(model: Path, libraries: Path, changes: dict[str, str]) -> None:
+    wanted = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
+    wide = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")
+    with LocalEngine(wide) as engine:
+        expected = engine.generate([PROMPT], wanted)[0]
+    with LocalEngine(
+        configuration(model, device="cuda", **changes), EmulatedGpu(libraries, changes["dtype"])
+    ) as engine:
+        found = engine.generate([PROMPT], wanted)[0]
+    assert expected.logprobs is not None
+    assert found.logprobs is not None
+    close = dict(expected.logprobs[0].top)
+    told = [(token, value) for token, value in found.logprobs[0].top if token in close]
+    assert len(told) >= 15
+    assert max(abs(value - close[token]) for token, value in told) < 0.15
