@@ -22,7 +22,7 @@ _CPU_CHOICES = {
     "dtype": ("float32",),
     "kv_dtype": ("float32",),
 }
-_CUDA_CHOICES = {"tensor_ops": ("cupy",), "kernels": ("cuda",)}
+_CUDA_CHOICES = {"tensor_ops": ("cupy", "paddle"), "kernels": ("cuda",)}
 """What may be chosen besides auto, by device; the rest is free."""
 
 

@@ -19,6 +19,7 @@ from headwise.runtime.config import EngineConfig
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.ops.base import TensorOps
+from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.ops.select import make_gpu_ops
 from headwise.transfer.cuda_stream import ComputeStream, CudaStream
 from headwise.transfer.host_memory import HostArena, numa_node_of_gpu
@@ -28,21 +29,22 @@ GPU = 0
 
 
 class CudaDevice:
-    """`Device` on one GPU. All work of the worker's thread goes to one stream of its own; copies have others.
+    """`Device` on one GPU. All work of the worker's thread goes to one stream: its own, or where Paddle computes,
+    Paddle's current one. Copies have others.
 
     Raises:
-        ConfigError: the GPU, its driver or CuPy cannot be used.
+        ConfigError: the GPU, its driver or CuPy cannot be used, or Paddle, where that is chosen.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._card: Card = open_card(GPU)
         self.name = f"cuda ({self._card.name}, sm_{self._card.sm})"
-        self._compute = ComputeStream(GPU)
+        self._compute = ComputeStream(GPU, open_paddle(GPU) if config.tensor_ops == "paddle" else None)
         self._cubins = config.cache_path / "kernels"
         with self.current():
             programs = CudaPrograms(self._cubins)
-            self.ops: TensorOps = make_gpu_ops(config.dtype_name, programs)
+            self.ops: TensorOps = make_gpu_ops(config.tensor_ops, config.dtype_name, programs)
             launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get)
             self.kernels = CudaKernels(launcher, programs, self.ops.empty_bytes)
 

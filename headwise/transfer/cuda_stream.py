@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from headwise.errors import ConfigError
 from headwise.transfer.base import Event, Work
 
 QUERY_S = 50e-6
 """Time between two looks at an event that the host waits for: CUDA has no wait with a timeout."""
+
+LEGACY_DEFAULT = (0, 1)
+"""What the runtime takes for the legacy default stream: no stream at all, and ``cudaStreamLegacy``."""
 
 
 class CudaEvent:
@@ -50,14 +54,27 @@ class CudaEvent:
 
 
 class ComputeStream:
-    """The stream of the forward pass on GPU ``device``. Not the legacy default stream, for which all others wait."""
+    """The stream of the forward pass on GPU ``device``. Not the legacy default stream, for which all others wait.
 
-    def __init__(self, device: int) -> None:
+    ``raw`` is the ``cudaStream_t`` of another framework that computes, too, and keeps it; by default, there is a new
+    one.
+
+    Raises:
+        ConfigError: that is the legacy default stream.
+    """
+
+    def __init__(self, device: int, raw: int | None = None) -> None:
         import cupy
 
+        if raw in LEGACY_DEFAULT:
+            raise ConfigError(
+                f"the compute stream given for GPU {device} is CUDA's legacy default stream, for which all other "
+                "streams wait: make another one current in the framework that it comes from"
+            )
         self._device = cupy.cuda.Device(device)
         with self._device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            cuda = cupy.cuda
+            self._stream = cuda.Stream(non_blocking=True) if raw is None else cuda.ExternalStream(raw, device)
 
     @contextmanager
     def current(self) -> Iterator[None]:

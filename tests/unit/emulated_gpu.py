@@ -5,7 +5,7 @@ speed. All other code of the GPU path is the real one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.kernels import CudaKernels
-from headwise.kernels.cuda.programs import Programs
+from headwise.kernels.cuda.launch import Grid, Kernel, Program
+from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.ops.base import StepUpload, T
 from headwise.runtime.ops.gpu_ops import GpuOps
@@ -74,7 +75,7 @@ class EmulatedGpu:
 
     def __init__(self, libraries: Path, dtype: str) -> None:
         self._dtype, self._libraries = dtype, libraries
-        programs = ShimPrograms(libraries)
+        programs = SerialPrograms(libraries)
         self.ops = EmulatedOps(dtype, programs)
         self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
 
@@ -105,7 +106,7 @@ class FinishedCopy:
 
     def __init__(self, libraries: Path) -> None:
         self._driver, self._lock = HostDriver(), threading.Lock()
-        programs = self._driver.enqueued(ShimPrograms(libraries))
+        programs = self._driver.enqueued(SerialPrograms(libraries))
         self._copy = CudaBlockCopy(self._driver, programs, crossover_bytes=1 << 30)  # the kernel copies all it can
 
     def __call__(
@@ -114,6 +115,31 @@ class FinishedCopy:
         with self._lock:
             self._copy(source, target, pairs, ranges, block_bytes)
             self._driver.finish()
+
+
+class SerialPrograms(ShimPrograms):
+    """Those of the shim, whose fibers are the process's: copies, on threads of their own, wait for the forward pass."""
+
+    def __call__(self, source: str, defines: Defines) -> SerialProgram:
+        return SerialProgram(super().__call__(source, defines))
+
+
+class SerialProgram:
+    """Launched one at a time in the process."""
+
+    _launching = threading.Lock()
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        kernel = self._program.kernel(name, threads, shared_bytes)
+
+        def launch(grid: Grid, arguments: Sequence[np.generic]) -> None:
+            with self._launching:
+                kernel(grid, arguments)
+
+        return launch
 
 
 def poisoned(num_bytes: int) -> NDArray[np.uint8]:

@@ -112,9 +112,7 @@ def test_without_cupy_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_the_card_is_refused_with_each_part() -> None:
     card = Card("NVIDIA L4", 89, 24 * GIB, 22 * GIB)
     check_room(card, {"weights": 16 * GIB, "KV cache": 6 * GIB})
-    with pytest.raises(
-        ConfigError, match=r"22\.0 of 24\.0 GiB free, .*16\.0 GiB of weights \+ 7\.0 GiB of KV"
-    ):
+    with pytest.raises(ConfigError, match=r"22\.0 of 24\.0 GiB free, .*16\.0 GiB of weights \+ 7\.0 GiB of KV"):
         check_room(card, {"weights": 16 * GIB, "KV cache": 7 * GIB})
 
 

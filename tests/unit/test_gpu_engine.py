@@ -40,7 +40,10 @@ PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 200, 70)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def write_model(directory: Path) -> Path:
     write_tokenizer_directory(directory, byte_level_tokenizer())
     (directory / "config.json").write_text(json.dumps(TINY))
     weights = random_weights(model_config(TINY))

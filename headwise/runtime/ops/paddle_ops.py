@@ -7,12 +7,7 @@ arithmetic.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,32 +16,10 @@ from numpy.typing import NDArray
 
 from headwise.runtime.ops.base import StepUpload, T
 from headwise.runtime.ops.numpy_ops import NumpyOps, in_place, trim_heap
+from headwise.runtime.ops.paddle_import import paddle
 
-
-def _prepare_libraries() -> None:
-    """Set what Paddle's libraries read from the environment once, when they are loaded.
-
-    OpenMP: idle threads sleep rather than spin, since attention kernels want the cores in between.
-    MKL: falls back to SSE on CPUs that are not Intel's, 3 times slower; the variable makes it use AVX2.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    try:
-        vendor_is_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return
-    if vendor_is_amd:
-        os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "5")
-
-
-_prepare_libraries()
-
-# Importing Paddle talks of ccache and of OMP_NUM_THREADS, which is set on purpose.
-with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-    warnings.simplefilter("ignore")
-    import paddle
-    from paddle import _C_ops
-    from paddle.incubate.nn.functional import fused_rms_norm
-    from paddle.nn.functional import swiglu
+_C_ops = paddle._C_ops
+fused_rms_norm, swiglu = paddle.incubate.nn.functional.fused_rms_norm, paddle.nn.functional.swiglu
 
 _numpy = NumpyOps()
 

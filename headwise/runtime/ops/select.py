@@ -18,8 +18,15 @@ def resolve_ops_name(name: str, on_gpu: bool = False) -> str:
     return "paddle" if find_spec("paddle") is not None else "numpy"
 
 
-def make_gpu_ops(dtype: str, programs: Programs) -> TensorOps:
-    """Tensor operations in ``dtype`` on CuPy's current device, with kernels made by ``programs``."""
+def make_gpu_ops(name: str, dtype: str, programs: Programs) -> TensorOps:
+    """The tensor operations called ``name`` in ``dtype`` on CuPy's current device; ``auto`` is cupy.
+
+    CuPy's use kernels made by ``programs``. Paddle's have their own: `open_paddle` comes first.
+    """
+    if resolve_ops_name(name, on_gpu=True) == "paddle":
+        from headwise.runtime.ops.paddle_gpu_ops import PaddleGpuOps
+
+        return PaddleGpuOps(dtype)
     from headwise.runtime.ops.cupy_ops import CupyOps
 
     return CupyOps(dtype, programs)

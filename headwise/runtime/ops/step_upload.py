@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cupy
@@ -22,8 +23,10 @@ class PinnedUpload:
     The copy is enqueued on the current stream, behind the kernels that read what the buffer had before.
     """
 
-    def __init__(self) -> None:
-        self._device = cupy.empty(0, dtype=np.int32)
+    def __init__(self, buffers: Callable[[int], Any] | None = None) -> None:
+        """``buffers`` gives device arrays, ``int32`` of as many elements; CuPy does, if it is not given."""
+        self._buffers = buffers or (lambda size: cupy.empty(size, dtype=np.int32))
+        self._device = self._buffers(0)
         self._pinned: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)] * SLOTS
         self._copied = [cupy.cuda.Event(disable_timing=True) for _ in range(SLOTS)]
         self._turn = 0
@@ -54,7 +57,7 @@ class PinnedUpload:
         self._turn = (self._turn + 1) % SLOTS
         self._copied[self._turn].synchronize()
         if self._device.size < size:
-            self._device, self._shapes = cupy.empty(2 * size, dtype=np.int32), ()
+            self._device, self._shapes = self._buffers(2 * size), ()
         if self._pinned[self._turn].size < size:
             self._pinned[self._turn] = cupyx.empty_pinned(2 * size, dtype=np.int32)
         return self._pinned[self._turn], self._turn

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,9 @@ from headwise.kernels.cuda.programs import SOURCES, Defines
 
 OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fsanitize=alignment", "-ffp-contract=off", "-w")
 
+_one_launch = threading.Lock()
+"""All libraries share the shim's state: its globals are the same symbols in each."""
+
 
 class ShimKernel:
     """`Kernel` that runs at once. ``backwards``: threads and blocks take turns in descending order."""
@@ -31,10 +35,11 @@ class ShimKernel:
 
     def __call__(self, grid: Grid, arguments: Sequence[np.generic]) -> None:
         cells = [np.array(argument) for argument in arguments]
-        error = self._launch(
-            (ctypes.c_uint * 3)(*grid), self._threads, (ctypes.c_uint * len(cells))(*(cell.nbytes for cell in cells)),
-            len(cells), (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells)), int(self._backwards),
-        )  # fmt: skip
+        with _one_launch:
+            error = self._launch(
+                (ctypes.c_uint * 3)(*grid), self._threads, (ctypes.c_uint * len(cells))(*(c.nbytes for c in cells)),
+                len(cells), (ctypes.c_void_p * len(cells))(*(c.ctypes.data for c in cells)), int(self._backwards),
+            )  # fmt: skip
         assert not error, error.decode()
 
 

@@ -1,0 +1,164 @@
+"""Tensor operations in Paddle on a GPU, on Paddle's current stream; the kernels' arrays are CuPy's, in its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.cuda.launch import address_of
+from headwise.runtime.ops.base import KernelArray, StepUpload, T
+from headwise.runtime.ops.cupy_lending import CupyLending
+from headwise.runtime.ops.gpu_ops import _MappedUploads
+from headwise.runtime.ops.paddle_import import paddle
+from headwise.runtime.ops.step_upload import PinnedUpload
+
+_functional = paddle.nn.functional
+_fused = paddle.incubate.nn.functional
+
+_NAMES = {
+    getattr(paddle, name): name
+    for name in ("float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+
+
+class PaddleGpuOps:
+    """`TensorOps` whose tensors are Paddle's, on its current device, which is CuPy's current one (`open_paddle`).
+
+    dtype: of weights and activations: float32, float16 or bfloat16. What is summed or exponentiated is so in float32.
+    """
+
+    name = "paddle"
+
+    def __init__(self, dtype: str) -> None:
+        paddle.set_grad_enabled(False)
+        self._dtype, self._lending = dtype, CupyLending()
+        self._rounded = numpy_dtype(dtype).type
+        self.itemsize = numpy_dtype(dtype).itemsize
+        self._mapped = _MappedUploads()
+
+    # ---- to the device and back ----
+
+    def tensor(self, array: NDArray[Any]) -> paddle.Tensor:
+        """See `TensorOps.tensor`. A part of a mapped file (tied embeddings) is uploaded once for all its users."""
+        tensor = self._mapped.get(array)
+        if tensor is None:
+            tensor = self._narrow(self._on_device(array))
+            self._mapped.add(array, tensor)
+        return tensor
+
+    def norm_weight(self, array: NDArray[np.float32]) -> paddle.Tensor:
+        return self._on_device(array)
+
+    def upload(self, array: NDArray[Any]) -> KernelArray:
+        return self.kernel_array(self._on_device(array))
+
+    def _on_device(self, array: NDArray[Any]) -> paddle.Tensor:
+        tensor = paddle.empty(array.shape, array.dtype.name)
+        self._lending.fill(self.kernel_array(tensor), np.ascontiguousarray(array))
+        return tensor
+
+    def step_upload(self) -> StepUpload:
+        return PinnedUpload(lambda size: self.kernel_array(paddle.empty([size], "int32")))
+
+    def capture(self, work: Callable[[], T]) -> Callable[[], T] | None:
+        """See `TensorOps.capture`: what Paddle allocates would not stay where it was."""
+        return None
+
+    def numpy(self, tensor: paddle.Tensor) -> NDArray[Any]:
+        return self.host(self.kernel_array(self._wide(tensor)))
+
+    def host(self, array: KernelArray) -> NDArray[Any]:
+        return self._lending.host(array)
+
+    def kernel_array(self, tensor: paddle.Tensor) -> KernelArray:
+        return self._lending.lend(tensor.contiguous(), numpy_dtype(_NAMES[tensor.dtype]))
+
+    def from_kernel_array(self, array: KernelArray) -> paddle.Tensor:
+        """See `TensorOps.from_kernel_array`.
+
+        Raises:
+            TypeError: the array is not a contiguous part of what these operations made.
+        """
+        lender = self._lending.lender(array)
+        if lender is None or not array.flags.c_contiguous or array.dtype.name != _NAMES[lender.dtype]:
+            raise TypeError(
+                f"{array.dtype} {list(array.shape)} cannot become a tensor: only kernel arrays that came of these "
+                "operations can, and contiguous parts of them"
+            )
+        if array.shape == tuple(lender.shape):
+            return lender
+        start = (address_of(array) - lender.data_ptr()) // array.dtype.itemsize
+        return lender.reshape([-1])[start : start + array.size].reshape(array.shape)
+
+    def empty_like(self, array: KernelArray) -> KernelArray:
+        return self.kernel_array(paddle.empty(array.shape, array.dtype.name))
+
+    def empty_bytes(self, num_bytes: int) -> KernelArray:
+        return self.kernel_array(paddle.empty([num_bytes], "uint8"))
+
+    def give_back_memory(self) -> None:
+        paddle.device.cuda.empty_cache()
+
+    # ---- arithmetic ----
+
+    def linear_weight(self, weight: NDArray[np.float32]) -> paddle.Tensor:
+        return self.tensor(weight)
+
+    def linear(self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
+        y = paddle.matmul(x, weight, transpose_y=True)
+        return y if bias is None else y + bias
+
+    def embedding(self, table: paddle.Tensor, ids: KernelArray, scale: float = 1.0) -> paddle.Tensor:
+        rows = _functional.embedding(self.from_kernel_array(ids), table)
+        return rows if scale == 1.0 else self._narrow(self._wide(rows) * float(self._rounded(scale)))
+
+    def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
+        # Paddle's kernel takes weights of the input's dtype only.
+        return self._narrow(_fused.fused_rms_norm(self._wide(x), weight, None, eps, len(x.shape) - 1)[0])
+
+    def rotation(self, positions: KernelArray, inverse: KernelArray) -> tuple[KernelArray, KernelArray]:
+        places, frequencies = self.from_kernel_array(positions), self.from_kernel_array(inverse)
+        angles = self._wide(places).reshape([-1, 1, 1]) * frequencies
+        return self.kernel_array(paddle.cos(angles)), self.kernel_array(paddle.sin(angles))
+
+    def rope(self, x: paddle.Tensor, cos: KernelArray, sin: KernelArray) -> paddle.Tensor:
+        cosines, sines = self.from_kernel_array(cos), self.from_kernel_array(sin)
+        first, second = paddle.chunk(self._wide(x), 2, axis=-1)
+        rotated = [first * cosines - second * sines, second * cosines + first * sines]
+        return self._narrow(paddle.concat(rotated, axis=-1))
+
+    def silu_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
+        return _functional.swiglu(gate_up)
+
+    def gelu_tanh_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
+        gate, up = paddle.chunk(self._wide(gate_up), 2, axis=-1)
+        return self._narrow(_functional.gelu(gate, approximate=True) * up)
+
+    def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
+        return _functional.embedding(self._on_device(rows), x)
+
+    def scatter_add_rows(
+        self, target: paddle.Tensor, rows: NDArray[np.int64], x: paddle.Tensor, weights: NDArray[np.float32]
+    ) -> None:
+        factors = self._on_device(weights).reshape([-1, 1])
+        paddle.index_add_(target, self._on_device(rows), 0, self._narrow(factors * self._wide(x)))
+
+    def greedy(self, logits: paddle.Tensor) -> tuple[KernelArray, KernelArray]:
+        wide = self._wide(logits)
+        is_nan = paddle.isnan(wide)
+        # Paddle's argmax says nothing of NaN: the first one of a row is looked for by itself.
+        first_nan = paddle.argmax(is_nan.astype("int32"), axis=1, keepdim=True)
+        largest = paddle.argmax(wide, axis=1, keepdim=True)
+        tokens = paddle.where(paddle.any(is_nan, axis=1, keepdim=True), first_nan, largest)
+        best = paddle.take_along_axis(wide, tokens, axis=1, broadcast=False)
+        return self.kernel_array(tokens.astype("int32").reshape([-1])), self.kernel_array(best.reshape([-1]))
+
+    def _wide(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x if x.dtype == paddle.float32 else x.astype("float32")
+
+    def _narrow(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x if self._dtype == "float32" else x.astype(self._dtype)
