@@ -154,7 +154,11 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
     model = ["--q-heads", "32", "--kv-heads", "8", "--head-dim", "128"]
     precompile.main([str(tmp_path), "--sm", "80,90", "--cuda", "12", *model])
-    assert len(capsys.readouterr().out.splitlines()) == 6
+    files = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(file.exists() for file in files)
+    sources = sorted(file.name.split("-sm80")[0] for file in files if "-sm80" in file.name)
+    assert sources == ["attend", "attend", "block_copy", "elementwise", "kv_write", "merge_splits"]
+    assert len(files) == 12
     monkeypatch.setattr(cubins, "compile_variant", None)
     for sm in (80, 90):
         for variant in variants_of(LLAMA, sm):

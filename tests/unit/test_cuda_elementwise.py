@@ -256,26 +256,6 @@ def mapped(path: Path, values: np.ndarray) -> np.ndarray:
     return np.memmap(path, np.float32, "r").view(np.ndarray).reshape(values.shape)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_part_of_a_mapped_file_is_uploaded_once_for_as_long_as_it_is_in_use(
-    shim: ShimPrograms, tmp_path: Path, dtype: str
-) -> None:
-    ops = EmulatedOps(dtype, shim)
-    rows = mapped(tmp_path / "weights", np.arange(64, dtype=np.float32).reshape(8, 8))
-    embedding = ops.tensor(rows)
-    assert np.shares_memory(ops.linear_weight(rows[:]), embedding)
-    for other in (rows[:4], rows.reshape(4, 16), rows.T, rows[::2]):
-        tensor = ops.tensor(other)
-        assert not np.shares_memory(tensor, embedding)
-        np.testing.assert_array_equal(wide(tensor), other)
-    address = embedding.ctypes.data
-    head = ops.linear_weight(rows)
-    del embedding
-    assert ops.tensor(rows).ctypes.data == address, "the head keeps it"
-    del head, tensor
-    assert not ops._mapped._tensors
-
-
 def test_what_may_change_or_be_freed_is_uploaded_each_time(shim: ShimPrograms, tmp_path: Path) -> None:
     ops = EmulatedOps("float32", shim)
     own = np.zeros((8, 8), np.float32)

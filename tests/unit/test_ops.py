@@ -53,6 +53,16 @@ def test_mapped_weights_are_not_copied_and_let_go_of_with_the_last_tensor(ops) -
     assert memory() is None
 
 
+def test_a_tied_weight_is_rows_of_the_embedding(ops) -> None:
+    table, x = normal(9, 16), normal(4, 16)
+    embedding = ops.tensor(table)
+    whole, part = ops.tied_weight(embedding, 0, 9), ops.tied_weight(embedding, 2, 7)
+    assert np.shares_memory(ops.numpy(whole), ops.numpy(embedding))
+    expected = x.astype(np.float64) @ table.T.astype(np.float64)
+    close(ops, ops.linear(ops.tensor(x), whole), expected)
+    close(ops, ops.linear(ops.tensor(x), part), expected[:, 2:7])
+
+
 @pytest.mark.parametrize("shape", [(3, 16), (2, 5, 16), (40, 1024), (40, 4, 512)])
 def test_rms_norm_is_over_the_last_axis(ops, shape) -> None:
     x, weight = normal(*shape), normal(shape[-1])

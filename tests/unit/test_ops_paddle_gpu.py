@@ -269,17 +269,6 @@ def test_memory_lives_as_long_as_the_last_array_in_it(ops: Any) -> None:
     assert memory() is None
 
 
-def test_mapped_weights_are_uploaded_once_for_all_their_users(ops: Any, tmp_path: Path) -> None:
-    WEIGHT.tofile(tmp_path / "weights")
-    mapped = np.memmap(tmp_path / "weights", np.float32, mode="r", shape=WEIGHT.shape)
-    table, head = ops.tensor(mapped), ops.linear_weight(mapped)  # as tied embeddings are
-    assert table is head
-    np.testing.assert_array_equal(ops.numpy(table), WEIGHT)
-    memory = weakref.ref(table)
-    del table, head
-    assert memory() is None
-
-
 def die_in_every_order() -> None:
     """Tensors, arrays of them, parts of these, tensors of the parts: let go of in every order, in two threads."""
     with cupy_on_the_host() as module:

@@ -6,16 +6,20 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
+from headwise.kernels.cuda import block_copy, elementwise, kv_write
 from headwise.kernels.cuda.attention import AttentionShape, check_supported, variants_of
 from headwise.kernels.cuda.cubins import CubinCache, Target
+from headwise.kernels.cuda.programs import Defines, cubin_path
+from headwise.kernels.gqa import gqa_layout
 
 
 def precompile(shapes: Sequence[AttentionShape], targets: Sequence[Target], directory: Path) -> Iterator[Path]:
-    """Compile what attention of ``shapes`` needs on ``targets`` into ``directory``; yields each file once it is there.
+    """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
     Raises:
-        ConfigError: a shape is not supported on a target, or Triton is not installed.
+        ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
     """
     for target in targets:
         cubins = CubinCache(directory, target)
@@ -23,6 +27,16 @@ def precompile(shapes: Sequence[AttentionShape], targets: Sequence[Target], dire
             check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, target.sm, shape.block_size)
             for variant in variants_of(shape, target.sm):
                 yield cubins.get(variant).path
+            for source, defines in _programs(shape):
+                yield cubin_path(directory, source, defines, target.sm, target.cuda)
+
+
+def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
+    """The CUDA C++ files that a model of ``shape`` needs, with their macros."""
+    layout, dtype = gqa_layout(shape.block_size, 1, shape.head_dim, shape.kv_dtype), numpy_dtype(shape.q_dtype)
+    yield kv_write.SOURCE, kv_write.variant_of(layout, dtype)
+    yield elementwise.SOURCE, elementwise.variant_of(dtype)
+    yield block_copy.SOURCE, {}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m headwise.kernels.cuda.precompile",
-        description="Compile the attention kernels of one model shape, so that engines start without Triton.",
+        description="Compile the kernels of one model shape, so that engines start without a compiler.",
     )
     parser.add_argument("directory", type=Path, help="the kernel cache to fill: 'kernels' under an engine's cache path")
     parser.add_argument("--sm", type=_numbers, default=[80, 90, 100], help="compute capabilities (default: 80,90,100)")

@@ -166,9 +166,10 @@ class Decoder(Model):
         return Linear(self.ops.linear_weight(_join(columns, 1)), bias)
 
     def _load_lm_head(self) -> Linear:
-        name = f"{self.prefix}embed_tokens.weight" if self.config.tie_embeddings else self._lm_head_name()
         start, stop = (self.config.vocab_size * r // self._shard.size for r in (self._shard.rank, self._shard.rank + 1))
-        return Linear(self.ops.linear_weight(self._weights.rows(name, start, stop)))
+        if self.config.tie_embeddings:
+            return Linear(self.ops.tied_weight(self._embedding, start, stop))
+        return Linear(self.ops.linear_weight(self._weights.rows(self._lm_head_name(), start, stop)))
 
     def _lm_head_name(self) -> str:
         name = next((name for name in self._weights.names if name.endswith("lm_head.weight")), None)

@@ -67,6 +67,9 @@ class ArrayOps:
     def linear_weight(self, weight: NDArray[np.float32]) -> Array:
         return self.tensor(weight).T
 
+    def tied_weight(self, table: Array, start: int, stop: int) -> Array:
+        return table[start:stop].T
+
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
         y = self.matmul(x, weight)
         if bias is not None:

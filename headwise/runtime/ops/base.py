@@ -75,6 +75,9 @@ class TensorOps(Protocol):
     def linear_weight(self, weight: NDArray[np.float32]) -> Weight:
         """Prepare a weight stored as ``[out, in]``."""
 
+    def tied_weight(self, table: Tensor, start: int, stop: int) -> Weight:
+        """Rows ``start`` to ``stop`` of the embedding ``table`` as a linear layer's weight, in the same memory."""
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """``x [T, in] @ weight.T + bias -> [T, out]``."""
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
-from weakref import WeakValueDictionary, ref
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headwise.kernels.cuda.elementwise import CudaElementwise
 from headwise.kernels.cuda.programs import Programs
@@ -25,15 +22,6 @@ class GpuOps(ArrayOps):
         super().__init__(xp, dtype)
         self._kernels = CudaElementwise(programs)
         self._kernels.prepare(dtype)
-        self._mapped = _MappedUploads()
-
-    def tensor(self, array: NDArray[Any]) -> Array:
-        """See `TensorOps.tensor`. A part of a mapped file (tied embeddings) is uploaded once for all its users."""
-        tensor = self._mapped.get(array)
-        if tensor is None:
-            tensor = super().tensor(array)
-            self._mapped.add(array, tensor)
-        return tensor
 
     def embedding(self, table: Array, ids: Array, scale: float = 1.0) -> Array:
         out = self.xp.empty((*ids.shape, *table.shape[1:]), self.dtype)
@@ -61,39 +49,3 @@ class GpuOps(ArrayOps):
     def _gated(self, gate_up: Array, activation: str) -> Array | None:
         out = self.xp.empty((gate_up.shape[0], gate_up.shape[1] // 2), self.dtype)
         return out if self._kernels.gated(gate_up, out, activation) else None
-
-
-class _MappedUploads:
-    """Tensors still in use that were made of parts of mapped files, by the part.
-
-    Only a part of a read-only mapping that is still the same one says by its address what it holds: other host memory
-    may have been freed, or written, since.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: WeakValueDictionary[tuple[Any, ...], Array] = WeakValueDictionary()
-
-    def get(self, array: NDArray[Any]) -> Array | None:
-        key = _mapped_part(array)
-        return None if key is None else self._tensors.get(key)
-
-    def add(self, array: NDArray[Any], tensor: Array) -> None:
-        key = _mapped_part(array)
-        if key is not None:
-            self._tensors[key] = tensor
-
-
-def _mapped_part(array: NDArray[Any]) -> tuple[Any, ...] | None:
-    """Says which part of which mapping a read-only array is; None for one of other memory.
-
-    A weak reference is equal to another if both mappings live and are one, or if it is the same object: so the key of
-    a mapping that has gone is never found again.
-    """
-    if array.flags.writeable:
-        return None
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if not isinstance(base, mmap.mmap):
-        return None
-    return ref(base), array.ctypes.data, array.shape, array.strides, array.dtype

@@ -12,7 +12,6 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.launch import address_of
 from headwise.runtime.ops.base import KernelArray, StepUpload, T
 from headwise.runtime.ops.cupy_lending import CupyLending
-from headwise.runtime.ops.gpu_ops import _MappedUploads
 from headwise.runtime.ops.paddle_import import paddle
 from headwise.runtime.ops.step_upload import PinnedUpload
 
@@ -38,17 +37,11 @@ class PaddleGpuOps:
         self._dtype, self._lending = dtype, CupyLending()
         self._rounded = numpy_dtype(dtype).type
         self.itemsize = numpy_dtype(dtype).itemsize
-        self._mapped = _MappedUploads()
 
     # ---- to the device and back ----
 
     def tensor(self, array: NDArray[Any]) -> paddle.Tensor:
-        """See `TensorOps.tensor`. A part of a mapped file (tied embeddings) is uploaded once for all its users."""
-        tensor = self._mapped.get(array)
-        if tensor is None:
-            tensor = self._narrow(self._on_device(array))
-            self._mapped.add(array, tensor)
-        return tensor
+        return self._narrow(self._on_device(array))
 
     def norm_weight(self, array: NDArray[np.float32]) -> paddle.Tensor:
         return self._on_device(array)
@@ -107,6 +100,9 @@ class PaddleGpuOps:
 
     def linear_weight(self, weight: NDArray[np.float32]) -> paddle.Tensor:
         return self.tensor(weight)
+
+    def tied_weight(self, table: paddle.Tensor, start: int, stop: int) -> paddle.Tensor:
+        return table[start:stop]
 
     def linear(self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
         y = paddle.matmul(x, weight, transpose_y=True)

@@ -120,6 +120,9 @@ class PaddleOps:
     def linear_weight(self, weight: NDArray[np.float32]) -> paddle.Tensor:
         return self.tensor(weight)
 
+    def tied_weight(self, table: paddle.Tensor, start: int, stop: int) -> paddle.Tensor:
+        return self.from_kernel_array(self.numpy(table)[start:stop])
+
     def linear(self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
         y = _C_ops.matmul(x, weight, False, True)
         return y if bias is None else y + bias
