@@ -121,9 +121,10 @@ class ArrayOps:
         target[places] += self._narrow(factors[:, None] * self._wide(x))
 
     def greedy(self, logits: Array) -> tuple[Array, Array]:
-        tokens = logits.argmax(axis=1)
-        best = self.xp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-        return tokens.astype(np.int32), self._wide(best)
+        wide = self._wide(logits)
+        tokens = wide.argmax(axis=1)
+        best = self.xp.take_along_axis(wide, tokens[:, None], axis=1)[:, 0]
+        return tokens.astype(np.int32), best
 
     def host(self, array: Array) -> NDArray[Any]:
         """See `TensorOps.host`."""

@@ -52,6 +52,7 @@ class CupyOps(GpuOps):
         return cupy.asnumpy(array)
 
     def give_back_memory(self) -> None:
+        self._graph_memory.free_all_blocks()
         cupy.get_default_memory_pool().free_all_blocks()
 
     def numpy(self, tensor: Any) -> NDArray[Any]:

@@ -1,0 +1,169 @@
+"""Decode steps as graphs: what is padded, when a graph is recorded, and what happens where none can be."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated_gpu import FixedUpload
+
+from headwise.kernels.base import AttentionBatch
+from headwise.runtime.decode_graphs import DecodeGraphs, Scored, padded_columns, padded_rows
+from headwise.runtime.ops import gpu_ops
+
+GROUPS = 2
+
+
+class Ops:
+    """As much of `TensorOps` as graphs need; counts what was recorded and replayed."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.captured = self.replayed = 0
+        self._error = error
+
+    def step_upload(self) -> FixedUpload:
+        return FixedUpload()
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        if self._error is not None:
+            raise self._error
+        self.captured += 1
+
+        def replay() -> Any:
+            self.replayed += 1
+            return work()
+
+        return replay
+
+
+class Model:
+    """A step's scores tell what it was given."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, tokens: np.ndarray, positions: np.ndarray, batch: AttentionBatch) -> Scored:
+        assert batch.max_query_len == 1
+        assert batch.groups == GROUPS
+        self.shapes.append((len(tokens), *batch.block_tables.shape))
+        seen = np.stack([tokens, positions, batch.seq_lens, np.diff(batch.cu_seqlens_q)], axis=1)
+        return Scored(seen, (tokens.copy(), batch.block_tables.copy()))
+
+
+def step(graphs: DecodeGraphs, batch: int, columns: int, first: int = 10) -> Scored:
+    tokens = np.arange(first, first + batch, dtype=np.int32)
+    tables = np.arange(batch * GROUPS * columns, dtype=np.int32).reshape(-1, columns)
+    return graphs.step(tokens, tokens + 1, tokens + 2, tables)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (64, 64)])
+def test_batches_are_padded_to_few_sizes(batch: int, rows: int) -> None:
+    assert padded_rows(batch) == rows
+
+
+@pytest.mark.parametrize(("columns", "width"), [(1, 16), (16, 16), (17, 32), (500, 512)])
+def test_tables_are_padded_to_few_widths(columns: int, width: int) -> None:
+    assert padded_columns(columns) == width
+
+
+def test_padding_has_no_queries_no_tokens_and_no_blocks() -> None:
+    found = step(DecodeGraphs(Ops(), Model(), GROUPS), batch=3, columns=5)  # type: ignore[arg-type]
+    assert found.scores.tolist() == [[10, 11, 12, 1], [11, 12, 13, 1], [12, 13, 14, 1], [0, 0, 0, 0]]
+    tables = found.likeliest[1]
+    np.testing.assert_array_equal(tables[:6, :5], np.arange(30).reshape(6, 5))
+    assert (tables[:6, 5:] == -1).all()
+    assert (tables[6:] == -1).all()
+
+
+def test_a_shape_is_recorded_at_its_second_use_and_replayed_with_what_is_new() -> None:
+    ops, model = Ops(), Model()
+    graphs = DecodeGraphs(ops, model, GROUPS)  # type: ignore[arg-type]
+    for first in (10, 20, 30):
+        assert step(graphs, 3, 5, first).scores[:3, 0].tolist() == [first, first + 1, first + 2]
+    assert (ops.captured, ops.replayed, graphs.captured) == (1, 2, 1)
+    step(graphs, 4, 9)  # padded alike
+    assert (ops.captured, ops.replayed) == (1, 3)
+    step(graphs, 4, 17)
+    step(graphs, 5, 17)
+    assert ops.captured == 1, "other shapes, used once each"
+    assert model.shapes[-2:] == [(4, 8, 32), (8, 16, 32)]
+
+
+def test_where_nothing_can_be_recorded_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = DecodeGraphs(Ops(RuntimeError("not while capturing")), Model(), GROUPS)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        for batch in (1, 1, 1, 2, 2):
+            assert step(graphs, batch, 3).scores[0, 0] == 10
+    assert [record.message for record in caplog.records] == [
+        "decode steps run without CUDA graphs: not while capturing"
+    ]
+    assert graphs.captured == 0
+
+
+# ---- CuPy's side, with a CuPy that only keeps a log ----
+
+
+class FakeStream:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def begin_capture(self) -> None:
+        self._log.append("begin")
+
+    def end_capture(self) -> Any:
+        self._log.append("end")
+        return SimpleNamespace(launch=lambda: self._log.append("launch"))
+
+
+@pytest.fixture
+def cupy_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    log: list[str] = []
+    stream = FakeStream(log)
+
+    @contextmanager
+    def using_allocator(allocator: Any) -> Iterator[None]:
+        log.append(f"allocate from {allocator}")
+        yield
+        log.append("allocate as before")
+
+    cupy = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        MemoryPool=lambda: SimpleNamespace(malloc="the graphs' pool"),
+        get_current_stream=lambda: stream,
+        using_allocator=using_allocator,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupyx", ModuleType("cupyx"))
+    for name in ("headwise.runtime.ops.cupy_ops", "headwise.runtime.ops.step_upload"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield log
+    for name in ("headwise.runtime.ops.cupy_ops", "headwise.runtime.ops.step_upload"):
+        sys.modules.pop(name, None)
+
+
+def cupy_ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(gpu_ops, "CudaElementwise", lambda programs: SimpleNamespace(prepare=lambda dtype: None))
+    return import_module("headwise.runtime.ops.cupy_ops").CupyOps("float16", programs=None)
+
+
+def test_a_graph_is_recorded_from_memory_of_its_own_and_launched(
+    cupy_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = cupy_ops(monkeypatch).capture(lambda: cupy_log.append("work") or "result")
+    assert cupy_log == ["allocate from the graphs' pool", "begin", "work", "end", "allocate as before"]
+    cupy_log.clear()
+    assert [replay(), replay()] == ["result"] * 2
+    assert cupy_log == ["launch"] * 2
+
+
+def test_a_recording_that_fails_is_ended(cupy_log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        cupy_ops(monkeypatch).capture(lambda: 1 // 0)
+    assert cupy_log[1:3] == ["begin", "end"]
