@@ -26,6 +26,9 @@ from gpu_report import FAILED, MET, MISSED, SKIPPED, Recorder, Row, result_of, t
 from gpu_sanitizer import judge
 from gpu_sizes import TINY
 
+from headwise.kernels.cuda.cards import count_cards
+from headwise.runtime.config import EngineConfig
+
 SCRIPT = Path(gpu.__file__)
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -154,6 +157,16 @@ def test_sections_that_no_time_is_left_for_are_failures(capsys: pytest.CaptureFi
     assert set(result["failed"]) == {"heads.whole", "decode.whole"}
 
 
+def test_without_a_gpu_one_line_says_so() -> None:
+    if count_cards():
+        pytest.skip("there is a GPU")
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert "device cuda needs" in result["failed"]["about.card"]
+    assert result["seconds"] == {}
+
+
 def test_an_unknown_section_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--only", "decode,everything"])
@@ -243,9 +256,10 @@ def test_the_result_lists_what_was_missed_failed_and_skipped() -> None:
         Row("heads", "a", MISSED, 0.7, aim=0.55, at_most=True),
         Row("heads", "b", FAILED, note="why"),
         Row("heads", "c", SKIPPED, note="because"),
+        Row("heads", "d", MISSED, float("nan"), aim=1.0),
     ]
     result = result_of({"card": "H200"}, rows, {"heads": 1.0})
-    assert result["missed"] == {"heads.a": [0.7, "<= 0.55"]}
+    assert result["missed"] == {"heads.a": [0.7, "<= 0.55"], "heads.d": [None, ">= 1"]}
     assert result["failed"] == {"heads.b": "why"}
     assert result["skipped"] == {"heads.c": "because"}
     assert "| heads.a | 0.7 | <= 0.55 | no |  |" in to_markdown({"card": "H200"}, rows)
@@ -381,15 +395,15 @@ def test_the_real_rig_brings_arrays_to_the_device_and_back(cupy: SimpleNamespace
 
 def test_the_real_rig_copies_and_times_on_the_current_stream(cupy: SimpleNamespace, tmp_path: Path) -> None:
     rig = gpu_rig.CudaRig(tmp_path)
-    monkeyed = np.zeros(8, np.uint8)
+    memory = np.zeros(8, np.uint8)
     with rig.current():
-        rig.copy(monkeyed, monkeyed)
-        rig.copy_side_by_side((monkeyed, monkeyed), (monkeyed, monkeyed))
+        rig.copy(memory, memory)
+        rig.copy_side_by_side((memory, memory), (memory, memory))
         rig.flush()
         first, last = rig.mark(), rig.mark()
         rig.wait(last)
         rig.synchronize()
-    address = monkeyed.ctypes.data
+    address = memory.ctypes.data
     assert cupy.copies[:3] == [(address, address, 8, 4, 77)] * 3
     assert cupy.copies[3][1:] == (0, gpu_rig.FLUSH_BYTES, 77)
     assert rig.seconds_between(first, last) == 0.0025
@@ -403,4 +417,4 @@ def test_the_real_rig_tells_card_and_versions(cupy: SimpleNamespace, tmp_path: P
     assert (rig.target.sm, rig.target.cuda) == (90, 13)
     assert rig.free_bytes() == 5 << 30
     assert (rig.block_copy(), rig.copy_stream("load"), rig.host_arena(9)) == ("copy", "load", 9)
-    assert isinstance(rig.device(rig.device(None)), FakeDevice)
+    assert isinstance(rig.device(EngineConfig()), FakeDevice)

@@ -1,0 +1,159 @@
+"""Attention steps on a device, ready to run: random caches in shuffled blocks, for the timed sections of `gpu.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from gpu_rig import Array, Rig, Work, fill, random
+from gpu_sizes import Heads
+from numpy.typing import NDArray
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.gqa import gqa_layout
+
+Window = tuple[int, int]
+"""(window, sink); (0, 0) is full attention."""
+
+FULL_ATTENTION: Window = (0, 0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer's attention of one step.
+
+    tables:   the block tables, in host memory
+    kv_bytes: of the keys and values that somebody sees
+    flops:    of the products of all visible (query, key) pairs
+    """
+
+    query: Array
+    out: Array
+    arena: Array
+    layout: BlockLayout
+    batch: AttentionBatch
+    heads: HeadTable
+    tables: NDArray[np.int32]
+    scale: float
+    kv_bytes: int
+    flops: int
+
+    def on(self, rig: Rig) -> Work:
+        """The call that computes it."""
+        return partial(
+            rig.kernels.attend, self.query, self.arena, self.layout, self.batch, self.heads, scale=self.scale,
+            softcap=0.0, out=self.out,
+        )  # fmt: skip
+
+
+def decode_step(
+    rig: Rig, heads: Heads, batch: int, context: int, block_size: int, windows: Sequence[Window] = ()
+) -> Step:
+    """``batch`` sequences of ``context`` tokens, each with its last token as the query."""
+    return _step(rig, heads, [(1, context)] * batch, block_size, windows, recycled=True)
+
+
+def prefill_step(
+    rig: Rig, heads: Heads, tokens: int, block_size: int, windows: Sequence[Window] = (), recycled: bool = False
+) -> Step:
+    """A whole prompt at once."""
+    return _step(rig, heads, [(tokens, tokens)], block_size, windows, recycled)
+
+
+def half_windowed(heads: Heads, window: Window) -> list[Window]:
+    """The first half of the KV heads full, the others with ``window``."""
+    full = heads.kv_heads // 2
+    return [FULL_ATTENTION] * full + [window] * (heads.kv_heads - full)
+
+
+def step_bytes(heads: Heads, batch: int, context: int) -> int:
+    """Bytes of KV of full attention."""
+    return batch * context * heads.kv_heads * 2 * heads.head_dim * numpy_dtype(heads.dtype).itemsize
+
+
+def _step(
+    rig: Rig,
+    heads: Heads,
+    sequences: Sequence[tuple[int, int]],
+    block_size: int,
+    windows: Sequence[Window],
+    recycled: bool,
+) -> Step:
+    """``sequences`` are (queries, context), ``windows`` one per KV head. A group for each distinct window.
+
+    ``recycled``: blocks that no query of a group sees are not there; else they are, as without recycling.
+    """
+    windows = list(windows) or [FULL_ATTENTION] * heads.kv_heads
+    groups = list(dict.fromkeys(windows))
+    slots = max(windows.count(group) for group in groups)
+    layout = gqa_layout(block_size, slots, heads.head_dim, heads.dtype)
+    tables = _tables(sequences, groups, block_size, recycled)
+    arena = fill(rig, rig.empty(int(tables.max() + 1) * layout.block_bytes), heads.dtype)
+    queries = np.array([count for count, _ in sequences])
+    cu_seqlens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    shape = (int(cu_seqlens[-1]), heads.q_heads, heads.head_dim)
+    seen = [_seen(count, context, window) for count, context in sequences for window in windows]
+    token_bytes = 2 * heads.head_dim * numpy_dtype(heads.dtype).itemsize
+    share = heads.q_heads // heads.kv_heads
+    return Step(
+        query=random(rig, shape, heads.dtype, seed=1),
+        out=random(rig, shape, heads.dtype, seed=2),
+        arena=arena,
+        layout=layout,
+        batch=AttentionBatch(
+            rig.upload(cu_seqlens),
+            rig.upload(np.array([context for _, context in sequences], np.int32)),
+            rig.upload(tables),
+            len(groups),
+            max_query_len=int(queries.max()),
+        ),
+        heads=head_table(rig.upload, windows),
+        tables=tables,
+        scale=heads.scale,
+        kv_bytes=token_bytes * sum(keys for keys, _ in seen),
+        flops=4 * heads.head_dim * share * sum(pairs for _, pairs in seen),
+    )
+
+
+def head_table(upload: Callable[[NDArray[np.int32]], Array], windows: Sequence[Window]) -> HeadTable:
+    """KV heads packed into groups by their windows, in order of appearance."""
+    groups = list(dict.fromkeys(windows))
+    columns = (
+        [groups.index(window) for window in windows],
+        [list(windows[:head]).count(window) for head, window in enumerate(windows)],
+        [window for window, _ in windows],
+        [sink for _, sink in windows],
+    )
+    return HeadTable(*(upload(np.array(column, np.int32)) for column in columns))
+
+
+def _tables(
+    sequences: Sequence[tuple[int, int]], groups: Sequence[Window], block_size: int, recycled: bool
+) -> NDArray[np.int32]:
+    """Block tables ``[sequences * groups, columns]`` of shuffled blocks, -1 where there is none."""
+    columns = -(-max(context for _, context in sequences) // block_size)
+    needed = np.zeros((len(sequences), len(groups), columns), dtype=bool)
+    for index, (queries, context) in enumerate(sequences):
+        for at, (window, sink) in enumerate(groups):
+            held = np.arange(columns) * block_size < context
+            if recycled and window:
+                ends = (np.arange(columns) + 1) * block_size
+                held &= (ends > context - queries - window + 1) | (ends - block_size < sink)
+            needed[index, at] = held
+    tables = np.full(needed.shape, -1, np.int32)
+    tables[needed] = np.random.default_rng(3).permutation(int(needed.sum()))
+    return tables.reshape(-1, columns)
+
+
+def _seen(queries: int, context: int, window: Window) -> tuple[int, int]:
+    """(keys that some query sees, visible pairs) of one KV head."""
+    positions = np.arange(context - queries, context, dtype=np.int64)
+    if not window[0]:
+        return context, int((positions + 1).sum())
+    starts = np.maximum(positions - window[0] + 1, 0)
+    pairs = positions + 1 - starts + np.minimum(window[1], starts)
+    return context - int(starts[0]) + min(window[1], int(starts[0])), int(pairs.sum())

@@ -1,0 +1,201 @@
+"""Sizes of everything `gpu.py` runs: those of a real run, and tiny ones of the same shape for the emulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention of one layer."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim) ** -0.5
+
+
+@dataclass(frozen=True)
+class CopySizes:
+    """Copies between arenas of ``num_bytes`` each.
+
+    model:        whose head groups and layers make the blocks
+    block_sizes:  tokens per block; the fewer, the smaller the pieces
+    step:         (batch, context) of the decode that copies run beside
+    layer_tokens: prompt tokens of the attention that layers are loaded behind
+    """
+
+    num_bytes: int
+    model: dict[str, Any]
+    block_sizes: tuple[int, ...]
+    step: tuple[int, int]
+    layer_tokens: int
+
+
+@dataclass(frozen=True)
+class LoadSizes:
+    """Requests that do not fit together: ``requests`` in the memory of ``whole`` of mean length.
+
+    output_tokens: the mean; requests end at different times
+    seconds:       that each engine serves them, at most
+    """
+
+    requests: int
+    whole: int
+    input_tokens: int
+    output_tokens: int
+    batched_tokens: int
+    block_size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """See `FULL`.
+
+    long:        whether inputs of the correctness section have hundreds of tokens
+    compiled:    shapes of attention to compile; None is all
+    fills_card:  bytes of KV from which on a decode has enough to read to keep the card busy
+    window:      (window, sink) of the windowed heads in `heads`
+    decode_steps: (contexts, batches, steps) of the whole model's decode
+    most_repeats: calls of one layer's attention that stand for a layer of a forward pass, at most
+    warm_steps:  of decode before the clock starts: the first of a batch size load kernels and record graphs
+    ttft, tbt:   prompt tokens; (batch, context, steps)
+    """
+
+    rounds: int
+    long: bool
+    compiled: int | None
+    copied_bytes: int
+    block_size: int
+    attention: Heads
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    fills_card: int
+    heads_at: tuple[int, int]
+    window: tuple[int, int]
+    prompts: tuple[int, ...]
+    copies: CopySizes
+    most_repeats: int
+    warm_steps: int
+    llama: dict[str, Any]
+    ernie: dict[str, Any]
+    decode_context: int
+    decode_batches: tuple[int, ...]
+    decode_steps: int
+    ttft: int
+    tbt: tuple[int, int, int]
+    load: LoadSizes
+    greedy: tuple[int, int]
+    """(prompts, tokens of each) of SmolLM2."""
+    sanitized: tuple[tuple[int, int], ...]
+    """(queries, context) of sequences that run under compute-sanitizer, a hundred times slower; every other decodes."""
+
+
+LLAMA_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+"""Llama-3.2-1B's geometry."""
+
+ERNIE_LIKE = {
+    "architectures": ["Ernie4_5ForCausalLM"],
+    "hidden_size": 2560,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "window_size": 256,
+    "sink_size": 64,
+    "head_wise_swa_ratio": 0.5,
+}
+"""The attention of ERNIE-4.5-21B-A3B, half of its heads windowed, with a dense MLP in place of the experts."""
+
+WINDOW_FIELDS = ("window_size", "sink_size", "head_wise_swa_ratio")
+
+FULL = Sizes(
+    rounds=11,
+    long=True,
+    compiled=None,
+    copied_bytes=2 << 30,
+    block_size=64,
+    attention=Heads(32, 8, 128),
+    batches=(1, 8, 64),
+    contexts=(2048, 8192, 32768),
+    fills_card=512 << 20,
+    heads_at=(8, 32768),
+    window=(1024, 64),
+    prompts=(4096, 16384),
+    copies=CopySizes(1 << 30, ERNIE_LIKE, block_sizes=(16, 64), step=(32, 8192), layer_tokens=4096),
+    most_repeats=64,
+    warm_steps=6,
+    llama=LLAMA_1B,
+    ernie=ERNIE_LIKE,
+    decode_context=1024,
+    decode_batches=(1, 8, 64),
+    decode_steps=48,
+    ttft=16384,
+    tbt=(8, 16384, 48),
+    load=LoadSizes(
+        requests=60, whole=12, input_tokens=4240, output_tokens=1600, batched_tokens=2048, block_size=64, seconds=35
+    ),
+    greedy=(4, 32),
+    sanitized=((1, 300), (40, 70), (1, 1)),
+)
+_TINY_HEADS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 300,
+    "max_position_embeddings": 1024,
+}
+
+TINY = Sizes(
+    rounds=1,
+    long=False,
+    compiled=1,
+    copied_bytes=1 << 16,
+    block_size=16,
+    attention=Heads(4, 2, 64),
+    batches=(1, 2),
+    contexts=(48,),
+    fills_card=1,
+    heads_at=(2, 96),
+    window=(16, 4),
+    prompts=(32,),
+    copies=CopySizes(1 << 18, {**ERNIE_LIKE, **_TINY_HEADS, "sink_size": 4}, (8, 16), (2, 40), 24),
+    most_repeats=1,
+    warm_steps=1,
+    llama={**LLAMA_1B, **_TINY_HEADS, "num_hidden_layers": 1},
+    ernie={**ERNIE_LIKE, **_TINY_HEADS, "num_hidden_layers": 1, "window_size": 16, "sink_size": 4},
+    decode_context=10,
+    decode_batches=(1, 2),
+    decode_steps=2,
+    ttft=24,
+    tbt=(2, 24, 2),
+    load=LoadSizes(requests=4, whole=2, input_tokens=30, output_tokens=6, batched_tokens=64, block_size=8, seconds=6),
+    greedy=(2, 3),
+    sanitized=((1, 30), (5, 9), (1, 1)),
+)
