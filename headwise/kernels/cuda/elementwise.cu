@@ -6,7 +6,7 @@
 // Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of input and output; HELD, the vectors of a row that a
 // thread keeps while the row is normed.
 
-enum Number { F16, BF16, F32 };
+#include "numbers.cuh"
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int WARP = 32;
@@ -17,46 +17,6 @@ constexpr int ELEMENTS = VECTOR / 4 * WORD_ELEMENTS;  // in a vector
 struct Floats {
     float at[ELEMENTS];
 };
-
-// ---- numbers ----
-
-#ifdef __CUDACC__
-__device__ __forceinline__ float f16_to_f32(unsigned short bits)
-{
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ __forceinline__ unsigned short f32_to_f16(float value)
-{
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-#endif
-
-// Rounds half to even; NaN stays one.
-__device__ __forceinline__ unsigned short f32_to_bf16(float value)
-{
-    const unsigned bits = __float_as_uint(value);
-    if (value != value) return bits >> 16 | 0x40;
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-__device__ __forceinline__ float to_f32(unsigned bits)
-{
-    if constexpr (NUMBER == F16) return f16_to_f32(bits);
-    if constexpr (NUMBER == BF16) return __uint_as_float(bits << 16);
-    return __uint_as_float(bits);
-}
-
-__device__ __forceinline__ unsigned from_f32(float value)
-{
-    if constexpr (NUMBER == F16) return f32_to_f16(value);
-    if constexpr (NUMBER == BF16) return f32_to_bf16(value);
-    return __float_as_uint(value);
-}
 
 // ---- vectors ----
 
@@ -72,7 +32,7 @@ __device__ __forceinline__ Floats widened(const uint4& vector)
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) {
         const unsigned word = words[i / WORD_ELEMENTS];
-        floats.at[i] = WORD_ELEMENTS == 1 ? to_f32(word) : to_f32(i % 2 ? word >> 16 : word & 0xffff);
+        floats.at[i] = WORD_ELEMENTS == 1 ? to_f32<NUMBER>(word) : to_f32<NUMBER>(i % 2 ? word >> 16 : word & 0xffff);
     }
     return floats;
 }
@@ -82,7 +42,7 @@ __device__ __forceinline__ void store(char* to, const Floats& floats)
     unsigned words[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++)
-        words[i / WORD_ELEMENTS] |= from_f32(floats.at[i]) << (i % WORD_ELEMENTS * 16);
+        words[i / WORD_ELEMENTS] |= from_f32<NUMBER>(floats.at[i]) << (i % WORD_ELEMENTS * 16);
     *reinterpret_cast<uint4*>(to) = uint4{words[0], words[1], words[2], words[3]};
 }
 

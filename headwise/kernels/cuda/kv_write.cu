@@ -6,7 +6,7 @@
 // Macros of a variant: HEAD_DIM, a multiple of 16 up to 256; INPUT, one of F16, BF16, F32; CACHE, the same or one of
 // INT8, E4M3, which store a scale per row.
 
-enum Number { F16, BF16, F32, INT8, E4M3 };
+#include "numbers.cuh"
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int WARP = 32;
@@ -28,51 +28,13 @@ struct Lane {  // what one lane holds of a row, in the input's numbers
     unsigned words[WORDS];
 };
 
-#ifdef __CUDACC__
-__device__ __forceinline__ float f16_to_f32(unsigned short bits)
-{
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ __forceinline__ unsigned short f32_to_f16(float value)
-{
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-#endif
-
 // ---- numbers ----
-
-// Rounds half to even; NaN stays one.
-__device__ __forceinline__ unsigned short f32_to_bf16(float value)
-{
-    const unsigned bits = __float_as_uint(value);
-    if (value != value) return bits >> 16 | 0x40;
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-__device__ __forceinline__ float to_f32(unsigned bits)
-{
-    if constexpr (INPUT == F16) return f16_to_f32(bits);
-    if constexpr (INPUT == BF16) return __uint_as_float(bits << 16);
-    return __uint_as_float(bits);
-}
-
-__device__ __forceinline__ unsigned from_f32(float value)
-{
-    if constexpr (INPUT == F16) return f32_to_f16(value);
-    if constexpr (INPUT == BF16) return f32_to_bf16(value);
-    return __float_as_uint(value);
-}
 
 __device__ __forceinline__ float element(const Lane& lane, int i)
 {
     const unsigned word = lane.words[i / WORD_ELEMENTS];
-    if constexpr (WORD_ELEMENTS == 1) return to_f32(word);
-    return to_f32(i % 2 ? word >> 16 : word & 0xffff);
+    if constexpr (WORD_ELEMENTS == 1) return to_f32<INPUT>(word);
+    return to_f32<INPUT>(i % 2 ? word >> 16 : word & 0xffff);
 }
 
 // The 8 bits of `value`, which is at most 448 in magnitude, as float8_e4m3fn: rounds half to even.
@@ -147,8 +109,8 @@ __device__ __forceinline__ Lane rotated(const Lane& own, const float* cosines, c
             const float across = element(other, i) * element(sine, i), along = element(own, i) * element(cosine, i);
             turned[part] = at < LANES / 2 ? along - across : along + across;
         }
-        result.words[word] = from_f32(turned[0]);
-        if constexpr (WORD_ELEMENTS == 2) result.words[word] |= from_f32(turned[1]) << 16;
+        result.words[word] = from_f32<INPUT>(turned[0]);
+        if constexpr (WORD_ELEMENTS == 2) result.words[word] |= from_f32<INPUT>(turned[1]) << 16;
     }
     return result;
 }

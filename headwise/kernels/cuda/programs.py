@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from headwise.kernels.cuda.nvrtc import MAJORS, Compiled, find_nvrtc
 
 SOURCES = Path(__file__).parent
 """Where the ``.cu`` files lie."""
+
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +60,7 @@ def cubin_path(directory: Path, source: str, defines: Defines, sm: int, newest: 
     Raises:
         ConfigError: there is no cubin, and no NVRTC to make it; or ``directory`` cannot be written.
     """
-    text = (SOURCES / source).read_text()
+    text = source_text(source)
     options = compile_options(defines, sm)
     key = hashlib.sha256("\0".join((text, *options)).encode()).hexdigest()[:16]
     path = directory / f"{Path(source).stem}-sm{sm}-{key}.cubin"
@@ -77,7 +80,12 @@ def compile_source(source: str, defines: Defines, sm: int) -> Compiled:
         ConfigError: there is no NVRTC, or the source does not compile.
     """
     options = (*compile_options(defines, sm), "--ptxas-options=-v")
-    return find_nvrtc(sm).compile((SOURCES / source).read_text(), source, options)
+    return find_nvrtc(sm).compile(source_text(source), source, options)
+
+
+def source_text(source: str) -> str:
+    """The file ``source`` with the headers of this package that it includes: all that its machine code depends on."""
+    return _INCLUDE.sub(lambda match: (SOURCES / match[1]).read_text(), (SOURCES / source).read_text())
 
 
 def compile_options(defines: Defines, sm: int) -> tuple[str, ...]:
