@@ -10,7 +10,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "headwise needs Python 3.10 or newer; give one with PYTHON=..."; exit 1; }
 	@echo "[1/2] creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/2] installing headwise and its dependencies (a few minutes, about 1 GB)"
+	@echo "[2/2] installing headwise and its dependencies (a few minutes, about 3 GB)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo]'
 	@touch $@
 
