@@ -1,0 +1,28 @@
+"""Real weights through the kernels of a GPU, emulated, give the tokens of Hugging Face transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from emulated_gpu import EmulatedGpu
+from reference import answers, assert_same
+from test_tokens import GREEDY, MODELS
+
+from headwise import EngineConfig, LocalEngine
+
+pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+pytestmark = pytest.mark.model
+
+TOKENS = 6
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy_tokens_of_several_prompts_at_once(model: str, tmp_path: Path) -> None:
+    wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:3]
+    config = EngineConfig(model=model, device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256)
+    with LocalEngine(config, EmulatedGpu(tmp_path, "float32")) as engine:
+        results = engine.generate([answer.prompt_ids for answer in wanted], replace(GREEDY, max_tokens=TOKENS))
+    for answer, result in zip(wanted, results, strict=True):
+        assert_same(answer.first(TOKENS), result.token_ids)
