@@ -1,7 +1,7 @@
 """Chained hashes of token blocks: equal hashes mean an equal prefix, of the same model, tenant and adapter.
 
 SHA-256 cut to 128 bits: a collision would serve one request's cache to another, so the hash must be strong; it
-costs 80 us for 10,000 tokens.
+costs 90 us for 10,000 tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 HASH_BYTES = 16
+
+_KEPT = slice(HASH_BYTES)
 
 ExtraKey = tuple[int, int, str]
 """A multimodal item over the tokens ``[start, end)`` and the hash of its content."""
@@ -36,17 +38,17 @@ def extend_hashes(
     extra_keys: Sequence[ExtraKey] = (),
 ) -> None:
     """Append to ``hashes`` those of the full blocks of ``tokens`` (``int32 [n]``), which follow those of ``hashes``."""
-    data = np.ascontiguousarray(tokens, dtype=np.int32).tobytes()
-    stride = 4 * block_size
-    previous, first = hashes[-1] if hashes else seed, len(hashes) * block_size
-    append = hashes.append
-    for at in range(0, len(tokens) // block_size * stride, stride):
-        block = previous + data[at : at + stride]
-        if extra_keys:
-            start = first + at // 4
-            block += _overlapping(extra_keys, start, start + block_size)
-        previous = sha256(block).digest()[:HASH_BYTES]
-        append(previous)
+    count, first = len(tokens) // block_size, len(hashes) * block_size
+    whole = np.ascontiguousarray(tokens[: count * block_size], dtype=np.int32)
+    blocks: list[bytes] = whole.view(f"V{4 * block_size}").tolist()
+    if extra_keys:
+        starts = range(first, first + count * block_size, block_size)
+        blocks = [
+            block + _overlapping(extra_keys, start, start + block_size)
+            for block, start in zip(blocks, starts, strict=True)
+        ]
+    previous = hashes[-1] if hashes else seed
+    hashes += [previous := sha256(previous + block).digest()[_KEPT] for block in blocks]
 
 
 def _overlapping(extra_keys: Sequence[ExtraKey], first: int, last: int) -> bytes:

@@ -7,8 +7,11 @@ takes a few bit operations per run, not per block, and a lookup probes the dicti
 compares the rest as bytes. Nothing relies on presence being monotone along a path: a run holds what was said of
 exactly its blocks, so a hole ends the prefix, and whatever lies behind it counts again once it is filled.
 
-    where:  hash -> run                  h0..h77 -> A    h78..h156 -> B     h'78..h'99 -> C
-    runs:   hashes, bit sets             A: device {n1, n2, n3}   B: device {n1}   C: device {n2}, host {n3}
+    where:  hash -> number of its run    h0..h77 -> 0    h78..h156 -> 1     h'78..h'99 -> 2
+    runs:   number -> hashes, bit sets   0: device {n1, n2, n3}   1: device {n1}   2: device {n2}, host {n3}
+
+The large dictionary leads to numbers, not to the runs themselves: CPython's garbage collector leaves dictionaries of
+plain values alone (until 3.13), and so never stops the store to go through millions of entries.
 
 Memory, measured by `benchmarks/index.py`: about 105 to 150 bytes a block in runs of 80 (the dictionary's entry and key,
 which grow in steps, and 16 for the run); about 500 where no two neighbouring blocks are held alike.
@@ -19,9 +22,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import count, repeat
+from operator import xor
 
-from headwise.storage.base import ANYONE, HASH_BYTES, TIERS, Digest
+from headwise.storage.base import ANYONE, HASH_BYTES, TIERS, Digest, digest_of
 from headwise.storage.runs import count_unknown, exhaust, overlap, split, stretches
 
 MAX_BLOCKS = 4_000_000
@@ -46,13 +50,15 @@ _End = tuple[int, int, int, int]
 class _Run:
     """Blocks of which the same is true.
 
+    number: its own, never given again
     hashes: at least one, at most `MAX_RUN`, no two the same
     nodes:  `PLANES` bit sets of nodes, at least one of them not empty
     """
 
-    __slots__ = ("hashes", "nodes")
+    __slots__ = ("hashes", "nodes", "number")
 
-    def __init__(self, hashes: bytes, nodes: list[int]) -> None:
+    def __init__(self, number: int, hashes: bytes, nodes: list[int]) -> None:
+        self.number = number
         self.hashes = hashes
         self.nodes = nodes
 
@@ -63,7 +69,8 @@ class _Node:
 
     bit:       the node's, in the runs' bit sets
     blocks:    by plane, how many blocks it holds
-    digests:   by plane, of all that the node said, be it kept or forgotten
+    digests:   of all that the node said, be it kept or forgotten: per tier of the resident blocks, then per tier of
+               those of them that are not resumable: there are few, so most statements change one digest only
     forgotten: blocks that the node holds as far as is known, and that the index keeps no more
     """
 
@@ -88,8 +95,9 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self.shared_storage = shared_storage
         self.forgotten = 0
-        self._where: dict[bytes, _Run] = {}
-        self._runs: OrderedDict[_Run, None] = OrderedDict()  # least recently used first
+        self._where: dict[bytes, int] = {}
+        self._runs: OrderedDict[int, _Run] = OrderedDict()  # least recently used first
+        self._numbers = count()
         self._nodes: dict[str, _Node] = {}
         self._by_bit: dict[int, _Node] = {}
         self._names: dict[int, tuple[str, ...]] = {}
@@ -111,8 +119,7 @@ class PrefixIndex:
         known = self._nodes.get(node) or self._new_node(node)
         plane = TIERS.index(tier)
         touched: list[_Run] = []
-        for first, last, is_resumable in stretches(resumable, len(block_hashes) // HASH_BYTES):
-            hashes = block_hashes[first * HASH_BYTES : last * HASH_BYTES] if resumable else block_hashes
+        for hashes, is_resumable in stretches(block_hashes, resumable) if resumable else ((block_hashes, True),):
             if resident:
                 self._add(known, plane, hashes, is_resumable, touched)
             else:
@@ -132,7 +139,7 @@ class PrefixIndex:
         if not any(gone.blocks):
             return
         others = ~gone.bit
-        for run in list(self._runs):
+        for run in list(self._runs.values()):
             nodes = run.nodes
             for plane, bits in enumerate(nodes):
                 if bits & gone.bit:
@@ -149,17 +156,20 @@ class PrefixIndex:
         or on a faster tier; so the numbers grow from tier to tier.
         """
         path = block_hashes if isinstance(block_hashes, bytes) else b"".join(block_hashes)
-        where, shared, at, end = self._where, self.shared_storage, 0, len(path)
+        where, runs, shared, at, end = self._where, self._runs, self.shared_storage, 0, len(path)
         device = host = storage = -1
         previous: _Run | None = None
         walked: list[_Run] = []
         ends: list[_End] = []
         while at < end:
-            run = where.get(path[at : at + HASH_BYTES])
-            if run is None:
+            number = where.get(path[at : at + HASH_BYTES])
+            if number is None:
                 break
+            run = runs[number]
             hashes = run.hashes
-            start, length = (0, len(hashes)) if path.startswith(hashes, at) else overlap(hashes, path, at)
+            start, length = 0, len(hashes)
+            if not path.startswith(hashes, at):
+                start, length = overlap(hashes, path, at)
             on_device, on_host, on_storage, resumable, host_resumable, storage_resumable = run.nodes
             if shared:
                 on_storage, storage_resumable = -bool(on_storage), -bool(storage_resumable)
@@ -192,7 +202,11 @@ class PrefixIndex:
     def digests(self, node: str) -> tuple[int, ...]:
         """By plane, the digest of what the node said: see `Heartbeat.digests`."""
         known = self._nodes.get(node)
-        return tuple(digest.value() for digest in known.digests) if known else (0,) * PLANES
+        if known is None:
+            return (0,) * PLANES
+        values = [digest.value() for digest in known.digests]
+        resident, not_resumable = values[: len(TIERS)], values[len(TIERS) :]
+        return (*resident, *map(xor, resident, not_resumable))
 
     def blocks(self, node: str) -> tuple[int, ...]:
         """By plane, how many blocks of the node are kept."""
@@ -210,81 +224,88 @@ class PrefixIndex:
         if known is None:
             return frozenset()
         plane = TIERS.index(tier) + resumable * len(TIERS)
-        return frozenset(key for run in self._runs if run.nodes[plane] & known.bit for key in split(run.hashes))
+        return frozenset(
+            key for run in self._runs.values() if run.nodes[plane] & known.bit for key in split(run.hashes)
+        )
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless runs, dictionary, counts and digests say the same."""
-        found: dict[bytes, _Run] = {}
+        found: dict[bytes, int] = {}
         every = 0
         for node in self._nodes.values():
             assert not node.bit & every, "two nodes have one bit"
             every |= node.bit
-        for run in self._runs:
+        for number, run in self._runs.items():
+            assert run.number == number, f"run {run.number} is kept as {number}"
             assert 0 < len(run.hashes) <= _RUN_BYTES, f"a run of {len(run.hashes)} bytes"
             assert any(run.nodes), "a run that nobody holds"
             assert not any(bits & ~every for bits in run.nodes), "a run is held by an unknown node"
             for tier in range(len(TIERS)):
                 assert not run.nodes[tier + len(TIERS)] & ~run.nodes[tier], "resumable, but not resident"
-            found.update(zip(split(run.hashes), repeat(run), strict=False))
+            found.update(zip(split(run.hashes), repeat(number), strict=False))
         assert found == self._where, "the dictionary differs from the runs"
-        assert sum(len(run.hashes) for run in self._runs) == len(found) * HASH_BYTES, "a block is in two runs"
+        assert sum(len(run.hashes) for run in self._runs.values()) == len(found) * HASH_BYTES, "a block is in two runs"
         assert len(found) <= self.max_blocks, "more blocks than there may be"
         for name, node in self._nodes.items():
             for plane in range(PLANES):
-                held = b"".join(run.hashes for run in self._runs if run.nodes[plane] & node.bit)
+                held = b"".join(run.hashes for run in self._runs.values() if run.nodes[plane] & node.bit)
                 assert node.blocks[plane] * HASH_BYTES == len(held), f"count of {name}, plane {plane}"
-                digest = Digest()
-                digest.toggle(held)
-                assert node.forgotten or digest.value() == node.digests[plane].value(), f"digest of {name}, {plane}"
+                assert node.forgotten or digest_of(held) == self.digests(name)[plane], f"digest of {name}, {plane}"
 
     # ---- statements ----
 
     def _add(self, node: _Node, plane: int, hashes: bytes, is_resumable: bool, touched: list[_Run]) -> None:
-        bit, where, at, limit = node.bit, self._where, 0, _RUN_BYTES
-        while at < len(hashes):
-            run = where.get(hashes[at : at + HASH_BYTES])
-            if run is None:
+        bit, where, at, end, limit = node.bit, self._where, 0, len(hashes), _RUN_BYTES
+        while at < end:
+            number = where.get(hashes[at : at + HASH_BYTES])
+            if number is None:
                 run, limit = self._insert(hashes[at : at + limit], limit)
                 length = len(run.hashes)
             else:
+                run = self._runs[number]
                 start, length = overlap(run.hashes, hashes, at)
                 nodes = run.nodes
                 if not (nodes[plane] & bit and bool(nodes[plane + len(TIERS)] & bit) == is_resumable):
                     run = self._cut_out(run, start, length)
             at += length
             touched.append(run)
-            if not run.nodes[plane] & bit:
-                self._flip(node, plane, run)
-            if bool(run.nodes[plane + len(TIERS)] & bit) != is_resumable:
-                self._flip(node, plane + len(TIERS), run)
+            self._state(node, plane, run, True, is_resumable)
 
     def _remove(self, node: _Node, plane: int, hashes: bytes, was_resumable: bool) -> None:
-        bit, where, at = node.bit, self._where, 0
-        while at < len(hashes):
-            run = where.get(hashes[at : at + HASH_BYTES])
-            length = HASH_BYTES
-            if run is not None:
+        bit, where, at, end = node.bit, self._where, 0, len(hashes)
+        while at < end:
+            number = where.get(hashes[at : at + HASH_BYTES])
+            run, length = None, HASH_BYTES
+            if number is not None:
+                run = self._runs[number]
                 start, length = overlap(run.hashes, hashes, at)
             if run is not None and run.nodes[plane] & bit:
                 run = self._cut_out(run, start, length)
-                self._flip(node, plane, run)
-                if run.nodes[plane + len(TIERS)] & bit:
-                    self._flip(node, plane + len(TIERS), run)
+                self._state(node, plane, run, False, False)
                 if not any(run.nodes):
                     self._delete(run)
             elif node.forgotten:
                 # A node takes back only what it said: these blocks were forgotten here, and leave its digest now.
                 node.forgotten = max(0, node.forgotten - length // HASH_BYTES)
                 node.digests[plane].toggle(hashes[at : at + length])
-                if was_resumable:
+                if not was_resumable:
                     node.digests[plane + len(TIERS)].toggle(hashes[at : at + length])
             at += length
 
-    def _flip(self, node: _Node, plane: int, run: _Run) -> None:
-        run.nodes[plane] ^= node.bit
-        blocks = len(run.hashes) // HASH_BYTES
-        node.blocks[plane] += blocks if run.nodes[plane] & node.bit else -blocks
-        node.digests[plane].toggle(run.hashes)
+    def _state(self, node: _Node, plane: int, run: _Run, resident: bool, resumable: bool) -> None:
+        """All blocks of a run are (not) resident on the node's tier, and (not) resumable there."""
+        nodes, bit, hashes = run.nodes, node.bit, run.hashes
+        was_resident, was_resumable = bool(nodes[plane] & bit), bool(nodes[plane + len(TIERS)] & bit)
+        blocks = len(hashes) // HASH_BYTES
+        if was_resident != resident:
+            nodes[plane] ^= bit
+            node.blocks[plane] += blocks if resident else -blocks
+            node.digests[plane].toggle(hashes)
+        if was_resumable != resumable:
+            nodes[plane + len(TIERS)] ^= bit
+            node.blocks[plane + len(TIERS)] += blocks if resumable else -blocks
+        if (was_resident != was_resumable) != (resident != resumable):
+            node.digests[plane + len(TIERS)].toggle(hashes)
 
     # ---- runs ----
 
@@ -293,16 +314,16 @@ class PrefixIndex:
 
         Tries all of them at once, and takes them back if some were known: known and unknown blocks rarely alternate.
         """
-        where, run = self._where, _Run(hashes, [0] * PLANES)
+        where, number = self._where, next(self._numbers)
+        run = self._runs[number] = _Run(number, hashes, [0] * PLANES)
         keys, before = split(hashes), len(where)
-        exhaust(map(where.setdefault, keys, repeat(run)))
+        exhaust(map(where.setdefault, keys, repeat(number)))
         if len(where) - before != len(keys):
-            exhaust(map(where.__delitem__, {key for key in keys if where[key] is run}))
-            leading = dict.fromkeys(keys[: count_unknown(keys, where)], run)
+            exhaust(map(where.__delitem__, {key for key in keys if where[key] == number}))
+            leading = dict.fromkeys(keys[: count_unknown(keys, where)], number)
             where.update(leading)
             run.hashes = hashes[: len(leading) * HASH_BYTES]
             limit = len(run.hashes)
-        self._runs[run] = None
         return run, min(2 * limit, _RUN_BYTES)
 
     def _cut_out(self, run: _Run, start: int, length: int) -> _Run:
@@ -317,36 +338,39 @@ class PrefixIndex:
         """Both parts of a run that is cut before byte ``at``; the longer one remains what it was."""
         head, tail = run.hashes[:at], run.hashes[at:]
         rest, part = (head, tail) if len(head) >= len(tail) else (tail, head)
-        other = _Run(part, run.nodes.copy())
+        number = next(self._numbers)
+        other = self._runs[number] = _Run(number, part, run.nodes.copy())
         run.hashes = rest
-        self._where.update(zip(split(part), repeat(other), strict=False))
-        self._runs[other] = None
+        self._where.update(zip(split(part), repeat(number), strict=False))
         return (run, other) if rest is head else (other, run)
 
     def _join(self, first: _Run, second: _Run) -> _Run:
         """One run of two of which the same is true."""
         hashes = first.hashes + second.hashes
         kept, other = (first, second) if len(first.hashes) >= len(second.hashes) else (second, first)
-        self._where.update(zip(split(other.hashes), repeat(kept), strict=False))
+        self._where.update(zip(split(other.hashes), repeat(kept.number), strict=False))
         kept.hashes = hashes
-        del self._runs[other]
+        del self._runs[other.number]
         return kept
 
     def _delete(self, run: _Run) -> None:
         exhaust(map(self._where.__delitem__, split(run.hashes)))
-        del self._runs[run]
+        del self._runs[run.number]
 
     # ---- what is forgotten ----
 
-    def _touch(self, runs: list[_Run]) -> None:
+    def _touch(self, used: list[_Run]) -> None:
         """Runs of a path were used. Its end is forgotten before its beginning, without which it serves nobody."""
-        for run in reversed(runs):
-            if run in self._runs:  # a path that names a block twice may have joined it with another since
-                self._runs.move_to_end(run)
+        runs = self._runs
+        for run in reversed(used):
+            try:
+                runs.move_to_end(run.number)
+            except KeyError:
+                continue  # a path that names a block twice has joined it with another since
 
     def _forget_oldest(self, excess: int) -> None:
         """Forget up to ``excess`` blocks, the last ones of the run that was longest not used."""
-        run = next(iter(self._runs))
+        run = next(iter(self._runs.values()))
         kept = max(0, len(run.hashes) - excess * HASH_BYTES)
         part = run.hashes[kept:]
         blocks = len(part) // HASH_BYTES
@@ -362,7 +386,7 @@ class PrefixIndex:
         if kept:
             run.hashes = run.hashes[:kept]
         else:
-            del self._runs[run]
+            del self._runs[run.number]
 
     # ---- nodes ----
 
@@ -391,7 +415,9 @@ class PrefixIndex:
         depths = self._depths_at(ends[0]).copy()
         for blocks, device, host, storage in ends[1:]:
             # Whoever can resume here on a tier can do so on all slower ones.
-            depths.update(dict.fromkeys(self._named(device), (blocks, blocks, blocks)))
+            on_device = blocks, blocks, blocks
+            for name in self._named(device):
+                depths[name] = on_device
             for name in self._named(host ^ device):
                 depths[name] = depths.get(name, _NOTHING)[0], blocks, blocks
             for name in self._named(storage ^ host):

@@ -10,23 +10,22 @@ from struct import Struct
 from headwise.storage.base import HASH_BYTES
 
 
-def stretches(resumable: bytes, blocks: int) -> Iterator[tuple[int, int, bool]]:
-    """The stretches (first, last + 1, resumable) of equal flags; ``resumable`` empty: all are set."""
-    if not resumable:
-        yield 0, blocks, True
-        return
-    first = 0
+def stretches(hashes: bytes, resumable: bytes) -> Iterator[tuple[bytes, bool]]:
+    """The parts of a run of hashes that have equal flags, and the flag of each; ``resumable``: one byte a block."""
+    first, blocks = 0, len(resumable)
     while first < blocks:
         flag = resumable[first]
         last = resumable.find(b"\0" if flag else b"\1", first)
         if last < 0:
             last = blocks
-        yield first, last, bool(flag)
+        yield hashes[first * HASH_BYTES : last * HASH_BYTES], bool(flag)
         first = last
 
 
 def overlap(hashes: bytes, path: bytes, at: int) -> tuple[int, int]:
     """Where in ``hashes`` the hash at byte ``at`` of ``path`` is, and how many bytes are the same from there on."""
+    if path.startswith(hashes, at):
+        return 0, len(hashes)
     start = 0
     first = path[at : at + HASH_BYTES]
     if not hashes.startswith(first):

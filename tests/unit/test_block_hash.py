@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from hashlib import sha256
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,17 @@ def test_only_full_blocks_have_a_hash_of_128_bits() -> None:
     hashes = hashes_of(range(11))
     assert len(hashes) == 2
     assert {len(h) for h in hashes} == {HASH_BYTES}
+
+
+def test_a_hash_is_of_the_one_before_the_tokens_as_they_lie_in_memory_and_the_items() -> None:
+    every_other = np.arange(22, dtype=np.int32)[::2]
+    hashes: list[bytes] = []
+    extend_hashes(hashes, b"seed", every_other, 4, [(5, 7, "cat")])
+    first = sha256(b"seed" + every_other[:4].tobytes()).digest()[:HASH_BYTES]
+    second = sha256(first + every_other[4:8].tobytes() + b"1:3:3:cat;").digest()[:HASH_BYTES]
+    assert hashes == [first, second]
+    extend_hashes(hashes, b"seed", every_other[8:], 4)
+    assert hashes == [first, second]
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), max_size=40))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from functools import reduce
 from hashlib import sha256
 from operator import xor
@@ -230,6 +232,30 @@ def test_a_forgotten_block_that_is_stated_again_is_back_and_the_digests_agree_th
     holding(index, "a", 4, 8)
     assert index.digests("a") == said
     assert index.match(PATH) == {"a": (8, 8, 8)}
+
+
+def test_taking_back_forgotten_blocks_takes_them_out_of_the_digests_whatever_their_flags_were() -> None:
+    flags = bytes([1, 1, 0, 0, 1, 0, 1, 1])
+    index = PrefixIndex(max_blocks=3)
+    holding(index, "a", 0, 8, resumable=flags)
+    assert index.forgotten_blocks("a") == 5
+    resumable = [block_hash for block_hash, flag in zip(PATH, flags, strict=False) if flag]
+    expected = (digest_of(b"".join(PATH[:8])), 0, 0, digest_of(b"".join(resumable)), 0, 0)
+    assert index.digests("a") == expected
+    index.apply("a", "device", b"".join(PATH[:8]), False, flags)
+    assert index.digests("a") == (0,) * 6
+    assert (len(index), index.forgotten_blocks("a")) == (0, 0)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="newer collectors go through every dictionary")
+def test_the_garbage_collector_leaves_the_dictionary_of_blocks_alone() -> None:
+    index = PrefixIndex(max_blocks=10)
+    for node, first, last in (("a", 0, 12), ("b", 3, 7), ("a", 5, 9)):
+        holding(index, node, first, last)
+        removing(index, node, first + 1, first + 2)
+        index.match(PATH)
+    assert len(index) > 0
+    assert not gc.is_tracked(index._where)
 
 
 def test_a_dropped_node_leaves_nothing_behind_and_its_bit_is_reused() -> None:
