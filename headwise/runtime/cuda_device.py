@@ -9,7 +9,7 @@ from typing import Any
 from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.cuda.attention import check_supported
 from headwise.kernels.cuda.block_copy import make_cuda_block_copy
-from headwise.kernels.cuda.cards import Card, check_room, open_card
+from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda
@@ -65,8 +65,7 @@ class CudaDevice:
 
     def spare_bytes(self) -> int:
         """See `Device.spare_bytes`: all but the share of the card that is to stay free."""
-        now = open_card(GPU)
-        return max(0, now.free_bytes - int((1.0 - self._config.gpu_memory_utilization) * now.total_bytes))
+        return spare_bytes(open_card(GPU), self._config.gpu_memory_utilization)
 
     def block_copy(self) -> BlockCopy:
         with self.current():

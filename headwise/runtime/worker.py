@@ -27,6 +27,8 @@ from headwise.runtime.ops.base import KernelArray, Tensor
 from headwise.runtime.request import TokenLogprobs
 from headwise.runtime.sampler import Sampler, check_best
 
+_NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
+
 
 def threads_per_worker(config: EngineConfig) -> int:
     """Threads each rank computes with: as configured, or an even share of the cores this process may use."""
@@ -108,17 +110,9 @@ class ModelWorker:
         """Bytes for the pool: what the largest step leaves of the device, on the rank that has the least."""
         self._allocate_arena()
         tokens = min(self._config.max_batched_tokens, self.card.max_model_len)
-        rows = min(self._config.max_num_seqs, tokens)
-        batch = BatchRequest(
-            step_id=0,
-            rows=np.zeros(1, np.int32),
-            starts=np.zeros(1, np.int32),
-            query_lens=np.array([tokens], np.int32),
-            token_ids=np.zeros(tokens, np.int32),
-            sample=np.zeros(1, np.bool_),
-            table_updates=np.empty((0, 4), dtype=np.int32),  # no block is written or read
-        )
-        self._model.logits(self._ops.take_rows(self._forward(batch, batch.token_ids), np.arange(rows)))
+        batch = _trial(0, tokens, _NO_UPDATE)  # without blocks: none is written or read
+        rows = np.arange(min(self._config.max_num_seqs, tokens))
+        self._model.logits(self._ops.take_rows(self._forward(batch, batch.token_ids), rows))
         spare = np.array([[self._device.spare_bytes() >> 20]], dtype=np.float32)  # MiB: exact up to 16 TiB
         gathered = self._comm.gather(spare)
         least = None if gathered is None else np.array([gathered.min()], dtype=np.int32)
@@ -152,17 +146,8 @@ class ModelWorker:
         """Run a prefill and a decode on row 0 into block 0, which no sequence holds yet."""
         groups = len(self.card.plan.groups)
         table = np.array([[0, group, 0, 0] for group in range(groups)], dtype=np.int32)
-        no_update = np.empty((0, 4), dtype=np.int32)
-        for start, count, updates in ((0, min(2, self.card.layout.block_size), table), (1, 1, no_update)):
-            batch = BatchRequest(
-                step_id=0,
-                rows=np.zeros(1, np.int32),
-                starts=np.array([start], np.int32),
-                query_lens=np.array([count], np.int32),
-                token_ids=np.zeros(count, np.int32),
-                sample=np.zeros(1, np.bool_),
-                table_updates=updates,
-            )
+        for start, count, updates in ((0, min(2, self.card.layout.block_size), table), (1, 1, _NO_UPDATE)):
+            batch = _trial(start, count, updates)
             self._cache.apply(batch.table_updates)
             self._model.logits(self._forward(batch, batch.token_ids))
         self._cache.open_rows([0])
@@ -369,3 +354,16 @@ class _PagedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._worker.attend(layer, query, key, value, self._step)
+
+
+def _trial(start: int, tokens: int, updates: NDArray[np.int32]) -> BatchRequest:
+    """A step of the sequence in row 0 that nobody asked for, nor samples from."""
+    return BatchRequest(
+        step_id=0,
+        rows=np.zeros(1, np.int32),
+        starts=np.array([start], np.int32),
+        query_lens=np.array([tokens], np.int32),
+        token_ids=np.zeros(tokens, np.int32),
+        sample=np.zeros(1, np.bool_),
+        table_updates=updates,
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwise.errors import ConfigError
-from headwise.kernels.cuda.cards import Card, check_room, count_cards, open_card
+from headwise.kernels.cuda.cards import Card, check_room, count_cards, open_card, spare_bytes
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.device import resolve_device
 
@@ -114,6 +114,13 @@ def test_what_does_not_fit_the_card_is_refused_with_each_part() -> None:
     check_room(card, {"weights": 16 * GIB, "KV cache": 6 * GIB})
     with pytest.raises(ConfigError, match=r"22\.0 of 24\.0 GiB free, .*16\.0 GiB of weights \+ 7\.0 GiB of KV"):
         check_room(card, {"weights": 16 * GIB, "KV cache": 7 * GIB})
+
+
+def test_a_share_of_the_card_stays_free_whoever_takes_the_rest() -> None:
+    card = Card("NVIDIA H100", 90, total_bytes=80 * GIB, free_bytes=60 * GIB)
+    assert spare_bytes(card, 0.9) == 52 * GIB
+    assert spare_bytes(card, 0.5) == 20 * GIB
+    assert spare_bytes(card, 0.2) == 0, "others have taken more than that already"
 
 
 def test_auto_is_cuda_where_every_rank_can_have_a_gpu_and_all_that_is_asked_for_goes_with_it() -> None:

@@ -76,6 +76,9 @@ def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
     assert expected[-1][1] > 0, "a prefix is served from the cache"
     gpu = LocalEngine(configuration(model, device="cuda", dtype="float32"), EmulatedGpu(libraries, "float32"))
     assert answers(gpu) == expected
+    card = gpu._worker.card
+    assert card.spec.num_blocks == gpu._worker._device.spare_bytes() // card.layout.block_bytes, "the pool is measured"
+    assert gpu.core.card.spec == card.spec
     assert gpu._worker._graphs is not None
     assert gpu._worker._graphs.captured >= 2, "batches of 1 and of 3, padded to 4"
 

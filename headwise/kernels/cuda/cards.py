@@ -115,5 +115,10 @@ def check_room(card: Card, wanted: dict[str, int]) -> None:
         )
 
 
+def spare_bytes(card: Card, utilization: float) -> int:
+    """Bytes that may still be taken of a card, of which the share ``1 - utilization`` is to stay free."""
+    return max(0, card.free_bytes - round((1.0 - utilization) * card.total_bytes))
+
+
 def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ Array = Any
 _GELU_SCALE = np.float32(np.sqrt(2.0 / np.pi))
 
 
-class ArrayOps:
+class ArrayOps(ABC):
     """`TensorOps` whose tensors are arrays of the module ``xp``, which is NumPy or CuPy.
 
     dtype: of weights and activations: float32, float16 or bfloat16. What is summed or exponentiated is so in float32.
@@ -39,16 +40,14 @@ class ArrayOps:
     def upload(self, array: NDArray[Any]) -> Array:
         return self.xp.asarray(array)
 
-    def step_upload(self) -> StepUpload:
-        """See `TensorOps.step_upload`."""
-        raise NotImplementedError
+    @abstractmethod
+    def step_upload(self) -> StepUpload: ...
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T] | None:
         return None
 
-    def numpy(self, tensor: Array) -> NDArray[Any]:
-        """See `TensorOps.numpy`."""
-        raise NotImplementedError
+    @abstractmethod
+    def numpy(self, tensor: Array) -> NDArray[Any]: ...
 
     def kernel_array(self, tensor: Array) -> Array:
         return self.xp.ascontiguousarray(tensor)
@@ -126,9 +125,11 @@ class ArrayOps:
         best = self.xp.take_along_axis(wide, tokens[:, None], axis=1)[:, 0]
         return tokens.astype(np.int32), best
 
-    def host(self, array: Array) -> NDArray[Any]:
-        """See `TensorOps.host`."""
-        raise NotImplementedError
+    @abstractmethod
+    def host(self, array: Array) -> NDArray[Any]: ...
+
+    @abstractmethod
+    def give_back_memory(self) -> None: ...
 
     def _gate_up(self, gate_up: Array) -> tuple[Array, Array]:
         gate, up = self.xp.split(gate_up, 2, axis=-1)
