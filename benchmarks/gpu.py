@@ -29,9 +29,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+from gpu_report import FAILED, Recorder, Row, described, from_line, result_of, show_table, to_line, to_markdown
 
-from gpu_report import FAILED, Recorder, Row, described, from_line, result_of, show_table, to_line, to_markdown  # noqa: E402
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 if TYPE_CHECKING:
     from gpu_rig import Rig
