@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.cache_manager import CacheManager, PrefixMatch
+from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.host_tier import HostTier
+from headwise.cache_controller.prefix_match import PrefixMatch
 from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
 from headwise.runtime.prefetcher import Prefetcher
 from headwise.runtime.rows import Index, Rows

@@ -10,8 +10,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from index_model import Heard, assert_match_serves, servable_depths, stated
 
 from headwise.cache_controller.block_hash import extend_hashes
-from headwise.cache_controller.cache_manager import CacheManager, PrefixMatch
+from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.prefix_match import PrefixMatch
 from headwise.cache_controller.windows import GroupWindows
 
 BLOCK = 4

@@ -1,0 +1,135 @@
+"""Prefix hits: how much of a path of blocks every head group can serve, from the device or with the host's help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.host_tier import HostTier
+from headwise.cache_controller.radix_tree import NOWHERE, RadixTree
+from headwise.cache_controller.storage_tier import Fetch
+from headwise.cache_controller.windows import GroupWindows
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixMatch:
+    """A prefix that can be served from the cache.
+
+    blocks:  ``int32 [groups, num_blocks]``, what a sequence that starts with it may still see of it and is on the
+             device; else `NOWHERE`
+    reached: blocks of the prefix that could be served if no window group had lost its own
+    nodes:   ``[num_blocks]``, the prefix in the tree
+    host:    like ``blocks``: what must be brought from the host; None if nothing
+    gained:  blocks of the prefix that could not be served without the host
+    """
+
+    blocks: NDArray[np.int32]
+    reached: int = 0
+    nodes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    host: NDArray[np.int32] | None = None
+    gained: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.blocks.shape[1])
+
+    @property
+    def kept(self) -> NDArray[np.int32]:
+        """The device blocks that adopting the match puts into a row's table."""
+        kept: NDArray[np.int32] = self.blocks[self.blocks != NOWHERE]
+        return kept
+
+
+class PrefixFinder:
+    """Answers for one engine's cache.
+
+    A prefix of ``n`` blocks can be served iff every full group has blocks ``[0, n)`` and every window group has its
+    sink blocks and the blocks that a query after the prefix may see.
+
+    host:       None where there is no host tier
+    first_live: ``[max_blocks + 1, groups]``, per depth, the first block that a query behind so many blocks sees
+    """
+
+    def __init__(self, tree: RadixTree, windows: GroupWindows, host: HostTier | None, max_blocks: int) -> None:
+        self._tree, self._windows, self._host = tree, windows, host
+        self._window_groups = np.flatnonzero(~windows.is_full)
+        self.first_live = windows.first_live(np.arange(max_blocks + 1) * windows.block_size)
+
+    def match(self, hashes: Sequence[bytes]) -> PrefixMatch:
+        """The longest prefix of the path ``hashes`` that every group can serve. Changes nothing."""
+        nodes = self._tree.find(hashes)
+        held = self._tree.device.blocks[nodes]
+        count, reached = self._servable(held != NOWHERE)
+        match = PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count])
+        return match if self._host is None else self._match_with_host(self._host, match, nodes, held)
+
+    def _match_with_host(
+        self, host: HostTier, match: PrefixMatch, nodes: NDArray[np.int64], held: NDArray[np.int32]
+    ) -> PrefixMatch:
+        """A match that goes on with what the host has, where that is worth its copies; else ``match``."""
+        on_host = np.where(held == NOWHERE, self._tree.host.blocks[nodes], np.int32(NOWHERE))
+        count, reached = self._servable((held != NOWHERE) | (on_host != NOWHERE))
+        if count <= match.num_blocks:
+            return match
+        needed = self._seen_after(on_host[:count])
+        copies = int(np.count_nonzero(needed != NOWHERE))
+        if not host.is_worth_loading(copies, (count - match.num_blocks) * self._windows.block_size):
+            return match
+        gained = count - match.num_blocks
+        return PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count], needed, gained)
+
+    def fetch(self, hashes: Sequence[bytes], stored: NDArray[np.bool_]) -> Fetch | None:
+        """Start to bring to the host what lets more of a path be served; None if there is nothing worth it.
+
+        stored: ``[n, groups]``, which blocks of the path ``hashes [n]`` storage has
+        """
+        host, storage = self._host, self._host.storage if self._host else None
+        if host is None or storage is None:
+            return None
+        nodes = self._tree.find(hashes)
+        here = np.zeros_like(stored)
+        here[: len(nodes)] = (self._tree.device.blocks[nodes] != NOWHERE) | (self._tree.host.blocks[nodes] != NOWHERE)
+        served, _ = self._servable(here)
+        count, _ = self._servable(here | stored)
+        room = storage.room
+        while count > served:
+            wanted = self._are_seen_after(count) & ~here[:count]
+            blocks, tokens = int(np.count_nonzero(wanted)), (count - served) * self._windows.block_size
+            if blocks <= room:
+                return storage.fetch(hashes, wanted, tokens) if host.is_worth_fetching(blocks, tokens) else None
+            # What fits of it may still serve more than is here.
+            count, _ = self._servable((here | stored)[: min(count - 1, count * room // blocks)])
+        return None
+
+    def _servable(self, there: NDArray[np.bool_]) -> tuple[int, int]:
+        """The depth of a path with the blocks ``there [n, groups]`` that every group can serve, and every full one."""
+        has_windows = len(self._window_groups) > 0
+        complete = (there[:, self._windows.is_full] if has_windows else there).all(axis=1)
+        reached = len(there) if complete.all() else int(complete.argmin())
+        return (self._window_depth(there[:reached]) if has_windows else reached), reached
+
+    def _window_depth(self, there: NDArray[np.bool_]) -> int:
+        """The deepest prefix of a path whose blocks are ``there [n, groups]`` that every window group can serve."""
+        resident = there[:, self._window_groups]
+        column = np.arange(len(there))[:, None]
+        last_gap = np.maximum.accumulate(np.where(resident, -1, column), axis=0)
+        first_gap = np.where(resident, len(there), column).min(axis=0, initial=len(there))
+        depths = column[:, 0] + 1
+        live = self.first_live[depths[:, None], self._window_groups]
+        sinks = np.minimum(self._windows.sink_blocks[self._window_groups], depths[:, None])
+        servable = ((last_gap < live) & (first_gap >= sinks)).all(axis=1)
+        return int(depths[servable].max(initial=0))
+
+    def _seen_after(self, held: NDArray[np.int32]) -> NDArray[np.int32]:
+        """``[groups, n]``: of a path's blocks ``held [n, groups]`` those in a sink or window of a query after it."""
+        if not len(self._window_groups):
+            return held.T
+        return np.where(self._are_seen_after(len(held)), held, np.int32(NOWHERE)).T
+
+    def _are_seen_after(self, count: int) -> NDArray[np.bool_]:
+        """``[count, groups]``: which of a path's first ``count`` blocks a query after them sees."""
+        column = np.arange(count)[:, None]
+        return np.asarray((column < self._windows.sink_blocks) | (column >= self.first_live[count]))
