@@ -16,7 +16,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
@@ -41,12 +40,12 @@ from headwise.runtime.client_protocol import (
 )
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.front_door import FrontDoor
-from headwise.runtime.index_view import ANSWER_S, IndexView, Store
+from headwise.runtime.index_view import IndexView, Store
+from headwise.runtime.placement import Call, Placed, Placement
 from headwise.runtime.preparing import Door, Prepared, Preparer
 from headwise.runtime.request import GenerateRequest
-from headwise.runtime.request_queue import RequestQueue
-from headwise.runtime.routing import Matches, RoutedRequest, Router, RouterOptions
-from headwise.runtime.routing.base import RESERVATION_S, TYPICAL_OUTPUT
+from headwise.runtime.routing import Matches, Router, RouterOptions
+from headwise.runtime.routing.base import RESERVATION_S, Choice
 from headwise.storage.base import ANYONE, TIERS
 from headwise.storage.zmq_context import close_context, open_context
 
@@ -57,6 +56,8 @@ ENGINES_REPORT_S = 2.0
 
 DELAY_S = 0.2
 """A request that waited so long for an engine counts as delayed: the index alone does not take that long."""
+
+_NO_ENGINE = "no engine is ready: they are starting, or were lost; try again later"
 
 _IDLE_MS, _ASKING_MS = 100, 10
 _WATCH_S, _SWEEP_S = 0.25, 1.0
@@ -76,30 +77,6 @@ def router_options(config: EngineConfig, front_door: FrontDoor) -> RouterOptions
         engine_timeout_s=config.engine_timeout_s,
         forget_s=max(config.start_timeout_s, config.engine_timeout_s),
     )
-
-
-@dataclass(eq=False)
-class _Call:
-    """A client's question, until it is answered.
-
-    order:    its place in the queue
-    lost:     endpoint of the engine that lost the request; empty: it is new
-    finds:    only who holds its prefix is asked
-    ready_at: when it was prepared
-    asked_at: when the index was asked, while its answer is awaited
-    """
-
-    identity: bytes
-    key: int
-    since: float
-    order: tuple[int, ...]
-    session: str = ""
-    lost: str = ""
-    finds: bool = False
-    prepared: Prepared | None = None
-    ready_at: float = 0.0
-    asked_at: float = 0.0
-    is_over: bool = False
 
 
 class SchedulerServer:
@@ -148,9 +125,8 @@ class SchedulerServer:
         self._open_sockets(host, port)
         self._preparer = Preparer(self._context)
         self._numbers = itertools.count(1)
-        self._calls: dict[tuple[bytes, int], _Call] = {}
-        self._queue: RequestQueue[_Call] = RequestQueue()
-        self._asking: dict[int, _Call] = {}  # by the index's key, in the order in which they were asked
+        self._calls: dict[tuple[bytes, int], Call] = {}
+        self._placement = Placement(self._router, self._index, clock)
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._heard: dict[bytes, float] = {}
         self._counts = dict.fromkeys(
@@ -197,12 +173,11 @@ class SchedulerServer:
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         while not self._stopping.is_set():
-            poller.poll(_ASKING_MS if self._asking else _IDLE_MS)
+            poller.poll(_ASKING_MS if self._placement.is_asking else _IDLE_MS)
             self._receive()
             for call, outcome in self._preparer.finished():
                 self._take_prepared(call, outcome)
-            self._take_matches()
-            self._serve_queue()
+            self._place()
             self._watch()
         for call in list(self._calls.values()):
             self._close(call)
@@ -283,10 +258,10 @@ class SchedulerServer:
     def _prepared(self, request: GenerateRequest) -> Prepared:
         return Prepared(request, self._front_door.hashes(request))
 
-    def _new_call(self, identity: bytes, key: int, rank: tuple[int, int]) -> _Call:
-        return _Call(identity, key, self._clock(), (*rank, next(self._numbers)))
+    def _new_call(self, identity: bytes, key: int, rank: tuple[int, int]) -> Call:
+        return Call(identity, key, self._clock(), (*rank, next(self._numbers)))
 
-    def _prepare(self, call: _Call, work: Callable[[], Prepared], limit: int) -> None:
+    def _prepare(self, call: Call, work: Callable[[], Prepared], limit: int) -> None:
         if (call.identity, call.key) in self._calls:
             self._fail(call, InvalidRequestError(f"call {call.key} is under way already; a call's key must be its own"))
         elif len(self._calls) >= limit:
@@ -295,7 +270,7 @@ class SchedulerServer:
             self._calls[call.identity, call.key] = call
             self._preparer.submit(call, work)
 
-    def _take_prepared(self, call: _Call, outcome: Prepared | HeadwiseError) -> None:
+    def _take_prepared(self, call: Call, outcome: Prepared | HeadwiseError) -> None:
         if call.is_over:
             return
         if isinstance(outcome, HeadwiseError):
@@ -303,10 +278,7 @@ class SchedulerServer:
             self._fail(call, outcome)
             return
         call.prepared, call.ready_at = outcome, self._clock()
-        if not call.finds:
-            self._queue.push(call.order, call)
-        elif not self._ask_index(call):
-            self._answer_find(call, None)
+        self._placement.add(call)
 
     def _withdraw(self, identity: bytes, withdraw: Withdraw) -> None:
         call = self._calls.get((identity, withdraw.key))
@@ -317,46 +289,20 @@ class SchedulerServer:
             self._counts["withdrawn"] += 1
             self._router.release(ticket[0])
 
-    # ---- the index ----
+    # ---- requests out ----
 
-    def _ask_index(self, call: _Call) -> bool:
-        """Ask what the index knows of a call's path; False if no answer is to be waited for."""
-        assert call.prepared is not None
-        if not call.prepared.hashes:
-            return False
-        key = self._index.query(call.prepared.hashes)
-        if key is None:
-            return False
-        self._asking[key] = call
-        call.asked_at = self._clock()
-        return True
+    def _place(self) -> None:
+        if not self._router.num_engines and self._clock() - self._started > ENGINES_REPORT_S:
+            for call in self._placement.drain():
+                self._close(call)
+                self._fail(call, OverloadedError(_NO_ENGINE))
+        for outcome in self._placement.turn():
+            if isinstance(outcome, Placed):
+                self._send_ticket(outcome.call, outcome.choice)
+            else:
+                self._answer_find(outcome.call, outcome.matches)
 
-    def _take_matches(self) -> None:
-        answers, is_back = self._index.poll()
-        now = self._clock()
-        if is_back:
-            self._router.note("the index answers again", now)
-        for answer in answers:
-            call = self._asking.pop(answer.key, None)
-            if call is not None and not call.is_over:
-                self._answer(call, answer.depths)
-        while self._asking:
-            key, call = next(iter(self._asking.items()))
-            if not call.is_over and call.asked_at + ANSWER_S > now and not self._index.is_silent:
-                return
-            del self._asking[key]
-            if not call.is_over:
-                if self._index.late():
-                    self._router.note(f"the index has not answered for {ANSWER_S:g} s: routed without it", now)
-                self._answer(call, None)
-
-    def _answer(self, call: _Call, matches: Matches | None) -> None:
-        if call.finds:
-            self._answer_find(call, matches)
-        elif not self._place(call, matches):
-            self._queue.push(call.order, call)
-
-    def _answer_find(self, call: _Call, matches: Matches | None) -> None:
+    def _answer_find(self, call: Call, matches: Matches | None) -> None:
         assert call.prepared is not None
         self._close(call)
         if matches is None and call.prepared.hashes:
@@ -370,50 +316,15 @@ class SchedulerServer:
         }
         self._send(call.identity, PrefixFound(call.key, call.prepared.num_tokens, engines))
 
-    # ---- requests out ----
-
-    def _serve_queue(self) -> None:
-        """Place those whose turn it is, as far as engines have room; the index is asked when their turn comes."""
-        if not self._queue:
-            return
-        now = self._clock()
-        if not self._router.num_engines:
-            if now - self._started > ENGINES_REPORT_S:
-                self._refuse_all("no engine is ready: they are starting, or were lost; try again later")
-            return
-        room, passed_over = self._router.room(now) - len(self._asking), []
-        uses_index = self._router.uses_index and self._router.num_engines > 1
-        while room > 0 and self._queue:
-            room -= 1
-            call = self._queue.pop()
-            if not (uses_index and self._ask_index(call)) and not self._place(call, None):
-                passed_over.append(call)
-        for call in passed_over:
-            self._queue.push(call.order, call)
-
-    def _place(self, call: _Call, matches: Matches | None) -> bool:
-        """Send the ticket; False if no engine can take the request now."""
+    def _send_ticket(self, call: Call, choice: Choice) -> None:
         assert call.prepared is not None
         request, now = call.prepared.request, self._clock()
-        left = (request.sampling.max_tokens or TYPICAL_OUTPUT) - len(request.output_token_ids)
-        routed = RoutedRequest(
-            request.request_id,
-            call.prepared.hashes,
-            call.prepared.num_tokens,
-            max(1, left),
-            call.session,
-            call.lost,
-        )
-        choice = self._router.select_and_reserve(routed, matches, now)
-        if choice is None:
-            return False
         self._close(call)
         self._counts["routed"] += 1
         self._counts["rerouted"] += bool(call.lost)
         self._counts["delayed"] += now - call.ready_at > DELAY_S
         self._tickets[call.identity, call.key] = request.request_id, now + RESERVATION_S
         self._send(call.identity, Ticket(call.key, choice.endpoint, request))
-        return True
 
     def _send_engines(self, identity: bytes, get: GetEngines) -> None:
         try:
@@ -422,21 +333,15 @@ class SchedulerServer:
             answer = failure(error, get.key)
         self._send(identity, answer)
 
-    def _close(self, call: _Call) -> None:
+    def _close(self, call: Call) -> None:
         """The call needs no answer any more, or gets it now."""
         call.is_over = True
         self._calls.pop((call.identity, call.key), None)
-        self._queue.discard(call.order)
+        self._placement.drop(call)
 
-    def _fail(self, call: _Call, error: HeadwiseError) -> None:
+    def _fail(self, call: Call, error: HeadwiseError) -> None:
         self._counts["refused"] += 1
         self._send(call.identity, failure(error, call.key))
-
-    def _refuse_all(self, why: str) -> None:
-        while self._queue:
-            call = self._queue.pop()
-            self._close(call)
-            self._fail(call, OverloadedError(why))
 
     def _overloaded(self) -> OverloadedError:
         return OverloadedError(
@@ -493,7 +398,7 @@ class SchedulerServer:
             "scheduler": {
                 **self._counts,
                 "pending": len(self._calls),
-                "queued": len(self._queue),
+                "queued": len(self._placement),
                 "max_queued": self._max_queued,
                 "instance": self.instance,
                 **self._router.stats(),
