@@ -8,7 +8,7 @@ never read a block that no query of the batch may see: such blocks may hold NaN.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from headwise.cache_controller.layout import BlockLayout
 
@@ -83,4 +83,28 @@ class AttentionKernels(Protocol):
         Query position ``p`` sees keys ``k <= p`` with ``window == 0 or p - k < window or k < sink``. Scores are
         ``scale * q.k``, then ``softcap * tanh(s / softcap)`` if ``softcap > 0``. The KV of this step's
         own tokens was written by `write_kv` before. ``arena`` is ``uint8 [num_blocks * layout.block_bytes]``.
+        """
+
+
+@runtime_checkable
+class RotatingKernels(AttentionKernels, Protocol):
+    """Kernels that can rotate what they write on the way."""
+
+    def write_kv_rope(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cosines: Array,
+        sines: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """Rotate ``query [tokens, q_heads, head_dim]`` in place, and store rotated keys, and values as they are.
+
+        ``cosines``, ``sines``: float32 ``[tokens, head_dim / 2]`` or ``[tokens, 1, head_dim / 2]``, C-contiguous, of
+        each token's position: element ``i`` turns with ``i + head_dim / 2``, in float32. ``key`` is left as it is. The
+        rest is as for `write_kv`.
         """

@@ -26,7 +26,7 @@ from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.model_card import read_model_card
-from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Shard
+from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Rotation, Shard
 from headwise.runtime.models.registry import build_model
 from headwise.runtime.ops.base import Tensor, TensorOps
 from headwise.runtime.ops.select import make_ops
@@ -103,9 +103,10 @@ class SequenceAttention:
             groups=1,
         )
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
         ops, kernels, config = self._model.ops, self._model.kernels, self._model.config
         heads = _head_table(self._policies[layer])
+        query, key = ops.rope(query, *rotation), ops.rope(key, *rotation)
         keys, values = ops.kernel_array(key), ops.kernel_array(value)
         kernels.write_kv(keys, values, self._arena, self._layout, self._batch, heads)
         queries = ops.kernel_array(query)
@@ -163,9 +164,10 @@ class MeasuringAttention:
         self._inner, self._model, self._rows, self._streaming = inner, model, rows, streaming
         self.mass: NDArray[np.float64] = np.zeros((model.config.num_layers, model.config.num_heads, len(rows)))
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
         ops, config = self._model.ops, self._model.config
-        queries, keys = ops.kernel_array(query)[self._rows], ops.kernel_array(key)
+        queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
+        queries = queries[self._rows]
         share = config.num_heads // config.num_kv_heads
         for head, own in enumerate(config.policies[layer]):
             heads = slice(head * share, (head + 1) * share)
@@ -173,7 +175,7 @@ class MeasuringAttention:
                 queries[:, heads], self._rows, keys[:, head], own, self._streaming,
                 config.attention_scale, config.attention_softcap,
             )  # fmt: skip
-        return self._inner(layer, query, key, value)
+        return self._inner(layer, query, key, value, rotation)
 
 
 def outside_mass(

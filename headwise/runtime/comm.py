@@ -1,11 +1,13 @@
-"""Collectives between the tensor-parallel ranks of one engine, behind one small interface."""
+"""Collectives between the tensor-parallel ranks of one engine: of arrays on the host, of tensors where these are."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headwise.runtime.ops.base import Tensor, TensorOps
 
 
 class Communicator(Protocol):
@@ -31,16 +33,38 @@ class Communicator(Protocol):
         """Release what the communicator holds; idempotent."""
 
 
-class SingleRank:
-    """The communicator of an engine without tensor parallelism."""
+class Collectives(Protocol):
+    """What a model needs of the other ranks, for tensors; of the calls the same holds as for a `Communicator`'s.
 
+    name:     for people
+    captures: whether `TensorOps.capture` may record it, since it only enqueues: on all ranks, or on none
+    """
+
+    name: str
+    captures: bool
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, the same bits on every rank. ``x`` is the caller's no more."""
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        """Concatenate ``x [rows, columns]`` of all ranks along the last axis on rank 0; ``None`` elsewhere.
+
+        Columns may differ between ranks, but go together: where one has as many as before, so have all.
+        """
+
+
+class SingleRank:
+    """The communicator of an engine without tensor parallelism, and its collectives: all is here already."""
+
+    name = "none"
+    captures = True
     rank = 0
     size = 1
 
-    def all_reduce(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    def all_reduce(self, x: Any) -> Any:
         return x
 
-    def gather(self, x: NDArray[np.float32]) -> NDArray[np.float32] | None:
+    def gather(self, x: Any) -> Any:
         return x
 
     def broadcast(self, x: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray[np.int32]:
@@ -50,3 +74,25 @@ class SingleRank:
 
     def close(self) -> None:
         pass
+
+
+class HostCollectives:
+    """`Collectives` through host memory, in float32: for CPUs, and for GPUs that cannot reach each other."""
+
+    name = "host"
+    captures = False
+
+    def __init__(self, ops: TensorOps, comm: Communicator) -> None:
+        self._ops, self._comm = ops, comm
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._ops.tensor(self._comm.all_reduce(self._ops.numpy(x)))
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        whole = self._comm.gather(self._ops.numpy(x))
+        return None if whole is None else self._ops.tensor(whole)
+
+
+def host_collectives(ops: TensorOps, comm: Communicator) -> Collectives:
+    """Collectives that go where ``comm`` goes; with one rank, nowhere."""
+    return comm if isinstance(comm, SingleRank) else HostCollectives(ops, comm)

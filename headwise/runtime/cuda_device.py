@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.cuda.attention import check_supported
 from headwise.kernels.cuda.block_copy import make_cuda_block_copy
@@ -14,8 +15,11 @@ from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda
 from headwise.kernels.cuda.programs import CudaPrograms
+from headwise.kernels.cuda.sampling import CudaSampling
 from headwise.kernels.gqa import kv_dtype_of
+from headwise.runtime.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.device_sampler import DeviceSampler
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.ops.base import TensorOps
@@ -45,6 +49,7 @@ class CudaDevice:
         with self.current():
             programs = CudaPrograms(self._cubins)
             self.ops: TensorOps = make_gpu_ops(config.tensor_ops, config.dtype_name, programs)
+            self.sampler = DeviceSampler(self.ops, CudaSampling(programs, numpy_dtype(config.dtype_name)))
             launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get)
             self.kernels = CudaKernels(launcher, programs, self.ops.empty_bytes)
 
@@ -62,6 +67,16 @@ class CudaDevice:
 
     def current(self) -> AbstractContextManager[Any]:
         return self._compute.current()
+
+    def collectives(self, comm: Communicator) -> Collectives:
+        """See `Device.collectives`: over NCCL, where it can serve, for tensors of CuPy's."""
+        if comm.size > 1 and self.ops.name == "cupy":
+            from headwise.runtime.ops.nccl import connect_gpus
+
+            connected = connect_gpus(comm)
+            if connected is not None:
+                return connected
+        return host_collectives(self.ops, comm)
 
     def spare_bytes(self) -> int:
         """See `Device.spare_bytes`: all but the share of the card that is to stay free."""

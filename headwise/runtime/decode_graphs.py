@@ -30,14 +30,18 @@ MIN_COLUMNS = 16
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of the tokens that may come next, on the device.
+    """Scores of the tokens that may come next, on the device; None on ranks that have none.
 
     scores:    ``[rows, vocab_size]``, as `Model.scores` says
     likeliest: of each row, as `TensorOps.greedy` says
     """
 
-    scores: Tensor
-    likeliest: tuple[KernelArray, KernelArray]
+    scores: Tensor | None
+    likeliest: tuple[KernelArray, KernelArray] | None
+
+    def first(self, rows: int) -> Tensor | None:
+        """The scores of the first ``rows``."""
+        return None if self.scores is None else self.scores[:rows]
 
 
 Compute = Callable[[KernelArray, KernelArray, AttentionBatch], Scored]
@@ -56,12 +60,14 @@ class _Bucket:
 class DecodeGraphs:
     """Runs decode steps: the first of a shape as it is, which loads what it needs, later ones as a graph.
 
-    compute: a step's forward pass
-    groups:  head groups, the rows of the block tables per sequence
+    compute:   a step's forward pass
+    groups:    head groups, the rows of the block tables per sequence
+    all_ranks: whether what it is given is so on every rank. All ranks run the same steps, so all ask it of the same
+               graph: NCCL wants its operations recorded, and launched as graphs, by all ranks or by none
     """
 
-    def __init__(self, ops: TensorOps, compute: Compute, groups: int) -> None:
-        self._ops, self._compute, self._groups = ops, compute, groups
+    def __init__(self, ops: TensorOps, compute: Compute, groups: int, all_ranks: Callable[[bool], bool] = bool) -> None:
+        self._ops, self._compute, self._groups, self._all_ranks = ops, compute, groups, all_ranks
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         self._may_capture = True
 
@@ -102,12 +108,21 @@ class DecodeGraphs:
 
         bucket.uses += 1
         if bucket.replay is None and bucket.uses == 2 and self._may_capture:
-            try:
-                bucket.replay = self._ops.capture(compute)
-            except Exception as error:  # CuPy's own kinds; steps are right without, too
-                self._may_capture = False
-                log.warning("decode steps run without CUDA graphs: %s", first_line(error))
+            bucket.replay = self._capture(compute)
+            self._may_capture = bucket.replay is not None
         return compute() if bucket.replay is None else bucket.replay()
+
+    def _capture(self, compute: Callable[[], Scored]) -> Callable[[], Scored] | None:
+        """A graph of the step; None if it cannot be recorded on every rank: steps are right without, too."""
+        replay, trouble = None, "they cannot be recorded on another rank"
+        try:
+            replay = self._ops.capture(compute)
+        except Exception as error:  # CuPy's own kinds
+            trouble = first_line(error)
+        if self._all_ranks(replay is not None):
+            return replay
+        log.warning("decode steps run without CUDA graphs: %s", trouble)
+        return None
 
 
 def padded_rows(batch: int) -> int:

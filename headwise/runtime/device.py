@@ -11,7 +11,9 @@ from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy, make_block_copy
 from headwise.kernels.select import make_kernels
+from headwise.runtime.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.device_sampler import DeviceSampler
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.select import make_ops
@@ -24,11 +26,16 @@ COPY_THREADS = 1
 
 
 class Device(Protocol):
-    """One worker's. ``name`` is for people."""
+    """One worker's.
+
+    name:    for people
+    sampler: draws tokens where their scores are; None where that is the host's memory
+    """
 
     name: str
     ops: TensorOps
     kernels: AttentionKernels
+    sampler: DeviceSampler | None
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """Look whether the model can be served here, before its weights are loaded; make the kernels ready for it.
@@ -39,6 +46,13 @@ class Device(Protocol):
 
     def current(self) -> AbstractContextManager[Any]:
         """For as long as the context lasts, this thread's work goes to the device, and to its compute stream."""
+
+    def collectives(self, comm: Communicator) -> Collectives:
+        """Those of the ranks of ``comm``, all of which call this once, within `current`.
+
+        Raises:
+            DeploymentError: the ranks' devices cannot be connected.
+        """
 
     def spare_bytes(self) -> int:
         """Device memory that the block pool may take, of what is free now; for devices with memory of their own."""
@@ -57,6 +71,7 @@ class CpuDevice:
     """`Device` on ``threads`` cores."""
 
     name = "cpu"
+    sampler = None
 
     def __init__(self, config: EngineConfig, threads: int) -> None:
         self._kernels_name = config.kernels
@@ -68,6 +83,9 @@ class CpuDevice:
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def collectives(self, comm: Communicator) -> Collectives:
+        return host_collectives(self.ops, comm)
 
     def spare_bytes(self) -> int:
         raise NotImplementedError("a CPU's pool has a size by default")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,32 +16,33 @@ _BUCKET_SHIFT = 49
 """Leaves a float64's exponent and 3 bits of its fraction: weights of a bucket differ by an eighth at most."""
 
 
-class Sampler:
-    """Draws depend on (seed, position) and the row's own logits alone, never on the rest of the batch."""
+@dataclass(frozen=True)
+class Draws:
+    """What rows of logits are to be drawn with; `uniform` makes a row's number of its seed and position.
 
-    def sample(
-        self,
-        logits: Logits,
-        params: Sequence[SamplingParams],
-        seeds: NDArray[np.uint64],
-        positions: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
-        """A token for each row of ``logits [n, vocab]``, and log-probabilities where ``params`` ask for them.
+    seeds: uint64 ``[n]``; positions: int64 ``[n]``
+    """
 
-        Filters and greedy choice take the lowest id of equally likely tokens. Log-probabilities are those of the
-        model: before temperature and filters. Raises ValueError naming rows whose logits are not usable.
-        """
-        tokens = logits.argmax(axis=1).astype(np.int32)  # the position of a NaN, if there is one
-        check_best(tokens, logits[np.arange(len(tokens)), tokens])
-        for row, param in enumerate(params):
-            if not param.greedy:
-                tokens[row] = draw(logits[row], param, uniform(int(seeds[row]), int(positions[row])))
-        logprobs = {
-            row: token_logprobs(logits[row], int(tokens[row]), param.logprobs)
-            for row, param in enumerate(params)
-            if param.logprobs is not None
-        }
-        return tokens, logprobs
+    params: Sequence[SamplingParams]
+    seeds: NDArray[np.uint64]
+    positions: NDArray[np.int64]
+
+
+def sample(logits: Logits, draws: Draws) -> NDArray[np.int32]:
+    """A token for each row of ``logits [n, vocab]``.
+
+    A draw depends on seed, position and the row's own logits alone, never on the rest of the batch. Filters and greedy
+    choice take the lowest id of equally likely tokens.
+
+    Raises:
+        ValueError: the logits of the rows that it names are not usable.
+    """
+    tokens = logits.argmax(axis=1).astype(np.int32)  # the position of a NaN, if there is one
+    check_best(tokens, logits[np.arange(len(tokens)), tokens])
+    for row, param in enumerate(draws.params):
+        if not param.greedy:
+            tokens[row] = draw(logits[row], param, uniform(int(draws.seeds[row]), int(draws.positions[row])))
+    return tokens
 
 
 def check_best(tokens: NDArray[np.int32], best: NDArray[np.float32]) -> NDArray[np.int32]:
@@ -122,7 +124,10 @@ def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
 
 
 def token_logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
-    """Log-probabilities of ``token`` and of the ``count`` most likely tokens, most likely first."""
+    """Log-probabilities of ``token`` and of the ``count`` most likely tokens, most likely first.
+
+    They are those of the model: before temperature and filters.
+    """
     wide = logits.astype(np.float64)
     wide -= wide.max()
     normaliser = np.log(np.exp(wide).sum())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_controller import CacheController
 from headwise.errors import EngineDiedError
-from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.base import AttentionBatch, HeadTable, RotatingKernels
 from headwise.runtime.batch import LAST_SAMPLED, RESET_STORAGE, SLEEP, WAKE, BatchRequest, NewSequence, StepResult
 from headwise.runtime.comm import Communicator
 from headwise.runtime.config import EngineConfig
@@ -21,11 +21,11 @@ from headwise.runtime.device import Device, open_device
 from headwise.runtime.host_copies import HostCopies
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.model_card import ModelCard, read_model_card, with_pool
-from headwise.runtime.models.base import Model, Shard
+from headwise.runtime.models.base import Model, Rotation, Shard
 from headwise.runtime.models.registry import build_model
 from headwise.runtime.ops.base import KernelArray, Tensor
 from headwise.runtime.request import TokenLogprobs
-from headwise.runtime.sampler import Sampler, check_best
+from headwise.runtime.sampler import Draws, check_best, sample, token_logprobs
 
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
 
@@ -52,19 +52,20 @@ class ModelWorker:
         self._comm = comm
         self._device = device or open_device(config, threads_per_worker(config))
         self._ops, self._kernels = self._device.ops, self._device.kernels
+        self._rotating = self._kernels if isinstance(self._kernels, RotatingKernels) else None
         self._upload = self._ops.step_upload()
         self._device.check(self.card, model_dir)
         with self._device.current():
+            self._collectives = self._device.collectives(comm)
             self._model = self._load_model()
             self._heads = [self._head_table(layer) for layer in range(self.card.config.num_layers)]
         self._graphs: DecodeGraphs | None = None
-        self._sampler = Sampler()
         self._copies: HostCopies | None = None
         self._is_asleep = False
 
     def _load_model(self) -> Model:
         shard = Shard(self.rank, self._config.tp_size, self.card.plan.kv_heads(self.rank))
-        return build_model(self.card.config, Checkpoint(self._model_dir), self._ops, self._comm, shard)
+        return build_model(self.card.config, Checkpoint(self._model_dir), self._ops, self._collectives, shard)
 
     def _head_table(self, layer: int) -> HeadTable:
         places = self.card.plan.placement(self.rank, layer)
@@ -85,6 +86,7 @@ class ModelWorker:
         plan, spec = self.card.plan, self.card.spec
         return (
             f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} kernels={self._kernels.name} "
+            f"collectives={self._collectives.name} "
             f"groups={len(plan.groups)} slots={plan.slots} "
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'}"
@@ -130,10 +132,14 @@ class ModelWorker:
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
-        alone = self._comm.size == 1 and self.card.config.moe is None
-        if not (self._config.on_gpu and self._config.cuda_graphs and alone):
+        only_launches = self._ops.captures and self._collectives.captures and self.card.config.moe is None
+        if not (only_launches and self._config.cuda_graphs):
             return None
-        return DecodeGraphs(self._ops, self._score, len(self.card.plan.groups))
+        return DecodeGraphs(self._ops, self._score, len(self.card.plan.groups), self._is_so_on_all_ranks)
+
+    def _is_so_on_all_ranks(self, is_so: bool) -> bool:
+        not_so = self._comm.all_reduce(np.array([not is_so], dtype=np.float32))
+        return not not_so.any()
 
     def close(self) -> None:
         """Finish copies to and from the host, and let go of its memory. May be called again."""
@@ -253,7 +259,7 @@ class ModelWorker:
     def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         hidden = self._model.forward(token_ids, positions, _PagedAttention(self, step))
         scores = self._model.scores(hidden)
-        return Scored(scores, self._ops.greedy(scores))
+        return Scored(scores, None if scores is None else self._ops.greedy(scores))
 
     def _forward(self, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Tensor:
         seq_lens = batch.starts + batch.query_lens
@@ -298,39 +304,47 @@ class ModelWorker:
         Ranks but the first have no tokens.
         """
         sequences, ops = [self._sequences[row] for row in batch.rows[wanted].tolist()], self._ops
-        if all(sequence.sampling.greedy and sequence.sampling.logprobs is None for sequence in sequences):
-            likeliest = self._likeliest(found)
-            if likeliest is not None:
-                tokens, best = (ops.host(array)[: len(wanted)] for array in likeliest)
-                return check_best(tokens, best), {}
-        if isinstance(found, Scored):
-            logits = self._model.capped(ops.numpy(found.scores[: len(wanted)]))
-        else:
-            logits = self._model.logits(found)
-        if logits is None:
+        params = [sequence.sampling for sequence in sequences]
+        scores = found.first(len(wanted)) if isinstance(found, Scored) else self._model.scores(found)
+        if scores is None:
             return None, {}
-        tokens, logprobs = self._sampler.sample(
-            logits,
-            [sequence.sampling for sequence in sequences],
-            np.array([sequence.seed for sequence in sequences], dtype=np.uint64),
-            (batch.starts + batch.query_lens)[wanted].astype(np.int64),
-        )
-        return tokens, {int(wanted[index]): value for index, value in logprobs.items()}
+        if all(param.greedy and param.logprobs is None for param in params):
+            likeliest = found.likeliest if isinstance(found, Scored) else ops.greedy(scores)
+            tokens, best = (ops.host(array)[: len(wanted)] for array in likeliest)
+            return check_best(tokens, best), {}
+        seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
+        positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
+        tokens = self._sample_scores(scores, Draws(params, seeds, positions))
+        asked = np.array([row for row, param in enumerate(params) if param.logprobs is not None], dtype=np.int64)
+        if not len(asked):
+            return tokens, {}
+        logits = self._model.capped(ops.numpy(ops.take_rows(scores, asked)))
+        return tokens, {
+            int(wanted[row]): token_logprobs(logits[at], int(tokens[row]), params[row].logprobs or 0)
+            for at, row in enumerate(asked.tolist())
+        }
 
-    def _likeliest(self, found: Tensor | Scored) -> tuple[KernelArray, KernelArray] | None:
-        if isinstance(found, Scored):
-            return found.likeliest
-        scores = self._model.scores(found)
-        return None if scores is None else self._ops.greedy(scores)
+    def _sample_scores(self, scores: Tensor, draws: Draws) -> NDArray[np.int32]:
+        sampler = self._device.sampler
+        tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws)
+        return sample(self._model.capped(self._ops.numpy(scores)), draws) if tokens is None else tokens
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, step: AttentionBatch) -> Tensor:
-        """Write a layer's keys and values, then attend over the cache."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, step: AttentionBatch
+    ) -> Tensor:
+        """Rotate, write a layer's keys and values, then attend over the cache."""
         ops, cache, heads = self._ops, self._cache, self._heads[layer]
-        queries = ops.kernel_array(query)
-        out = ops.empty_like(queries)
-        self._kernels.write_kv(ops.kernel_array(key), ops.kernel_array(value), cache.arena, cache.layout, step, heads)
+        if self._rotating is None:
+            query, key = ops.rope(query, *rotation), ops.rope(key, *rotation)
+        queries, keys, values = (ops.kernel_array(tensor) for tensor in (query, key, value))
+        where = cache.arena, cache.layout, step, heads
+        if self._rotating is None:
+            self._kernels.write_kv(keys, values, *where)
+        else:
+            self._rotating.write_kv_rope(queries, keys, values, *rotation, *where)
         if self._copies is not None:
             self._copies.wait_layer(layer)
+        out = ops.empty_like(queries)
         config = self.card.config
         self._kernels.attend(
             queries,
@@ -352,8 +366,8 @@ class _PagedAttention:
         self._worker = worker
         self._step = step
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self._worker.attend(layer, query, key, value, self._step)
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+        return self._worker.attend(layer, query, key, value, rotation, self._step)
 
 
 def _trial(start: int, tokens: int, updates: NDArray[np.int32]) -> BatchRequest:

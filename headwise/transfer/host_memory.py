@@ -199,7 +199,10 @@ class HostArena:
 
 def numa_node_of_gpu(device: int, root: Path = Path("/")) -> int | None:
     """The NUMA node that GPU ``device`` is attached to; None where the machine has but one or does not tell."""
-    bus_id = str(_cuda_runtime().deviceGetPCIBusId(device)).lower()
+    try:
+        bus_id = str(_cuda_runtime().deviceGetPCIBusId(device)).lower()
+    except Exception:  # CuPy's own kind: it has room for 4 digits of a domain, and some virtual machines have 8
+        return None
     text = "".join(_lines(root / "sys/bus/pci/devices" / bus_id / "numa_node")).strip()
     return int(text) if text.isdigit() else None
 

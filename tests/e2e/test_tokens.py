@@ -5,7 +5,7 @@ Sampled ones equal those of the same request alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from reference import CLOSE, Answer, answers, assert_same
 
+from headwise.runtime import worker as worker_module
 from headwise.runtime.batch import BatchRequest
 from headwise.runtime.block_storage import open_lookup
 from headwise.runtime.comm import SingleRank
@@ -24,7 +25,7 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.local_executor import LocalExecutor
 from headwise.runtime.model_card import read_model_card
 from headwise.runtime.request import GenerationResult, SamplingParams
-from headwise.runtime.sampler import Sampler
+from headwise.runtime.sampler import Draws, sample
 from headwise.runtime.worker import ModelWorker
 
 pytestmark = pytest.mark.model
@@ -176,20 +177,22 @@ def test_a_pool_so_small_that_requests_are_preempted(bench: Bench) -> None:
         assert_same(answer, results[answer.name].token_ids)
 
 
-class DoubtfulDraws(Sampler):
+class DoubtfulDraws:
     """Samples, and notes (seed, position) of draws that other logits, at most `CLOSE` away, would turn."""
 
     def __init__(self) -> None:
         self.found: set[tuple[int, int]] = set()
+        self.rows = 0
         self._noise = np.random.default_rng(0)
 
-    def sample(self, logits: np.ndarray, params: Sequence[SamplingParams], seeds: Any, positions: Any) -> Any:
-        tokens, logprobs = super().sample(logits, params, seeds, positions)
+    def __call__(self, logits: np.ndarray, draws: Draws) -> np.ndarray:
+        tokens = sample(logits, draws)
+        self.rows += len(tokens)
         for _ in range(4):
             moved = logits + self._noise.uniform(-CLOSE, CLOSE, logits.shape).astype(np.float32)
-            turned = super().sample(moved, params, seeds, positions)[0] != tokens
-            self.found.update(zip(seeds[turned].tolist(), positions[turned].tolist(), strict=True))
-        return tokens, logprobs
+            turned = sample(moved, draws) != tokens
+            self.found.update(zip(draws.seeds[turned].tolist(), draws.positions[turned].tolist(), strict=True))
+        return tokens
 
 
 @pytest.mark.parametrize("bench", MODELS[:1], indirect=True)
@@ -203,7 +206,7 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
     }
     doubtful = DoubtfulDraws()
     with monkeypatch.context() as patch:
-        patch.setattr(bench.worker, "_sampler", doubtful)
+        patch.setattr(worker_module, "sample", doubtful)
         engine, executor = bench.engine(kv_cache="64MiB", max_model_len=512)
         alone = {}
         for answer in wanted:
@@ -212,6 +215,7 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
     batched, _ = bench.run(wanted, sampling, kv_cache="64MiB", max_model_len=512)
     preempted, engine = bench.run(wanted, sampling, **scarce(bench, wanted, 24))
     assert engine.stats()["requests"]["preemptions"] > 0
+    assert doubtful.rows == 24 * len(wanted)
     assert doubtful.found == set(), "rounding may decide these draws: choose other seeds"
     for answer in wanted:
         expected = alone[answer.name].token_ids

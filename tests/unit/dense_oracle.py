@@ -42,8 +42,9 @@ class DenseAttention:
     def __init__(self, config: ModelConfig, shard: Shard, ops) -> None:
         self._config, self._shard, self._ops = config, shard, ops
 
-    def __call__(self, layer: int, query, key, value):
+    def __call__(self, layer: int, query, key, value, rotation):
         c, heads = self._config, self._shard.kv_heads[layer]
+        query, key = (self._ops.rope(t, *rotation) for t in (query, key))
         q, k, v = (self._ops.kernel_array(t).astype(np.float64) for t in (query, key, value))
         share = c.num_heads // c.num_kv_heads
         out = np.empty_like(q)

@@ -12,16 +12,21 @@ from typing import Any
 
 import numpy as np
 from cuda_shim import ShimPrograms
+from host_cublas import HostCublas, aligned
 from host_driver import HostDriver
 from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
+from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Kernel, Program
 from headwise.kernels.cuda.programs import Defines, Programs
+from headwise.kernels.cuda.sampling import CudaSampling
+from headwise.runtime.comm import Collectives, Communicator, host_collectives
+from headwise.runtime.device_sampler import DeviceSampler
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.ops.base import StepUpload, T
 from headwise.runtime.ops.gpu_ops import GpuOps
@@ -30,28 +35,50 @@ from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import HostArena
 
+STREAM = 0x5000
+
 
 class EmulatedOps(GpuOps):
     """On NumPy arrays. Does what NumPy does not need: keeps memory of its own, and steps' arrays at fixed places in it,
-    and graphs, which do again what was recorded."""
+    and graphs, which do again what was recorded. As with CuPy, nothing of that may come from the host or go there."""
 
     name = "emulated"
-    matmul = NumpyOps.matmul
-    numpy = NumpyOps.numpy
-    host = NumpyOps.host
+    captures = True
     give_back_memory = NumpyOps.give_back_memory
 
     def __init__(self, dtype: str, programs: Programs) -> None:
         super().__init__(np, numpy_dtype(dtype), programs)
+        self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
+        self._is_recorded = False
+
+    def matmul(self, x: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
+        out = np.empty((x.shape[0], weight.shape[1]), self.dtype)
+        assert self._cublas.product(x, weight, out), "CuPy's own product cannot be captured"
+        return out
 
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
+        assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
         return array.copy()
+
+    def host(self, array: NDArray[Any]) -> NDArray[Any]:
+        assert not self._is_recorded, "the current stream is capturing, so D2H transfers are disallowed"
+        return array.copy()
+
+    def numpy(self, tensor: NDArray[Any]) -> NDArray[Any]:
+        return self.host(self._wide(tensor))
 
     def step_upload(self) -> StepUpload:
         return FixedUpload()
 
     def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        return work
+        def replay() -> T:
+            self._is_recorded = True
+            try:
+                return work()
+            finally:
+                self._is_recorded = False
+
+        return replay
 
 
 class FixedUpload:
@@ -77,6 +104,7 @@ class EmulatedGpu:
         self._dtype, self._libraries = dtype, libraries
         programs = SerialPrograms(libraries)
         self.ops = EmulatedOps(dtype, programs)
+        self.sampler = DeviceSampler(self.ops, CudaSampling(programs, numpy_dtype(dtype), threads=64))
         self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
@@ -85,6 +113,9 @@ class EmulatedGpu:
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def collectives(self, comm: Communicator) -> Collectives:
+        return host_collectives(self.ops, comm)
 
     def spare_bytes(self) -> int:
         return 2 << 20

@@ -60,17 +60,24 @@ class Planted(Model):
         near = np.zeros_like(codes)
         near[:, 0], near[:, 1] = np.cos(positions / 250), np.sin(positions / 250)  # alike where positions are close
         outs = []
+        unturned = (
+            np.ones((len(token_ids), 1, DIM // 2), np.float32),
+            np.zeros((len(token_ids), 1, DIM // 2), np.float32),
+        )
         for layer in range(LAYERS):
             keys = np.stack([near, codes if layer == 0 else near], axis=1)
             queries = np.repeat(20_000 * near[:, None], HEADS, axis=1)
             if layer == 0:
                 queries[:, 2] = 0
                 queries[:, 3] = codes
-            outs.append(attention(layer, queries.astype(np.float32), keys, keys).reshape(len(token_ids), -1))
+            out = attention(layer, queries.astype(np.float32), keys, keys, unturned)
+            outs.append(out.reshape(len(token_ids), -1))
         return np.concatenate(outs, axis=1)
 
-    def logits(self, hidden):
+    def scores(self, hidden):
         return hidden.copy()
+
+    logits = scores
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from headwise.errors import DeploymentError, EngineDiedError
+from headwise.runtime.comm import SingleRank, host_collectives
+from headwise.runtime.ops.select import make_ops
 from headwise.runtime.shared_memory_comm import SharedMemoryComm
 
 
@@ -70,6 +72,31 @@ def test_broadcast_carries_more_than_the_buffer_holds() -> None:
     tokens = np.arange(1000, dtype=np.int32).reshape(10, 100)
     for result in in_threads(3, lambda comm: comm.broadcast(tokens if comm.rank == 0 else None, (10, 100))):
         np.testing.assert_array_equal(result, tokens)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "paddle"])
+def test_tensors_go_the_way_of_arrays(framework: str) -> None:
+    ops = make_ops(framework)
+
+    def body(comm: SharedMemoryComm) -> tuple[np.ndarray, np.ndarray | None]:
+        collectives = host_collectives(ops, comm)
+        total = collectives.all_reduce(ops.tensor(part(comm.rank, 4, 8)))
+        whole = collectives.gather(ops.tensor(part(comm.rank, 4, 2 + comm.rank)))
+        return ops.numpy(total), None if whole is None else ops.numpy(whole)
+
+    for rank, (total, whole) in enumerate(in_threads(2, body)):
+        np.testing.assert_array_equal(total, part(0, 4, 8) + part(1, 4, 8))
+        if rank == 0:
+            np.testing.assert_array_equal(whole, np.concatenate([part(0, 4, 2), part(1, 4, 3)], axis=1))
+        else:
+            assert whole is None
+
+
+def test_one_rank_alone_has_all_there_is() -> None:
+    ops = make_ops("numpy")
+    collectives, x = host_collectives(ops, SingleRank()), part(0, 3, 4)
+    assert collectives.all_reduce(x) is x
+    assert collectives.gather(x) is x
 
 
 def test_many_rounds_of_ranks_of_different_speed_stay_in_step() -> None:

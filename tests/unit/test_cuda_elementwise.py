@@ -90,6 +90,27 @@ def test_rows_are_normed(shim: ShimPrograms, dtype: str, data: st.DataObject, se
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @examples
+@given(data=st.data(), seed=SEEDS, backwards=st.booleans(), in_place=st.booleans())
+def test_sums_are_rounded_and_then_normed(
+    shim: ShimPrograms, dtype: str, data: st.DataObject, seed: int, backwards: bool, in_place: bool
+) -> None:
+    rng, shim.backwards = np.random.default_rng(seed), backwards
+    width = vector(dtype) * data.draw(st.integers(1, 40) | st.sampled_from([128, 129, 300, 1025, 2048]))
+    tokens = data.draw(st.integers(1, 5))
+    x, addend = (numbers(rng, (tokens, width), dtype) for _ in range(2))
+    weight, total, out = rng.standard_normal(width, dtype=np.float32), *(Guarded(x.shape, x.dtype) for _ in range(2))
+    expected = x + addend
+    if in_place:
+        total.array[:] = x
+    assert CudaElementwise(shim).add_rms_norm(
+        total.array if in_place else x, addend, weight, 1e-5, total.array, out.array
+    )
+    np.testing.assert_array_equal(wide(total.checked()), wide(expected))
+    rounded_once(out.checked(), NumpyOps().rms_norm(wide(expected), weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples
 @given(data=st.data(), seed=SEEDS, backwards=st.booleans())
 def test_heads_of_a_fused_projection_are_normed_and_rotated(
     shim: ShimPrograms, dtype: str, data: st.DataObject, seed: int, backwards: bool
@@ -167,6 +188,9 @@ def test_any_shape_is_computed_fused_or_not(
     flat = numbers(rng, (tokens, first + 2 * size), dtype)[:, first:]
     weight = rng.standard_normal(2 * size + 1, dtype=np.float32)[first % 2 :][: 2 * size]
     rounded_once(ops.rms_norm(flat, weight, 1e-5), truth.rms_norm(wide(flat), weight, 1e-5))
+    total, normed = ops.add_rms_norm(flat, flat[::-1], weight, 1e-5)
+    np.testing.assert_array_equal(wide(total), wide(flat + flat[::-1]))
+    rounded_once(normed, truth.rms_norm(wide(total), weight, 1e-5))
     rounded_once(ops.silu_mul(flat), truth.silu_mul(wide(flat)))
     rounded_once(ops.gelu_tanh_mul(flat), truth.gelu_tanh_mul(wide(flat)), slack=1e-5)
     heads = numbers(rng, (tokens, 3 + first % 2, 2 * size), dtype)[:, first % 2 :]
@@ -186,11 +210,12 @@ def test_any_shape_is_computed_fused_or_not(
 def test_models_shapes_are_fused(
     shim: ShimPrograms, monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int, heads: int, head_dim: int, mlp: int
 ) -> None:
-    for name in ("embedding", "rms_norm", "rope", "silu_mul", "gelu_tanh_mul"):
+    for name in ("embedding", "rms_norm", "add_rms_norm", "rope", "silu_mul", "gelu_tanh_mul"):
         monkeypatch.delattr(ArrayOps, name)
     ops, number = EmulatedOps(dtype, shim), numpy_dtype(dtype)
     x = ops.embedding(np.ones((3, hidden), number), np.array([2], np.int32))
     assert ops.rms_norm(x, np.ones(hidden, np.float32), 1e-5).shape == (1, hidden)
+    assert ops.add_rms_norm(x, x, np.ones(hidden, np.float32), 1e-5)[1].shape == (1, hidden)
     query = np.ones((1, heads + 2, head_dim), number)[:, :heads]
     assert ops.rms_norm(query, np.ones(head_dim, np.float32), 1e-5).shape == query.shape
     assert ops.rope(query, *np.ones((2, 1, 1, head_dim // 2), np.float32)).shape == query.shape
@@ -215,6 +240,10 @@ def test_what_is_not_in_vectors_is_left_to_others(shim: ShimPrograms) -> None:
     assert not fused.rms_norm(x, weight, 1e-5, out.astype(np.float32))
     assert not fused.rms_norm(x.astype(np.float64), weight, 1e-5, out.astype(np.float64))
     assert not fused.rms_norm(many, np.ones(many.shape[1], np.float32), 1e-5, np.zeros_like(many))
+    flat = x[:, 0].copy()
+    assert not fused.add_rms_norm(x[:, 0], flat, weight, 1e-5, flat.copy(), flat.copy())
+    assert not fused.add_rms_norm(flat, flat[:1], weight, 1e-5, flat.copy(), flat.copy())
+    assert not fused.add_rms_norm(flat, flat, weight, 1e-5, flat.astype(np.float32), flat.copy())
     assert not fused.rotate(x[..., :8], angles[..., :4].copy(), angles[..., :4].copy(), out[..., :8].copy())
     assert not fused.rotate(x, angles[:1], angles[:1], out)
     assert not fused.rotate(x, angles, angles.astype(half), out)
@@ -291,6 +320,7 @@ def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: st
     floats = vector(dtype) // 4  # vectors of float32 beside one of `dtype`
     expected = {
         "rms_norm": (4 + 4 * floats, 4),
+        "add_rms_norm": (8 + 4 * floats, 8),
         "rotate": (2 + 2 * floats, 2),
         "silu_mul": (2, 1),
         "gelu_tanh_mul": (2, 1),

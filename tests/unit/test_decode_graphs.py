@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from emulated_gpu import FixedUpload
+from host_cublas import HostCublas, aligned
 
 from headwise.kernels.base import AttentionBatch
+from headwise.kernels.cuda import cublas
 from headwise.runtime.decode_graphs import DecodeGraphs, Scored, padded_columns, padded_rows
 from headwise.runtime.ops import gpu_ops
 
@@ -107,19 +110,57 @@ def test_where_nothing_can_be_recorded_steps_run_as_they_are(caplog: pytest.LogC
     assert graphs.captured == 0
 
 
+def test_a_graph_that_another_rank_cannot_record_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    ops, asked = Ops(), []
+    graphs = DecodeGraphs(ops, Model(), GROUPS, lambda is_so: bool(asked.append(is_so)))  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        for batch in (1, 1, 1, 2, 2):
+            assert step(graphs, batch, 3).scores[0, 0] == 10
+    assert asked == [True]
+    assert (ops.captured, ops.replayed, graphs.captured) == (1, 0, 0)
+    assert [record.message for record in caplog.records] == [
+        "decode steps run without CUDA graphs: they cannot be recorded on another rank"
+    ]
+
+
 # ---- CuPy's side, with a CuPy that only keeps a log ----
 
 
 class FakeStream:
+    ptr = 0x5000
+
     def __init__(self, log: list[str]) -> None:
         self._log = log
+        self.captures = False
 
     def begin_capture(self) -> None:
         self._log.append("begin")
+        self.captures = True
 
     def end_capture(self) -> Any:
         self._log.append("end")
+        self.captures = False
         return SimpleNamespace(launch=lambda: self._log.append("launch"))
+
+
+class FakePool:
+    """Like CuPy's, lets go of what is free when it is told to: here, all."""
+
+    def __init__(self, allocator: Callable[[int], Any] | None = None) -> None:
+        self._allocator, self._blocks = allocator, []
+
+    def malloc(self, size: int) -> Any:
+        self._blocks.append(self._allocator(size))
+
+    def free_all_blocks(self) -> None:
+        self._blocks.clear()
+
+
+class FakeMemory:
+    made: ClassVar[weakref.WeakSet[FakeMemory]] = weakref.WeakSet()
+
+    def __init__(self, size: int) -> None:
+        self.made.add(self)
 
 
 @pytest.fixture
@@ -129,18 +170,36 @@ def cupy_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     @contextmanager
     def using_allocator(allocator: Any) -> Iterator[None]:
-        log.append(f"allocate from {allocator}")
+        log.append(f"allocate by {allocator.__qualname__}")
         yield
         log.append("allocate as before")
 
+    def asarray(array: np.ndarray) -> np.ndarray:
+        log.append(f"upload {array.nbytes}")
+        return array.copy()
+
+    def dot(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        if stream.captures:
+            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+        return x @ weight
+
+    def empty(shape: Any, dtype: Any) -> np.ndarray:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return aligned(size).view(dtype).reshape(shape)
+
     cupy = ModuleType("cupy")
+    cupy.empty, cupy.asarray, cupy.dot = empty, asarray, dot  # type: ignore[attr-defined]
+    cupy.get_default_memory_pool = FakePool  # type: ignore[attr-defined]
     cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
-        MemoryPool=lambda: SimpleNamespace(malloc="the graphs' pool"),
+        MemoryPool=FakePool,
+        Memory=FakeMemory,
+        MemoryPointer=lambda memory, offset: SimpleNamespace(mem=memory),
         get_current_stream=lambda: stream,
         using_allocator=using_allocator,
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupyx", ModuleType("cupyx"))
+    monkeypatch.setattr(cublas, "_library", HostCublas)
     for name in ("headwise.runtime.ops.cupy_ops", "headwise.runtime.ops.step_upload"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield log
@@ -157,7 +216,7 @@ def test_a_graph_is_recorded_from_memory_of_its_own_and_launched(
     cupy_log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay = cupy_ops(monkeypatch).capture(lambda: cupy_log.append("work") or "result")
-    assert cupy_log == ["allocate from the graphs' pool", "begin", "work", "end", "allocate as before"]
+    assert cupy_log == ["allocate by FakePool.malloc", "begin", "work", "end", "allocate as before"]
     cupy_log.clear()
     assert [replay(), replay()] == ["result"] * 2
     assert cupy_log == ["launch"] * 2
@@ -167,3 +226,33 @@ def test_a_recording_that_fails_is_ended(cupy_log: list[str], monkeypatch: pytes
     with pytest.raises(ZeroDivisionError):
         cupy_ops(monkeypatch).capture(lambda: 1 // 0)
     assert cupy_log[1:3] == ["begin", "end"]
+
+
+def test_products_are_recorded_though_cupy_refuses_its_own(
+    cupy_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = cupy_ops(monkeypatch)
+    x, weight = ops.tensor(np.ones((3, 16), np.float32)), ops.linear_weight(np.ones((8, 16), np.float32))
+    product = ops.capture(lambda: ops.linear(x, weight))()
+    assert product.tolist() == [[16.0] * 8] * 3
+
+
+def test_memory_that_graphs_compute_with_is_kept_where_memory_is_short(
+    cupy_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = cupy_ops(monkeypatch)
+    ops._graph_memory.malloc(100)
+    ops._graph_memory.free_all_blocks()
+    assert len(FakeMemory.made) == 1
+    ops.give_back_memory()
+    assert len(FakeMemory.made) == 0
+
+
+def test_weights_go_to_the_device_in_pieces(cupy_log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = cupy_ops(monkeypatch)
+    monkeypatch.setattr(import_module("headwise.runtime.ops.cupy_ops"), "PIECE_BYTES", 100)
+    for weight, pieces in ((np.arange(70.0), [100, 100, 80]), (np.arange(70.0).reshape(7, 10), [80, 80, 80, 40])):
+        cupy_log.clear()
+        np.testing.assert_array_equal(ops.tensor(weight.astype(np.float32)), weight.astype(np.float16))
+        assert cupy_log == [f"upload {piece}" for piece in pieces]
+    assert ops.tensor(np.ones((2, 60), np.float32)).shape == (2, 60), "rows are not divided"

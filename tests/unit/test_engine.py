@@ -21,7 +21,7 @@ from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer
 from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams, TokenLogprobs
-from headwise.runtime.sampler import Sampler
+from headwise.runtime.sampler import Draws, sample, token_logprobs
 
 BLOCK = 4
 
@@ -232,12 +232,10 @@ class SamplingExecutor(SimulatedExecutor):
                 continue
             length, new = int(batch.starts[index] + batch.query_lens[index]), self._sequences[row]
             logits = np.random.default_rng(self._read(row, length)).normal(0, 2, (1, VOCAB)).astype(np.float32)
-            drawn, logprobs = Sampler().sample(
-                logits, [new.sampling], np.array([new.seed], np.uint64), np.array([length])
-            )
+            drawn = sample(logits, Draws([new.sampling], np.array([new.seed], np.uint64), np.array([length])))
             tokens[index] = self._last[row] = drawn[0]
-            if logprobs:
-                self._logprobs[index] = logprobs[0]
+            if new.sampling.logprobs is not None:
+                self._logprobs[index] = token_logprobs(logits[0], int(drawn[0]), new.sampling.logprobs)
         return tokens
 
 

@@ -15,6 +15,7 @@ from tiny_models import byte_level_tokenizer, write_tokenizer_directory
 from headwise import EngineConfig, LocalEngine
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.request import SamplingParams
+from headwise.runtime.sampler import Draws
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -95,6 +96,43 @@ def test_blocks_come_back_from_the_host(model: Path, libraries: Path) -> None:
         assert again.usage is not None
         assert again.usage.cached_tokens >= 56
         assert engine.stats()["transfers"]["load"]["bytes"] > 0
+
+
+def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
+    """Greedy and drawn together, and one that asks for log-probabilities, in one batch; by graphs and without."""
+    params = [
+        SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, seed=1),
+        SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0),
+        SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.5, top_k=20, top_p=0.9, seed=2, logprobs=2),
+    ]
+    prompts = [PROMPT[:30], PROMPT[:9], PROMPT[5:40]]
+    with LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")) as engine:
+        expected = engine.generate(prompts, params)
+    gpu = EmulatedGpu(libraries, "float32")
+    seen = count_draws(gpu)
+    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+        found = engine.generate(prompts, params)
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert sum(seen) >= 18 - 3, "all but prompts that are done in steps of their own"
+    assert found[2].logprobs is not None
+    assert expected[2].logprobs is not None
+    for one, other in zip(found[2].logprobs, expected[2].logprobs, strict=True):
+        assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def count_draws(gpu: EmulatedGpu) -> list[int]:
+    """Rows that the device's sampler drew for, a call at a time, as they come."""
+    seen: list[int] = []
+    real = gpu.sampler.sample
+
+    def counted(scores: np.ndarray, cap: float, draws: Draws) -> np.ndarray | None:
+        tokens = real(scores, cap, draws)
+        seen.append(0 if tokens is None else len(tokens))
+        return tokens
+
+    gpu.sampler.sample = counted  # type: ignore[method-assign]
+    return seen
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"dtype": "float16", "kv_dtype": "int8"}])

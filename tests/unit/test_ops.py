@@ -71,6 +71,17 @@ def test_rms_norm_is_over_the_last_axis(ops, shape) -> None:
     close(ops, ops.rms_norm(ops.tensor(x), ops.tensor(weight), 1e-5), expected)
 
 
+@pytest.mark.parametrize("shape", [(3, 16), (40, 1024)])
+def test_a_sum_is_normed_and_leaves_what_it_was_made_of(ops, shape) -> None:
+    x, addend, weight = normal(*shape), normal(*shape), normal(shape[-1])
+    left, right = ops.tensor(x), ops.tensor(addend)
+    total, normed = ops.add_rms_norm(left, right, ops.tensor(weight), 1e-5)
+    close(ops, total, x + addend)
+    close(ops, normed, ops.numpy(ops.rms_norm(ops.tensor(x + addend), ops.tensor(weight), 1e-5)))
+    close(ops, left, x)
+    close(ops, right, addend)
+
+
 def test_rope_rotates_the_pairs_of_the_two_halves(ops) -> None:
     x, angles = normal(5, 3, 8), normal(5, 1, 4)
     pairs = x[..., :4] + 1j * x[..., 4:]

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwise.runtime import sampler
 from headwise.runtime.request import SamplingParams
-from headwise.runtime.sampler import Sampler, filtered, uniform
+from headwise.runtime.sampler import Draws, filtered, token_logprobs, uniform
 from headwise.runtime.sampler import draw as draw_token
 
 VOCAB = 40
@@ -19,9 +20,8 @@ PINNED = [
 
 
 def sample(logits, params, seeds, positions):
-    return Sampler().sample(
-        np.asarray(logits, dtype=np.float32), params, np.array(seeds, np.uint64), np.array(positions, np.int64)
-    )
+    draws = Draws(params, np.array(seeds, np.uint64), np.array(positions, np.int64))
+    return sampler.sample(np.asarray(logits, dtype=np.float32), draws)
 
 
 @pytest.mark.parametrize(("seed", "position", "expected"), PINNED)
@@ -40,7 +40,7 @@ def test_uniforms_are_spread_over_the_unit_interval_for_neighbouring_seeds_and_p
 def test_greedy_takes_the_best_token_and_the_first_of_equals() -> None:
     logits = np.zeros((2, VOCAB))
     logits[0, 7] = 1
-    tokens, _ = sample(logits, [SamplingParams(temperature=0)] * 2, [0, 0], [1, 1])
+    tokens = sample(logits, [SamplingParams(temperature=0)] * 2, [0, 0], [1, 1])
     assert tokens.tolist() == [7, 0]
 
 
@@ -76,15 +76,15 @@ def test_the_filters_keep_what_their_definitions_say(params: SamplingParams, see
 def test_a_row_draws_the_same_token_in_any_batch(order) -> None:
     logits = np.random.default_rng(3).standard_normal((6, VOCAB))
     params = [SamplingParams(temperature=0.5 + i, top_k=3 * i, top_p=1 - i / 10) for i in range(6)]
-    alone = [int(sample(logits[i : i + 1], [params[i]], [i], [i + 9])[0][0]) for i in range(6)]
-    together, _ = sample(logits[list(order)], [params[i] for i in order], list(order), [i + 9 for i in order])
+    alone = [int(sample(logits[i : i + 1], [params[i]], [i], [i + 9])[0]) for i in range(6)]
+    together = sample(logits[list(order)], [params[i] for i in order], list(order), [i + 9 for i in order])
     assert together.tolist() == [alone[i] for i in order]
 
 
 def test_frequencies_follow_the_distribution() -> None:
     logits = np.log([0.5, 0.3, 0.15, 0.05])
     count = 4000
-    tokens, _ = sample(np.tile(logits, (count, 1)), [SamplingParams()] * count, [11] * count, range(count))
+    tokens = sample(np.tile(logits, (count, 1)), [SamplingParams()] * count, [11] * count, range(count))
     observed = np.bincount(tokens, minlength=4)
     expected = count * np.array([0.5, 0.3, 0.15, 0.05])
     assert ((observed - expected) ** 2 / expected).sum() < 25
@@ -93,7 +93,7 @@ def test_frequencies_follow_the_distribution() -> None:
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 5e-324])
 def test_the_lowest_temperatures_are_greedy(temperature: float) -> None:
     logits = draw.standard_normal((50, VOCAB))
-    tokens, _ = sample(logits, [SamplingParams(temperature=temperature)] * 50, range(50), range(50))
+    tokens = sample(logits, [SamplingParams(temperature=temperature)] * 50, range(50), range(50))
     assert tokens.tolist() == logits.argmax(1).tolist()
 
 
@@ -124,18 +124,15 @@ def test_the_nucleus_of_a_large_vocabulary_is_the_one_that_a_full_sort_finds(spr
         assert kept.tolist() == sorted(order[: reached + 1].tolist())
 
 
-def test_logprobs_are_of_the_model_whatever_the_filters() -> None:
-    logits = draw.standard_normal((2, VOCAB))
-    params = [SamplingParams(temperature=0.3, top_k=1, logprobs=3), SamplingParams(temperature=0)]
-    tokens, logprobs = sample(logits, params, [1, 1], [5, 5])
-    expected = np.log(np.exp(logits[0]) / np.exp(logits[0]).sum())
-    assert set(logprobs) == {0}
-    assert logprobs[0].chosen == pytest.approx(expected[tokens[0]], abs=1e-5)
+def test_logprobs_are_those_of_the_chosen_token_and_of_the_likeliest_ones() -> None:
+    logits = draw.standard_normal(VOCAB).astype(np.float32)
+    expected = np.log(np.exp(logits) / np.exp(logits).sum())
+    told = token_logprobs(logits, 5, 3)
+    assert told.chosen == pytest.approx(expected[5], abs=1e-5)
     best = np.argsort(-expected)[:3]
-    assert [token for token, _ in logprobs[0].top] == best.tolist()
-    assert [value for _, value in logprobs[0].top] == pytest.approx(expected[best].tolist(), abs=1e-5)
-    _, chosen_only = sample(logits[:1], [SamplingParams(logprobs=0)], [1], [5])
-    assert chosen_only[0].top == ()
+    assert [token for token, _ in told.top] == best.tolist()
+    assert [value for _, value in told.top] == pytest.approx(expected[best].tolist(), abs=1e-5)
+    assert token_logprobs(logits, 5, 0).top == ()
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])

@@ -712,3 +712,12 @@ def test_the_numa_node_of_a_gpu_is_that_of_its_bus_address(monkeypatch, tmp_path
     assert numa_node_of_gpu(0, tmp_path) is None
     write(tmp_path / "sys/bus/pci/devices/0000:3b:00.0/numa_node", "1\n")
     assert numa_node_of_gpu(0, tmp_path) == 1
+
+
+def test_a_gpu_that_has_no_bus_address_has_no_numa_node(monkeypatch):
+    def no_room(device: int) -> str:
+        raise RuntimeError("cudaErrorInvalidValue: invalid argument")
+
+    runtime = SimpleNamespace(deviceGetPCIBusId=no_room)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    assert numa_node_of_gpu(0) is None

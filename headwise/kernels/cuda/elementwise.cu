@@ -37,13 +37,18 @@ __device__ __forceinline__ Floats widened(const uint4& vector)
     return floats;
 }
 
-__device__ __forceinline__ void store(char* to, const Floats& floats)
+__device__ __forceinline__ uint4 narrowed(const Floats& floats)
 {
     unsigned words[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++)
         words[i / WORD_ELEMENTS] |= from_f32<NUMBER>(floats.at[i]) << (i % WORD_ELEMENTS * 16);
-    *reinterpret_cast<uint4*>(to) = uint4{words[0], words[1], words[2], words[3]};
+    return uint4{words[0], words[1], words[2], words[3]};
+}
+
+__device__ __forceinline__ void store(char* to, const Floats& floats)
+{
+    *reinterpret_cast<uint4*>(to) = narrowed(floats);
 }
 
 __device__ __forceinline__ Floats load_floats(const float* from)
@@ -77,6 +82,43 @@ __device__ __forceinline__ float sum_over_group(float value, int group)
     return sum_over_lanes(lane < warps ? of_warps[lane] : 0.0f, WARP);
 }
 
+// The vector of sums, rounded to the dtype.
+__device__ __forceinline__ uint4 added(const uint4& left, const uint4& right)
+{
+    const Floats first = widened(left), second = widened(right);
+    Floats sums;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) sums.at[i] = first.at[i] + second.at[i];
+    return narrowed(sums);
+}
+
+// Of the vectors of one row that this thread holds, `vectors` in all. All threads of the block take part.
+__device__ __forceinline__ void norm_row(
+    const uint4 (&held)[HELD], const float* weight, char* out, bool here, int vectors, int group, float eps)
+{
+    const int at = threadIdx.x % group;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        if (!here || i * group + at >= vectors) continue;
+        const Floats floats = widened(held[i]);
+#pragma unroll
+        for (int j = 0; j < ELEMENTS; j++) sum += floats.at[j] * floats.at[j];
+    }
+    const float mean = sum_over_group(sum, group) / (vectors * ELEMENTS);
+    const float scale = 1.0f / sqrtf(mean + eps);
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const int vector = i * group + at;
+        if (!here || vector >= vectors) continue;
+        Floats floats = widened(held[i]);
+        const Floats weights = load_floats(weight + vector * ELEMENTS);
+#pragma unroll
+        for (int j = 0; j < ELEMENTS; j++) floats.at[j] = floats.at[j] * scale * weights.at[j];
+        store(out + vector * VECTOR, floats);
+    }
+}
+
 // x:       [tokens, heads, vectors]; its strides are bytes from token to token and from head to head
 // weight:  of one row
 // out:     [tokens, heads, vectors]; may be x, if that has no gaps
@@ -90,32 +132,40 @@ extern "C" __global__ void rms_norm(
     const bool here = row < rows;  // threads without a row go along: a sum needs all of them
     const char* from = x + row / heads * token_stride + row % heads * head_stride;
     uint4 held[HELD];
-    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
         const int vector = i * group + at;
         if (here && vector < vectors) held[i] = load(from + vector * VECTOR);
     }
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-        if (!here || i * group + at >= vectors) continue;
-        const Floats floats = widened(held[i]);
-#pragma unroll
-        for (int j = 0; j < ELEMENTS; j++) sum += floats.at[j] * floats.at[j];
-    }
-    const float mean = sum_over_group(sum, group) / (vectors * ELEMENTS);
-    const float scale = 1.0f / sqrtf(mean + eps);
-    char* to = out + static_cast<long long>(row) * vectors * VECTOR;
+    norm_row(held, weight, out + static_cast<long long>(row) * vectors * VECTOR, here, vectors, group, eps);
+}
+
+// As rms_norm, of sum = x + addend.
+//
+// x, addend, sum, out:  [rows, vectors]; sum may be x or addend
+extern "C" __global__ void add_rms_norm(
+    const char* x, const char* addend, const float* __restrict__ weight, char* sum, char* out,
+    int rows, int vectors, int group, float eps)
+{
+    const int row = blockIdx.x * (blockDim.x / group) + threadIdx.x / group, at = threadIdx.x % group;
+    const bool here = row < rows;
+    const long long begin = static_cast<long long>(row) * vectors * VECTOR;
+    uint4 held[HELD], more[HELD];
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
         const int vector = i * group + at;
         if (!here || vector >= vectors) continue;
-        Floats floats = widened(held[i]);
-        const Floats weights = load_floats(weight + vector * ELEMENTS);
-#pragma unroll
-        for (int j = 0; j < ELEMENTS; j++) floats.at[j] = floats.at[j] * scale * weights.at[j];
-        store(to + vector * VECTOR, floats);
+        held[i] = load(x + begin + vector * VECTOR);
+        more[i] = load(addend + begin + vector * VECTOR);
     }
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        const int vector = i * group + at;
+        if (!here || vector >= vectors) continue;
+        held[i] = added(held[i], more[i]);
+        *reinterpret_cast<uint4*>(sum + begin + vector * VECTOR) = held[i];
+    }
+    norm_row(held, weight, out + begin, here, vectors, group, eps);
 }
 
 // ---- rotary embedding ----

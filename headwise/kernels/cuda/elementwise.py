@@ -35,9 +35,10 @@ _WARP = 32
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Those of one dtype. rms_norm: by the threads of a block."""
+    """Those of one dtype. rms_norm, add_rms_norm: by the threads of a block."""
 
     rms_norm: dict[int, Kernel]
+    add_rms_norm: dict[int, Kernel]
     rotate: Kernel
     gated: dict[str, Kernel]
     gather_rows: Kernel
@@ -67,6 +68,7 @@ class CudaElementwise:
         program = self._programs(SOURCE, variant_of(dtype))
         self._kernels[dtype] = _Kernels(
             rms_norm={threads: program.kernel("rms_norm", threads) for threads in NORM_THREADS},
+            add_rms_norm={threads: program.kernel("add_rms_norm", threads) for threads in NORM_THREADS},
             rotate=program.kernel("rotate", THREADS),
             gated={name: program.kernel(f"{name}_mul", THREADS) for name in ("silu", "gelu_tanh")},
             gather_rows=program.kernel("gather_rows", THREADS),
@@ -94,6 +96,28 @@ class CudaElementwise:
             (
                 *_pointers(x, weight, out), np.int64(x.strides[0]), np.int64(x.strides[1] if heads > 1 else 0),
                 *(np.int32(number) for number in (rows, heads, vectors, group)), np.float32(eps),
+            ),
+        )  # fmt: skip
+        return True
+
+    def add_rms_norm(self, x: Array, addend: Array, weight: Array, eps: float, total: Array, out: Array) -> bool:
+        """``total = x + addend`` of ``[T, N]`` without gaps, and ``out`` is its `rms_norm`. ``total`` may be ``x``."""
+        tokens, width = x.shape
+        vectors = width * x.dtype.itemsize // VECTOR_BYTES
+        group = _norm_group(vectors)
+        if (
+            vectors > HELD * group
+            or tokens * group > MOST_THREADS
+            or not (_in_vectors(x) and _is_dense(weight, (width,)))
+            or not all(_is_dense(array, x.shape, x.dtype) for array in (x, addend, total, out))
+        ):
+            return False
+        threads = max(group, THREADS)
+        self._of(x).add_rms_norm[threads](
+            _grid(tokens * group, threads),
+            (
+                *_pointers(x, addend, weight, total, out),
+                *(np.int32(number) for number in (tokens, vectors, group)), np.float32(eps),
             ),
         )  # fmt: skip
         return True

@@ -17,7 +17,7 @@ Array = Any
 
 
 class CudaKernels:
-    """`AttentionKernels` on device arrays; both calls only enqueue, on the current stream.
+    """`RotatingKernels` on device arrays; all calls only enqueue, on the current stream.
 
     ``allocate(nbytes)`` gives device memory as a flat uint8 array.
     """
@@ -42,6 +42,21 @@ class CudaKernels:
     ) -> None:
         """See `AttentionKernels.write_kv`."""
         self._write.write_kv(key, value, arena, layout, batch, heads)
+
+    def write_kv_rope(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cosines: Array,
+        sines: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """See `RotatingKernels.write_kv_rope`."""
+        self._write.write_kv_rope(query, key, value, cosines, sines, arena, layout, batch, heads)
 
     def attend(
         self,

@@ -84,17 +84,12 @@ class CudaKvWrite:
         batch: AttentionBatch,
         heads: HeadTable,
     ) -> None:
-        """Rotate ``query [tokens, q_heads, head_dim]`` in place, and store rotated keys, and values as they are.
-
-        ``cosines``, ``sines``: ``float32 [tokens, head_dim / 2]``, C-contiguous, of each token's position. Element
-        ``i`` turns with ``i + head_dim / 2``, in float32, and is rounded to the input's dtype before it is quantised.
-        ``key`` is left as it is.
-        """
+        """See `RotatingKernels.write_kv_rope`; what is rotated is rounded to its dtype before it is quantised."""
+        tokens, _, head_dim = key.shape
         for name, angles in (("cosines", cosines), ("sines", sines)):
-            if angles.shape != (key.shape[0], key.shape[2] // 2) or angles.dtype != np.float32:
-                raise ConfigError(
-                    f"{name} are {angles.dtype} {list(angles.shape)}: give float32 {[key.shape[0], key.shape[2] // 2]}"
-                )
+            wanted = (tokens, head_dim // 2)
+            if angles.shape not in (wanted, (tokens, 1, head_dim // 2)) or angles.dtype != np.float32:
+                raise ConfigError(f"{name} are {angles.dtype} {list(angles.shape)}: give float32 {list(wanted)}")
         self._launch(query, key, value, cosines, sines, arena, layout, batch, heads)
 
     def _launch(

@@ -96,11 +96,18 @@ class Shard:
     kv_heads: tuple[tuple[int, ...], ...]
 
 
-class AttentionLayer(Protocol):
-    """Given to `Model.forward` by the model runner: writes the KV, waits for loads, attends."""
+Rotation = tuple[KernelArray, KernelArray]
+"""Cosines and sines of the tokens' positions, as `TensorOps.rotation` gives them."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``."""
+
+class AttentionLayer(Protocol):
+    """Given to `Model.forward` by the model runner: rotates, writes the KV, waits for loads, attends."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+        """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``.
+
+        Queries and keys are not rotated yet, and nobody's but the layer's: it may do so in place.
+        """
 
 
 class Model(ABC):
@@ -116,12 +123,15 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
-        """Logits ``[rows, vocab_size]`` of hidden rows, on rank 0; ``None`` on other ranks."""
-
     def scores(self, hidden: Tensor) -> Tensor | None:
-        """The logits before any cap, which leaves their order as it is, on the device; None where ranks have parts."""
-        return None
+        """Scores ``[rows, vocab_size]`` of hidden rows, on rank 0's device; ``None`` on other ranks, which take part.
+
+        They are the logits before any cap, which leaves their order as it is.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
+        """Logits ``[rows, vocab_size]`` of hidden rows, on rank 0's host; ``None`` on other ranks, which take part."""
 
     def capped(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
         """Logits out of scores."""

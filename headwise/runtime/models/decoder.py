@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.comm import Communicator
-from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, RopeConfig, Shard, valid_tp_sizes
+from headwise.runtime.comm import Collectives
+from headwise.runtime.models.base import (
+    AttentionLayer,
+    Model,
+    ModelConfig,
+    RopeConfig,
+    Rotation,
+    Shard,
+    valid_tp_sizes,
+)
 from headwise.runtime.models.rope import inverse_frequencies
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
-
-Rotation = tuple[KernelArray, KernelArray]
-"""Cosines and sines of a step's positions."""
 
 
 class Weights(Protocol):
@@ -60,6 +65,13 @@ class Layer:
     norms: dict[str, Tensor]
 
 
+class Stream(NamedTuple):
+    """The residual stream between two parts of the decoder, and its norm, which the next one computes with."""
+
+    x: Tensor
+    normed: Tensor
+
+
 class Decoder(Model):
     """Attention and a gated MLP, each behind an RMS norm and added to the residual stream.
 
@@ -72,7 +84,9 @@ class Decoder(Model):
     norm_offset = 0.0
     """Added to every norm weight: 1 where a model stores it as its distance from 1."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: TensorOps, collectives: Collectives, shard: Shard
+    ) -> None:
         undivided = next((size for size in config.mlp_sizes if size % shard.size), None)
         if undivided is not None:
             fitting = ", ".join(map(str, valid_tp_sizes(config)))
@@ -81,7 +95,7 @@ class Decoder(Model):
             )
         self.config = config
         self.ops = ops
-        self._comm = comm
+        self._collectives = collectives
         self._shard = shard
         self._weights = weights
         self.prefix = self._find_prefix(weights)
@@ -181,35 +195,45 @@ class Decoder(Model):
 
     def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
         rotations = [self.ops.rotation(positions, inverse) for inverse in self._frequencies]
+        norms = [layer.norms["input_layernorm"] for layer in self._layers]
         x = self.embed(token_ids)
-        for index, layer in enumerate(self._layers):
-            x = self.layer(index, layer, x, rotations[self._rope_of[index]], attention)
-        return self.ops.rms_norm(x, self._final_norm, self.config.rms_norm_eps)
+        stream = Stream(x, self.norm(x, norms[0]))
+        for index, (layer, behind) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
+            attended = self.attend(index, layer, stream.normed, rotations[self._rope_of[index]], attention)
+            stream = self.feed(layer, self.add_attended(layer, stream.x, attended), behind)
+        return stream.normed
 
     def embed(self, token_ids: KernelArray) -> Tensor:
         return self.ops.embedding(self._embedding, token_ids)
 
-    def layer(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
-        x = x + self.attend(index, layer, self.norm(x, layer, "input_layernorm"), rotation, attention)
-        return x + self.mlp(layer, self.norm(x, layer, "post_attention_layernorm"))
+    def add_attended(self, layer: Layer, x: Tensor, attended: Tensor) -> Stream:
+        """The residual stream ``x`` behind attention, normed for the MLP."""
+        return self.add(x, attended, layer.norms["post_attention_layernorm"])
 
-    def norm(self, x: Tensor, layer: Layer, name: str) -> Tensor:
-        return self.ops.rms_norm(x, layer.norms[name], self.config.rms_norm_eps)
+    def feed(self, layer: Layer, stream: Stream, behind: Tensor) -> Stream:
+        """The residual stream behind the MLP, normed with the weight ``behind``: that of what comes next."""
+        return self.add(stream.x, self.mlp(layer, stream.normed), behind)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, weight, self.config.rms_norm_eps)
+
+    def add(self, x: Tensor, addend: Tensor, weight: Tensor) -> Stream:
+        """The sum, and its norm with ``weight``."""
+        return Stream(*self.ops.add_rms_norm(x, addend, weight, self.config.rms_norm_eps))
 
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
         """Self attention of the normed ``x [T, hidden]``, summed over the ranks."""
-        query, key, value = self.query_key_value(index, layer, x, rotation)
-        heads = attention(index, query, key, value)
+        query, key, value = self.query_key_value(index, layer, x)
+        heads = attention(index, query, key, value, rotation)
         return self.reduce(self._linear(heads.reshape([x.shape[0], -1]), layer.out))
 
-    def query_key_value(self, index: int, layer: Layer, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries ``[T, q_heads, D]`` and keys, and values ``[T, kv_heads, D]``."""
+    def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[T, q_heads, D]``, keys and values ``[T, kv_heads, D]``, as they are before they are rotated."""
         dim, kv_heads = self.config.head_dim, len(self._shard.kv_heads[index])
         qkv = self._linear(x, layer.qkv).reshape([x.shape[0], -1, dim])
         q_heads = qkv.shape[1] - 2 * kv_heads
         query, key = self.normed_heads(layer, qkv[:, :q_heads], qkv[:, q_heads : q_heads + kv_heads])
-        rope = self.ops.rope
-        return rope(query, *rotation), rope(key, *rotation), qkv[:, q_heads + kv_heads :]
+        return query, key, qkv[:, q_heads + kv_heads :]
 
     def normed_heads(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Where a model norms queries and keys per head."""
@@ -226,18 +250,16 @@ class Decoder(Model):
     def activate(self, gate_up: Tensor) -> Tensor:
         return self.ops.silu_mul(gate_up)
 
-    def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
-        scores = self._comm.gather(self.ops.numpy(self._linear(hidden, self._lm_head)))
-        return None if scores is None else self.capped(scores)
-
     def scores(self, hidden: Tensor) -> Tensor | None:
-        return self._linear(hidden, self._lm_head) if self._comm.size == 1 else None
+        return self._collectives.gather(self._linear(hidden, self._lm_head))
+
+    def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
+        scores = self.scores(hidden)
+        return None if scores is None else self.capped(self.ops.numpy(scores))
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum of a partial result over the ranks."""
-        if self._comm.size == 1:
-            return x
-        return self.ops.tensor(self._comm.all_reduce(self.ops.numpy(x)))
+        """The sum of a partial result over the ranks; ``x`` is the caller's no more."""
+        return self._collectives.all_reduce(x)
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         return self.ops.linear(x, linear.weight, linear.bias)

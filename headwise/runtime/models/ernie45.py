@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
-from headwise.runtime.comm import Communicator
+from headwise.runtime.comm import Collectives
 from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig, Shard
 from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear, Weights
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
@@ -210,8 +210,10 @@ class Ernie45(Decoder):
 
     _weights: ErnieWeights
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> None:
-        super().__init__(config, ErnieWeights(weights, config.head_dim), ops, comm, shard)
+    def __init__(
+        self, config: ModelConfig, weights: Weights, ops: TensorOps, collectives: Collectives, shard: Shard
+    ) -> None:
+        super().__init__(config, ErnieWeights(weights, config.head_dim), ops, collectives, shard)
 
 
 class Ernie45Moe(Ernie45):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import AttentionLayer, ModelConfig, RopeConfig
-from headwise.runtime.models.decoder import Decoder, Layer, Rotation
+from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.models.decoder import Decoder, Layer, Stream
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, positive, rope
 from headwise.runtime.ops.base import KernelArray, Tensor
 
@@ -65,14 +65,17 @@ class Gemma3(Decoder):
     def embed(self, token_ids: KernelArray) -> Tensor:
         return self.ops.embedding(self._embedding, token_ids, self.config.hidden_size**0.5)
 
-    def layer(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
-        attended = self.attend(index, layer, self.norm(x, layer, "input_layernorm"), rotation, attention)
-        x = x + self.norm(attended, layer, "post_attention_layernorm")
-        fed = self.mlp(layer, self.norm(x, layer, "pre_feedforward_layernorm"))
-        return x + self.norm(fed, layer, "post_feedforward_layernorm")
+    def add_attended(self, layer: Layer, x: Tensor, attended: Tensor) -> Stream:
+        normed = self.norm(attended, layer.norms["post_attention_layernorm"])
+        return self.add(x, normed, layer.norms["pre_feedforward_layernorm"])
+
+    def feed(self, layer: Layer, stream: Stream, behind: Tensor) -> Stream:
+        fed = self.mlp(layer, stream.normed)
+        return self.add(stream.x, self.norm(fed, layer.norms["post_feedforward_layernorm"]), behind)
 
     def normed_heads(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm(query, layer, "self_attn.q_norm"), self.norm(key, layer, "self_attn.k_norm")
+        norms = layer.norms
+        return self.norm(query, norms["self_attn.q_norm"]), self.norm(key, norms["self_attn.k_norm"])
 
     def activate(self, gate_up: Tensor) -> Tensor:
         return self.ops.gelu_tanh_mul(gate_up)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headwise.errors import ModelError
-from headwise.runtime.comm import Communicator
+from headwise.runtime.comm import Collectives
 from headwise.runtime.models import ernie45, gemma3, llama, mistral
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder, Weights
@@ -43,6 +43,6 @@ def model_config(config: HfConfig) -> ModelConfig:
     return entry.parse(config)
 
 
-def build_model(config: ModelConfig, weights: Weights, ops: TensorOps, comm: Communicator, shard: Shard) -> Model:
+def build_model(config: ModelConfig, weights: Weights, ops: TensorOps, collectives: Collectives, shard: Shard) -> Model:
     """One rank's model with its weights loaded; raises ModelError if they do not fit the config."""
-    return _MODELS[config.architecture].model(config, weights, ops, comm, shard)
+    return _MODELS[config.architecture].model(config, weights, ops, collectives, shard)

@@ -23,6 +23,7 @@ class ArrayOps(ABC):
     """
 
     name: str
+    captures = False
 
     def __init__(self, xp: Any, dtype: np.dtype[Any]) -> None:
         self.xp = xp
@@ -43,8 +44,8 @@ class ArrayOps(ABC):
     @abstractmethod
     def step_upload(self) -> StepUpload: ...
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T] | None:
-        return None
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        raise NotImplementedError
 
     @abstractmethod
     def numpy(self, tensor: Array) -> NDArray[Any]: ...
@@ -87,6 +88,10 @@ class ArrayOps(ABC):
         wide = self._wide(x)
         mean_square = self.xp.mean(self.xp.square(wide), axis=-1, keepdims=True)
         return self._narrow(wide / self.xp.sqrt(mean_square + np.float32(eps)) * weight)
+
+    def add_rms_norm(self, x: Array, addend: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        total = x + addend
+        return total, self.rms_norm(total, weight, eps)
 
     def rotation(self, positions: Array, inverse: Array) -> tuple[Array, Array]:
         angles = positions.astype(np.float32)[:, None, None] * inverse

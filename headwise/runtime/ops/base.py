@@ -30,10 +30,14 @@ class StepUpload(Protocol):
 
 
 class TensorOps(Protocol):
-    """itemsize: bytes of an element of weights and activations."""
+    """
+    itemsize: bytes of an element of weights and activations
+    captures: whether there is `capture`
+    """
 
     name: str
     itemsize: int
+    captures: bool
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
         """A float32 array as a tensor of the model's dtype on the device; shares memory with float32 on a CPU."""
@@ -47,18 +51,17 @@ class TensorOps(Protocol):
     def step_upload(self) -> StepUpload:
         """A way for steps' arrays to the device."""
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T] | None:
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
         """What does again what ``work`` does, in one go: reads and writes the same memory, and returns the same result.
 
-        ``work`` only enqueues, and was called before, so that all it needs is there. None where the device has no such
-        thing, on a CPU.
+        ``work`` only enqueues, and was called before, so that all it needs is there.
         """
 
     def numpy(self, tensor: Tensor) -> NDArray[Any]:
         """The tensor as a float32 array in host memory; shares memory where the device is the CPU."""
 
     def kernel_array(self, tensor: Tensor) -> KernelArray:
-        """The tensor, C-contiguous."""
+        """The tensor, C-contiguous; on a GPU there may be gaps between the rows of its first axis."""
 
     def from_kernel_array(self, array: KernelArray) -> Tensor:
         """The reverse of `kernel_array`; never copies."""
@@ -86,6 +89,9 @@ class TensorOps(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last axis; ``x`` may be ``[T, N]`` or ``[T, H, D]``."""
+
+    def add_rms_norm(self, x: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """``x + addend`` of ``[T, N]``, and `rms_norm` of it."""
 
     def rotation(self, positions: KernelArray, inverse: KernelArray) -> tuple[KernelArray, KernelArray]:
         """Cosine and sine of ``positions int32 [T]`` times ``inverse float32 [D / 2]``: float32 ``[T, 1, D / 2]``."""

@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cupy
 from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.programs import Programs
 from headwise.runtime.ops.base import StepUpload, T
 from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.step_upload import PinnedUpload
+
+PIECE_BYTES = 64 << 20
+"""Of a weight that is uploaded. CuPy stages each array in pinned memory of as many bytes, rounded up to a power of two,
+which it keeps; and the pool, which takes what is left of the device, should find no whole weights in float32 there."""
 
 
 class CupyOps(GpuOps):
     """`TensorOps` whose tensors are CuPy arrays. cuBLAS sums products of float16 and bfloat16 in float32."""
 
     name = "cupy"
+    captures = True
 
     def __init__(self, dtype: str, programs: Programs) -> None:
         super().__init__(cupy, numpy_dtype(dtype), programs)
         # What graphs compute with lies apart: a graph finds it where it was when it was captured. They share it, since
         # they run one after the other, and what one leaves is read before the next begins.
-        self._graph_memory = cupy.cuda.MemoryPool()
+        self._graph_blocks: list[Any] = []
+        self._graph_memory = cupy.cuda.MemoryPool(partial(_kept_block, self._graph_blocks))
+        self._cublas = Cublas(partial(cupy.empty, dtype="uint8"))  # no cycle: memory goes with the last reference
+
+    def tensor(self, array: NDArray[Any]) -> Any:
+        out = cupy.empty(array.shape, self.dtype)
+        rows = max(1, PIECE_BYTES // max(1, array[:1].nbytes))
+        for start in range(0, len(array), rows):
+            out[start : start + rows] = self.upload(array[start : start + rows])
+        return out
+
+    def matmul(self, x: Any, weight: Any) -> Any:
+        out = cupy.empty((x.shape[0], weight.shape[1]), self.dtype)
+        return out if self._cublas.product(x, weight, out) else super().matmul(x, weight)
 
     def step_upload(self) -> StepUpload:
         return PinnedUpload()
@@ -53,7 +73,16 @@ class CupyOps(GpuOps):
 
     def give_back_memory(self) -> None:
         self._graph_memory.free_all_blocks()
+        self._graph_blocks.clear()
         cupy.get_default_memory_pool().free_all_blocks()
 
     def numpy(self, tensor: Any) -> NDArray[Any]:
         return cupy.asnumpy(self._wide(tensor))
+
+
+def _kept_block(blocks: list[Any], num_bytes: int) -> Any:
+    """Memory for a pool, which ``blocks`` keep: where memory is short, a pool lets go of what is free, and that is what
+    graphs compute with whenever they are launched."""
+    block = cupy.cuda.MemoryPointer(cupy.cuda.Memory(num_bytes), 0)
+    blocks.append(block)
+    return block

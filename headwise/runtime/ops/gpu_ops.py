@@ -23,6 +23,9 @@ class GpuOps(ArrayOps):
         self._kernels = CudaElementwise(programs)
         self._kernels.prepare(dtype)
 
+    def kernel_array(self, tensor: Array) -> Array:
+        return tensor if len(tensor) and tensor[0].flags.c_contiguous else super().kernel_array(tensor)
+
     def embedding(self, table: Array, ids: Array, scale: float = 1.0) -> Array:
         out = self.xp.empty((*ids.shape, *table.shape[1:]), self.dtype)
         # The factor is rounded to the dtype, too, as arithmetic on arrays does.
@@ -33,6 +36,12 @@ class GpuOps(ArrayOps):
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         out = self.xp.empty(x.shape, self.dtype)
         return out if self._kernels.rms_norm(x, weight, eps, out) else super().rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Array, addend: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        total, out = self.xp.empty(x.shape, self.dtype), self.xp.empty(x.shape, self.dtype)
+        if self._kernels.add_rms_norm(x, addend, weight, eps, total, out):
+            return total, out
+        return super().add_rms_norm(x, addend, weight, eps)
 
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         out = self.xp.empty(x.shape, self.dtype)

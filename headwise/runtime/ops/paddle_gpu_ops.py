@@ -31,6 +31,7 @@ class PaddleGpuOps:
     """
 
     name = "paddle"
+    captures = False
 
     def __init__(self, dtype: str) -> None:
         paddle.set_grad_enabled(False)
@@ -57,9 +58,9 @@ class PaddleGpuOps:
     def step_upload(self) -> StepUpload:
         return PinnedUpload(lambda size: self.kernel_array(paddle.empty([size], "int32")))
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T] | None:
-        """See `TensorOps.capture`: what Paddle allocates would not stay where it was."""
-        return None
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Not here: what Paddle allocates would not stay where it was."""
+        raise NotImplementedError
 
     def numpy(self, tensor: paddle.Tensor) -> NDArray[Any]:
         return self.host(self.kernel_array(self._wide(tensor)))
@@ -115,6 +116,12 @@ class PaddleGpuOps:
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
         # Paddle's kernel takes weights of the input's dtype only.
         return self._narrow(_fused.fused_rms_norm(self._wide(x), weight, None, eps, len(x.shape) - 1)[0])
+
+    def add_rms_norm(
+        self, x: paddle.Tensor, addend: paddle.Tensor, weight: paddle.Tensor, eps: float
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        total = x + addend
+        return total, self.rms_norm(total, weight, eps)
 
     def rotation(self, positions: KernelArray, inverse: KernelArray) -> tuple[KernelArray, KernelArray]:
         places, frequencies = self.from_kernel_array(positions), self.from_kernel_array(inverse)

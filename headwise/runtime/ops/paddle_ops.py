@@ -53,6 +53,7 @@ class PaddleOps:
 
     name = "paddle"
     itemsize = 4
+    captures = False
 
     def __init__(self, threads: int = 1) -> None:
         paddle.set_device("cpu")
@@ -92,8 +93,8 @@ class PaddleOps:
     def step_upload(self) -> StepUpload:
         return in_place
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T] | None:
-        return None
+    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+        raise NotImplementedError
 
     def host(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
@@ -134,6 +135,12 @@ class PaddleOps:
         if x.size < FEW_ELEMENTS:
             return self.from_kernel_array(_numpy.rms_norm(self.numpy(x), self.numpy(weight), eps))
         return fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
+
+    def add_rms_norm(
+        self, x: paddle.Tensor, addend: paddle.Tensor, weight: paddle.Tensor, eps: float
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        total = x + addend
+        return total, self.rms_norm(total, weight, eps)
 
     def rotation(
         self, positions: NDArray[np.int32], inverse: NDArray[np.float32]

@@ -141,6 +141,7 @@ template <class T> T shim_shuffle(unsigned mask, T value, unsigned from, unsigne
     return value;
 }
 inline unsigned shim_lane() { return shim::current->index % shim::kWarp; }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned __int128)a * b >> 64; }
 template <class T> T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
     return shim_shuffle(mask, value, shim_lane() / width * width + from % width, 2 + width);
 }

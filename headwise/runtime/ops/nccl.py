@@ -1,0 +1,178 @@
+"""Collectives between GPUs by NCCL, through CuPy's binding: on the current stream, in the dtype of the tensors.
+
+They only enqueue: no host waits for another rank here. Where a rank is gone, the others' kernels wait for it without an
+end, and so does a host that wants their results, until whoever supervises the processes ends them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import DeploymentError, EngineDiedError, first_line
+from headwise.kernels.cuda.launch import address_of
+from headwise.runtime.comm import Communicator
+
+log = logging.getLogger(__name__)
+
+ID_BYTES = 128
+"""``NCCL_UNIQUE_ID_BYTES``."""
+
+_PCI_ADDRESS = (50, 33, 34)
+"""``cudaDevAttrPciDomainId``, bus, device: as text, the domain of some machines has no room in CuPy's buffer."""
+
+_CONNECT, _NO_LIBRARY, _SHARED_GPU = range(3)
+_WHY_NOT = {
+    _NO_LIBRARY: "NCCL is not to be had on every rank (`pip install nvidia-nccl-cu12`, for CUDA 13 -cu13)",
+    _SHARED_GPU: "two of them have the same GPU",
+}
+
+
+def connect_gpus(comm: Communicator) -> NcclCollectives | None:
+    """Collectives between the current devices of all ranks of ``comm``, which call this together.
+
+    None, on all of them, where NCCL is missing or cannot serve; the log has a line that says why.
+
+    Raises:
+        DeploymentError: NCCL should, and fails.
+    """
+    # Before NCCL reads it. By default, it maps captured buffers into all ranks while it captures, for which these wait
+    # for each other: then a capture that fails on one rank would hang the others, and CuPy's pools could free what
+    # others have mapped.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    nccl = _load()
+    verdict, unique_id = _agree(comm, nccl)
+    if nccl is None or verdict != _CONNECT:
+        if comm.rank == 0:
+            log.warning("tensor-parallel ranks reduce through host memory: %s", _WHY_NOT[verdict])
+        return None
+    try:
+        communicator = nccl.NcclCommunicator(comm.size, unique_id, comm.rank)
+    except Exception as error:
+        raise _failed(comm.rank, error) from error
+    # Whatever happens to this rank, its communicator ends with the process: to destroy one waits for all graphs that
+    # use it, and for other ranks, which may be gone.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+    return NcclCollectives(nccl, communicator, comm)
+
+
+class NcclCollectives:
+    """`Collectives` of CuPy arrays. A failure raises `EngineDiedError`: ranks have parted for good."""
+
+    name = "nccl"
+    captures = True
+
+    def __init__(self, nccl: ModuleType, communicator: Any, comm: Communicator) -> None:
+        self._nccl, self._communicator, self._comm = nccl, communicator, comm
+        self._sum = int(nccl.NCCL_SUM)
+        self._codes = {
+            "float32": int(nccl.NCCL_FLOAT32),
+            "float16": int(nccl.NCCL_FLOAT16),
+            "bfloat16": int(nccl.NCCL_BFLOAT16),
+        }
+        self._widths: dict[int, list[int]] = {}
+
+    def all_reduce(self, x: Any) -> Any:
+        x = cupy.ascontiguousarray(x)
+        address, stream = address_of(x), _stream()
+        with self._checked():
+            self._communicator.allReduce(address, address, x.size, self._codes[x.dtype.name], self._sum, stream)
+        return x
+
+    def gather(self, x: Any) -> Any | None:
+        widths, stream = self._widths_beside(x.shape[1]), _stream()
+        x = cupy.ascontiguousarray(x)
+        if self._comm.rank:
+            with self._checked():
+                self._communicator.send(address_of(x), x.size, self._codes[x.dtype.name], 0, stream)
+            return None
+        parts = [x, *(cupy.empty((len(x), width), x.dtype) for width in widths[1:])]
+        with self._checked(), self._at_once():
+            for rank, part in enumerate(parts[1:], start=1):
+                self._communicator.recv(address_of(part), part.size, self._codes[x.dtype.name], rank, stream)
+        whole = cupy.empty((len(x), sum(widths)), x.dtype)
+        start = 0
+        for part in parts:
+            whole[:, start : start + part.shape[1]] = part
+            start += part.shape[1]
+        return whole
+
+    def _widths_beside(self, mine: int) -> list[int]:
+        """Columns of every rank, on rank 0: told through the host the first time."""
+        if mine not in self._widths:
+            told = self._comm.gather(np.array([[mine]], dtype=np.float32))
+            self._widths[mine] = [] if told is None else told[0].astype(int).tolist()
+        return self._widths[mine]
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Launch what is called within as one."""
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()  # else all later calls would wait for it, unlaunched
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise EngineDiedError(f"NCCL failed on TP rank {self._comm.rank}: {first_line(error)}") from error
+
+
+def _load() -> ModuleType | None:
+    """CuPy's binding, if it finds the library."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns of what is told in a line of the log
+        from cupy.cuda import nccl
+    return nccl if nccl.available else None
+
+
+def _agree(comm: Communicator, nccl: ModuleType | None) -> tuple[int, bytes]:
+    """Whether all ranks connect, and if they do, by what id. NCCL itself refuses GPUs by their PCI addresses, too."""
+    device, attribute = cupy.cuda.Device().id, cupy.cuda.runtime.deviceGetAttribute
+    address = [attribute(number, device) for number in _PCI_ADDRESS]
+    mine = np.array([[nccl is not None, *address]], dtype=np.float32)
+    told = comm.gather(mine)
+    answer = None
+    if told is not None:
+        verdict = _verdict(told.reshape(comm.size, -1))
+        unique_id = _new_id(nccl) if verdict == _CONNECT else bytes(ID_BYTES)
+        answer = np.array([verdict, *np.frombuffer(unique_id, np.int32)], dtype=np.int32)
+    answer = comm.broadcast(answer, (1 + ID_BYTES // 4,))
+    return int(answer[0]), answer[1:].tobytes()
+
+
+def _verdict(ranks: NDArray[np.float32]) -> int:
+    if not ranks[:, 0].all():
+        return _NO_LIBRARY
+    return _CONNECT if len(np.unique(ranks[:, 1:], axis=0)) == len(ranks) else _SHARED_GPU
+
+
+def _new_id(nccl: Any) -> bytes:
+    try:
+        return bytes(nccl.get_unique_id())
+    except Exception as error:
+        raise _failed(0, error) from error
+
+
+def _stream() -> int:
+    return int(cupy.cuda.get_current_stream().ptr)
+
+
+def _failed(rank: int, error: Exception) -> DeploymentError:
+    return DeploymentError(
+        f"NCCL cannot connect the GPU of TP rank {rank} with the others ({first_line(error)}): NCCL_DEBUG=INFO in the "
+        "workers' environment says why; in a container, shared memory may be too small (in Docker --shm-size)"
+    )

@@ -1,0 +1,100 @@
+"""A step's numbers on their way to a GPU whose copies happen as late as they may."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+STREAM = 0x5000
+
+
+class LateCopies:
+    """A stream, whose copies run when somebody waits for an event behind them. seen: each copy's target, after it."""
+
+    def __init__(self) -> None:
+        self._copies: list[Callable[[], None]] = []
+        self._done = 0
+        self.seen: list[list[int]] = []
+
+    def enqueue(self, target: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
+        assert (kind, stream) == (1, STREAM)
+
+        def copy() -> None:
+            ctypes.memmove(target, source, num_bytes)
+            self.seen.append(np.ctypeslib.as_array((ctypes.c_int32 * (num_bytes // 4)).from_address(target)).tolist())
+
+        self._copies.append(copy)
+
+    def make_event(self, disable_timing: bool) -> Any:
+        assert disable_timing
+        event = SimpleNamespace(upto=0)
+        event.record = lambda stream: setattr(event, "upto", len(self._copies))
+        event.synchronize = lambda: self.finish(event.upto)
+        return event
+
+    def finish(self, upto: int) -> None:
+        while self._done < upto:
+            self._copies[self._done]()
+            self._done += 1
+
+    def finish_all(self) -> None:
+        self.finish(len(self._copies))
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
+    copies = LateCopies()
+    cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
+    cupyx.empty_pinned = np.empty  # type: ignore[attr-defined]
+    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        Event=copies.make_event,
+        get_current_stream=lambda: SimpleNamespace(ptr=STREAM),
+        runtime=SimpleNamespace(memcpyAsync=copies.enqueue, memcpyHostToDevice=1),
+    )
+    for name, module in (("cupy", cupy), ("cupyx", cupyx)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "headwise.runtime.ops.step_upload", raising=False)
+    yield copies
+    sys.modules.pop("headwise.runtime.ops.step_upload", None)
+
+
+class DeviceArray(np.ndarray):
+    """NumPy's, that tells its address as CuPy's does."""
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+@pytest.fixture
+def upload(copies: LateCopies) -> Any:
+    return import_module("headwise.runtime.ops.step_upload").PinnedUpload(
+        lambda size: np.zeros(size, np.int32).view(DeviceArray)
+    )
+
+
+def test_a_steps_numbers_are_not_overwritten_before_they_are_copied(upload: Any, copies: LateCopies) -> None:
+    for step in range(11):
+        arrays = upload(np.full(3, step, np.int32), np.full((2, 2), -step, np.int32))
+        assert [array.shape for array in arrays] == [(3,), (2, 2)]
+    copies.finish_all()
+    assert [copy[:3] + copy[64:68] for copy in copies.seen] == [[step] * 3 + [-step] * 4 for step in range(11)]
+
+
+def test_arrays_of_the_same_shapes_stay_where_they_are(upload: Any, copies: LateCopies) -> None:
+    small, large = np.arange(5, dtype=np.int32), np.arange(1000, dtype=np.int32)
+    (first,), (again,) = upload(small), upload(small + 1)
+    assert again is first
+    (other,) = upload(large)
+    copies.finish_all()
+    np.testing.assert_array_equal(other, large)
+    (last,) = upload(small + 2)
+    copies.finish_all()
+    np.testing.assert_array_equal(last, small + 2)
