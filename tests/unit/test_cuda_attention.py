@@ -20,7 +20,7 @@ from headwise.kernels.reference import ReferenceKernels
 pytest.importorskip("triton")
 
 from headwise.kernels.cuda import interpreter
-from headwise.kernels.cuda.attention import AttentionShape, TritonAttention, Tuning, check_supported
+from headwise.kernels.cuda.attention import AttentionShape, TritonAttention, Tuning, check_supported, variants_of
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Grid, Variant
 from headwise.kernels.cuda.tiles import Tile
@@ -289,3 +289,22 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             attention.attend(wrong, *rest, scale=scale, softcap=0.0, out=out)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("kv_heads", np.int64(1), "attend takes kv_heads as int32, not as int64"),
+        ("score_scale", np.float64(1.0), "score_scale as float32"),
+        ("key", np.uint64(8), "key 8 is no multiple of 16"),
+        ("block_bytes", np.int64(40), "block_bytes 40 is no multiple of 16"),
+    ],
+)
+def test_the_interpreter_refuses_what_machine_code_would_misread(name: str, wrong: np.generic, message: str) -> None:
+    decode = variants_of(AttentionShape(1, 64, 16, "float16", "float16"), 90)[1]
+    right = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
+    arguments = {name: right.get(type_, np.uint64)(0) for name, type_ in decode.signature} | {name: wrong}
+    with pytest.raises(AssertionError, match=message):
+        InterpreterLauncher().launch(decode, (1, 1, 1), list(arguments.values()))
+    with pytest.raises(AssertionError, match="no card has a grid"):
+        InterpreterLauncher().launch(decode, (1, 1, 1 << 16), list(arguments.values()))

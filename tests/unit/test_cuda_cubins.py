@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import struct
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,11 @@ PREFILL, DECODE, MERGE = 0, 1, 2
 MERGED = variants_of(LLAMA, 90)[MERGE]
 """The one that compiles in no time."""
 
+cached = cache(compile_variant)
+
+WIDTHS = {"i32": 4, "fp32": 4, "i64": 8}
+"""Bytes of the types that are passed by value; pointers have 8."""
+
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
@@ -47,18 +54,91 @@ def assert_overlaps_loads(compiled: Compiled, matrix_instruction: str) -> None:
         assert loop.count("cp.async.c") >= 4
 
 
+def parameters_of(cubin: bytes, kernel: str) -> list[int]:
+    """Widths in bytes of a kernel's parameters, in their order, as the driver finds them in the machine code.
+
+    Attributes lie in the section ``.nv.info.KERNEL``, one behind another: format, number, and a value or the size of
+    one that follows. ``cuobjdump -elf`` prints the same.
+    """
+    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + at * size) for at in range(count)]
+    (attributes,) = (
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in headers
+        if cubin[headers[names][4] + name :].startswith(f".nv.info.{kernel}\0".encode())
+    )
+    widths, total, at = {}, 0, 0
+    while at < len(attributes):
+        form, number, value = struct.unpack_from("<BBH", attributes, at)
+        at += 4
+        if number == 0x17:  # EIATTR_KPARAM_INFO
+            _, ordinal, _, flags = struct.unpack_from("<IHHI", attributes, at)
+            widths[ordinal] = flags >> 18
+        elif number == 0x19:  # EIATTR_CBANK_PARAM_SIZE
+            total = value
+        at += value if form == 4 else 0
+    assert sorted(widths) == list(range(len(widths)))
+    assert 0 <= total - sum(widths.values()) < 4 * len(widths), "the rest is padding"
+    return [widths[ordinal] for ordinal in sorted(widths)]
+
+
+@pytest.mark.parametrize("kernel", [PREFILL, DECODE, MERGE])
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_machine_code_takes_the_arguments_of_the_signature_and_then_pointers_alone(sm: int, kernel: int) -> None:
+    variant = variants_of(LLAMA, sm)[kernel]
+    compiled = cached(variant, Target(sm, cuda=12))
+    widths = parameters_of(compiled.cubin, compiled.name)
+    assert widths[: len(variant.signature)] == [WIDTHS.get(type_, 8) for _, type_ in variant.signature]
+    assert set(widths[len(variant.signature) :]) <= {8}
+    assert len(widths) == compiled.parameters
+    assert f".reqntid {compiled.threads}" in compiled.ptx
+    assert "cluster" not in compiled.ptx.split("{")[0]
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+def test_matrix_instructions_see_what_was_copied_into_shared_memory(sm: int) -> None:
+    ptx = cached(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12)).ptx
+    for loop in loops_of(ptx):
+        for copied in re.split(r"cp\.async\.wait_group", loop)[1:]:
+            before, multiplies, _ = copied.partition(MATRIX_INSTRUCTION[sm])
+            assert not multiplies or "fence.proxy.async" in before
+
+
+def test_fences_are_added_where_the_compiler_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = "\tcp.async.wait_group \t0;\n\tbar.sync \t0;\n"
+    assert cubins.fenced(copied + "mma.sync.aligned") == copied + "mma.sync.aligned"
+    assert cubins.fenced(copied + "wgmma.mma_async.sync").startswith(
+        "\tcp.async.wait_group \t0;\n\tfence.proxy.async.shared::cta;\n\tbar.sync"
+    )
+    prefill = variants_of(LLAMA, 90)[PREFILL]
+    monkeypatch.setattr(cubins, "FENCED_SINCE", (99,))
+    ptx = compile_variant(prefill, Target(90, 12)).ptx
+    waits = re.findall(r"cp\.async\.wait_group\s+\d+;(\s+fence\.proxy\.async)?", ptx)
+    assert waits
+    assert all(waits)
+
+
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_prefill_uses_the_tensor_cores_of_the_card_and_overlaps_its_loads(sm: int) -> None:
-    compiled = compile_variant(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12))
+    compiled = cached(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, MATRIX_INSTRUCTION[sm])
     # sm_80 has all accumulators in registers: a few values outside of the loops do not fit.
     assert compiled.spilled_bytes <= (128 if sm == 80 else 0)
     assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
 
 
+@pytest.mark.parametrize(("sm", "kv_dtype"), [(90, "float8_e4m3fn"), (100, "int8")])
+def test_prefill_over_a_quantised_cache_has_the_registers_to_convert_it(sm: int, kv_dtype: str) -> None:
+    shape = AttentionShape(share=4, head_dim=128, block_size=64, q_dtype="bfloat16", kv_dtype=kv_dtype)
+    compiled = compile_variant(variants_of(shape, sm)[PREFILL], Target(sm, cuda=12))
+    assert_overlaps_loads(compiled, MATRIX_INSTRUCTION[sm])
+    assert compiled.spilled_bytes == 0
+
+
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_decode_overlaps_its_loads_and_leaves_room_for_three_programs(sm: int) -> None:
-    compiled = compile_variant(variants_of(LLAMA, sm)[DECODE], Target(sm, cuda=12))
+    compiled = cached(variants_of(LLAMA, sm)[DECODE], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, "mma.sync")
     assert compiled.spilled_bytes == 0
     assert compiled.registers * compiled.threads * 3 <= 65536
@@ -157,14 +237,30 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     files = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert all(file.exists() for file in files)
     sources = sorted(file.name.split("-sm80")[0] for file in files if "-sm80" in file.name)
-    assert sources == ["attend", "attend", "block_copy", "elementwise", "kv_write", "merge_splits"]
-    assert len(files) == 12
+    assert sources == ["attend", "attend", "block_copy", "elementwise", "kv_write", "merge_splits", "sampling"]
+    assert len(files) == 14
     monkeypatch.setattr(cubins, "compile_variant", None)
     for sm in (80, 90):
         for variant in variants_of(LLAMA, sm):
             CubinCache(tmp_path, Target(sm, 12)).get(variant)
     with pytest.raises(SystemExit, match=r"error: KV dtype float8_e4m3fn needs"):
         precompile.main([str(tmp_path), "--sm", "80", "--kv-dtype", "float8_e4m3fn", *model])
+
+
+class FakeKernel:
+    """As strict as CuPy's `RawKernel` and the driver are (cupy/_core/raw.pyx, cupy/cuda/function.pyx)."""
+
+    __slots__ = ("_launched", "max_dynamic_shared_size_bytes", "name")
+
+    def __init__(self, name: str, launched: list[tuple[Any, ...]]) -> None:
+        self.name, self._launched, self.max_dynamic_shared_size_bytes = name, launched, 48 << 10
+
+    def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int = 0) -> None:
+        assert type(grid) is type(block) is tuple, "anything else is a TypeError"
+        assert min(*grid, *block) > 0, "CuPy makes one of it"
+        assert all(isinstance(argument, np.generic) for argument in arguments), "others are not as wide as they seem"
+        assert shared_mem <= self.max_dynamic_shared_size_bytes, "the driver refuses the launch"
+        self._launched.append((self.name, grid, block, arguments, shared_mem))
 
 
 class FakeCupy(SimpleNamespace):
@@ -174,24 +270,21 @@ class FakeCupy(SimpleNamespace):
         super().__init__()
         self.loaded: list[str] = []
         self.launched: list[tuple[Any, ...]] = []
-        self.functions: list[SimpleNamespace] = []
+        self.functions: list[FakeKernel] = []
         device = SimpleNamespace(compute_capability="90", attributes={"MultiProcessorCount": 132})
         self.cuda = SimpleNamespace(Device=lambda: device)
         self._refuse = refuse
 
-    def RawModule(self, path: str) -> SimpleNamespace:  # noqa: N802
+    def RawModule(self, *, path: str) -> SimpleNamespace:  # noqa: N802
+        assert type(path) is str
         self.loaded.append(path)
         return SimpleNamespace(get_function=self._function)
 
-    def _function(self, name: str) -> Callable[..., None]:
+    def _function(self, name: str) -> FakeKernel:
         if self._refuse:
             raise RuntimeError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
-
-        def launch(grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
-            self.launched.append((name, grid, block, arguments, shared_mem))
-
-        self.functions.append(launch)  # type: ignore[arg-type]
-        return launch
+        self.functions.append(FakeKernel(name, self.launched))
+        return self.functions[-1]
 
 
 @pytest.fixture

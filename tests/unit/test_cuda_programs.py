@@ -61,6 +61,7 @@ def test_every_head_size_compiles_without_spills(head_dim: int) -> None:
 def test_a_cubin_on_disk_is_found_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cubin_path(tmp_path / "cubins", "block_copy.cu", {}, 90)
     assert path.read_bytes()[:4] == b"\x7fELF"
+    assert path.stat().st_mode & 0o777 == 0o644, "other users may look there, too"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
     assert cubin_path(tmp_path / "cubins", "block_copy.cu", {}, 90) == path

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -22,10 +21,13 @@ from threading import Lock
 from typing import Any
 
 from headwise.errors import ConfigError
+from headwise.kernels.cuda.files import write_whole
 from headwise.kernels.cuda.launch import CubinFile, Variant
 
 SOURCE = Path(__file__).with_name("attention_jit.py")
 NEWEST_CUDA_12 = 12
+FENCED_SINCE = (3, 7, 1)
+"""Triton from here on has the fences of `fenced` itself (triton-lang/triton#9610)."""
 _compiling = Lock()
 
 
@@ -121,17 +123,41 @@ def _private_compiler(target: Target) -> Iterator[io.StringIO]:
 
     Yields what the assembler prints.
     """
-    from triton import knobs
+    from triton import __version__, knobs
 
     log = io.StringIO()
-    with knobs.cache.scope(), knobs.nvidia.scope(), tempfile.TemporaryDirectory() as directory:
+    with contextlib.ExitStack() as scopes, tempfile.TemporaryDirectory() as directory:
+        for part in (knobs.cache, knobs.nvidia, knobs.runtime):
+            scopes.enter_context(part.scope())
         knobs.cache.dir = directory
         knobs.nvidia.dump_ptxas_log = True
         if target.cuda <= NEWEST_CUDA_12 and not knobs.nvidia.ptxas_blackwell.version.startswith("12."):
             # Drivers of CUDA 12 take no machine code of CUDA 13's assembler; Triton brings both.
             knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
+        if tuple(map(int, re.findall(r"\d+", __version__)[:3])) < FENCED_SINCE:
+            knobs.runtime.add_stages_inspection_hook = _add_fences
         with contextlib.redirect_stdout(log):
             yield log
+
+
+def fenced(ptx: str) -> str:
+    """``ptx`` with a fence wherever a thread has waited for its copies into shared memory.
+
+    ``wgmma`` and ``tcgen05.mma`` read shared memory by the async proxy, ``cp.async`` writes it by the generic one: only
+    behind ``fence.proxy.async`` does one see what the other wrote (PTX ISA, "Async proxy").
+    """
+    if re.search(r"\b(wgmma\.mma_async|tcgen05\.mma)\b", ptx) is None:
+        return ptx
+    return re.sub(r"\bcp\.async\.wait_(group\s+\d+|all);", r"\g<0>\n\tfence.proxy.async.shared::cta;", ptx)
+
+
+def _add_fences(*compilation: Any) -> tuple[str, str]:
+    """Triton's hook: called with (backend, stages, ...) to change stages, without arguments for a key of the change."""
+    if compilation:
+        stages = compilation[1]
+        make_ptx = stages["ptx"]
+        stages["ptx"] = lambda *source: fenced(make_ptx(*source))
+    return "fenced", "fenced"
 
 
 def _compiled(kernel: Any, log: str) -> Compiled:
@@ -140,6 +166,8 @@ def _compiled(kernel: Any, log: str) -> Compiled:
     registers, spilled = re.search(r"Used (\d+) registers", log), re.findall(r"(\d+) bytes spill", log)
     assert entry is not None, f"unexpected words of the compiler: {ptx[:500]}"
     assert registers is not None, f"unexpected words of the assembler: {log}"
+    # What a launch passes null pointers for.
+    assert not kernel.metadata.global_scratch_size, f"{kernel.metadata.name} needs scratch memory"
     return Compiled(
         cubin=kernel.asm["cubin"],
         ptx=ptx,
@@ -153,7 +181,8 @@ def _compiled(kernel: Any, log: str) -> Compiled:
 
 
 def _digest(variant: Variant) -> str:
-    return hashlib.sha256(SOURCE.read_bytes() + repr(variant).encode()).hexdigest()[:24]
+    sources = SOURCE.read_bytes() + Path(__file__).read_bytes()
+    return hashlib.sha256(sources + repr(variant).encode()).hexdigest()[:24]
 
 
 @cache
@@ -173,9 +202,7 @@ def _write(notes: Path, compiled: Compiled) -> None:
         "parameters": compiled.parameters,
     }
     for path, content in ((notes.with_suffix(".cubin"), compiled.cubin), (notes, json.dumps(described).encode())):
-        with tempfile.NamedTemporaryFile(dir=notes.parent, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, path)
+        write_whole(path, content)
 
 
 def _read(notes: Path) -> CubinFile:

@@ -19,6 +19,12 @@ from triton.runtime.jit import JITFunction
 from headwise.kernels.cuda import attention_jit
 from headwise.kernels.cuda.launch import Grid, Variant
 
+DTYPES = {"i32": "int32", "i64": "int64", "fp32": "float32"}
+"""NumPy's names of the types that are passed by value; pointers are ``uint64``."""
+
+MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+"""Of a grid in each dimension (CUDA C++ Programming Guide, technical specifications)."""
+
 
 class InterpreterLauncher:
     """`TritonLauncher` on NumPy arrays. ``sm`` and ``sms`` are those of the card it stands for."""
@@ -33,10 +39,20 @@ class InterpreterLauncher:
         """See `TritonLauncher.launch`. The addresses are those of NumPy arrays."""
         if not all(grid):
             return
+        assert all(blocks <= most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)), f"no card has a grid {grid}"
+        _check_promises(variant, arguments)
         values = {
             name: _tensor(argument, type_) for (name, type_), argument in zip(variant.signature, arguments, strict=True)
         }
         _interpreted(variant.kernel).run(grid=grid, warmup=False, **values, **dict(variant.constants))
+
+
+def _check_promises(variant: Variant, arguments: Sequence[np.generic]) -> None:
+    """What machine code relies on without a look: each argument as wide as its parameter, and multiples that are."""
+    for (name, type_), argument in zip(variant.signature, arguments, strict=True):
+        dtype = DTYPES.get(type_, "uint64")
+        assert argument.dtype.name == dtype, f"{variant.kernel} takes {name} as {dtype}, not as {argument.dtype}"
+        assert name not in variant.multiples or int(argument) % 16 == 0, f"{name} {argument} is no multiple of 16"
 
 
 def _tensor(argument: np.generic, type_: str) -> Any:

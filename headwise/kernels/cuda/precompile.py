@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
-from headwise.kernels.cuda import block_copy, elementwise, kv_write
+from headwise.kernels.cuda import block_copy, elementwise, kv_write, sampling
 from headwise.kernels.cuda.attention import AttentionShape, check_supported, variants_of
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.programs import Defines, cubin_path
@@ -36,6 +36,7 @@ def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
     layout, dtype = gqa_layout(shape.block_size, 1, shape.head_dim, shape.kv_dtype), numpy_dtype(shape.q_dtype)
     yield kv_write.SOURCE, kv_write.variant_of(layout, dtype)
     yield elementwise.SOURCE, elementwise.variant_of(dtype)
+    yield sampling.SOURCE, elementwise.variant_of(dtype)
     yield block_copy.SOURCE, {}
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from headwise.errors import ConfigError
+from headwise.kernels.cuda.files import write_whole
 from headwise.kernels.cuda.launch import CubinProgram, Program, current_card, driver_cuda
 from headwise.kernels.cuda.nvrtc import MAJORS, Compiled, find_nvrtc
 
@@ -68,7 +66,7 @@ def cubin_path(directory: Path, source: str, defines: Defines, sm: int, newest: 
         return path
     started = time.monotonic()
     nvrtc = find_nvrtc(sm, newest)
-    _write(path, nvrtc.compile(text, source, options).cubin)
+    write_whole(path, nvrtc.compile(text, source, options).cubin)
     log.info("compiled %s %s for sm_%d in %.1f s: %s", source, dict(defines), sm, time.monotonic() - started, path)
     return path
 
@@ -92,17 +90,3 @@ def compile_options(defines: Defines, sm: int) -> tuple[str, ...]:
     """NVRTC's options for a variant. Products and sums are not fused: every implementation is to round alike."""
     macros = tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
     return (f"--gpu-architecture=sm_{sm}", "--std=c++17", "--fmad=false", *macros)
-
-
-def _write(path: Path, cubin: bytes) -> None:
-    """Write a file that others see whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin)
-        os.replace(name, path)
-    except OSError as error:
-        raise ConfigError(
-            f"machine code cannot be kept in {path.parent} ({error}): name a folder to write to"
-        ) from error

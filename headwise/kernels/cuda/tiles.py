@@ -29,12 +29,14 @@ _EXACT_WIDE = Tile(16, 16, 4, 2)
 def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
     """Large, so that every key read serves many rows, as far as registers go.
 
-    From sm_90 on, 128 rows are two warp groups' worth; 128 keys let one instruction of theirs work at full speed.
+    From sm_90 on, 128 rows are two warp groups' worth; 128 keys let one instruction of theirs work at full speed. Keys
+    and values that are converted first are in registers at some time: half as many fit there.
     """
     if q_dtype == "float32":
         tile = _EXACT.get(head_dim, _EXACT_WIDE)
     elif sm >= 90:
-        tile = {64: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)}.get(head_dim, Tile(128, 128, 8, 2))
+        keys = 128 if kv_dtype == q_dtype else 64
+        tile = {64: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)}.get(head_dim, Tile(128, keys, 8, 2))
     else:
         keys = 64 if kv_dtype == q_dtype else 32
         tile = {64: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 3)}.get(head_dim, Tile(64, keys, 4, 2))
