@@ -39,6 +39,16 @@ class Scored:
     scores: Tensor | None
     likeliest: tuple[KernelArray, KernelArray] | None
 
+    @property
+    def arrays(self) -> Sequence[KernelArray]:
+        """All there are; see `of`."""
+        return () if self.scores is None or self.likeliest is None else (self.scores, *self.likeliest)
+
+    @classmethod
+    def of(cls, arrays: Sequence[KernelArray]) -> Scored:
+        """The reverse of `arrays`."""
+        return cls(arrays[0], (arrays[1], arrays[2])) if arrays else cls(None, None)
+
     def first(self, rows: int) -> Tensor | None:
         """The scores of the first ``rows``."""
         return None if self.scores is None else self.scores[:rows]
@@ -51,8 +61,7 @@ Compute = Callable[[KernelArray, KernelArray, AttentionBatch], Scored]
 class _Bucket:
     """One padded shape of decode steps."""
 
-    def __init__(self, upload: StepUpload) -> None:
-        self.upload = upload
+    def __init__(self) -> None:
         self.replay: Callable[[], Scored] | None = None
         self.uses = 0
 
@@ -69,6 +78,7 @@ class DecodeGraphs:
     def __init__(self, ops: TensorOps, compute: Compute, groups: int, all_ranks: Callable[[bool], bool] = bool) -> None:
         self._ops, self._compute, self._groups, self._all_ranks = ops, compute, groups, all_ranks
         self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._uploads: dict[int, StepUpload] = {}  # by the bits of how many elements they carry
         self._may_capture = True
 
     @property
@@ -88,18 +98,20 @@ class DecodeGraphs:
         The first ``batch`` rows of what comes of it are the sequences'. It is valid until the next step.
         """
         batch, columns = len(token_ids), tables.shape[1]
-        shape = padded_rows(batch), padded_columns(columns)
-        bucket = self._buckets.get(shape)
-        if bucket is None:
-            bucket = self._buckets[shape] = _Bucket(self._ops.step_upload())
-        rows, width = shape
+        rows, width = shape = padded_rows(batch), padded_columns(columns)
         wide = np.full((rows * self._groups, width), NOWHERE, dtype=np.int32)
         wide[: len(tables), :columns] = tables
         starts = np.minimum(np.arange(rows + 1, dtype=np.int32), np.int32(batch))
-        arrays = bucket.upload(
-            _padded(token_ids, rows), _padded(positions, rows), starts, _padded(seq_lens, rows), wide
-        )
-        return self._run(bucket, list(arrays))
+        numbers = _padded(token_ids, rows), _padded(positions, rows), starts, _padded(seq_lens, rows), wide
+        arrays = self._upload(sum(array.size for array in numbers))(*numbers)
+        return self._run(self._buckets.setdefault(shape, _Bucket()), list(arrays))
+
+    def _upload(self, elements: int) -> StepUpload:
+        """One for all shapes of about that size: graphs read where it wrote when they were recorded."""
+        bits = elements.bit_length()
+        if bits not in self._uploads:
+            self._uploads[bits] = self._ops.step_upload(capacity=1 << bits)
+        return self._uploads[bits]
 
     def _run(self, bucket: _Bucket, arrays: Sequence[KernelArray]) -> Scored:
         def compute() -> Scored:
@@ -116,11 +128,11 @@ class DecodeGraphs:
         """A graph of the step; None if it cannot be recorded on every rank: steps are right without, too."""
         replay, trouble = None, "they cannot be recorded on another rank"
         try:
-            replay = self._ops.capture(compute)
+            replay = self._ops.capture(lambda: compute().arrays)
         except Exception as error:  # CuPy's own kinds
             trouble = first_line(error)
-        if self._all_ranks(replay is not None):
-            return replay
+        if self._all_ranks(replay is not None) and replay is not None:
+            return lambda: Scored.of(replay())
         log.warning("decode steps run without CUDA graphs: %s", trouble)
         return None
 

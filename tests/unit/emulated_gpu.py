@@ -28,7 +28,7 @@ from headwise.kernels.cuda.sampling import CudaSampling
 from headwise.runtime.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.device_sampler import DeviceSampler
 from headwise.runtime.model_card import ModelCard
-from headwise.runtime.ops.base import StepUpload, T
+from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.transfer.base import Stream
@@ -67,11 +67,11 @@ class EmulatedOps(GpuOps):
     def numpy(self, tensor: NDArray[Any]) -> NDArray[Any]:
         return self.host(self._wide(tensor))
 
-    def step_upload(self) -> StepUpload:
-        return FixedUpload()
+    def step_upload(self, capacity: int = 0) -> StepUpload:
+        return FixedUpload(capacity)
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        def replay() -> T:
+    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
+        def replay() -> Sequence[KernelArray]:
             self._is_recorded = True
             try:
                 return work()
@@ -82,17 +82,21 @@ class EmulatedOps(GpuOps):
 
 
 class FixedUpload:
-    """A `StepUpload` whose arrays stay where they are, as long as their shapes do."""
+    """A `StepUpload` whose arrays all lie in one buffer, which moves when it has to grow."""
 
-    def __init__(self) -> None:
-        self._arrays: list[NDArray[np.int32]] = []
+    def __init__(self, capacity: int = 0) -> None:
+        self._buffer: NDArray[np.int32] = np.empty(capacity, np.int32)
 
     def __call__(self, *arrays: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-        if [array.shape for array in arrays] != [array.shape for array in self._arrays]:
-            self._arrays = [np.empty_like(array) for array in arrays]
-        for kept, array in zip(self._arrays, arrays, strict=True):
-            kept[...] = array
-        return self._arrays
+        size = sum(array.size for array in arrays)
+        if size > len(self._buffer):
+            self._buffer = np.empty(size, np.int32)
+        self._buffer[:] = np.iinfo(np.int32).min
+        parts = np.split(self._buffer[:size], np.cumsum([array.size for array in arrays])[:-1])
+        views = [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        for view, array in zip(views, arrays, strict=True):
+            view[...] = array
+        return views
 
 
 class EmulatedGpu:

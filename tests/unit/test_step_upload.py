@@ -76,7 +76,7 @@ class DeviceArray(np.ndarray):
 @pytest.fixture
 def upload(copies: LateCopies) -> Any:
     return import_module("headwise.runtime.ops.step_upload").PinnedUpload(
-        lambda size: np.zeros(size, np.int32).view(DeviceArray)
+        buffers=lambda size: np.zeros(size, np.int32).view(DeviceArray)
     )
 
 
@@ -98,3 +98,18 @@ def test_arrays_of_the_same_shapes_stay_where_they_are(upload: Any, copies: Late
     (last,) = upload(small + 2)
     copies.finish_all()
     np.testing.assert_array_equal(last, small + 2)
+
+
+def test_equal_shapes_have_equal_places_as_long_as_the_capacity_suffices(copies: LateCopies) -> None:
+    made: list[int] = []
+
+    def buffers(size: int) -> Any:
+        made.append(size)
+        return np.zeros(size, np.int32).view(DeviceArray)
+
+    upload = import_module("headwise.runtime.ops.step_upload").PinnedUpload(1000, buffers)
+    one, other = [np.ones(1, np.int32)] * 5, [np.zeros(199, np.int32)] * 5
+    places = [array.ctypes.data for array in upload(*one)]
+    upload(*other)
+    assert [array.ctypes.data for array in upload(*one)] == places
+    assert len(made) == 1

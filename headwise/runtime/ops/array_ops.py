@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.ops.base import StepUpload, T
+from headwise.runtime.ops.base import StepUpload
 
 Array = Any
 
@@ -42,9 +42,9 @@ class ArrayOps(ABC):
         return self.xp.asarray(array)
 
     @abstractmethod
-    def step_upload(self) -> StepUpload: ...
+    def step_upload(self, capacity: int = 0) -> StepUpload: ...
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+    def capture(self, work: Callable[[], Sequence[Array]]) -> Callable[[], Sequence[Array]]:
         raise NotImplementedError
 
     @abstractmethod

@@ -8,7 +8,7 @@ A *kernel array* is of the type that attention kernels on the device take: NumPy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,6 @@ Tensor = Any
 KernelArray = Any
 Weight = Any
 """A linear layer's weight in whatever form `TensorOps.linear_weight` made of it."""
-
-
-T = TypeVar("T")
 
 
 class StepUpload(Protocol):
@@ -48,13 +45,18 @@ class TensorOps(Protocol):
     def upload(self, array: NDArray[Any]) -> KernelArray:
         """An array of a step's numbers as a kernel array, its dtype kept; the same array on a CPU."""
 
-    def step_upload(self) -> StepUpload:
-        """A way for steps' arrays to the device."""
+    def step_upload(self, capacity: int = 0) -> StepUpload:
+        """A way for steps' arrays to the device.
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
-        """What does again what ``work`` does, in one go: reads and writes the same memory, and returns the same result.
+        As long as the arrays of a call have at most ``capacity`` elements together, equal shapes have equal places,
+        whatever came between.
+        """
 
-        ``work`` only enqueues, and was called before, so that all it needs is there.
+    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
+        """What does again what ``work`` does, in one go: reads and writes the same memory, and returns the same arrays.
+
+        ``work`` only enqueues, and was called before, so that all it needs is there. All that is captured shares the
+        memory that it computes with: arrays that one such call returned are valid until the next one.
         """
 
     def numpy(self, tensor: Tensor) -> NDArray[Any]:

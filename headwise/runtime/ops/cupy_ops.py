@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.programs import Programs
-from headwise.runtime.ops.base import StepUpload, T
+from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.step_upload import PinnedUpload
 
@@ -47,24 +47,24 @@ class CupyOps(GpuOps):
         out = cupy.empty((x.shape[0], weight.shape[1]), self.dtype)
         return out if self._cublas.product(x, weight, out) else super().matmul(x, weight)
 
-    def step_upload(self) -> StepUpload:
-        return PinnedUpload()
+    def step_upload(self, capacity: int = 0) -> StepUpload:
+        return PinnedUpload(capacity)
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
         stream = cupy.cuda.get_current_stream()
         with cupy.cuda.using_allocator(self._graph_memory.malloc):
             stream.begin_capture()
             try:
-                result = work()
+                results = [_borrowed(array) for array in work()]
             except BaseException:
                 with contextlib.suppress(Exception):  # the capture is void already
                     stream.end_capture()
                 raise
             graph = stream.end_capture()
 
-        def replay() -> T:
+        def replay() -> Sequence[KernelArray]:
             graph.launch()
-            return result
+            return results
 
         return replay
 
@@ -78,6 +78,12 @@ class CupyOps(GpuOps):
 
     def numpy(self, tensor: Any) -> NDArray[Any]:
         return cupy.asnumpy(self._wide(tensor))
+
+
+def _borrowed(array: Any) -> Any:
+    """The same array, but its memory is free for others to use."""
+    memory = cupy.cuda.UnownedMemory(array.data.ptr, array.nbytes, None, array.device.id)
+    return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def _kept_block(blocks: list[Any], num_bytes: int) -> Any:

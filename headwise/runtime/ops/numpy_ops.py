@@ -21,7 +21,7 @@ class NumpyOps(ArrayOps):
     def __init__(self, dtype: str = "float32") -> None:
         super().__init__(np, numpy_dtype(dtype))
 
-    def step_upload(self) -> StepUpload:
+    def step_upload(self, capacity: int = 0) -> StepUpload:
         return in_place
 
     def host(self, array: NDArray[Any]) -> NDArray[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.launch import address_of
-from headwise.runtime.ops.base import KernelArray, StepUpload, T
+from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.cupy_lending import CupyLending
 from headwise.runtime.ops.paddle_import import paddle
 from headwise.runtime.ops.step_upload import PinnedUpload
@@ -55,10 +55,10 @@ class PaddleGpuOps:
         self._lending.fill(self.kernel_array(tensor), np.ascontiguousarray(array))
         return tensor
 
-    def step_upload(self) -> StepUpload:
-        return PinnedUpload(lambda size: self.kernel_array(paddle.empty([size], "int32")))
+    def step_upload(self, capacity: int = 0) -> StepUpload:
+        return PinnedUpload(capacity, lambda size: self.kernel_array(paddle.empty([size], "int32")))
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
         """Not here: what Paddle allocates would not stay where it was."""
         raise NotImplementedError
 

@@ -7,14 +7,14 @@ arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.ops.base import StepUpload, T
+from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.numpy_ops import NumpyOps, in_place, trim_heap
 from headwise.runtime.ops.paddle_import import paddle
 
@@ -90,10 +90,10 @@ class PaddleOps:
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
 
-    def step_upload(self) -> StepUpload:
+    def step_upload(self, capacity: int = 0) -> StepUpload:
         return in_place
 
-    def capture(self, work: Callable[[], T]) -> Callable[[], T]:
+    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
         raise NotImplementedError
 
     def host(self, array: NDArray[Any]) -> NDArray[Any]:

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 ALIGNMENT = 64
 """Elements of int32: every array begins on 256 bytes, as if it had been allocated by itself."""
 
+MOST_ARRAYS = 8
+"""That `capacity` is for: each may end with a gap."""
+
 SLOTS = 4
 """Pinned buffers in turn. A step's is written again four steps later, when its copy is long over."""
 
@@ -21,12 +24,14 @@ class PinnedUpload:
     """The `StepUpload` of a GPU: arrays of int32 to one buffer on the device.
 
     The copy is enqueued on the current stream, behind the kernels that read what the buffer had before.
+
+    capacity: see `TensorOps.step_upload`; the buffer grows where it is not enough
     """
 
-    def __init__(self, buffers: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, capacity: int = 0, buffers: Callable[[int], Any] | None = None) -> None:
         """``buffers`` gives device arrays, ``int32`` of as many elements; CuPy does, if it is not given."""
         self._buffers = buffers or (lambda size: cupy.empty(size, dtype=np.int32))
-        self._device = self._buffers(0)
+        self._device = self._buffers(capacity + MOST_ARRAYS * ALIGNMENT if capacity else 0)
         self._pinned: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)] * SLOTS
         self._copied = [cupy.cuda.Event(disable_timing=True) for _ in range(SLOTS)]
         self._turn = 0
