@@ -47,7 +47,7 @@ class EmulatedOps(GpuOps):
     give_back_memory = NumpyOps.give_back_memory
 
     def __init__(self, dtype: str, programs: Programs) -> None:
-        super().__init__(np, numpy_dtype(dtype), programs)
+        super().__init__(np, numpy_dtype(dtype), programs, threads=64)
         self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
         self._is_recorded = False
 

@@ -17,6 +17,7 @@ from headwise.kernels.cuda.elementwise import variant_of
 from headwise.kernels.cuda.nvrtc import find_nvrtc
 from headwise.kernels.cuda.programs import compile_source
 from headwise.kernels.cuda.sampling import MOST_TOKENS, SOURCE, CudaSampling, rows_of
+from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.request import SamplingParams
 from headwise.runtime.sampler import Draws, filtered, sample, uniform
 
@@ -135,6 +136,24 @@ def test_a_row_that_is_not_finite_is_told_and_others_draw(shim: ShimPrograms, dt
     assert tokens[0] == 5
     assert best[0] == 9
     np.testing.assert_array_equal(best[1:], [abs(bad), -np.inf])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@examples
+@given(seed=st.integers(0, 2**32), vocab=st.integers(1, 700), threads=st.sampled_from([64, 96, 256]))
+def test_the_likeliest_token_is_the_first_of_equals_or_the_first_nan(
+    shim: ShimPrograms, dtype: str, seed: int, vocab: int, threads: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    scores = np.rint(rng.standard_normal((4, vocab)) * 2).astype(numpy_dtype(dtype))
+    scores[1, rng.random(vocab) < 0.1] = np.nan
+    scores[2] = -np.inf
+    scores[3] = np.where(rng.random(vocab) < 0.5, -0.0, 0.0)
+    tokens, best = np.full(4, -1, np.int32), np.zeros(4, np.float32)
+    CudaSampling(shim, scores.dtype, threads).likeliest(scores, tokens, best)
+    expected, largest = NumpyOps(dtype).greedy(scores)
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_array_equal(best, largest)
 
 
 def test_a_vocabulary_of_real_size_draws_as_on_the_host(shim: ShimPrograms) -> None:

@@ -49,6 +49,7 @@ struct Scores {
 
     __device__ __forceinline__ float logit_of(unsigned key) const
     {
+        if (key == NAN_KEY >> shift) return __uint_as_float(0x7fc00000u);
         const unsigned whole = key << shift;
         return __uint_as_float(whole >> 31 ? whole & 0x7fffffffu : ~(whole | ((1u << shift) - 1)));
     }
@@ -88,25 +89,37 @@ __device__ __forceinline__ void sum_over_block(Mass (&sums)[COUNT])
     for (int i = 0; i < COUNT; i++) sums[i] = sum_over_warp(lane < warps ? of_warps[i][lane] : 0);
 }
 
-__device__ __forceinline__ unsigned largest_of_warp(unsigned key)
+// ---- the likeliest token ----
+
+// A key and a token as one number: the first of the tokens with the largest key has the largest.
+__device__ __forceinline__ Mass ranked(unsigned key, int token)
+{
+    return static_cast<Mass>(key) << 32 | (0xffffffffu - token);
+}
+
+__device__ __forceinline__ int token_of(Mass rank) { return 0xffffffffu - static_cast<unsigned>(rank); }
+
+__device__ __forceinline__ Mass largest_of_warp(Mass rank)
 {
 #pragma unroll
     for (int across = WARP / 2; across > 0; across /= 2) {
-        const unsigned other = __shfl_xor_sync(ALL_LANES, key, across);
-        key = key < other ? other : key;
+        const unsigned low = __shfl_xor_sync(ALL_LANES, static_cast<unsigned>(rank), across);
+        const unsigned high = __shfl_xor_sync(ALL_LANES, static_cast<unsigned>(rank >> 32), across);
+        const Mass other = static_cast<Mass>(high) << 32 | low;
+        rank = rank < other ? other : rank;
     }
-    return key;
+    return rank;
 }
 
-__device__ __forceinline__ unsigned largest_key(const Scores& scores)
+__device__ __forceinline__ Mass first_of_row(const Scores& scores)
 {
-    __shared__ unsigned of_warps[WARP];
+    __shared__ Mass of_warps[WARP];
     const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
-    unsigned largest = 0;
+    Mass largest = 0;
 #pragma unroll 4
     for (int token = threadIdx.x; token < scores.vocab; token += blockDim.x) {
-        const unsigned key = scores.key(scores[token]);
-        largest = largest < key ? key : largest;
+        const Mass rank = ranked(scores.key(scores[token]), token);
+        largest = largest < rank ? rank : largest;
     }
     largest = largest_of_warp(largest);
     if (lane == 0) of_warps[threadIdx.x / WARP] = largest;
@@ -235,17 +248,18 @@ __device__ __forceinline__ int token_at(const Scores& scores, const Weights& wei
 // scores:  [rows, vocab], at most 2^19 tokens; the stride is bytes from row to row
 // cap:     of logits, cap * tanh(score / cap); 0 for none
 // tokens:  [rows]
-// best:    [rows], the largest logit, or NaN where there is one; if it is not finite, the token is 0
+// best:    [rows], the largest logit, or NaN where there is one; if it is not finite, the token is the likeliest
 // grid:    the rows, by blocks of 2 to 32 warps
 extern "C" __global__ void __launch_bounds__(WARP * WARP, 1) draw(
     const char* scores, const Row* rows, int* tokens, float* best, long long row_stride, int vocab, float cap)
 {
     const Row row = rows[blockIdx.x];
     const Scores logits = scores_of_row(scores + blockIdx.x * row_stride, cap, vocab);
-    const unsigned largest = largest_key(logits);
+    const Mass first = first_of_row(logits);
+    const unsigned largest = first >> 32;
     const bool is_finite = MINUS_INFINITY_KEY >> logits.shift < largest && largest < INFINITY_KEY >> logits.shift;
-    int token = 0;
-    if (is_finite) {
+    int token = token_of(first);
+    if (is_finite && row.top_k != 1) {
         const Weights weights{logits.logit_of(largest), row.inverse_temperature, row.log_min_p};
         Kept kept{0, 0};
         if (0 < row.top_k && row.top_k < vocab) narrow(logits, Ones{}, row.top_k, kept);
@@ -264,8 +278,14 @@ extern "C" __global__ void __launch_bounds__(WARP * WARP, 1) draw(
         }
         token = token_at(logits, weights, kept, __umul64hi(number_of(row.seed, row.position), total[0]));
     }
-    if (threadIdx.x == 0) {
-        tokens[blockIdx.x] = token;
-        best[blockIdx.x] = largest == NAN_KEY >> logits.shift ? __uint_as_float(0x7fc00000u) : logits.logit_of(largest);
-    }
+    if (threadIdx.x == 0) tokens[blockIdx.x] = token, best[blockIdx.x] = logits.logit_of(largest);
+}
+
+// As draw, of the likeliest tokens.
+extern "C" __global__ void __launch_bounds__(WARP * WARP, 1) likeliest(
+    const char* scores, int* tokens, float* best, long long row_stride, int vocab)
+{
+    const Scores logits = scores_of_row(scores + blockIdx.x * row_stride, 0.0f, vocab);
+    const Mass first = first_of_row(logits);
+    if (threadIdx.x == 0) tokens[blockIdx.x] = token_of(first), best[blockIdx.x] = logits.logit_of(first >> 32);
 }

@@ -13,7 +13,7 @@ from headwise.kernels.cuda.programs import Programs
 
 Array = Any
 
-SOURCE, KERNEL = "sampling.cu", "draw"
+SOURCE = "sampling.cu"
 THREADS = 1024
 MOST_TOKENS = 2**19
 """Of a vocabulary: more of them could weigh more than 64 bits hold."""
@@ -43,10 +43,12 @@ class CudaSampling:
 
     def __init__(self, programs: Programs, dtype: np.dtype[Any], threads: int = THREADS) -> None:
         self._dtype = dtype
-        self._kernel: Kernel = programs(SOURCE, variant_of(dtype)).kernel(KERNEL, threads)
+        program = programs(SOURCE, variant_of(dtype))
+        self._draw: Kernel = program.kernel("draw", threads)
+        self._likeliest: Kernel = program.kernel("likeliest", threads)
 
     def takes(self, scores: Array) -> bool:
-        """Whether `draw` can: the dtype is its own, the vocabulary is not too large, each row lies in one piece."""
+        """Whether the other methods can: of its dtype, the vocabulary not too large, each row in one piece."""
         itemsize = self._dtype.itemsize
         return bool(scores.dtype == self._dtype and scores.shape[1] <= MOST_TOKENS and scores.strides[1] == itemsize)
 
@@ -56,14 +58,25 @@ class CudaSampling:
         rows:   C-contiguous, of as many bytes as there are `ROW`
         cap:    logits are ``cap * tanh(scores / cap)``; 0 for none
         tokens: int32 ``[rows]``, what is drawn
-        best:   float32 ``[rows]``, each row's largest logit, or NaN; where it is not finite, nothing is drawn
+        best:   float32 ``[rows]``, each row's largest logit, or NaN; where it is not finite, its token is told
         """
         count, vocab = scores.shape
-        self._kernel(
+        self._draw(
             (count, 1, 1),
             (
                 *(np.uint64(address_of(array)) for array in (scores, rows, tokens, best)),
                 np.int64(scores.strides[0]), np.int32(vocab), np.float32(cap),
+            ),
+        )  # fmt: skip
+
+    def likeliest(self, scores: Array, tokens: Array, best: Array) -> None:
+        """The likeliest token of each row, the first of equals, or its first NaN, as `draw` gives them."""
+        count, vocab = scores.shape
+        self._likeliest(
+            (count, 1, 1),
+            (
+                *(np.uint64(address_of(array)) for array in (scores, tokens, best)),
+                np.int64(scores.strides[0]), np.int32(vocab),
             ),
         )  # fmt: skip
 

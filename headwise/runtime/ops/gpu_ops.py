@@ -8,6 +8,7 @@ import numpy as np
 
 from headwise.kernels.cuda.elementwise import CudaElementwise
 from headwise.kernels.cuda.programs import Programs
+from headwise.kernels.cuda.sampling import THREADS, CudaSampling
 from headwise.runtime.ops.array_ops import Array, ArrayOps
 
 
@@ -18,8 +19,10 @@ class GpuOps(ArrayOps):
         ConfigError: there are no kernels for ``dtype``.
     """
 
-    def __init__(self, xp: Any, dtype: np.dtype[Any], programs: Programs) -> None:
+    def __init__(self, xp: Any, dtype: np.dtype[Any], programs: Programs, threads: int = THREADS) -> None:
+        """``threads`` of a block that looks through a row of scores."""
         super().__init__(xp, dtype)
+        self._sampling = CudaSampling(programs, dtype, threads)
         self._kernels = CudaElementwise(programs)
         self._kernels.prepare(dtype)
 
@@ -54,6 +57,13 @@ class GpuOps(ArrayOps):
     def gelu_tanh_mul(self, gate_up: Array) -> Array:
         out = self._gated(gate_up, "gelu_tanh")
         return super().gelu_tanh_mul(gate_up) if out is None else out
+
+    def greedy(self, logits: Array) -> tuple[Array, Array]:
+        if not self._sampling.takes(logits):
+            return super().greedy(logits)
+        tokens, best = (self.xp.empty(len(logits), dtype) for dtype in (np.int32, np.float32))
+        self._sampling.likeliest(logits, tokens, best)
+        return tokens, best
 
     def _gated(self, gate_up: Array, activation: str) -> Array | None:
         out = self.xp.empty((gate_up.shape[0], gate_up.shape[1] // 2), self.dtype)
