@@ -35,8 +35,18 @@ class Event(Protocol):
         """
 
 
+ALL = 1 << 30
+"""A `Stream.lookahead` of whatever there is."""
+
+
 class Stream(Protocol):
-    """Runs work in order of submission. What the caller did before it submits is done before the work begins."""
+    """Runs work in order of submission. What the caller did before it submits is done before the work begins.
+
+    lookahead: of work that is needed piece by piece, how many pieces are worth submitting before they are needed: more
+               would keep a caller who enqueues them himself
+    """
+
+    lookahead: int
 
     @property
     def waited_s(self) -> float:
@@ -45,8 +55,10 @@ class Stream(Protocol):
     def make_event(self) -> Event:
         """An event to hand to `submit`, again and again."""
 
-    def submit(self, work: Work, event: Event | None = None) -> Event:
+    def submit(self, work: Work, event: Event | None = None, *, follows: bool = False) -> Event:
         """Run ``work`` when all that was submitted before is done. Returns ``event``, or a new one, at once.
+
+        follows: it belongs to the piece before, and need not wait for what the caller did since that was submitted
 
         What the work raises is kept in the event; the stream goes on with the next piece.
         """

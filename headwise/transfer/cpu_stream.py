@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from headwise.transfer.base import Event, Work
+from headwise.transfer.base import ALL, Event, Work
 
 
 class CpuEvent:
@@ -48,6 +48,8 @@ class CpuEvent:
 class CpuStream:
     """`Stream` whose work runs on a thread of its own; copies must release the GIL to run beside the forward pass."""
 
+    lookahead = ALL
+
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._waited_s = 0.0
@@ -64,7 +66,7 @@ class CpuStream:
     def make_event(self) -> CpuEvent:
         return CpuEvent()
 
-    def submit(self, work: Work, event: Event | None = None) -> CpuEvent:
+    def submit(self, work: Work, event: Event | None = None, *, follows: bool = False) -> CpuEvent:
         """See `Stream.submit`.
 
         Raises:

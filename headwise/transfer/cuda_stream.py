@@ -91,6 +91,8 @@ class CudaStream:
     had them before is through with them.
     """
 
+    lookahead = 2
+
     def __init__(self, device: int) -> None:
         import cupy
 
@@ -113,14 +115,15 @@ class CudaStream:
         with self._device:
             return CudaEvent(self._cuda)
 
-    def submit(self, work: Work, event: Event | None = None) -> CudaEvent:
+    def submit(self, work: Work, event: Event | None = None, *, follows: bool = False) -> CudaEvent:
         """See `Stream.submit`."""
         event = event or self.make_event()
         assert isinstance(event, CudaEvent), f"an event of another kind of stream: {event!r}"
         event.error = None
         with self._device:
-            self._submitted.record(self._cuda.get_current_stream())
-            self._stream.wait_event(self._submitted)
+            if not follows:
+                self._submitted.record(self._cuda.get_current_stream())
+                self._stream.wait_event(self._submitted)
             event.begin.record(self._stream)
             try:
                 with self._stream:

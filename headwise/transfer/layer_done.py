@@ -25,6 +25,8 @@ class Load:
     layers: the layers that have bytes in those blocks, ascending; each is one piece of work
     bytes:  all its pieces together
     events: one per layer of the model, of which the first ``len(layers)`` are used, in order
+    copy_layer: copies a layer's part
+    submitted: number of pieces that the stream has
     waited: number of pieces that the forward pass has waited for
     lost:   it failed, or was given up: pieces that have not begun by now do nothing
     error:  why it failed; None if it was given up
@@ -34,6 +36,8 @@ class Load:
     layers: Sequence[int]
     bytes: int
     events: list[Event]
+    copy_layer: Callable[[int], None]
+    submitted: int = 0
     waited: int = 0
     lost: bool = False
     error: BaseException | None = field(default=None, repr=False)
@@ -41,7 +45,7 @@ class Load:
     def settle(self, timeout_s: float) -> bool:
         """Whether its pieces are over, after waiting for at most about ``timeout_s``: then nothing more is written.
 
-        The stream runs pieces in order, so when the last one is over, all are.
+        All of them are submitted. The stream runs pieces in order, so when the last one is over, all are.
         """
         for event in reversed(self.events[: len(self.layers)]):
             try:
@@ -79,14 +83,23 @@ class LayerDoneCounter:
         num_bytes: int,
         copy_layer: Callable[[int], None],
     ) -> None:
-        """Submit one piece of work per layer: ``copy_layer(layer)``."""
+        """One piece of work per layer, ``copy_layer(layer)``: submit as many of them as is worth it now."""
         events = self._free.pop() if self._free else self._make_events()
-        load = Load(pairs, layers, num_bytes, events)
-        for layer, event in zip(layers, events, strict=False):
-            self._stream.submit(partial(_run_piece, load, copy_layer, layer), event)
+        load = Load(pairs, layers, num_bytes, events, copy_layer)
+        self._submit(load, self._stream.lookahead)
         self._loads.append(load)
         if layers:
             self._gates.append(load)
+
+    def submit_all(self) -> None:
+        """Submit what is left of every load."""
+        for load in self._loads:
+            self._submit(load, len(load.layers))
+
+    def _submit(self, load: Load, upto: int) -> None:
+        for at in range(load.submitted, min(upto, len(load.layers))):
+            self._stream.submit(partial(_run_piece, load, load.layers[at]), load.events[at], follows=at > 0)
+            load.submitted = at + 1
 
     def wait(self, layer: int) -> None:
         """Let the forward pass wait until layers ``[0, layer]`` of all loads are complete; a failed load is over, too.
@@ -105,13 +118,16 @@ class LayerDoneCounter:
             if pieces <= load.waited or load.lost:
                 continue
             load.waited = pieces
+            self._submit(load, pieces)
             try:
                 # The stream runs loads in order: once one is late, those behind it are not given time of their own.
                 in_time = self._stream.wait_for(load.events[pieces - 1], 0.0 if late else self._timeout_s)
             except Exception as error:
                 load.lost, load.error = True, error
                 continue  # `collect` tells
-            if not in_time:
+            if in_time:
+                self._submit(load, pieces + self._stream.lookahead)
+            else:
                 load.lost = True
                 late += len(load.pairs)
         self._gates = [load for load in self._gates if load.waited < len(load.layers) and not load.lost]
@@ -131,6 +147,7 @@ class LayerDoneCounter:
             LayerSwapTimeoutError: that piece does not end; nothing is collected.
         """
         self._gates = []
+        self.submit_all()
         for load in self._loads:
             if not load.lost and not load.settle(self._timeout_s):
                 load.lost = True
@@ -147,11 +164,11 @@ class LayerDoneCounter:
         return [self._stream.make_event() for _ in range(self._num_layers)]
 
 
-def _run_piece(load: Load, copy_layer: Callable[[int], None], layer: int) -> None:
+def _run_piece(load: Load, layer: int) -> None:
     if load.lost:
         return
     try:
-        copy_layer(layer)
+        load.copy_layer(layer)
     except BaseException as error:
         load.lost, load.error = True, error
         raise

@@ -182,6 +182,7 @@ class TransferManager:
         """Wait until every load and store is over, and return whether they are; `finish_loads` and `finished_stores`
         then tell what came of them."""
         deadline = self._clock() + timeout_s
+        self._layers.submit_all()
         for load in self._layers.loads:
             if not load.settle(max(0.0, deadline - self._clock())):
                 return False
@@ -198,6 +199,7 @@ class TransferManager:
 
     def close(self) -> None:
         """Finish all copies and end both streams. The last call."""
+        self._layers.submit_all()
         self._input.close()
         self._output.close()
 

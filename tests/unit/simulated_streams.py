@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from headwise.transfer.base import Event, Work
+from headwise.transfer.base import ALL, Event, Work
 
 
 class SimulatedClock:
@@ -66,8 +66,10 @@ class SimulatedStream:
         clock: SimulatedClock,
         delay_s: Callable[[], float] = lambda: 0.0,
         failure: Callable[[], Exception | None] = lambda: None,
+        lookahead: int = ALL,
     ) -> None:
         self.clock = clock
+        self.lookahead = lookahead
         self._delay_s = delay_s
         self._failure = failure
         self._queue: deque[tuple[Work, SimulatedEvent]] = deque()
@@ -82,7 +84,7 @@ class SimulatedStream:
     def make_event(self) -> SimulatedEvent:
         return SimulatedEvent(self)
 
-    def submit(self, work: Work, event: Event | None = None) -> SimulatedEvent:
+    def submit(self, work: Work, event: Event | None = None, *, follows: bool = False) -> SimulatedEvent:
         assert not self.is_closed
         event = event or SimulatedEvent(self)
         assert isinstance(event, SimulatedEvent)

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulated_streams import SimulatedClock, SimulatedStream
 
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import LayerSwapTimeoutError
 from headwise.kernels.block_copy import ReferenceBlockCopy
+from headwise.transfer.base import ALL
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.cuda_stream import CudaStream
 from headwise.transfer.host_memory import (
@@ -448,7 +449,10 @@ class TransferMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = SimulatedClock()
         self.delay_s, self.fails = 0.0, 0
-        streams = [SimulatedStream(self.clock, lambda: self.delay_s, self.failure) for _ in range(2)]
+
+    @initialize(lookahead=st.sampled_from([1, 2, ALL]))
+    def open(self, lookahead) -> None:
+        streams = [SimulatedStream(self.clock, lambda: self.delay_s, self.failure, lookahead) for _ in range(2)]
         self.copies = Copies(*streams, load_timeout_s=10.0, clock=self.clock)
         self.manager = self.copies.manager
         self.loading: dict[int, int] = {}  # host block by device block
@@ -611,6 +615,29 @@ def test_a_cuda_stream_copies_behind_the_compute_stream_which_waits_for_it_on_th
         ("record", after, "compute"),
     ]
     assert {entry for entry in cuda.log if entry[0] == "device"} == {("device", 1)}
+
+
+def test_what_follows_a_cuda_copy_does_not_wait_for_the_compute_stream(cuda):
+    stream = CudaStream(device=0)
+    stream.submit(lambda: None)
+    cuda.log.clear()
+    stream.submit(lambda: cuda.log.append(("copy", cuda.current[-1])), follows=True)
+    assert [entry for entry in cuda.log if entry[1] == "compute" or entry[-1] == "compute"] == []
+    assert [entry[0] for entry in cuda.log if entry[0] != "device"] == ["record", "copy", "record"]
+
+
+def test_layers_are_submitted_a_few_ahead_of_the_one_that_is_waited_for(clock):
+    stream = SimulatedStream(clock, delay_s=lambda: 1.0, lookahead=1)
+    copies = Copies(stream, SimulatedStream(clock))
+    copies.manager.load(int32((0, 5, 2)))
+    for layer in range(LAYERS):
+        assert len(stream) == min(1, LAYERS - layer)
+        copies.manager.wait_layer(layer)
+        assert copies.layers_on_device(2, 5)[: layer + 1] == [True] * (layer + 1)
+    assert copies.manager.finish_loads().tolist() == []
+    copies.manager.load(int32((0, 6, 3)))
+    assert copies.manager.finish_loads().tolist() == [], "nobody waited for any layer"
+    assert copies.layers_on_device(3, 6) == [True] * LAYERS
 
 
 def test_a_cuda_copy_that_cannot_be_enqueued_is_told_once_what_was_enqueued_is_over(cuda):
