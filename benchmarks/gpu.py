@@ -1,11 +1,13 @@
 """Everything that only a GPU can show: correctness, then attention, copies and whole models against their aims.
 
-    python benchmarks/gpu.py [--only decode,copies] [--markdown FILE] [--work DIR]
+    python benchmarks/gpu.py [--only decode,copies] [--markdown FILE] [--result FILE] [--work DIR]
     python benchmarks/gpu.py --emulate
 
 Each section is a process of its own with a time limit: one that fails, hangs or breaks the GPU's context is a row of
-the table, and the others run. The table comes last but for one line of JSON. The exit status is 1 if anything failed;
-an aim that was missed is no failure. `--emulate` executes every line on a machine without a GPU, at tiny sizes.
+the table, and the others run. The table comes last but for one line of JSON, however the run ends, and both files are
+whole after every row. The exit status is 1 if anything failed; an aim that was missed is no failure. Where the section
+correctness has failures, no later aim counts as met. `--emulate` executes every line on a machine without a GPU, at
+tiny sizes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import importlib
 import json
 import os
 import platform
+import secrets
 import signal
 import subprocess
 import sys
@@ -29,14 +32,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_report import FAILED, Recorder, Row, described, from_line, result_of, show_table, to_line, to_markdown
+from gpu_report import FAILED, Recorder, Report, Row, described, from_line, to_line
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 if TYPE_CHECKING:
     from gpu_rig import Rig
 
-LIMIT_S = 465.0
+LIMIT_S = 460.0
 """Of the whole run: sections are stopped, and no more begun, once it is over."""
 
 LEAST_S = 5.0
@@ -56,29 +59,33 @@ class Section:
     torch: bool = False
 
     def run(self, options: argparse.Namespace, rows: Recorder) -> None:
-        from gpu_rig import Bench, imported
+        from gpu_bench import Bench
+        from gpu_rig import imported
 
         function = getattr(importlib.import_module(self.module), self.function)
         if self.torch:
             imported("torch")
         rig = open_rig(options)
         with rig.current():
-            function(Bench(rig, rows, options))
+            bench = Bench(rig, rows, options)
+            function(bench)
+            bench.finish()
 
 
 SECTIONS = {
-    "compile": Section("gpu_correctness", "compile_kernels", 90),
-    "correctness": Section("gpu_correctness", "correctness", 80),
-    "decode": Section("gpu_attention", "decode", 60, torch=True),
-    "heads": Section("gpu_attention", "heads", 40),
-    "prefill": Section("gpu_attention", "prefill", 40, torch=True),
+    "compile": Section("gpu_correctness", "compile_kernels", 60),
+    "correctness": Section("gpu_correctness", "correctness", 50),
+    "decode": Section("gpu_attention", "decode", 80, torch=True),
+    "heads": Section("gpu_attention", "heads", 30),
+    "prefill": Section("gpu_attention", "prefill", 50, torch=True),
     "copies": Section("gpu_copies", "copies", 60),
-    "model": Section("gpu_model", "model", 90),
-    "smollm2": Section("gpu_model", "smollm2", 60),
-    "published": Section("gpu_serving", "published", 80),
-    "recycling": Section("gpu_serving", "recycling", 110),
+    "model": Section("gpu_model", "model", 70),
+    "published": Section("gpu_serving", "published", 70),
+    "recycling": Section("gpu_serving", "recycling", 80),
+    "smollm2": Section("gpu_model", "smollm2", 45),
     "sanitizer": Section("gpu_sanitizer", "sanitizer", 90),
 }
+"""In this order: what everything rests on, what most depends on, and last what may not be to be had."""
 
 
 def open_rig(options: argparse.Namespace) -> Rig:
@@ -86,10 +93,10 @@ def open_rig(options: argparse.Namespace) -> Rig:
     if options.emulate:
         from gpu_emulated import EmulatedRig
 
-        return EmulatedRig(options.work)
+        return EmulatedRig(options.work, options.seed)
     from gpu_rig import CudaRig
 
-    return CudaRig(options.work)
+    return CudaRig(options.work, options.seed)
 
 
 # ---- one section, in a process of its own ----
@@ -104,12 +111,24 @@ def run_child(name: str, options: argparse.Namespace) -> None:
         print(line, file=out, flush=True)
 
     if name == ABOUT:
-        try:
-            emit(json.dumps(open_rig(options).about()))
-        except Exception as error:
-            emit(json.dumps({"error": described(error)}))
+        emit(json.dumps(told(options)))
         return
     run_here(name, options, lambda row: emit(to_line(row)))
+
+
+NO_GPU, ERROR = "no_gpu", "error"
+
+
+def told(options: argparse.Namespace) -> dict[str, str]:
+    """Card and versions; or the reason why there are none, by `NO_GPU` if nothing can be measured either."""
+    from headwise.errors import ConfigError
+
+    try:
+        return open_rig(options).about()
+    except ConfigError as error:
+        return {NO_GPU: described(error)}
+    except Exception as error:
+        return {ERROR: described(error)}
 
 
 def run_here(name: str, options: argparse.Namespace, emit: Callable[[Row], None]) -> None:
@@ -157,7 +176,7 @@ class ChildError(Exception):
     """A section's process did not end well."""
 
 
-def run_section(name: str, command: Sequence[str], limit_s: float, emit: Callable[[Row], None]) -> None:
+def run_apart(name: str, command: Sequence[str], limit_s: float, emit: Callable[[Row], None]) -> None:
     """Run ``command``, which prints rows, and hand each to ``emit``; a failure is a row, too."""
     try:
         for line in lines_of(command, limit_s):
@@ -166,8 +185,10 @@ def run_section(name: str, command: Sequence[str], limit_s: float, emit: Callabl
         Recorder(name, emit).fail("whole", described(error))
 
 
-def child_command(name: str, arguments: Sequence[str], work: Path) -> list[str]:
-    return [sys.executable, str(Path(__file__).resolve()), *arguments, "--work", str(work), "--child", name]
+def child_command(name: str, arguments: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """This script for one section, with the options of this run."""
+    shared = ("--work", str(options.work), "--seed", str(options.seed), "--child", name)
+    return [sys.executable, str(Path(__file__).resolve()), *arguments, *shared]
 
 
 # ---- all of them ----
@@ -175,49 +196,72 @@ def child_command(name: str, arguments: Sequence[str], work: Path) -> list[str]:
 
 def run_all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the chosen sections, show what came of them, and return the exit status."""
-    started, rows, seconds = time.monotonic(), [], {}
+    started = time.monotonic()
+    report = Report(what_is_known_here(options), options.markdown, options.result)
 
     def emit(row: Row) -> None:
-        rows.append(row)
-        shown = (f"{row.section}.{row.name}", row.measured_text, row.aim_text and f"({row.aim_text})", row.status)
-        print(f"[{time.monotonic() - started:5.0f} s]", *filter(None, shown), row.note, flush=True)
+        row = report.add(row)
+        shown = (row.full_name, row.measured_text, row.aim_text and f"({row.aim_text})", row.status, row.note)
+        print(f"[{time.monotonic() - started:5.0f} s]", *filter(None, shown), flush=True)
 
-    about: dict[str, Any] = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), **versions_here()}
     try:
-        about |= open_rig(options).about() if options.here else ask_about(options, arguments)
-        chosen = options.only
-    except Exception as error:
-        emit(Row(ABOUT, "card", FAILED, note=described(error)))
-        chosen = []
-    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
-    for name in chosen:
-        begun, left = time.monotonic(), options.limit - (time.monotonic() - started)
-        if left < LEAST_S:
-            emit(Row(name, "whole", FAILED, note=f"not begun: {options.limit:.0f} s are over; see --only and --limit"))
-        elif options.here:
-            run_here(name, options, emit)
-        else:
-            limit_s = min(SECTIONS[name].limit_s, left)
-            run_section(name, child_command(name, arguments, options.work), limit_s, emit)
-        seconds[name] = time.monotonic() - begun
-    print()
-    show_table(rows, "\n".join(f"{name} {value}" for name, value in about.items()))
-    if options.markdown:
-        options.markdown.write_text(to_markdown(about, rows))
-    print(json.dumps(result_of(about, rows, seconds)))
-    return int(any(row.status == FAILED for row in rows))
+        chosen = options.only if find_card(options, arguments, report, emit) else []
+        for name in chosen:
+            begun = time.monotonic()
+            run_section(name, options, arguments, options.limit - (begun - started), emit)
+            report.seconds[name] = time.monotonic() - begun
+    except BaseException as error:  # whoever stops the run gets what there is, too
+        emit(Row("run", "whole", FAILED, note=f"stopped: {described(error)}"))
+        raise
+    finally:
+        report.save()
+        print()
+        report.show()
+        print(report.line(), flush=True)
+    return int(report.has_failures)
+
+
+def find_card(
+    options: argparse.Namespace, arguments: Sequence[str], report: Report, emit: Callable[[Row], None]
+) -> bool:
+    """Put card and versions into the report; False if there is nothing to measure on."""
+    try:
+        said = told(options) if options.here else ask_about(options, arguments)
+    except (ChildError, ValueError) as error:
+        said = {ERROR: described(error)}
+    if NO_GPU in said or ERROR in said:
+        emit(Row(ABOUT, "card", FAILED, note=said.get(NO_GPU, said.get(ERROR, ""))))
+    else:
+        report.about |= said
+    print(", ".join(f"{name} {value}" for name, value in report.about.items()), flush=True)
+    return NO_GPU not in said
 
 
 def ask_about(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, str]:
-    """Card and versions, from a process of its own; raises `ChildError` with its last words."""
-    said: dict[str, str] = json.loads("".join(lines_of(child_command(ABOUT, arguments, options.work), ABOUT_LIMIT_S)))
-    if "error" in said:
-        raise ChildError(said["error"])
+    """What `told` says in a process of its own, so that this one stays off the card; raises `ChildError`."""
+    said: dict[str, str] = json.loads("".join(lines_of(child_command(ABOUT, arguments, options), ABOUT_LIMIT_S)))
     return said
 
 
-def versions_here() -> dict[str, str]:
-    return {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+def run_section(
+    name: str, options: argparse.Namespace, arguments: Sequence[str], left_s: float, emit: Callable[[Row], None]
+) -> None:
+    """Run a section within its limit and the time that is left."""
+    if left_s < LEAST_S:
+        emit(Row(name, "whole", FAILED, note=f"not begun: {options.limit:.0f} s are over; see --only and --limit"))
+    elif options.here:
+        run_here(name, options, emit)
+    else:
+        run_apart(name, child_command(name, arguments, options), min(SECTIONS[name].limit_s, left_s), emit)
+
+
+def what_is_known_here(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "seed": options.seed,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
 
 
 @contextmanager
@@ -238,14 +282,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--here", action="store_true", help="all in this process, with no limits: for a debugger")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of the whole run (default: %(default)g)")
     parser.add_argument("--work", type=Path, help="keep compiled kernels and random checkpoints here")
+    parser.add_argument("--seed", type=int, help="of all random inputs (default: a new one)")
     parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    parser.add_argument("--result", type=Path, help="write the line of JSON to this file, too")
     parser.add_argument("--layers", type=int, help="of the random Llama-3.2-1B, in place of its 16")
     parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M: a converted directory, or its GGUF file")
     parser.add_argument("--expect", type=Path, help="its greedy tokens, made by --make-expected on a CPU")
     parser.add_argument("--make-expected", type=Path, help="make that file from --smollm2, on this machine's CPU")
-    parser.add_argument("--sanitize-target", action="store_true", help="run each kernel once, and nothing else")
+    parser.add_argument("--sanitize-target", choices=("cxx", "triton"), help="run these kernels once, and nothing else")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.seed is None:
+        options.seed = secrets.randbits(32)
+    return options
 
 
 def _sections(text: str) -> list[str]:
@@ -255,6 +304,12 @@ def _sections(text: str) -> list[str]:
     return names
 
 
+def stop(*_: object) -> None:
+    """At a signal: unwinds, so that no section is left behind and what was found is shown."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
@@ -262,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from gpu_model import make_expected
 
         return make_expected(options)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds: no section is left behind
+    signal.signal(signal.SIGTERM, stop)
     with work_directory(options.work) as options.work:
         if options.child:
             run_child(options.child, options)
@@ -270,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.sanitize_target:
             from gpu_sanitizer import run_target
 
-            run_target(open_rig(options))
+            run_target(open_rig(options), options.sanitize_target)
             return 0
         return run_all(options, arguments)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from gpu_rig import Array, Rig, Work, fill, random
+from gpu_random import fill, random
+from gpu_rig import Array, Rig, Work
 from gpu_sizes import Heads
 from numpy.typing import NDArray
 
@@ -26,9 +27,12 @@ FULL_ATTENTION: Window = (0, 0)
 class Step:
     """One layer's attention of one step.
 
-    tables:   the block tables, in host memory
-    kv_bytes: of the keys and values that somebody sees
-    flops:    of the products of all visible (query, key) pairs
+    tables:    the block tables, in host memory
+    sequences: (queries, context) of each
+    windows:   of each KV head
+    places:    (group, slot) of each KV head
+    kv_bytes:  of the keys and values that somebody sees
+    flops:     of the products of all visible (query, key) pairs
     """
 
     query: Array
@@ -38,6 +42,9 @@ class Step:
     batch: AttentionBatch
     heads: HeadTable
     tables: NDArray[np.int32]
+    sequences: Sequence[tuple[int, int]]
+    windows: Sequence[Window]
+    places: Sequence[tuple[int, int]]
     scale: float
     kv_bytes: int
     flops: int
@@ -51,10 +58,20 @@ class Step:
 
 
 def decode_step(
-    rig: Rig, heads: Heads, batch: int, context: int, block_size: int, windows: Sequence[Window] = ()
+    rig: Rig,
+    heads: Heads,
+    batch: int,
+    context: int,
+    block_size: int,
+    windows: Sequence[Window] = (),
+    one_table: bool = False,
 ) -> Step:
-    """``batch`` sequences of ``context`` tokens, each with its last token as the query."""
-    return _step(rig, heads, [(1, context)] * batch, block_size, windows, recycled=True)
+    """``batch`` sequences of ``context`` tokens, each with its last token as the query.
+
+    ``one_table``: all heads share a block table, which holds every block; else there is one for each distinct window,
+    and blocks that no query of its heads sees are not there.
+    """
+    return _step(rig, heads, [(1, context)] * batch, block_size, windows, recycled=True, one_table=one_table)
 
 
 def prefill_step(
@@ -82,16 +99,17 @@ def _step(
     block_size: int,
     windows: Sequence[Window],
     recycled: bool,
+    one_table: bool = False,
 ) -> Step:
     """``sequences`` are (queries, context), ``windows`` one per KV head. A group for each distinct window.
 
     ``recycled``: blocks that no query of a group sees are not there; else they are, as without recycling.
     """
     windows = list(windows) or [FULL_ATTENTION] * heads.kv_heads
-    groups = list(dict.fromkeys(windows))
-    slots = max(windows.count(group) for group in groups)
-    layout = gqa_layout(block_size, slots, heads.head_dim, heads.dtype)
-    tables = _tables(sequences, groups, block_size, recycled)
+    kept = [FULL_ATTENTION] * heads.kv_heads if one_table else windows
+    groups, places = list(dict.fromkeys(kept)), places_of(kept)
+    layout = gqa_layout(block_size, max(map(kept.count, groups)), heads.head_dim, heads.dtype)
+    tables = _tables(sequences, groups, block_size, recycled, rig.seed)
     arena = fill(rig, rig.empty(int(tables.max() + 1) * layout.block_bytes), heads.dtype)
     queries = np.array([count for count, _ in sequences])
     cu_seqlens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
@@ -100,8 +118,8 @@ def _step(
     token_bytes = 2 * heads.head_dim * numpy_dtype(heads.dtype).itemsize
     share = heads.q_heads // heads.kv_heads
     return Step(
-        query=random(rig, shape, heads.dtype, seed=1),
-        out=random(rig, shape, heads.dtype, seed=2),
+        query=random(rig, shape, heads.dtype, salt=1),
+        out=rig.upload(np.full(shape, np.nan, numpy_dtype(heads.dtype))),
         arena=arena,
         layout=layout,
         batch=AttentionBatch(
@@ -111,28 +129,33 @@ def _step(
             len(groups),
             max_query_len=int(queries.max()),
         ),
-        heads=head_table(rig.upload, windows),
+        heads=head_table(rig.upload, windows, places),
         tables=tables,
+        sequences=sequences,
+        windows=windows,
+        places=places,
         scale=heads.scale,
         kv_bytes=token_bytes * sum(keys for keys, _ in seen),
         flops=4 * heads.head_dim * share * sum(pairs for _, pairs in seen),
     )
 
 
-def head_table(upload: Callable[[NDArray[np.int32]], Array], windows: Sequence[Window]) -> HeadTable:
-    """KV heads packed into groups by their windows, in order of appearance."""
+def places_of(windows: Sequence[Window]) -> list[tuple[int, int]]:
+    """(group, slot) of KV heads that are packed into groups by their windows, in order of appearance."""
     groups = list(dict.fromkeys(windows))
-    columns = (
-        [groups.index(window) for window in windows],
-        [list(windows[:head]).count(window) for head, window in enumerate(windows)],
-        [window for window, _ in windows],
-        [sink for _, sink in windows],
-    )
-    return HeadTable(*(upload(np.array(column, np.int32)) for column in columns))
+    return [(groups.index(window), list(windows[:head]).count(window)) for head, window in enumerate(windows)]
+
+
+def head_table(
+    upload: Callable[[NDArray[np.int32]], Array], windows: Sequence[Window], places: Sequence[tuple[int, int]]
+) -> HeadTable:
+    """The table of KV heads with ``windows`` at ``places``."""
+    columns = np.array([(*place, *window) for place, window in zip(places, windows, strict=True)], np.int32).T
+    return HeadTable(*(upload(np.ascontiguousarray(column)) for column in columns))
 
 
 def _tables(
-    sequences: Sequence[tuple[int, int]], groups: Sequence[Window], block_size: int, recycled: bool
+    sequences: Sequence[tuple[int, int]], groups: Sequence[Window], block_size: int, recycled: bool, seed: int
 ) -> NDArray[np.int32]:
     """Block tables ``[sequences * groups, columns]`` of shuffled blocks, -1 where there is none."""
     columns = -(-max(context for _, context in sequences) // block_size)
@@ -145,7 +168,7 @@ def _tables(
                 held &= (ends > context - queries - window + 1) | (ends - block_size < sink)
             needed[index, at] = held
     tables = np.full(needed.shape, -1, np.int32)
-    tables[needed] = np.random.default_rng(3).permutation(int(needed.sum()))
+    tables[needed] = np.random.default_rng((seed, 3)).permutation(int(needed.sum()))
     return tables.reshape(-1, columns)
 
 

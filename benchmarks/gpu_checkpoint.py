@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_sizes import Sizes
 
 from headwise.cache_controller.dtypes import numpy_dtype
 
 POOL = 1 << 24
 """Numbers drawn; weights are taken from them again and again, each tensor from another place."""
+
+LLAMA, ERNIE = "llama", "ernie"
+"""Directories of random models."""
 
 DEVIATION = 0.02
 WEIGHTS = "model.safetensors"
@@ -24,16 +28,25 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Path |
 
     weights: a checkpoint of the same geometry to take them from
     """
-    if (directory / "tokenizer.json").exists():
+    described, last = json.dumps(config), directory / "tokenizer.json"
+    if last.exists() and (directory / "config.json").read_text() == described:
         return directory
+    last.unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(described)
     if weights is None:
         _write_weights(directory / WEIGHTS, list(_tensors(config)))
     else:
+        (directory / WEIGHTS).unlink(missing_ok=True)  # of a run that was stopped
         (directory / WEIGHTS).symlink_to(weights / WEIGHTS)
-    _write_tokenizer(directory / "tokenizer.json")
+    _write_tokenizer(last)
     return directory
+
+
+def random_models(sizes: Sizes, layers: int | None) -> dict[str, dict[str, Any]]:
+    """Configurations by the names of their directories. ``layers`` are Llama's, in place of its own."""
+    llama = {**sizes.llama, "num_hidden_layers": layers} if layers else sizes.llama
+    return {LLAMA: llama, ERNIE: sizes.ernie}
 
 
 def weight_bytes(config: Mapping[str, Any]) -> int:

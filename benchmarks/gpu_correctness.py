@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_cases import FULL_ATTENTION, Window, head_table
-from gpu_rig import Bench, Rig
+from gpu_bench import Bench
+from gpu_cases import FULL_ATTENTION, Window, head_table, places_of
+from gpu_checkpoint import random_models, write_checkpoint
+from gpu_rig import Rig
 from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
@@ -27,27 +29,42 @@ from headwise.kernels.cuda.precompile import precompile
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.reference import ReferenceKernels
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.device import Device
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.request import SamplingParams
+from headwise.runtime.sampler import Draws, sample
 
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 """Relative distance from float64 of results in each dtype."""
+
+ROUNDED_DRAWS = 0.05
+"""Share of draws that rounding may decide."""
 
 # ---- compiling ----
 
 
 def compile_kernels(bench: Bench) -> None:
-    """All attention kernels that the other sections need, in parallel processes, so that none of them waits."""
-    sizes, target = bench.sizes, bench.rig.target
+    """All attention kernels that the other sections need, in parallel processes, so that none of them waits.
+
+    Beside them, the random checkpoints are written.
+    """
+    sizes, target, work = bench.sizes, bench.rig.target, bench.rig.work
     shapes = list(dict.fromkeys([*_model_shapes(bench), *(case.shape for case in cases(sizes.long, target.sm))]))
     shapes = shapes[: sizes.compiled]
     began, files = time.perf_counter(), 0
-    with ProcessPoolExecutor(min(8, len(shapes)), mp_context=get_context("spawn")) as pool:
-        made = {shape: pool.submit(_compile, shape, target, bench.rig.work / "kernels") for shape in shapes}
+    processes = min(os.cpu_count() or 1, len(shapes) + 2)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        models = random_models(sizes, bench.options.layers)
+        written = [pool.submit(write_checkpoint, work / name, config) for name, config in models.items()]
+        made = {shape: pool.submit(_compile, shape, target, work / "kernels") for shape in shapes}
         for shape, each in made.items():
             with bench.rows.case(f"{shape}"):
                 files += each.result()
-    bench.rows.add("kernels", time.perf_counter() - began, "s", note=f"{files} kernels for sm_{target.sm}")
+        bench.rows.add("kernels", time.perf_counter() - began, "s", note=f"{files} kernels for sm_{target.sm}")
+        for one in written:
+            one.result()
+    bench.rows.add("checkpoints", time.perf_counter() - began, "s", note="random weights, written meanwhile")
 
 
 def _compile(shape: AttentionShape, target: Target, directory: Path) -> int:
@@ -58,7 +75,7 @@ def _model_shapes(bench: Bench) -> Iterator[AttentionShape]:
     """Of the timed sections, and of SmolLM2."""
     heads, block_size = bench.sizes.attention, bench.sizes.block_size
     yield AttentionShape(heads.q_heads // heads.kv_heads, heads.head_dim, block_size, heads.dtype, heads.dtype)
-    for config in (bench.sizes.llama, bench.sizes.ernie):
+    for config in random_models(bench.sizes, bench.options.layers).values():
         share = config["num_attention_heads"] // config["num_key_value_heads"]
         for size in {block_size, bench.sizes.load.block_size}:
             yield AttentionShape(share, config["head_dim"], size, "bfloat16", "bfloat16")
@@ -133,7 +150,7 @@ def make_inputs(case: Case, rng: np.random.Generator) -> Inputs:
     tables = _random_tables(case, groups, rng)
     arena = np.full((int(tables.max()) + 3) * layout.block_bytes, 0xFF, np.uint8)
     queries, contexts = np.array(case.sequences, np.int32).T
-    heads = head_table(np.asarray, case.windows)
+    heads = head_table(np.asarray, case.windows, places_of(case.windows))
 
     def batch_of(counts: NDArray[np.int32], lengths: NDArray[np.int32]) -> AttentionBatch:
         cu_seqlens = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -189,7 +206,7 @@ def check_case(bench: Bench, case: Case, rng: np.random.Generator) -> None:
         inputs.query, inputs.written, inputs.layout, inputs.batch, inputs.heads, scale=scale, softcap=case.softcap,
         out=expected,
     )  # fmt: skip
-    rows.add(f"attend_{case.name}", distance(rig.download(out), expected), most=TOLERANCE[case.dtype])
+    rows.check_error(f"attend_{case.name}", distance(rig.download(out), expected), TOLERANCE[case.dtype])
 
 
 def to_device(rig: Rig, inputs: Inputs) -> Inputs:
@@ -278,14 +295,22 @@ def check_copies(bench: Bench, rng: np.random.Generator) -> None:
         host.close()
 
 
-def check_ops(bench: Bench, ops: TensorOps, dtype: str, rng: np.random.Generator) -> None:
+OWN_OPS = ("embedding", "rms_norm", "rope", "silu_mul", "gelu_tanh_mul")
+"""Operations whose kernels are not CuPy's, or some library's."""
+
+
+def check_ops(
+    bench: Bench, ops: TensorOps, dtype: str, rng: np.random.Generator, only: Sequence[str] | None = None
+) -> None:
     """Each tensor operation in ``dtype`` against the same in float32 NumPy, on numbers that ``dtype`` has."""
     wanted = dict(_operations(NumpyOps(), dtype, rng_seed := int(rng.integers(1 << 30))))
     with bench.rig.current():
         for name, compute in _operations(ops, dtype, rng_seed):
+            if only is not None and name not in only:
+                continue
             with bench.rows.case(f"ops_{name}_{dtype}"):
                 error = distance(np.asarray(compute()), np.asarray(wanted[name]()))
-                bench.rows.add(f"ops_{name}_{dtype}", error, most=TOLERANCE[dtype])
+                bench.rows.check_error(f"ops_{name}_{dtype}", error, TOLERANCE[dtype])
 
 
 def _operations(ops: TensorOps, dtype: str, seed: int) -> Iterator[tuple[str, Any]]:
@@ -320,11 +345,23 @@ def _operations(ops: TensorOps, dtype: str, seed: int) -> Iterator[tuple[str, An
     yield "greedy", lambda: np.stack([ops.host(part).astype(np.float32) for part in ops.greedy(x)])
 
 
+def check_sampling(bench: Bench, device: Device, dtype: str, rng: np.random.Generator) -> None:
+    """Tokens drawn where the scores are, against those that the host draws."""
+    if device.sampler is None:
+        return
+    rows, vocab = (64, 50_000) if bench.sizes.long else (4, 300)
+    scores = (4 * rng.standard_normal((rows, vocab), dtype=np.float32)).astype(numpy_dtype(dtype)).astype(np.float32)
+    kinds = ({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05, "temperature": 1.5})
+    params = [SamplingParams(**{"temperature": 0.8, **kinds[row % len(kinds)]}) for row in range(rows)]
+    draws = Draws(params, rng.integers(1 << 62, size=rows).astype(np.uint64), np.arange(rows))
+    found = device.sampler.sample(device.ops.tensor(scores), 0.0, draws)
+    other = rows if found is None else int(np.count_nonzero(found != sample(scores, draws)))
+    bench.rows.check_error(f"sampling_{dtype}", other / rows, ROUNDED_DRAWS, f"of {rows} draws are others")
+
+
 def correctness(bench: Bench) -> None:
     """Everything, on inputs that no other run had."""
-    seed = secrets.randbits(32)
-    rng = np.random.default_rng(seed)
-    bench.rows.add("seed", seed, note="of all inputs")
+    rng = np.random.default_rng(bench.rig.seed)
     every = cases(bench.sizes.long, bench.rig.target.sm)
     for case in every:
         with bench.rows.case(case.name):
@@ -339,3 +376,4 @@ def correctness(bench: Bench) -> None:
             device = bench.rig.device(config)
             with device.current():
                 check_ops(bench, device.ops, dtype, rng)
+                check_sampling(bench, device, dtype, rng)

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_rig import Array, Mark, versions
+from gpu_rig import READ_KERNEL, READ_SOURCE, READ_THREADS, Array, Mark, versions
 from gpu_sizes import TINY
 from numpy.typing import NDArray
 
-from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.cubins import Target
-from headwise.kernels.cuda.launch import Grid, Kernel, Program
+from headwise.kernels.cuda.launch import Grid, Kernel, Program, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.device import Device
@@ -73,7 +72,7 @@ class _Gpu(EmulatedGpu):
         super().__init__(libraries, dtype)
         self._programs = programs
 
-    def block_copy(self) -> BlockCopy:
+    def block_copy(self) -> CudaBlockCopy:
         return CudaBlockCopy(AtOnceDriver(), self._programs, crossover_bytes=1 << 10)
 
 
@@ -85,8 +84,8 @@ class EmulatedRig:
     pins = False
     target = Target(90, 12)
 
-    def __init__(self, work: Path) -> None:
-        self.work = work
+    def __init__(self, work: Path, seed: int) -> None:
+        self.work, self.seed = work, seed
         self._libraries = work / f"shim-{os.getpid()}"
         self._libraries.mkdir(parents=True, exist_ok=True)
         self.programs: Programs = OneAtATime(ShimPrograms(self._libraries))
@@ -102,7 +101,7 @@ class EmulatedRig:
     def device(self, config: EngineConfig) -> Device:
         return _Gpu(self._libraries, config.dtype_name, self.programs)
 
-    def block_copy(self) -> BlockCopy:
+    def block_copy(self) -> CudaBlockCopy:
         return self._gpu.block_copy()
 
     def copy_stream(self, name: str) -> Stream:
@@ -130,6 +129,11 @@ class EmulatedRig:
         for target, source in pairs:
             target[...] = source
 
+    def read(self, array: Array) -> None:
+        sink = np.empty(4, np.uint32)
+        arguments = np.uint64(address_of(array)), np.int64(array.nbytes // 16), np.uint64(address_of(sink))
+        self.programs(str(READ_SOURCE), {}).kernel(READ_KERNEL, READ_THREADS)((1, 1, 1), arguments)
+
     def flush(self) -> None:
         pass
 
@@ -139,8 +143,14 @@ class EmulatedRig:
     def wait(self, mark: Mark) -> None:
         pass
 
+    def has_passed(self, mark: Mark) -> bool:
+        return False
+
     def seconds_between(self, first: Mark, last: Mark) -> float:
         return max(float(last - first), 1e-9)
 
     def synchronize(self) -> None:
         pass
+
+    def clocks(self) -> str:
+        return "none"

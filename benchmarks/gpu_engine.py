@@ -27,7 +27,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 class Serving:
-    """A `LocalEngine` that is stepped by hand, nothing of it in flight when the clock is read.
+    """A `LocalEngine` that is stepped by hand. As many steps are in flight when the clock starts as when it stops.
 
     tokens: of each request, by its id
     """
@@ -37,6 +37,12 @@ class Serving:
         self.engine = LocalEngine(config, rig.device(config))
         self.core = self.engine.core
         self.tokens: dict[str, list[int]] = {}
+
+    @property
+    def captured_graphs(self) -> int:
+        """CUDA graphs that steps were recorded as; without any, where they are wanted, steps run as without them."""
+        graphs = self.engine._worker._graphs
+        return 0 if graphs is None else graphs.captured
 
     def submit(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int] | int) -> list[str]:
         """Ids of new requests."""
@@ -77,6 +83,10 @@ class Serving:
         if tokens != count * batch:
             raise RuntimeError(f"{count} decode steps of {batch} sequences gave {tokens} tokens: some had ended")
         return seconds / count
+
+    def rest(self) -> None:
+        """Wait until the steps in flight are computed, so that another engine has the GPU and the cores to itself."""
+        self.engine._executor.thread.submit(int).result()
 
     def finish(self) -> None:
         """Serve what is left."""

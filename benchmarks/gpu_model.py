@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu_checkpoint import kv_token_bytes, weight_bytes, write_checkpoint
+from gpu_bench import Bench
+from gpu_checkpoint import LLAMA, kv_token_bytes, random_models, weight_bytes, write_checkpoint
 from gpu_engine import Serving, engine_config, greedy, random_prompts, serving, tokens_until_all_decode
-from gpu_rig import Bench
 from gpu_sizes import FULL
 
 from headwise.runtime.config import EngineConfig
@@ -25,12 +26,8 @@ BATCHED_TOKENS = 8192
 def model(bench: Bench) -> None:
     """Decode steps of a random Llama-3.2-1B against their memory traffic, with and without CUDA graphs."""
     sizes, rig = bench.sizes, bench.rig
-    config = sizes.llama
-    if bench.options.layers:
-        config = {**config, "num_hidden_layers": bench.options.layers}
-    began = time.perf_counter()
-    directory = write_checkpoint(rig.work / f"llama-{config['num_hidden_layers']}", config)
-    written = time.perf_counter() - began
+    config = random_models(sizes, bench.options.layers)[LLAMA]
+    directory = write_checkpoint(rig.work / LLAMA, config)
     longest = sizes.decode_context + _output_tokens(bench, max(sizes.decode_batches)) + sizes.block_size
     shared = {
         "block_size": sizes.block_size,
@@ -40,18 +37,19 @@ def model(bench: Bench) -> None:
         "kv_cache": str(max(sizes.decode_batches) * (longest + 2 * sizes.block_size) * kv_token_bytes(config)),
     }
     bandwidth, tokens = bench.bandwidth, {}
-    for name, graphs in (("eager", False), ("graphs", True)):
+    for name, graphs in (("graphs", True), ("eager", False)):
         with bench.rows.case(name):
             began = time.perf_counter()
             with serving(rig, engine_config(rig, directory, **shared, cuda_graphs=graphs)) as opened:
-                loaded = time.perf_counter() - began
-                bench.rows.add(f"{name}_start", loaded, "s", note=f"checkpoint written in {written:.1f} s before")
+                bench.rows.add(f"{name}_start", time.perf_counter() - began, "s", note="until the engine is ready")
                 tokens[name] = [
                     _decode(bench, opened, config, name, batch, bandwidth) for batch in sizes.decode_batches
                 ]
+                captured = opened.captured_graphs
+                bench.rows.check(f"{name}_recorded", graphs == (captured > 0), f"{captured} graphs")
     if len(tokens) == 2:
         pairs = [pair for both in zip(*tokens.values(), strict=True) for pair in zip(*both, strict=True)]
-        same = sum(eager == graphs for eager, graphs in pairs) / len(pairs)
+        same = sum(one == other for one, other in pairs) / len(pairs)
         bench.rows.add("graphs_same_tokens", same, note="sequences; random weights leave many tokens nearly equal")
 
 
@@ -100,7 +98,13 @@ def expected_tokens(directory: Path, cache_dir: Path, size: tuple[int, int], **f
         ids = [engine.front_door.tokenizer.encode(text) for text in TEXTS[:prompts]]
         results = engine.generate(ids, replace(greedy(count), logprobs=2))
     margins = [[_margin(entry.top) for entry in result.logprobs] for result in results]
-    return {"prompts": ids, "tokens": [list(result.token_ids) for result in results], "margins": margins}
+    tokens = [list(result.token_ids) for result in results]
+    return {"sha256": sha256_of(directory), "prompts": ids, "tokens": tokens, "margins": margins}
+
+
+def sha256_of(model: Path) -> str:
+    """Of a GGUF file; empty for a directory."""
+    return hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else ""
 
 
 def _margin(top: Sequence[tuple[int, float]]) -> float:
@@ -128,6 +132,7 @@ def smollm2(bench: Bench) -> None:
         return
     if options.expect is not None:
         expected = json.loads(options.expect.read_text())
+        check_file(options.smollm2, expected["sha256"])
     else:
         expected = expected_tokens(
             options.smollm2, rig.work, bench.sizes.greedy, tensor_ops="numpy", kernels="reference",
@@ -147,6 +152,20 @@ def smollm2(bench: Bench) -> None:
             rows.add(f"tokens_{dtype}", equal, note=note)
             if dtype == "float32":
                 rows.check("same_tokens", margin < CLOSE, "but where two were as good as equal" if margin else "")
+
+
+def check_file(model: Path, expected: str) -> None:
+    """Whether a GGUF file is the one that tokens were made with: it may have travelled in pieces.
+
+    Raises:
+        ValueError: it is not.
+    """
+    found = sha256_of(model)
+    if found and expected and found != expected:
+        raise ValueError(
+            f"{model} of {model.stat().st_size} bytes has SHA-256 {found[:16]}..., the tokens were made with "
+            f"{expected[:16]}...: is a piece missing?"
+        )
 
 
 def compare_tokens(found: Sequence[Sequence[int]], expected: Mapping[str, Any]) -> tuple[int, float]:

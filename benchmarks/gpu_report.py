@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-MET, MISSED, STATED, SKIPPED, FAILED = "yes", "no", "", "skipped", "FAILED"
-"""What becomes of a row. Stated: there is no aim."""
+MET, MISSED, STATED, SKIPPED, FAILED, VOID = "yes", "no", "", "skipped", "FAILED", "void"
+"""What becomes of a row. Stated: there is no aim. Void: it would be met, but not all is right that was measured."""
+
+PROOF = "correctness"
+"""The section whose failures make all aims void that are met after it."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,10 @@ class Row:
     aim: float | None = None
     at_most: bool = False
     note: str = ""
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.section}.{self.name}"
 
     @property
     def aim_text(self) -> str:
@@ -56,23 +65,81 @@ class Recorder:
             status = MET if (measured <= aim if most is not None else measured >= aim) else MISSED
         self._emit(Row(self._section, name, status, measured, unit, aim, most is not None, note))
 
+    def state(self, name: str, note: str) -> None:
+        """Words."""
+        self.conclude(name, STATED, note)
+
     def check(self, name: str, holds: bool, note: str = "") -> None:
         """Something that is right, or a failure."""
-        self._emit(Row(self._section, name, MET if holds else FAILED, note=note))
+        self.conclude(name, MET if holds else FAILED, note)
+
+    def check_error(self, name: str, error: float, most: float, note: str = "") -> None:
+        """A distance from what is right: above ``most``, or NaN, it is a failure."""
+        self._emit(Row(self._section, name, MET if error <= most else FAILED, error, "", most, True, note))
+
+    def conclude(self, name: str, status: str, note: str) -> None:
+        """A row whose status is known."""
+        self._emit(Row(self._section, name, status, note=note))
 
     def skip(self, name: str, why: str) -> None:
-        self._emit(Row(self._section, name, SKIPPED, note=why))
+        self.conclude(name, SKIPPED, why)
 
     def fail(self, name: str, why: str) -> None:
-        self._emit(Row(self._section, name, FAILED, note=why))
+        self.conclude(name, FAILED, why)
 
     @contextmanager
-    def case(self, name: str) -> Iterator[None]:
-        """What is raised within becomes a failed row: the section goes on with its next case."""
+    def case(self, name: str, optional: bool = False) -> Iterator[None]:
+        """What is raised within becomes a failed row, or a skipped one: the section goes on with its next case."""
         try:
             yield
         except Exception as error:
-            self.fail(name, described(error))
+            (self.skip if optional else self.fail)(name, described(error))
+
+
+@dataclass
+class Report:
+    """All that a run has found so far, in files that are whole at any moment: who is killed leaves what he had.
+
+    about:   card, versions and so on
+    seconds: what each section took
+    """
+
+    about: dict[str, Any]
+    markdown: Path | None = None
+    result: Path | None = None
+    rows: list[Row] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, row: Row) -> Row:
+        """Take a row, and give it back as it counts: where the proof has failed, or was not finished, no aim is met."""
+        if row.status == MET and row.aim is not None and row.section != PROOF and self._is_refuted:
+            row = replace(row, status=VOID)
+        self.rows.append(row)
+        self.save()
+        return row
+
+    @property
+    def _is_refuted(self) -> bool:
+        return any(row.section == PROOF and row.status == FAILED for row in self.rows)
+
+    @property
+    def has_failures(self) -> bool:
+        return any(row.status == FAILED for row in self.rows)
+
+    def line(self) -> str:
+        """The result, a line of JSON."""
+        return json.dumps(result_of(self.about, self.rows, self.seconds))
+
+    def save(self) -> None:
+        for path, text in ((self.markdown, to_markdown(self.about, self.rows)), (self.result, self.line() + "\n")):
+            if path is not None:
+                new = path.with_name(f".{path.name}.new")
+                new.write_text(text)
+                os.replace(new, path)
+
+    def show(self) -> None:
+        """Print the table."""
+        show_table(self.rows, "\n".join(f"{name} {value}" for name, value in self.about.items()))
 
 
 def described(error: BaseException) -> str:
@@ -88,22 +155,23 @@ def from_line(line: str) -> Row:
     return Row(**json.loads(line))
 
 
-def result_of(about: Mapping[str, str], rows: Sequence[Row], seconds: Mapping[str, float]) -> dict[str, Any]:
+def result_of(about: Mapping[str, Any], rows: Sequence[Row], seconds: Mapping[str, float]) -> dict[str, Any]:
     """The result as it goes into JSON. ``seconds`` are those of each section."""
     results: dict[str, dict[str, float | None]] = {section: {} for section in seconds}
     for row in rows:
         if row.measured is not None:
-            results[row.section][row.name] = _finite(row)
+            results.setdefault(row.section, {})[row.name] = _finite(row)
 
     def noted(status: str) -> dict[str, str]:
-        return {f"{row.section}.{row.name}": row.note for row in rows if row.status == status}
+        return {row.full_name: row.note for row in rows if row.status == status}
 
     return {
         "benchmark": "gpu",
         **about,
         "results": results,
         "met": sum(row.status == MET for row in rows),
-        "missed": {f"{row.section}.{row.name}": [_finite(row), row.aim_text] for row in rows if row.status == MISSED},
+        "missed": {row.full_name: [_finite(row), row.aim_text] for row in rows if row.status == MISSED},
+        "void": [row.full_name for row in rows if row.status == VOID],
         "failed": noted(FAILED),
         "skipped": noted(SKIPPED),
         "seconds": {section: round(spent, 1) for section, spent in seconds.items()},
@@ -128,16 +196,16 @@ def show_table(rows: Sequence[Row], title: str) -> None:
         if row.section != previous:
             table.add_section()
         previous = row.section
-        table.add_row(f"{row.section}.{row.name}", row.measured_text, row.aim_text, row.status, row.note)
+        table.add_row(row.full_name, row.measured_text, row.aim_text, row.status, row.note)
     console = Console()
     Console(width=max(console.width, 160), markup=False, highlight=False).print(table)
 
 
-def to_markdown(about: Mapping[str, str], rows: Sequence[Row]) -> str:
+def to_markdown(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """The same as a table for the documentation."""
     lines = [", ".join(f"{name} {value}" for name, value in about.items()), ""]
     lines += ["| | measured | aim | met | |", "| --- | ---: | ---: | --- | --- |"]
     for row in rows:
-        cells = (f"{row.section}.{row.name}", row.measured_text, row.aim_text, row.status, row.note)
+        cells = (row.full_name, row.measured_text, row.aim_text, row.status, row.note)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -5,28 +5,26 @@ Nothing but these two classes differs between a real run and an emulated one, be
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from gpu_report import Recorder
+from gpu_random import fill
 from gpu_sizes import FULL, Sizes
 from numpy.typing import NDArray
 
-from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.base import AttentionKernels
-from headwise.kernels.block_copy import BlockCopy
+from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.cubins import Target
-from headwise.kernels.cuda.launch import address_of, driver_cuda
+from headwise.kernels.cuda.launch import Kernel, address_of, driver_cuda
 from headwise.kernels.cuda.programs import CudaPrograms, Programs
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.device import Device
@@ -38,11 +36,15 @@ Mark = Any
 Work = Callable[[], object]
 
 FLUSH_BYTES = 1 << 30
-"""Written between timed runs: more than any cache holds, and for longer than the host takes to enqueue a run."""
+"""Read before what is timed: more than any cache holds. It leaves no line that must be written back meanwhile."""
+
+READ_SOURCE, READ_KERNEL = Path(__file__).with_name("gpu_read.cu"), "read_all"
+READ_THREADS, READ_BLOCKS_PER_SM = 512, 4
 
 
 class Rig(Protocol):
     """work: a directory for compiled kernels and random checkpoints
+    seed: of all random inputs
     pins: whether host arenas are to be pinned
     """
 
@@ -50,6 +52,7 @@ class Rig(Protocol):
     sizes: Sizes
     pins: bool
     work: Path
+    seed: int
     kernels: AttentionKernels
     programs: Programs
     target: Target
@@ -63,7 +66,7 @@ class Rig(Protocol):
     def device(self, config: EngineConfig) -> Device:
         """A device of its own for an engine."""
 
-    def block_copy(self) -> BlockCopy: ...
+    def block_copy(self) -> CudaBlockCopy: ...
 
     def copy_stream(self, name: str) -> Stream: ...
 
@@ -85,8 +88,11 @@ class Rig(Protocol):
     def copy_side_by_side(self, *pairs: tuple[Array, Array]) -> None:
         """Plain copies of (target, source) pairs, each on a stream of its own; returns when all are done."""
 
+    def read(self, array: Array) -> None:
+        """Enqueue a kernel that reads all of ``array``, whole vectors of 16 bytes, and writes nothing."""
+
     def flush(self) -> None:
-        """Enqueue a write of more memory than the caches hold."""
+        """Enqueue a read of more memory than the caches hold."""
 
     def mark(self) -> Mark:
         """This point of the current stream."""
@@ -94,11 +100,17 @@ class Rig(Protocol):
     def wait(self, mark: Mark) -> None:
         """Let the host wait until the stream has passed a point."""
 
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the stream has passed a point. Never waits."""
+
     def seconds_between(self, first: Mark, last: Mark) -> float:
         """Time between two points that the stream has passed."""
 
     def synchronize(self) -> None:
         """Wait for everything."""
+
+    def clocks(self) -> str:
+        """Clocks, power and temperature while the GPU reads memory."""
 
 
 class CudaRig:
@@ -108,19 +120,20 @@ class CudaRig:
     sizes = FULL
     pins = True
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, seed: int) -> None:
         from headwise.runtime.cuda_device import CudaDevice
 
         config = EngineConfig(device="cuda", cache_dir=str(work))
         self._device = CudaDevice(config)  # says what is missing, before anything else is imported
         import cupy
 
-        self._cupy, self._cuda, self.work = cupy, cupy.cuda, work
+        self._cupy, self._cuda, self.work, self.seed = cupy, cupy.cuda, work, seed
         self.kernels: AttentionKernels = self._device.kernels
         with self._device.current():
             self.programs: Programs = CudaPrograms(config.cache_path / "kernels")
             self.target = Target(int(cupy.cuda.Device().compute_capability), driver_cuda())
             self._sides = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+            self._blocks = READ_BLOCKS_PER_SM * int(cupy.cuda.Device().attributes["MultiProcessorCount"])
 
     def about(self) -> dict[str, str]:
         """See `Rig.about`."""
@@ -128,10 +141,11 @@ class CudaRig:
         name, total = runtime.getDeviceProperties(0)["name"], runtime.memGetInfo()[1]
         return {
             "card": f"{name.decode() if isinstance(name, bytes) else name}, {total / 2**30:.0f} GiB",
-            "driver": _driver(),
+            "driver": _asked("driver_version"),
             "cuda": _dotted(runtime.runtimeGetVersion()),
             "driver_cuda": _dotted(runtime.driverGetVersion()),
-            **versions("cupy", "triton", "torch", "numpy", "flashinfer"),
+            "cupy": str(self._cupy.__version__),
+            **versions("triton", "torch", "numpy", "flashinfer-python"),
         }
 
     @contextmanager
@@ -151,7 +165,7 @@ class CudaRig:
 
         return CudaDevice(config)
 
-    def block_copy(self) -> BlockCopy:
+    def block_copy(self) -> CudaBlockCopy:
         return self._device.block_copy()
 
     def copy_stream(self, name: str) -> Stream:
@@ -193,13 +207,25 @@ class CudaRig:
         runtime = self._cuda.runtime
         runtime.memcpyAsync(address_of(target), address_of(source), source.nbytes, runtime.memcpyDefault, stream.ptr)
 
+    def read(self, array: Array) -> None:
+        """See `Rig.read`."""
+        arguments = np.uint64(address_of(array)), np.int64(array.nbytes // 16), np.uint64(address_of(self._sink))
+        self._reader((self._blocks, 1, 1), arguments)
+
+    @cached_property
+    def _reader(self) -> Kernel:
+        return self.programs(str(READ_SOURCE), {}).kernel(READ_KERNEL, READ_THREADS)
+
+    @cached_property
+    def _sink(self) -> Array:
+        return self.empty(16)
+
     @cached_property
     def _flushed(self) -> Array:
-        return self.empty(FLUSH_BYTES)
+        return fill(self, self.empty(FLUSH_BYTES))
 
     def flush(self) -> None:
-        stream = self._cuda.get_current_stream()
-        self._cuda.runtime.memsetAsync(address_of(self._flushed), 0, FLUSH_BYTES, stream.ptr)
+        self.read(self._flushed)
 
     def mark(self) -> Mark:
         event = self._cuda.Event()
@@ -209,99 +235,51 @@ class CudaRig:
     def wait(self, mark: Mark) -> None:
         mark.synchronize()
 
+    def has_passed(self, mark: Mark) -> bool:
+        return bool(mark.done)
+
     def seconds_between(self, first: Mark, last: Mark) -> float:
         return float(self._cuda.get_elapsed_time(first, last)) / 1e3
 
     def synchronize(self) -> None:
         self._cuda.runtime.deviceSynchronize()
 
+    def clocks(self) -> str:
+        """See `Rig.clocks`."""
+        with ThreadPoolExecutor(1) as other:
+            asked = other.submit(_asked, "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+            while not asked.done():
+                self.flush()
+        self.synchronize()
+        return asked.result()
+
 
 def imported(name: str) -> Any | None:
     """A module if it can be had: torch and FlashInfer are compared with where they are."""
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except (ImportError, OSError):  # not installed, or without a library that it needs
         return None
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Of modules, where they can be imported."""
-    return {name: str(module.__version__) for name in names if (module := imported(name)) is not None}
+    """Of distributions that are installed. Nothing is imported: torch takes ten seconds."""
+    found = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
-def _driver() -> str:
-    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+def _asked(*fields: str) -> str:
+    """What nvidia-smi says of the first card."""
+    query = ("nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
     try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return "unknown: no nvidia-smi"
-    return said[0] if said else "unknown"
+        return "unknown: nvidia-smi does not tell"
+    return said or "unknown"
 
 
 def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
-
-
-# ---- on either ----
-
-
-@dataclass
-class Bench:
-    """What a section is handed.
-
-    rows:    takes what it finds
-    options: those of the command line
-    """
-
-    rig: Rig
-    rows: Recorder
-    options: argparse.Namespace
-
-    @property
-    def sizes(self) -> Sizes:
-        return self.rig.sizes
-
-    @cached_property
-    def bandwidth(self) -> float:
-        """Bytes per second, read and written, of a plain copy within the device's memory."""
-        rig, half = self.rig, self.sizes.copied_bytes
-        source, target = fill(rig, rig.empty(half)), rig.empty(half)
-        return 2 * half / self.seconds({"copy": lambda: rig.copy(target, source)})["copy"]
-
-    def seconds(self, works: Mapping[str, Work], rounds: int | None = None) -> dict[str, float]:
-        """Median time of each work on the current stream. They take turns, and find cold caches."""
-        rig, times = self.rig, {name: [] for name in works}
-        for work in works.values():
-            work()
-        for turn in range((rounds or self.sizes.rounds) + 1):
-            marks = {}
-            for name, work in works.items():
-                rig.flush()
-                begin = rig.mark()
-                work()
-                marks[name] = begin, rig.mark()
-            rig.synchronize()
-            for name, pair in marks.items() if turn else ():  # the first turn warms up
-                times[name].append(rig.seconds_between(*pair))
-        return {name: statistics.median(taken) for name, taken in times.items()}
-
-
-RANDOM_BYTES = 32 << 20
-
-
-def fill(rig: Rig, array: Array, dtype: str = "bfloat16", seed: int = 0) -> Array:
-    """Fill flat uint8 ``array`` with normally distributed numbers of ``dtype``, repeated after `RANDOM_BYTES`."""
-    size = min(RANDOM_BYTES, array.nbytes)
-    drawn = np.random.default_rng(seed).standard_normal(size // numpy_dtype(dtype).itemsize, dtype=np.float32)
-    chunk = rig.upload(drawn.astype(numpy_dtype(dtype)).view(np.uint8))
-    for at in range(0, array.nbytes, size):
-        part = array[at : at + size]
-        rig.copy(part, chunk[: part.nbytes])
-    rig.synchronize()  # before the chunk is freed
-    return array
-
-
-def random(rig: Rig, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
-    """Normally distributed numbers on the device."""
-    count = int(np.prod(shape)) * numpy_dtype(dtype).itemsize
-    return fill(rig, rig.empty(count), dtype, seed).view(numpy_dtype(dtype)).reshape(shape)

@@ -7,15 +7,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_checkpoint import kv_token_bytes, write_checkpoint
+from gpu_bench import Bench
+from gpu_checkpoint import ERNIE, kv_token_bytes, write_checkpoint
 from gpu_engine import Serving, engine_config, greedy, random_prompts, serving, tokens_until_all_decode
 from gpu_model import BATCHED_TOKENS
-from gpu_rig import Bench
 from gpu_sizes import WINDOW_FIELDS
+
+SETTLING_STEPS = 3
+"""Taken after a rest, before the clock starts: as many are in flight then as when it stops."""
 
 
 def _checkpoint(bench: Bench) -> Path:
-    return write_checkpoint(bench.rig.work / "ernie", bench.sizes.ernie)
+    return write_checkpoint(bench.rig.work / ERNIE, bench.sizes.ernie)
 
 
 def published(bench: Bench) -> None:
@@ -27,7 +30,8 @@ def published(bench: Bench) -> None:
     plain = {name: value for name, value in sizes.ernie.items() if name not in WINDOW_FIELDS}
     uniform = write_checkpoint(rig.work / "ernie-uniform", plain, windowed)
     batch, context, steps = sizes.tbt
-    output = tokens_until_all_decode(batch, context, BATCHED_TOKENS) + sizes.warm_steps + steps
+    output = tokens_until_all_decode(batch, context, BATCHED_TOKENS) + sizes.warm_steps
+    output += _rounds(bench) * (SETTLING_STEPS + steps) + 1
     longest = max(sizes.ttft, context) + output + sizes.block_size
     shared = {
         "block_size": sizes.block_size,
@@ -44,16 +48,27 @@ def published(bench: Bench) -> None:
         engines = {"uniform": one, "per_head": two}
         ttft = _first_tokens(bench, engines)
         note = ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in ttft.items())
-        bench.rows.add("ttft_over_uniform", ttft["per_head"] / ttft["uniform"], most=0.95, note=note)
+        bench.rows.add(
+            "ttft_over_uniform", ttft["per_head"] / ttft["uniform"], most=0.95, note=f"{sizes.ttft} tokens: {note}"
+        )
         tbt = _between_tokens(bench, engines, output)
         note = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in tbt.items())
-        bench.rows.add("tbt_over_uniform", tbt["per_head"] / tbt["uniform"], most=0.95, note=note)
+        recorded = [engine.captured_graphs for engine in engines.values()]
+        bench.rows.check("tbt_recorded", all(recorded), f"{recorded} graphs")
+        bench.rows.add(
+            "tbt_over_uniform", tbt["per_head"] / tbt["uniform"], most=0.95,
+            note=f"batch {batch}, context {context}: {note}",
+        )  # fmt: skip
+
+
+def _rounds(bench: Bench) -> int:
+    return min(5, bench.sizes.rounds)
 
 
 def _first_tokens(bench: Bench, engines: dict[str, Serving]) -> dict[str, float]:
-    prompt = random_prompts(1, bench.sizes.ttft, bench.sizes.ernie["vocab_size"], seed=1)
+    prompt = random_prompts(1, bench.sizes.ttft, bench.sizes.ernie["vocab_size"], seed=bench.rig.seed + 1)
     times: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(min(5, bench.sizes.rounds) + 1):
+    for turn in range(_rounds(bench) + 1):
         for name, engine in engines.items():
             seconds = engine.until_first_tokens(engine.submit(prompt, 1))
             engine.finish()
@@ -63,16 +78,21 @@ def _first_tokens(bench: Bench, engines: dict[str, Serving]) -> dict[str, float]
 
 
 def _between_tokens(bench: Bench, engines: dict[str, Serving], output: int) -> dict[str, float]:
+    """Seconds a decode step: the engines take turns with the same sequences, one of them at rest."""
     batch, context, steps = bench.sizes.tbt
-    prompts = random_prompts(batch, context, bench.sizes.ernie["vocab_size"], seed=2)
-    warm = bench.sizes.warm_steps
+    prompts = random_prompts(batch, context, bench.sizes.ernie["vocab_size"], seed=bench.rig.seed + 2)
+    for engine in engines.values():
+        engine.until_first_tokens(engine.submit(prompts, output))
+        engine.decode_steps(bench.sizes.warm_steps, batch)
+        engine.rest()
     times: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(min(3, bench.sizes.rounds)):
+    for _ in range(_rounds(bench)):
         for name, engine in engines.items():
-            engine.until_first_tokens(engine.submit(prompts, output))
-            engine.decode_steps(warm, batch)
+            engine.decode_steps(SETTLING_STEPS, batch)
             times[name].append(engine.decode_steps(steps, batch))
-            engine.finish()
+            engine.rest()
+    for engine in engines.values():
+        engine.finish()
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
@@ -96,7 +116,9 @@ class Outcome:
 def recycling(bench: Bench) -> None:
     """Tokens in the same time, in the same memory, for as long as requests wait for memory."""
     sizes, load = bench.sizes, bench.sizes.load
-    directory = _checkpoint(bench)
+    directory = write_checkpoint(
+        bench.rig.work / "ernie-recycled", {**sizes.ernie, **sizes.recycled}, weights=_checkpoint(bench)
+    )
     whole = -(-(load.input_tokens + load.output_tokens) // load.block_size) * load.block_size
     shared = {
         "block_size": load.block_size,
@@ -112,7 +134,8 @@ def recycling(bench: Bench) -> None:
     on, off = outcomes
     note = (
         f"{on.rate:.0f} and {off.rate:.0f} tokens/s in {on.seconds:.0f} s, {on.peak} and {off.peak} requests at once; "
-        f"{load.input_tokens} tokens in, {load.output_tokens} out, memory of {load.whole} whole requests"
+        f"{load.input_tokens} tokens in, {load.output_tokens} out, memory of {load.whole} whole requests, window "
+        f"{sizes.recycled['window_size']} in {sizes.recycled['head_wise_swa_ratio']:.0%} of heads"
     )
     bench.rows.add("throughput_ratio", on.rate / off.rate, least=1.76, note=note)
 
@@ -120,7 +143,7 @@ def recycling(bench: Bench) -> None:
 def _serve(bench: Bench, engine: Serving, seconds: float, until_none_waits: bool) -> Outcome:
     """Serve the load for so long, or until no request waits for memory."""
     load = bench.sizes.load
-    prompts = random_prompts(load.requests, load.input_tokens, bench.sizes.ernie["vocab_size"], seed=3)
+    prompts = random_prompts(load.requests, load.input_tokens, bench.sizes.ernie["vocab_size"], seed=bench.rig.seed + 3)
     # Between half and one and a half of the mean, in no order: requests that end together would come in waves.
     outputs = [round(load.output_tokens * (0.5 + index * 0.618 % 1)) for index in range(load.requests)]
     engine.engine.generate([prompts[0][:8]], greedy(bench.sizes.warm_steps))  # the kernels' first calls

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,13 +22,23 @@ pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Tr
 
 import gpu
 import gpu_rig
+import gpu_sanitizer
+from cuda_shim import ShimPrograms
+from gpu_bench import MOST_FLUSHES, Bench
+from gpu_cases import decode_step, half_windowed, prefill_step
 from gpu_checkpoint import write_checkpoint
-from gpu_model import compare_tokens
-from gpu_report import FAILED, MET, MISSED, SKIPPED, Recorder, Row, result_of, to_line, to_markdown
+from gpu_emulated import EmulatedRig
+from gpu_model import check_file, compare_tokens, sha256_of
+from gpu_random import RANDOM_BYTES, fill
+from gpu_report import FAILED, MET, MISSED, SKIPPED, VOID, Recorder, Report, Row, result_of, to_line, to_markdown
 from gpu_sanitizer import judge
 from gpu_sizes import TINY
+from gpu_spot_check import WrongError, check_step
 
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.errors import ConfigError
 from headwise.kernels.cuda.cards import count_cards
+from headwise.kernels.cuda.programs import compile_source
 from headwise.runtime.config import EngineConfig
 
 SCRIPT = Path(gpu.__file__)
@@ -59,12 +71,23 @@ class BatchDecodeWithPagedKVCacheWrapper:
         assert int(indptr[-1]) == len(indices) and len(last_page_len) == len(indptr) - 1
         self.page = (num_kv_heads, page_size, head_dim)
         self.query = (len(last_page_len), num_qo_heads, head_dim)
+        self.tables, self.scale = indices.reshape(len(last_page_len), -1), sm_scale
+        self.lengths = (self.tables.shape[1] - 1) * page_size + last_page_len
 
     def run(self, q, paged_kv_cache):
         assert tuple(q.shape) == self.query
         for pages in paged_kv_cache:
             assert tuple(pages.shape[1:]) == self.page and pages.is_contiguous()
-        return torch.zeros_like(q)
+        return torch.stack([self._attend(*each, paged_kv_cache) for each in zip(q, self.tables, self.lengths)])
+
+    def _attend(self, q, table, length, cache):
+        heads, _, head_dim = self.page
+        keys, values = (
+            pages[table.long()].transpose(0, 1).reshape(heads, -1, head_dim)[:, :length].float() for pages in cache
+        )
+        queries = q.float().reshape(heads, -1, head_dim)
+        weights = torch.softmax(queries @ keys.transpose(1, 2) * self.scale, -1)
+        return (weights @ values).reshape(q.shape).to(q.dtype)
 '''
 
 
@@ -92,27 +115,44 @@ def emulated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int,
     (work / "flashinfer.py").write_text(FLASHINFER)
     paths = {"PATH": f"{tool.parent}:{os.environ['PATH']}", "PYTHONPATH": str(work)}
     table = work / "table.md"
-    return *run("--here", "--work", work, "--smollm2", tiny, "--markdown", table, **paths), table.read_text()
+    files = ("--markdown", table, "--result", work / "result.json")
+    status, output, result = run("--here", "--work", work, "--smollm2", tiny, *files, **paths)
+    assert json.loads((work / "result.json").read_text()) == result
+    return status, output, result, table.read_text()
 
 
 def test_every_section_runs_to_its_end_on_an_emulated_gpu(emulated: tuple[int, str, dict[str, Any], str]) -> None:
     status, output, result, _ = emulated
     assert result["failed"] == {}
     assert status == 0
-    expected_skips = set() if HAS_TORCH else {"decode.over_torch", "decode.over_flashinfer", "prefill.over_torch"}
-    assert set(result["skipped"]) == expected_skips
+    without_cudnn = {"decode.b1_c48_over_cudnn", "decode.b2_c48_over_cudnn", "prefill.t32_over_cudnn"}
+    without_torch = {"decode.over_torch", "decode.over_flashinfer", "prefill.over_torch"}
+    assert set(result["skipped"]) == (without_cudnn if HAS_TORCH else without_torch)
     assert list(result["seconds"]) == list(gpu.SECTIONS)
-    for name in ("sanitizer.memcheck", "sanitizer.racecheck", "smollm2.same_tokens", "correctness.write_e4m3"):
+    for name in (
+        "sanitizer.memcheck_cxx",
+        "sanitizer.memcheck_triton",
+        "sanitizer.racecheck_triton",
+        "smollm2.same_tokens",
+        "correctness.write_e4m3",
+    ):
         assert name in output
 
 
 def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str, Any], str]) -> None:
     result = emulated[2]
-    assert {"benchmark", "date", "card", "triton", "numpy"} <= set(result)
+    assert {"benchmark", "date", "seed", "card", "triton", "numpy"} <= set(result)
     promised = {
-        "correctness": {"attend_bf16", "attend_fp16", "attend_int8", "attend_e4m3", "ops_rope_bfloat16"},
-        "decode": {"copy_bandwidth", "b1_c48_of_bandwidth", "b2_c48_of_bandwidth"},
-        "heads": {"decode_over_uniform", "prefill_over_uniform"},
+        "correctness": {
+            "attend_bf16",
+            "attend_fp16",
+            "attend_int8",
+            "attend_e4m3",
+            "ops_rope_bfloat16",
+            "sampling_bfloat16",
+        },
+        "decode": {"copy_bandwidth", "read_bandwidth", "b1_c48_of_bandwidth", "b2_c48_of_bandwidth"},
+        "heads": {"decode_over_uniform", "decode_over_one_table", "prefill_over_uniform"},
         "prefill": {"t32"},
         "copies": {"block8_h2d", "block8_d2h", "block8_both", "block8_hidden", "block8_decode", "block16_both"},
         "model": {"eager_b1_of_bandwidth", "graphs_b2_of_bandwidth", "graphs_same_tokens"},
@@ -122,14 +162,10 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
     }
     if HAS_TORCH:
         promised["decode"] |= {"b2_c48_over_torch", "b2_c48_over_flashinfer"}
-        promised["prefill"] |= {"t32_over_torch"}
+        promised["prefill"] |= {"t32_over_torch", "t32_matmul"}
     for section, names in promised.items():
         assert names <= set(result["results"][section]), section
     assert result["results"]["model"]["graphs_same_tokens"] == 1.0
-
-
-def test_the_emulated_kernels_compute_what_the_reference_does(emulated: tuple[int, str, dict[str, Any], str]) -> None:
-    assert not [name for name in emulated[2]["missed"] if name.startswith("correctness.")]
 
 
 def test_table_and_markdown_have_a_line_for_every_number(emulated: tuple[int, str, dict[str, Any], str]) -> None:
@@ -196,7 +232,7 @@ def test_expected_tokens_made_beforehand_are_compared_with(
 
 def rows_of(code: str, limit_s: float) -> list[Row]:
     rows: list[Row] = []
-    gpu.run_section("decode", [sys.executable, "-c", code], limit_s, rows.append)
+    gpu.run_apart("decode", [sys.executable, "-c", code], limit_s, rows.append)
     return rows
 
 
@@ -272,19 +308,191 @@ def test_tokens_may_differ_from_where_two_were_as_good_as_equal() -> None:
     assert compare_tokens([[9, 2, 3], [4, 9, 6]], expected) == (1, 1.0)
 
 
+def test_a_gguf_file_that_lacks_a_piece_is_told_from_the_whole(tmp_path: Path) -> None:
+    whole, piece = tmp_path / "whole.gguf", tmp_path / "piece.gguf"
+    whole.write_bytes(b"12345678")
+    piece.write_bytes(b"1234")
+    check_file(whole, sha256_of(whole))
+    check_file(tmp_path, sha256_of(whole))  # a directory has no sum
+    with pytest.raises(ValueError, match="of 4 bytes"):
+        check_file(piece, sha256_of(whole))
+
+
 @pytest.mark.parametrize(
-    ("status", "said", "holds"),
+    ("status", "said", "verdict"),
     [
-        (0, "========= ERROR SUMMARY: 0 errors", True),
-        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", True),
-        (86, "========= Invalid __global__ read of size 16 bytes\n========= ERROR SUMMARY: 3 errors", False),
-        (86, "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)", False),
-        (1, "========= ERROR SUMMARY: 0 errors", False),
-        (0, "Device not supported", False),
+        (0, "========= ERROR SUMMARY: 0 errors", MET),
+        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", MET),
+        (86, "========= Invalid __global__ read of size 16 bytes\n========= ERROR SUMMARY: 3 errors", FAILED),
+        (86, "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)", FAILED),
+        (1, "========= ERROR SUMMARY: 0 errors", FAILED),
+        (0, "nothing", FAILED),
+        (1, "========= Error: Device not supported\n========= ERROR SUMMARY: 1 error", SKIPPED),
     ],
 )
-def test_the_sanitizer_is_believed_only_when_it_says_that_it_found_nothing(status: int, said: str, holds: bool) -> None:
-    assert judge(status, said)[0] is holds
+def test_the_sanitizer_is_believed_only_when_it_says_that_it_found_nothing(
+    status: int, said: str, verdict: str
+) -> None:
+    assert judge(status, said)[0] == verdict
+
+
+def test_the_sanitizer_is_found_where_cuda_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpu_sanitizer, "USUAL_PLACES", (f"{tmp_path}/cuda*/bin",))
+    assert gpu_sanitizer.find_tool() is None
+    for version in ("12.9", "13.0"):
+        place = tmp_path / f"cuda-{version}" / "bin"
+        place.mkdir(parents=True)
+        (place / "compute-sanitizer").write_text("")
+        (place / "compute-sanitizer").chmod(0o755)
+    assert gpu_sanitizer.find_tool() == str(place / "compute-sanitizer")
+
+
+# ---- what is left of a run that is stopped ----
+
+
+def test_once_the_proof_has_failed_no_aim_is_met(tmp_path: Path) -> None:
+    report = Report({"card": "H200"}, tmp_path / "table.md", tmp_path / "result.json")
+    report.add(Row("correctness", "write", MET))
+    assert report.add(Row("decode", "a", MET, 0.9, aim=0.85)).status == MET
+    report.add(Row("correctness", "attend", FAILED, 0.5, aim=0.02, at_most=True))
+    for row in (Row("decode", "b", MET, 0.9, aim=0.85), Row("decode", "c", MISSED, 0.1, aim=0.85)):
+        report.add(row)
+    report.add(Row("copies", "right", MET))
+    assert [row.status for row in report.rows] == [MET, MET, FAILED, VOID, MISSED, MET]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["void"] == ["decode.b"]
+    assert result["results"]["decode"]["b"] == 0.9
+    assert "| decode.b | 0.9 | >= 0.85 | void |" in (tmp_path / "table.md").read_text()
+
+
+def test_a_run_that_is_stopped_leaves_table_and_result(tmp_path: Path) -> None:
+    files = ("--markdown", tmp_path / "table.md", "--result", tmp_path / "result.json", "--work", tmp_path)
+    command = [sys.executable, SCRIPT, "--emulate", "--only", "heads,decode", *files]
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout)
+        next(line for line in lines if "heads.decode_over_uniform" in line)
+        seen = json.loads((tmp_path / "result.json").read_text())
+        process.send_signal(signal.SIGTERM)
+        last = list(lines)[-1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "decode_over_uniform" in seen["results"]["heads"]
+    result = json.loads(last)
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert "stopped" in result["failed"]["run.whole"]
+    assert "heads.decode_over_uniform" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize(("error", "begins"), [(ConfigError("there is no GPU 0"), False), (KeyError("name"), True)])
+def test_sections_run_where_the_card_is_there_but_does_not_tell_its_name(
+    error: Exception, begins: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def about(self: object) -> dict[str, str]:
+        raise error
+
+    monkeypatch.setattr(EmulatedRig, "about", about)
+    arguments = ["--emulate", "--here", "--only", "smollm2", "--work", str(tmp_path)]
+    assert gpu.main(arguments) == 1
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert ("smollm2" in result["seconds"]) is begins
+    assert "about.card" in result["failed"]
+
+
+# ---- what is timed ----
+
+
+class TimedRig:
+    """A rig whose host is ahead of the GPU once that reads ``needed`` times before the work."""
+
+    sizes = SimpleNamespace(rounds=3)
+
+    def __init__(self, needed: int) -> None:
+        self.needed, self.flushed, self.timed = needed, 0, []
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+    def mark(self) -> int:
+        return self.flushed
+
+    def wait(self, mark: int) -> None:
+        self.timed.append(mark)
+        self.flushed = 0
+
+    def has_passed(self, mark: int) -> bool:
+        return self.flushed < self.needed
+
+    def seconds_between(self, first: int, last: int) -> float:
+        return float(first)
+
+
+@pytest.mark.parametrize(("needed", "flushes", "late"), [(1, 1, 0), (5, 8, 0), (10**9, MOST_FLUSHES, 3)])
+def test_the_gpu_reads_until_the_host_is_ahead(needed: int, flushes: int, late: int) -> None:
+    rows: list[Row] = []
+    bench = Bench(TimedRig(needed), Recorder("heads", rows.append), Namespace(), is_warm=True)
+    assert bench.seconds({"work": lambda: None}) == {"work": flushes}
+    bench.finish()
+    assert [(row.name, row.measured) for row in rows] == ([("late", late)] if late else [])
+
+
+def test_works_that_begin_with_the_host_are_timed_as_they_are() -> None:
+    bench = Bench(TimedRig(10**9), Recorder("heads", lambda row: None), Namespace(), is_warm=True)
+    assert bench.seconds({"work": lambda: None}, ahead=False) == {"work": 1}
+    assert bench.late == 0
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> EmulatedRig:
+    return EmulatedRig(tmp_path_factory.mktemp("rig"), seed=7)
+
+
+def test_timed_steps_compute_what_numpy_does(rig: EmulatedRig) -> None:
+    heads, windows = TINY.attention, half_windowed(TINY.attention, TINY.window)
+    assert check_step(rig, decode_step(rig, heads, 2, 96, 16, windows)) < 0.01
+    assert check_step(rig, decode_step(rig, heads, 2, 96, 16, windows, one_table=True)) < 0.01
+    assert check_step(rig, prefill_step(rig, heads, 40, 16, windows)) < 0.01
+
+
+@pytest.mark.parametrize("wrong", ["table", "window", "unwritten"])
+def test_a_step_that_computes_something_else_is_not_timed(wrong: str, rig: EmulatedRig) -> None:
+    step = decode_step(rig, TINY.attention, 1, 96, 16, half_windowed(TINY.attention, TINY.window))
+    if wrong == "table":
+        step.batch.block_tables[...] = np.roll(step.batch.block_tables, 1, axis=1)
+    elif wrong == "window":
+        step.heads.sink[...] = np.where(step.heads.window, 8, 0)
+    else:
+        step.batch.cu_seqlens_q[...] = 0
+    with pytest.raises(WrongError):
+        check_step(rig, step)
+
+
+def test_random_memory_repeats_nothing(rig: EmulatedRig) -> None:
+    size = 4 * RANDOM_BYTES + 512
+    blocks = fill(rig, rig.empty(size)).view(numpy_dtype("bfloat16")).reshape(-1, 1 << 7)
+    assert np.isfinite(blocks).all()
+    first = blocks[:: 1 << 15].view(np.uint16)
+    assert len(np.unique(first, axis=0)) == len(first)
+    other = fill(rig, rig.empty(1 << 10), salt=1)
+    assert not np.array_equal(other, fill(rig, rig.empty(1 << 10)))
+
+
+def test_the_kernel_that_only_reads_compiles_and_runs(tmp_path: Path) -> None:
+    source = str(gpu_rig.READ_SOURCE)
+    kernel = ShimPrograms(tmp_path)(source, {}).kernel(gpu_rig.READ_KERNEL, 64)
+    memory, sink = np.zeros((1000, 4), np.uint32), np.zeros(4, np.uint32)
+    memory[77] = 0x9E3779B9, 0, 0, 0  # the number whose sum is told
+    for vectors, told in ((1000, 0x9E3779B9), (77, 0)):
+        sink[:] = 0
+        kernel((3, 1, 1), (np.uint64(memory.ctypes.data), np.int64(vectors), np.uint64(sink.ctypes.data)))
+        assert sink[0] == told
+    try:
+        ptx = compile_source(source, {}, 90).ptx
+    except ConfigError as error:
+        pytest.skip(str(error))
+    loads = [index for index, line in enumerate(ptx.splitlines()) if "ld.global" in line]
+    assert len(loads) == 5
+    assert not any("bra" in line or "xor" in line for line in ptx.splitlines()[loads[0] : loads[3]])  # all in flight
 
 
 # ---- the real rig, on a stand-in for CuPy ----
@@ -301,6 +509,8 @@ class FakeStream:
 
 
 class FakeEvent:
+    done = True
+
     def record(self, stream: FakeStream) -> None:
         assert isinstance(stream, FakeStream)
 
@@ -332,7 +542,7 @@ def fake_cupy() -> SimpleNamespace:
         runtime=runtime,
         Stream=FakeStream,
         Event=FakeEvent,
-        Device=lambda: SimpleNamespace(compute_capability="90"),
+        Device=lambda: SimpleNamespace(compute_capability="90", attributes={"MultiProcessorCount": 132}),
         get_current_stream=lambda: FakeStream(non_blocking=True),
         get_elapsed_time=lambda first, last: 2.5,
     )
@@ -366,6 +576,18 @@ class FakeDevice:
         return num_bytes
 
 
+class FakePrograms:
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __call__(self, source: str, defines: object) -> FakePrograms:
+        assert Path(source).exists()
+        return self
+
+    def kernel(self, name: str, threads: int) -> Callable[..., None]:
+        return lambda grid, arguments: self.launched.append((name, threads, grid, arguments))
+
+
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     fake = fake_cupy()
@@ -378,15 +600,15 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr("headwise.runtime.cuda_device.CudaDevice", FakeDevice)
-    monkeypatch.setattr(gpu_rig, "CudaPrograms", lambda directory: directory)
+    monkeypatch.setattr(gpu_rig, "CudaPrograms", lambda directory: FakePrograms())
     monkeypatch.setattr(gpu_rig, "driver_cuda", lambda: 13)
     return fake
 
 
 def test_the_real_rig_brings_arrays_to_the_device_and_back(cupy: SimpleNamespace, tmp_path: Path) -> None:
-    rig = gpu_rig.CudaRig(tmp_path)
+    rig = gpu_rig.CudaRig(tmp_path, 3)
     for dtype in ("float32", "int32", "bfloat16"):
-        array = np.arange(24).reshape(2, 3, 4).astype(gpu_rig.numpy_dtype(dtype))
+        array = np.arange(24).reshape(2, 3, 4).astype(numpy_dtype(dtype))
         there = rig.upload(array)
         assert there.shape == array.shape
         assert there.dtype == array.dtype
@@ -394,25 +616,41 @@ def test_the_real_rig_brings_arrays_to_the_device_and_back(cupy: SimpleNamespace
 
 
 def test_the_real_rig_copies_and_times_on_the_current_stream(cupy: SimpleNamespace, tmp_path: Path) -> None:
-    rig = gpu_rig.CudaRig(tmp_path)
+    rig = gpu_rig.CudaRig(tmp_path, 3)
     memory = np.zeros(8, np.uint8)
     with rig.current():
         rig.copy(memory, memory)
         rig.copy_side_by_side((memory, memory), (memory, memory))
-        rig.flush()
+        rig.read(memory.view(FakeArray))
         first, last = rig.mark(), rig.mark()
         rig.wait(last)
         rig.synchronize()
     address = memory.ctypes.data
-    assert cupy.copies[:3] == [(address, address, 8, 4, 77)] * 3
-    assert cupy.copies[3][1:] == (0, gpu_rig.FLUSH_BYTES, 77)
+    assert cupy.copies == [(address, address, 8, 4, 77)] * 3
+    ((name, threads, grid, (where, vectors, _)),) = rig.programs.launched
+    assert (name, threads, grid) == ("read_all", 512, (528, 1, 1))
+    assert (where, vectors) == (address, 0)
+    assert rig.has_passed(first)
     assert rig.seconds_between(first, last) == 0.0025
 
 
+def test_the_real_rig_reads_all_of_its_memory_before_what_is_timed(
+    cupy: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_rig, "FLUSH_BYTES", 1 << 12)
+    monkeypatch.setattr(gpu_rig, "_asked", lambda *fields: ", ".join(fields))
+    rig = gpu_rig.CudaRig(tmp_path, 3)
+    with rig.current():
+        rig.flush()
+        assert rig.programs.launched[0][3][1] == (1 << 12) // 16
+        assert rig.clocks().startswith("clocks.sm, clocks.mem")
+
+
 def test_the_real_rig_tells_card_and_versions(cupy: SimpleNamespace, tmp_path: Path) -> None:
-    rig = gpu_rig.CudaRig(tmp_path)
+    rig = gpu_rig.CudaRig(tmp_path, 3)
     about = rig.about()
     assert about["card"] == "NVIDIA H200, 141 GiB"
+    assert {"triton", "numpy", "driver"} <= set(about)
     assert (about["cuda"], about["driver_cuda"], about["cupy"]) == ("13.0", "13.1", "14.2.0")
     assert (rig.target.sm, rig.target.cuda) == (90, 13)
     assert rig.free_bytes() == 5 << 30
