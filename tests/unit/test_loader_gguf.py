@@ -6,6 +6,7 @@ import errno
 import json
 import random
 import struct
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tiny_models import (
     write_llama_gguf,
 )
 
-from headwise.errors import ModelError
+from headwise.errors import ConfigError, ModelError
 from headwise.runtime.loader import gguf_convert
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.gguf_convert import converted_directory
@@ -208,6 +209,14 @@ def test_files_that_are_no_gguf_are_refused(tmp_path: Path, content: bytes) -> N
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(ModelError, match=r"x\.gguf"):
         convert(tmp_path / "x.gguf", tmp_path)
+
+
+def test_without_the_package_that_reads_such_files_it_is_named(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"needs a package .*gguf.*: `pip install gguf`"):
+        convert(llama, tmp_path)
 
 
 @pytest.mark.parametrize("element", [gguf.GGUFValueType.UINT32, gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import HeadwiseError, ModelError
+from headwise.errors import ConfigError, HeadwiseError, ModelError
 from headwise.runtime.loader.files import building
 from headwise.runtime.loader.gguf_config import architecture_of, build_config, hf_tensor_name
 from headwise.runtime.loader.gguf_file import GgufFile
@@ -45,12 +45,15 @@ def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Pa
 def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
     """Write a GGUF file's model into an empty ``directory``: float32 weights, config and tokenizer.
 
-    Raises `ModelError` if the file is truncated, corrupt or of a kind that cannot be converted.
+    Raises `ModelError` if the file is truncated, corrupt or of a kind that cannot be converted, and `ConfigError` if
+    the package is missing that reads such files.
     """
     try:
         _convert(source, directory, progress)
     except (HeadwiseError, OSError):
         raise
+    except ImportError as error:
+        raise ConfigError(f"{source} needs a package that cannot be imported ({error}): `pip install gguf`") from error
     # A header that is well formed can still contradict itself, in as many ways as there are lines below; the
     # tokenizers library in particular raises nothing narrower than Exception.
     except Exception as error:

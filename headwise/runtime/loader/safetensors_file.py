@@ -63,7 +63,9 @@ class SafetensorsFile:
         stored = self._data[entry.start : entry.stop].view(_STORED[entry.dtype]).reshape(entry.shape)
         part = stored[rows] if columns is None else stored[rows, columns]
         if entry.dtype == "BF16":
-            return (part.astype(np.uint32) << 16).view(np.float32)
+            bits = part.astype(np.uint32)
+            bits <<= 16
+            return bits.view(np.float32)
         return part.astype(np.float32, copy=False)
 
     def _locate(self, file: Any) -> dict[str, _Entry]:
