@@ -295,7 +295,7 @@ def check_copies(bench: Bench, rng: np.random.Generator) -> None:
         host.close()
 
 
-OWN_OPS = ("embedding", "rms_norm", "rope", "silu_mul", "gelu_tanh_mul")
+OWN_OPS = ("embedding", "rms_norm", "add_rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "greedy")
 """Operations whose kernels are not CuPy's, or some library's."""
 
 
@@ -335,6 +335,10 @@ def _operations(ops: TensorOps, dtype: str, seed: int) -> Iterator[tuple[str, An
     yield "linear", lambda: ops.numpy(ops.linear(x, ops.linear_weight(weight), ops.tensor(weight[:, 0].copy())))
     yield "embedding", lambda: ops.numpy(ops.embedding(ops.tensor(table), ops.upload(ids)))
     yield "rms_norm", lambda: ops.numpy(ops.rms_norm(x, ops.norm_weight(norm), 1e-5))
+    yield (
+        "add_rms_norm",
+        lambda: np.stack([ops.numpy(each) for each in ops.add_rms_norm(x, x[::-1] + x, ops.norm_weight(norm), 1e-5)]),
+    )
     yield (
         "rope",
         lambda: ops.numpy(ops.rope(ops.tensor(heads), *ops.rotation(ops.upload(positions), ops.upload(inverse)))),

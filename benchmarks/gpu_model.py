@@ -6,16 +6,19 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gpu_bench import Bench
 from gpu_checkpoint import LLAMA, kv_token_bytes, random_models, weight_bytes, write_checkpoint
 from gpu_engine import Serving, engine_config, greedy, random_prompts, serving, tokens_until_all_decode
 from gpu_sizes import FULL
 
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.cuda.sampling import THREADS, CudaSampling, rows_of
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.local import LocalEngine
 
@@ -51,6 +54,30 @@ def model(bench: Bench) -> None:
         pairs = [pair for both in zip(*tokens.values(), strict=True) for pair in zip(*both, strict=True)]
         same = sum(one == other for one, other in pairs) / len(pairs)
         bench.rows.add("graphs_same_tokens", same, note="sequences; random weights leave many tokens nearly equal")
+    with bench.rows.case("draw"):
+        _sampling(bench, max(sizes.decode_batches), config["vocab_size"])
+
+
+def _sampling(bench: Bench, rows: int, vocab: int) -> None:
+    """Time of drawing a token for each of ``rows`` of scores."""
+    rng = np.random.default_rng(bench.rig.seed)
+    device = bench.rig.device(EngineConfig(device="cuda", cache_dir=str(bench.rig.work)))
+    ops, columns, ways = device.ops, np.ones(rows), {"top_p": (0, 0.9), "top_k_top_p": (50, 0.9), "plain": (0, 1.0)}
+    with device.current():
+        kernel = CudaSampling(bench.rig.programs, numpy_dtype("bfloat16"), THREADS if bench.sizes.long else 64)
+        scores = ops.tensor(3 * rng.standard_normal((rows, vocab), dtype=np.float32))
+        drawn = ops.empty_bytes(8 * rows).view(np.int32)
+
+        def draw(top_k: int, top_p: float) -> Callable[[], object]:
+            seeds, places = np.arange(rows, dtype=np.uint64), np.arange(rows)
+            told = rows_of(0.8 * columns, np.full(rows, top_k, np.int32), top_p * columns, 0 * columns, seeds, places)
+            table = ops.upload(told.view(np.uint8))
+            return lambda: kernel.draw(scores, table, 0.0, drawn[:rows], drawn[rows:].view(np.float32))
+
+        works = {name: draw(*values) for name, values in ways.items()}
+        works["greedy"] = lambda: kernel.likeliest(scores, drawn[:rows], drawn[rows:].view(np.float32))
+        for name, seconds in bench.seconds(works).items():
+            bench.rows.add(f"draw_{name}", seconds * 1e6, "us", note=f"{rows} rows of {vocab} bfloat16 scores")
 
 
 def _output_tokens(bench: Bench, batch: int) -> int:
