@@ -27,7 +27,8 @@ class GpuOps(ArrayOps):
         self._kernels.prepare(dtype)
 
     def kernel_array(self, tensor: Array) -> Array:
-        return tensor if len(tensor) and tensor[0].flags.c_contiguous else super().kernel_array(tensor)
+        has_rows = len(tensor.shape) > 1 and len(tensor) > 0
+        return tensor if has_rows and tensor[0].flags.c_contiguous else super().kernel_array(tensor)
 
     def embedding(self, table: Array, ids: Array, scale: float = 1.0) -> Array:
         out = self.xp.empty((*ids.shape, *table.shape[1:]), self.dtype)
