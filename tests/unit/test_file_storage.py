@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,6 +197,23 @@ def test_a_write_cut_short_by_the_system_stores_nothing_of_its_run(tmp_path: Pat
     assert read(open_at(tmp_path), range(9)) == list(range(9))
 
 
+def test_a_limit_on_file_sizes_evicts_nothing_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(20))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert not any(write(storage, range(20, 25)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert read(storage, range(25)) == list(range(20))
+    assert (storage.stats().disk_full, storage.stats().evictions) == (0, 0)
+    assert not list(tmp_path.rglob("*.tmp")), "of the segment that could not be made"
+    assert "exceed the limit on file sizes; raise it (ulimit -f)" in caplog.text
+
+
 def test_blocks_whose_entries_were_written_before_the_disk_was_full_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +230,139 @@ def test_blocks_whose_entries_were_written_before_the_disk_was_full_stay(
         assert write(storage, range(1, 5)) == [True, True, False, False]
     assert all(write(storage, range(5, 9)))
     assert read(storage, range(9)) == read(open_at(tmp_path), range(9)) == [0, 1, 2, 5, 6, 7, 8]
+
+
+class FullDisk:
+    """Stands in for a disk, or a quota, of ``room`` segments: that a segment's first block is written takes the space.
+
+    refusals: how often there was none
+    """
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, room: int, code: int = errno.ENOSPC) -> None:
+        self.room, self.refusals = room, 0
+        self._path, self._code = path, code
+        self._pwritev = os.pwritev
+        self._given: set[int] = set()
+        monkeypatch.setattr(segment.os, "pwritev", self._write)
+
+    def _write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._given &= {file.stat().st_ino for file in segments_in(self._path)}
+        inode = os.fstat(fd).st_ino
+        if inode not in self._given and len(self._given) >= self.room:
+            self.refusals += 1
+            raise OSError(self._code, os.strerror(self._code))
+        self._given.add(inode)
+        return self._pwritev(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_on_a_disk_that_is_full_below_the_capacity_the_least_recently_used_blocks_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    disk = FullDisk(tmp_path, monkeypatch, 5, code)
+    storage = open_at(tmp_path)
+    for first in range(0, 200, 10):
+        assert all(write(storage, range(first, first + 10)))
+        assert read(storage, range(10)) == list(range(10)), "which are used all the time"
+    assert read(storage, range(200)) == [*range(10), *range(160, 200)]
+    stats = storage.stats()
+    assert (stats.disk_full, stats.evictions, stats.written, stats.write_failures) == (15, 150, 200, 0)
+    assert disk.refusals == 15
+    (told,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"storage {tmp_path} cannot reach its capacity of 160 KiB" in told
+    assert os.strerror(code) in told
+    assert "KiB stored" in told
+
+
+def test_one_write_longer_than_a_segment_takes_as_many_as_it_needs_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FullDisk(tmp_path, monkeypatch, 8)
+    storage = open_at(tmp_path)
+    write(storage, range(80))
+    assert all(write(storage, range(100, 160)))
+    assert read(storage, range(160)) == [*range(60, 80), *range(100, 160)]
+
+
+def test_the_store_grows_again_once_the_disk_has_space_and_the_next_full_disk_is_logged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="headwise")
+    disk = FullDisk(tmp_path, monkeypatch, 3)
+    storage = open_at(tmp_path)
+    write(storage, range(100))
+    assert storage.stats().blocks == 30
+    disk.room = 40
+    write(storage, range(100, 270))
+    assert storage.stats().blocks == 200
+    disk.room = 20
+    write(storage, range(270, 300))
+    assert (storage.stats().written, storage.stats().write_failures) == (300, 0)
+    told = [record.message for record in caplog.records]
+    assert ["cannot reach" in line for line in told] == [True, False, True]
+    assert "has room again" in told[1]
+
+
+def test_evicting_that_does_not_help_leaves_most_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = open_at(tmp_path, capacity=4 * CAPACITY)  # segments of forty blocks
+    write(storage, range(1600))
+    disk = FullDisk(tmp_path, monkeypatch, 0)
+    for number in range(2000, 2050):
+        assert not any(write(storage, [number]))
+    evicted = storage.stats().evictions
+    assert evicted == 7 * 4 * 40, "four segments for the first write, the second, third, 5th, 9th, 17th and 33rd"
+    assert read(storage, range(1600)) == list(range(evicted, 1600))
+    assert storage.stats().write_failures == 50
+    assert len(caplog.records) == 2, "that the disk is full, and that writes fail even so"
+    disk.room = 1
+    assert write(storage, [3000]) == [True]
+    assert read(storage, range(1600)) == list(range(evicted, 1600)), "nothing else goes for it"
+    assert read(open_at(tmp_path), [3000]) == [3000]
+
+
+def test_a_full_disk_does_not_take_what_others_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FullDisk(tmp_path, monkeypatch, 1)
+    one, other = open_at(tmp_path), open_at(tmp_path)
+    write(one, range(5))
+    assert not any(write(other, range(5, 10)))
+    assert all(write(one, range(10, 12)))
+    assert read(other, range(15)) == [*range(5), 10, 11]
+    one.close()
+    assert all(write(other, range(5, 8))), "into the segment that is nobody's now"
+    assert disk.refusals == other.stats().disk_full == 1
+    assert other.stats().evictions == 0
+
+
+def test_a_segment_that_finds_no_space_at_its_creation_is_made_once_another_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(30))
+    ftruncate = os.ftruncate
+
+    def full(fd: int, size: int) -> None:
+        assert len(list(tmp_path.rglob("*.tmp"))) == 1
+        if len(segments_in(tmp_path)) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        ftruncate(fd, size)
+
+    monkeypatch.setattr(segment_space.os, "ftruncate", full)
+    assert all(write(storage, range(30, 35)))
+    assert read(open_at(tmp_path), range(35)) == list(range(20, 35))
+    assert (storage.stats().disk_full, storage.stats().write_failures) == (2, 0)
+
+
+def test_other_errors_evict_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_at(tmp_path)
+    write(storage, range(30))
+    for code in (errno.EIO, errno.EROFS, errno.EACCES):
+        with monkeypatch.context() as patch:
+            FullDisk(tmp_path, patch, 0, code)
+            assert not any(write(storage, range(30, 35)))
+    assert read(storage, range(35)) == list(range(30))
+    assert (storage.stats().disk_full, storage.stats().write_failures) == (0, 15)
 
 
 def test_a_lock_that_is_not_freed_fails_the_write_in_bounded_time(
@@ -450,8 +601,43 @@ print(json.dumps([hits, stats.hits, stats.corrupt, stats.write_failures]))
 """
 
 
-def start(script: str, *args: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PREAMBLE + script, *map(str, args)]
+ON_A_SMALL_DISK = """
+import json
+disk = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2M", "tmpfs", disk], check=True)
+
+def fill(first, blocks):
+    storage = open_at(disk / "storage", capacity=4 << 20)  # segments of 64 KiB
+    for number in range(first, first + blocks, 20):
+        write(storage, range(number, number + 20))
+        read(storage, range(number, number + 20))
+    storage.close()
+    return vars(storage.stats())
+"""
+
+FILLS_A_DISK_THAT_HAS_MORE_SPACE_THEN = (
+    ON_A_SMALL_DISK
+    + """
+(disk / "ballast").write_bytes(bytes(1_000_000))
+small = fill(0, 8_000)
+(disk / "ballast").unlink()
+print(json.dumps([small, fill(8_000, 16_000)]))
+"""
+)
+
+FILLS_A_DISK_WITH_TWO_OTHERS = (
+    ON_A_SMALL_DISK
+    + """
+from concurrent.futures import ProcessPoolExecutor
+with ProcessPoolExecutor(3) as pool:
+    stats = list(pool.map(fill, [0, 10_000, 20_000], [8_000] * 3))
+print(json.dumps([stats, open_at(disk / "storage").stats().blocks]))
+"""
+)
+
+
+def start(script: str, *args: object, within: Sequence[str] = ()) -> subprocess.Popen[str]:
+    command = [*within, sys.executable, "-c", PREAMBLE + script, *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -499,3 +685,51 @@ def test_a_block_stored_twice_is_deleted_twice(tmp_path: Path, monkeypatch: pyte
     assert len(segments_in(tmp_path)) == 2
     one.delete(*keys_of([7]))
     assert read(one, [7]) == read(other, [7]) == read(open_at(tmp_path), [7]) == []
+
+
+OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Callable[[str], Any]:
+    """Runs a script that mounts a tmpfs of its own at a path; gives what it prints."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    try:
+        tried = subprocess.run(
+            [*OWN_MOUNTS, "mount", "-t", "tmpfs", "tmpfs", str(path)], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if tried.returncode:
+        pytest.skip(f"no file system can be mounted here: {tried.stderr.strip()}")
+
+    def run(script: str) -> Any:
+        process = start(script, path, within=OWN_MOUNTS)
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        return json.loads(output)
+
+    return run
+
+
+def test_a_real_disk_that_is_full_keeps_the_newest_blocks_and_more_once_it_has_space(
+    small_disk: Callable[[str], Any],
+) -> None:
+    small, large = small_disk(FILLS_A_DISK_THAT_HAS_MORE_SPACE_THEN)
+    for stats in (small, large):
+        assert (stats["write_failures"], stats["misses"], stats["corrupt"]) == (0, 0, 0)
+        assert stats["disk_full"] > 10
+    assert 800_000 < small["bytes"] < (2 << 20) - 1_000_000
+    assert 1_650_000 < large["bytes"] < 2 << 20
+
+
+def test_processes_that_find_a_real_disk_full_together_leave_each_other_most_of_it(
+    small_disk: Callable[[str], Any],
+) -> None:
+    by_process, blocks = small_disk(FILLS_A_DISK_WITH_TWO_OTHERS)
+    for stats in by_process:
+        assert stats["corrupt"] == 0
+        assert stats["hits"] > 7_200, "of 8,000, each read just after it was written"
+    assert sum(stats["disk_full"] for stats in by_process) > 30
+    assert blocks * BLOCK_BYTES > 1_000_000, "of about 1,700,000 that fit"

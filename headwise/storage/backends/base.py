@@ -66,6 +66,7 @@ class StorageStats:
     misses:         blocks asked for and not served; includes ``corrupt``: those found short or altered
     evictions:      blocks of the namespace that went to make room, or vanished, whoever took them
     write_failures: blocks that could not be stored
+    disk_full:      times that the disk or a quota had no room for a write, though the capacity was not reached
     """
 
     blocks: int
@@ -76,6 +77,7 @@ class StorageStats:
     evictions: int
     written: int
     write_failures: int
+    disk_full: int = 0
 
 
 class BlockStorage(ABC):

@@ -13,6 +13,7 @@ calls, opening the storage among them.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from headwise.storage.backends.base import (
 )
 from headwise.storage.backends.segment import Outcome, format_for, mark_deleted, max_run, read_run, write_run
 from headwise.storage.backends.segment_index import Run, Segment, SegmentIndex
-from headwise.storage.backends.segment_space import SegmentSpace, Tail, opened, touch
+from headwise.storage.backends.segment_space import SegmentSpace, Tail, lacks_space, opened, touch
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +43,20 @@ SEGMENT_BYTES = 64 << 20
 MIN_SEGMENTS = 64
 """That make up the capacity, so that evicting one evicts little."""
 
+MAX_GIVING_WAY = 4
+"""Segments that may be evicted, one after another, until a full disk takes one run of blocks."""
+
+MAX_PATIENCE = 256
+"""Writes in a row that may fail on a full disk without evicting anything."""
+
 
 class FileStorage(BlockStorage):
     """Blocks of a namespace under ``path``.
 
     capacity: bytes of the segments of all namespaces under ``path``, by whichever process. Each process sees to it when
               it adds a segment, and a segment counts as full from the start, so processes that name the same capacity
-              never exceed it together. Segments that are being filled are not evicted.
+              never exceed it together. Segments that are being filled are not evicted. Where the disk, or a quota, is
+              full before, what fits is the capacity for as long as that lasts: the least recently used segments go.
 
     Raises ConfigError if ``path`` cannot be a directory or the capacity does not hold one block. A directory that is
     there but cannot be written to serves reads.
@@ -74,8 +82,9 @@ class FileStorage(BlockStorage):
         self._index.refresh()
         self._tail: Tail | None = None
         self._write_lock, self._count_lock = Lock(), Lock()
-        self._hits = self._misses = self._corrupt = self._written = self._write_failures = 0
-        self._logged: set[str] = set()
+        self._hits = self._misses = self._corrupt = self._written = self._write_failures = self._disk_full = 0
+        self._vain = 0  # writes in a row that failed on a full disk, though segments had been evicted
+        self._logged: set[tuple[str, int | None]] = set()
 
     def register(self, arena: Arena) -> None:
         """Nothing to do: files can be read into any memory."""
@@ -143,17 +152,44 @@ class FileStorage(BlockStorage):
         done = 0
         try:
             while done < len(keys):
-                tail = self._usable_tail()
-                end = min(len(keys), done + min(max_run(self.block_bytes), tail.form.slots - tail.slot))
-                write_run(tail.fd, tail.form, tail.slot, keys[done:end], views[done:end])
-                tail.slot += end - done
-                done = end
-                if not tail.is_usable:
-                    self._release_tail()
+                done = self._append_run(keys, views, done)
         except OSError as error:
             self._release_tail()  # whoever takes it over looks at what did get there
+            if error.errno == errno.EFBIG:
+                told = f"segments of {self._form.size} bytes exceed the limit on file sizes; raise it (ulimit -f)"
+                error = OSError(errno.EFBIG, told)
             self._log_once("write to", error)
         return done
+
+    def _append_run(self, keys: list[bytes], views: list[memoryview], first: int) -> int:
+        """Write a run of the blocks, from ``first`` on; returns its end. On a full disk, older segments give way."""
+        left = MAX_GIVING_WAY if _is_worth_evicting(self._vain) else 0
+        while True:
+            try:
+                end = self._fill_tail(keys, views, first)
+            except OSError as error:
+                if not lacks_space(error):
+                    raise
+                with self._count_lock:
+                    self._disk_full += 1
+                if left == 0:
+                    self._vain += 1
+                    raise
+                if not self._space.give_way(error):
+                    raise
+                left -= 1
+            else:
+                self._vain = 0
+                return end
+
+    def _fill_tail(self, keys: list[bytes], views: list[memoryview], first: int) -> int:
+        tail = self._usable_tail()
+        end = min(len(keys), first + min(max_run(self.block_bytes), tail.form.slots - tail.slot))
+        write_run(tail.fd, tail.form, tail.slot, keys[first:end], views[first:end])
+        tail.slot += end - first
+        if not tail.is_usable:
+            self._release_tail()
+        return end
 
     def _usable_tail(self) -> Tail:
         if self._tail is not None and not self._tail.is_usable:
@@ -213,9 +249,19 @@ class FileStorage(BlockStorage):
                 evictions=self._index.evicted,
                 written=self._written,
                 write_failures=self._write_failures,
+                disk_full=self._disk_full,
             )
 
     def _log_once(self, what: str, error: OSError) -> None:
-        if what not in self._logged:
-            self._logged.add(what)
+        if (what, error.errno) not in self._logged:
+            self._logged.add((what, error.errno))
             log.warning("cannot %s storage %s: %s; counted, and not logged again", what, self._directory, error)
+
+
+def _is_worth_evicting(vain: int) -> bool:
+    """Whether segments shall go for a write on a full disk, after ``vain`` writes in a row that this did not help.
+
+    Snapshots, readers that hang or another user's quota can keep what is evicted from being room for new blocks. So
+    that the store keeps most of what it has then, segments go for writes ever further apart only.
+    """
+    return vain & (vain - 1) == 0 or vain % MAX_PATIENCE == 0

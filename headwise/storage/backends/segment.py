@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -125,8 +125,14 @@ def _entries_from(fd: int, form: SegmentFormat, first: int) -> bytes:
 def write_run(fd: int, form: SegmentFormat, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
     """Fill neighbouring slots from ``first`` on. Raises OSError, after which none of them may be taken as filled."""
     entries = b"".join(_entry(key, checksum(block)) for key, block in zip(keys, blocks, strict=True))
-    _expect(os.pwritev(fd, blocks, form.block_offset(first)), len(blocks) * form.block_bytes)
-    _expect(os.pwrite(fd, entries, form.entry_offset(first)), len(entries))
+    blocks_at, entries_at = form.block_offset(first), form.entry_offset(first)
+
+    def write_blocks(done: int) -> int:
+        block, offset = divmod(done, form.block_bytes)
+        return os.pwritev(fd, [blocks[block][offset:], *blocks[block + 1 :]], blocks_at + done)
+
+    _write_all(write_blocks, len(blocks) * form.block_bytes)
+    _write_all(lambda done: os.pwrite(fd, entries[done:], entries_at + done), len(entries))
 
 
 def read_run(
@@ -160,6 +166,13 @@ def _check(key: bytes, block_checksum: int) -> int:
     return int(checksum(key, block_checksum) & 0xFFFFFFFF)
 
 
-def _expect(moved: int, wanted: int) -> None:
-    if moved != wanted:
-        raise OSError(f"wrote {moved} of {wanted} bytes")
+def _write_all(write_from: Callable[[int], int], size: int) -> None:
+    """Write from where the last call stopped, until ``size`` bytes are done: the call that a full disk cuts short does
+    not say why, the next one does.
+    """
+    done = 0
+    while done < size:
+        moved = write_from(done)
+        if not moved:
+            raise OSError(f"wrote {done} of {size} bytes")
+        done += moved

@@ -1,4 +1,4 @@
-"""The directory that processes share: who may append to which segment, and what goes when the capacity is reached.
+"""The directory that processes share: who may append to which segment, and what goes when it, or the disk, is full.
 
     path/lock                                  held while a segment is created, taken over or evicted
     path/<namespace digest>/about.txt          the namespace, for people
@@ -11,7 +11,9 @@ writer and may be taken over or evicted, and a .tmp file that is seen while hold
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import re
 import time
@@ -20,15 +22,41 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from headwise.storage.backends.segment import SegmentFormat, first_free_slot
 from headwise.storage.backends.segment_index import SUFFIX, Segment
+from headwise.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 2.0
 LOCK_POLL_S = 0.005
 UNFINISHED = ".tmp"
 
+GROWTH_OF_SPELL = 8
+"""A disk counts as full until the segments on it have grown by this part of the capacity."""
+
 _NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+def lacks_space(error: OSError) -> bool:
+    """Whether other files had to go for the call to succeed. EFBIG is not of these: it limits each file by itself."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+class _File(NamedTuple):
+    """A segment as the directory tells of it, whole or not; in the order in which they are evicted.
+
+    used_ns: when it was last used
+    size:    bytes that count towards the capacity
+    on_disk: bytes that the disk has given for it so far
+    """
+
+    used_ns: int
+    size: int
+    on_disk: int
+    path: Path
 
 
 @dataclass
@@ -50,10 +78,15 @@ class Tail:
 
 
 class SegmentSpace:
-    """The files under ``root``, at most ``capacity`` bytes of them. Methods raise OSError where the system does."""
+    """The files under ``root``, at most ``capacity`` bytes of them. Methods raise OSError where the system does.
+
+    A disk that has less room is full for a spell, which is logged once: from the first `give_way` until the segments
+    have grown well beyond the least that they had to shrink to.
+    """
 
     def __init__(self, root: Path, capacity: int) -> None:
         self._root, self._capacity = root, capacity
+        self._fits: int | None = None  # bytes on disk; None: no spell
 
     def acquire(self, directory: Path, about: str, form: SegmentFormat, known: Iterable[Segment]) -> Tail:
         """A segment to append to: one of the ``known`` that has room and no writer, else a new one in ``directory``.
@@ -76,19 +109,48 @@ class SegmentSpace:
             for path in directory.glob(f"*{SUFFIX}"):
                 path.unlink(missing_ok=True)
 
+    def give_way(self, error: OSError) -> bool:
+        """Evict the least recently used segment since a write failed for lack of space, with ``error``.
+
+        False if all are being filled. More is not taken at once, so that processes that find the disk full together
+        leave most of what is stored: one segment is room for many writes.
+        """
+        with self._locked():
+            files = sorted(self._files())
+            self._note_full(sum(file.on_disk for file in files), error)
+            return any(_evict(file.path) for file in files)
+
     def _make_room(self, wanted: int) -> None:
         files = sorted(self._files())
-        used = sum(size for _, size, _ in files)
-        for _, size, path in files:
+        self._note_growth(sum(file.on_disk for file in files))
+        used = sum(file.size for file in files)
+        for file in files:
             if used + wanted <= self._capacity:
                 return
-            if _evict(path):
-                used -= size
+            if _evict(file.path):
+                used -= file.size
         if used + wanted > self._capacity:
             raise OSError(f"{used} of {self._capacity} bytes are in segments that are being filled")
 
-    def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """(last use in ns, bytes, path) of every segment; what dead processes left unfinished is removed."""
+    def _note_full(self, on_disk: int, error: OSError) -> None:
+        if self._fits is None:
+            log.warning(
+                "storage %s cannot reach its capacity of %s: the disk or a quota is full (%s) with %s stored; least "
+                "recently used blocks give way to new ones until there is room again; free space or give less capacity",
+                self._root,
+                format_bytes(self._capacity),
+                error.strerror,
+                format_bytes(on_disk),
+            )
+        self._fits = on_disk if self._fits is None else min(self._fits, on_disk)
+
+    def _note_growth(self, on_disk: int) -> None:
+        if self._fits is not None and on_disk >= self._fits + self._capacity // GROWTH_OF_SPELL:
+            log.info("storage %s has room again: %s are stored", self._root, format_bytes(on_disk))
+            self._fits = None
+
+    def _files(self) -> Iterator[_File]:
+        """Every segment; what dead processes left unfinished is removed."""
         for directory in os.scandir(self._root):
             if not _NAMESPACE_NAME.fullmatch(directory.name):
                 continue
@@ -96,7 +158,7 @@ class SegmentSpace:
                 if entry.name.endswith(SUFFIX):
                     with suppress(FileNotFoundError):
                         told = entry.stat(follow_symlinks=False)
-                        yield told.st_mtime_ns, told.st_size, Path(entry.path)
+                        yield _File(told.st_mtime_ns, told.st_size, told.st_blocks * 512, Path(entry.path))
                 elif entry.name.endswith(UNFINISHED):
                     os.unlink(entry.path)
 
@@ -173,6 +235,8 @@ def _create(directory: Path, form: SegmentFormat) -> Tail:
         unfinished.rename(directory / (name + SUFFIX))
     except OSError:
         os.close(fd)
+        with suppress(OSError):  # then the next look at the directory removes it
+            unfinished.unlink()
         raise
     return Tail(fd, form, 0)
 
