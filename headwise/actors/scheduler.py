@@ -90,6 +90,12 @@ class GlobalScheduler:
         host, port = self.address()
         return f"tcp://{host if self._config.host == '0.0.0.0' else self._config.host}:{port}"
 
+    @ray.method(enable_task_events=False)
+    def turns(self) -> int:
+        """See `SchedulerServer`."""
+        assert self._server is not None
+        return self._server.turns
+
     def stop(self) -> None:
         if self._server is not None:
             self._server.stop()

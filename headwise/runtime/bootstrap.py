@@ -23,6 +23,7 @@ from headwise.runtime.config import EngineConfig
 from headwise.runtime.loader.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
+    from headwise.actors.front_guard import FrontGuard
     from headwise.storage.curve import CurveKeys
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ _QUIET: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "loggi
 class Deployment:
     """A running deployment: one scheduler, one attention store, and ``replicas`` engines with their workers.
 
-    This process owns its actors: they end with it, however it ends. Made by `start`.
+    This process owns its actors: they end with it, however it ends. Ray replaces those that die; this process has it
+    replace a scheduler and a store that live and do nothing. Made by `start`.
     """
 
     def __init__(self, config: EngineConfig, cluster: _Cluster) -> None:
@@ -51,6 +53,7 @@ class Deployment:
         self._cluster = cluster
         self._actors: dict[str, Any] = {}
         self._placements: list[Any] = []
+        self._guard: FrontGuard | None = None
         self._stopped = False
 
     @classmethod
@@ -93,12 +96,15 @@ class Deployment:
     def _start_actors(self, progress: Progress) -> None:
         from headwise.actors import placement
         from headwise.actors.engine import Engine
+        from headwise.actors.front_guard import FrontGuard
         from headwise.storage.curve import CurveKeys
 
         config, secret = self.config, secrets.token_hex(16)
         curve = CurveKeys.generate() if config.secure else None
         progress.stage("starting the scheduler")
         front, store_endpoint = self._start_front(secret, curve)
+        self._guard = FrontGuard(dict(self._actors), config.front_timeout_s)
+        self._guard.start()
         progress.stage("waiting for the cluster's resources")
         timeout_s = LOCAL_RESOURCES_TIMEOUT_S if self._cluster.owned else config.start_timeout_s
         self._placements = placement.reserve(config, timeout_s)
@@ -219,6 +225,8 @@ class Deployment:
         if self._stopped:
             return
         self._stopped = True
+        if self._guard is not None:
+            self._guard.stop()
         try:
             self._stop_actors()
         finally:

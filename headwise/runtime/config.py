@@ -135,6 +135,9 @@ class EngineConfig:
     engine_timeout_s: float = _option(
         20.0, "Seconds after which an engine that is alive but does nothing is replaced.", 1.0
     )
+    front_timeout_s: float = _option(
+        15.0, "Seconds after which a scheduler or an index that is alive but does nothing is replaced.", 5.0
+    )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
     step_timeout_s: float = _option(120.0, "Seconds after which a step that does not end counts as a dead worker.", 1.0)
     start_timeout_s: float = _option(600.0, "Seconds that workers may take to load the model.", 1.0)

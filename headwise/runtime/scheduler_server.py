@@ -91,6 +91,7 @@ class SchedulerServer:
     on_silent:  called with the name of an engine that has been silent for ``routing.engine_timeout_s``, once per
                 silence, on the server's thread: it must not wait
     instance:   tells clients this scheduler from the one before it; empty: drawn at random
+    turns:      counts up for as long as the server's thread gets on
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class SchedulerServer:
         self._on_silent = on_silent
         self._clock = clock
         self.instance = instance or secrets.token_hex(8)
+        self.turns = 0
         self._open_sockets(host, port)
         self._preparer = Preparer(self._context)
         self._numbers = itertools.count(1)
@@ -179,6 +181,7 @@ class SchedulerServer:
                 self._take_prepared(call, outcome)
             self._place()
             self._watch()
+            self.turns += 1
         for call in list(self._calls.values()):
             self._close(call)
             self._fail(call, DeploymentError("the deployment is stopping"))

@@ -31,6 +31,8 @@ class StoreServer:
     back by a snapshot. What is malformed, too large, of another version or namespace, or sent by somebody without
     the deployment's keys, is counted by kind, answered with the reason (strangers get none) and dropped.
 
+    ``turns`` counts up for as long as the server's thread gets on.
+
     Raises `zmq.ZMQError` if the endpoint cannot be bound.
     """
 
@@ -54,6 +56,7 @@ class StoreServer:
             node_timeout_s=node_timeout_s,
             max_message_bytes=max_message_bytes,
         )
+        self.turns = 0
         self._lock = threading.Lock()
         self._open(endpoint, curve, max_message_bytes)
         self._stopping = threading.Event()
@@ -132,6 +135,7 @@ class StoreServer:
                 log.exception("the attention store failed and starts anew, empty: the engines tell it all again")
                 with self._lock:
                     self._desk.store = self._empty_store()
+            self.turns += 1
 
     def _take_messages(self) -> None:
         import zmq

@@ -174,6 +174,14 @@ def hang_engine(deployment: Deployment, client: Client) -> list[int]:
     return gone
 
 
+def hang_front(deployment: Deployment, client: Client) -> list[int]:
+    """The scheduler's process is stopped, and the store's server waits for a lock that nobody gives back."""
+    store = deployment._actors["store"]
+    pids = deployment.actor_pids()
+    ray.get(store.__ray_call__.remote(lambda actor: actor._server._lock.acquire()))
+    return [*sent(signal.SIGSTOP, pids["scheduler"]), pids["store"]]
+
+
 def kill_scheduler(deployment: Deployment, client: Client) -> list[int]:
     return sent(signal.SIGKILL, deployment.actor_pids()["scheduler"])
 
@@ -187,7 +195,10 @@ def sent(number: int, pid: int) -> list[int]:
     return [pid]
 
 
-@pytest.mark.parametrize("fault", [kill_store, kill_scheduler, kill_worker, kill_engine, stop_engine, hang_engine])
+FAULTS = [kill_store, kill_scheduler, kill_worker, kill_engine, stop_engine, hang_engine, hang_front]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_no_stream_has_a_gap_or_a_repeat_whatever_is_killed_under_load(
     deployment: Deployment, client: Client, tokenizer: Tokenizer, fault: Callable[[Deployment, Client], list[int]]
 ) -> None:
