@@ -199,13 +199,13 @@ class CacheManager:
         self._enter(np.int32(row), group, column, blocks)
         if self.host is not None:
             self._bring_from_host(self.host, row, match)
+            self.host.note_use(match.nodes, match.blocks)  # last: it may evict what the match has on the host
         self._queried_tokens += prompt_tokens
         self._hit_tokens += count * self.block_size
         self._lost_window_tokens += (match.reached - count) * self.block_size
 
     def _bring_from_host(self, host: HostTier, row: int, match: PrefixMatch) -> None:
         """Allocate what a match has on the host only, and have it copied before the row's first step."""
-        host.note_use(match.nodes, match.blocks)
         if match.host is None:
             return
         group, column = (match.host != NOWHERE).nonzero()
@@ -367,7 +367,11 @@ class CacheManager:
             self.host.store(windows[windows != NOWHERE])
         held = self.tables[row, :, : self.num_blocks[row]]
         deepest_first = held[:, ::-1].T.ravel()
-        self.pool.release(deepest_first[deepest_first != NOWHERE] if len(self._window_groups) else deepest_first)
+        if len(self._window_groups):
+            deepest_first = deepest_first[deepest_first != NOWHERE]
+        if self.host is not None:
+            self.host.touch(deepest_first)
+        self.pool.release(deepest_first)
         held[:] = NOWHERE
         self._open[row] = False
         self.num_blocks[row] = self.registered[row] = self._held[row] = 0
@@ -393,6 +397,8 @@ class CacheManager:
             self.pool.forget(known)
             self.tree.prune(self.tree.device.detach(known))
         self.host.step_done(step_id, failed)
+        if not len(failed):
+            return np.empty(0, dtype=np.int32)
         return np.flatnonzero(np.isin(self.tables, failed).any(axis=(1, 2))).astype(np.int32)
 
     def _on_evict(self, blocks: NDArray[np.int32]) -> None:

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 _NONE = -1
 
+_MIN_LOOKED_AT = 256
+"""Entries of a chunk that are looked at together: what few blocks cost must not grow with their chunk."""
+
 
 class EvictionOrder:
     """Cached blocks in two queues: those that go first, and the others by recency.
@@ -37,12 +40,16 @@ class EvictionOrder:
 
     def peek(self, count: int) -> NDArray[np.int32]:
         """Up to ``count`` blocks that are evicted next once those that go first are gone."""
-        found = [np.empty(0, dtype=np.int32)]
-        for chunk in self._others:
-            if count <= 0:
-                break
-            found.append(self._live(*chunk)[:count])
-            count -= len(found[-1])
+        found, seen = [np.empty(0, dtype=np.int32)], []
+        while count > 0 and self._others:
+            chunk, entries = self._others.popleft()
+            blocks = self._live(chunk, entries)
+            self._entries -= len(entries) - len(blocks)  # what is stale is looked at only once
+            if len(blocks):
+                seen.append((chunk, blocks))
+                found.append(blocks[:count])
+                count -= len(found[-1])
+        self._others.extendleft(reversed(seen))
         return np.concatenate(found)
 
     def append(self, blocks: NDArray[np.int32], *, first: bool = False) -> None:
@@ -68,14 +75,14 @@ class EvictionOrder:
         while count:
             queue = self._first or self._others
             chunk, entries = queue.popleft()
-            self._entries -= len(entries)
-            blocks = self._live(chunk, entries)
-            if len(blocks) > count:
-                blocks, rest = blocks[:count], blocks[count:]
-                queue.appendleft((chunk, rest))
-                self._entries += len(rest)
-            taken.append(blocks)
-            count -= len(blocks)
+            looked_at = entries[: max(count, _MIN_LOOKED_AT)]
+            live = (self._chunk_of[looked_at] == chunk).nonzero()[0][:count]
+            end = int(live[-1]) + 1 if len(live) == count else len(looked_at)
+            if end < len(entries):
+                queue.appendleft((chunk, entries[end:]))
+            self._entries -= end
+            taken.append(looked_at[live])
+            count -= len(live)
         popped = np.concatenate(taken)
         self.remove(popped)
         return popped

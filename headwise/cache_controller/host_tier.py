@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +93,7 @@ class HostTier:
         self._max_storing = max(1, int(MAX_STORING * device.num_blocks))
         self._is_storing: NDArray[np.bool_] = np.zeros(device.num_blocks, dtype=np.bool_)
         self._storing: dict[int, int] = {}  # device block by host block
-        self._stores: list[tuple[int, int]] = []  # not sent yet: (device block, host block)
+        self._stores: list[NDArray[np.int32]] = []  # not sent yet: (device block, host block)
         self._backlog: deque[tuple[int, int]] = deque(
             maxlen=device.num_blocks
         )  # device blocks that had to wait, and what they held
@@ -137,23 +137,28 @@ class HostTier:
 
         As many at once as room allows, the rest later; what is evicted before its turn comes is not copied.
         """
-        owners = self.tree.device.owner
-        self._backlog.extend((int(block), owners(block)) for block in blocks[self.tree.device.are_attached(blocks)])
+        owners = self.tree.device.owner_ids(blocks)
+        due = self._are_due(blocks, owners)
+        self._backlog.extend(zip(blocks[due].tolist(), owners[due].tolist(), strict=True))
         self._start_stores()
 
     def _start_stores(self) -> None:
-        while self._backlog and len(self._storing) < self._max_storing and self.pool.num_available:
-            block, owner = self._backlog.popleft()
-            if owner != self.tree.device.owner(np.int32(block)) or self._is_storing[block] or self._is_on_host(owner):
-                continue
-            device, host = np.array([block], dtype=np.int32), self.pool.allocate(1)
+        while self._backlog and (room := min(self._max_storing - len(self._storing), self.pool.num_available)) > 0:
+            waited = dict.fromkeys(self._backlog.popleft() for _ in range(min(room, len(self._backlog))))
+            blocks, owners = np.array(list(waited), dtype=np.int64).T
+            is_same = owners == self.tree.device.owner_ids(blocks)
+            device = blocks[is_same & self._are_due(blocks, owners)].astype(np.int32)
+            host = self.pool.allocate(len(device))
             self._device.retain(device)
-            self._is_storing[block] = True
-            self._storing[int(host[0])] = block
-            self._stores.append((block, int(host[0])))
+            self._is_storing[device] = True
+            self._storing.update(zip(host.tolist(), device.tolist(), strict=True))
+            self._stores.append(np.stack([device, host], axis=1))
 
-    def _is_on_host(self, owner: int) -> bool:
-        return bool(self.tree.host.blocks[divmod(owner, self.tree.host.num_groups)] != NOWHERE)
+    def _are_due(self, blocks: NDArray[np.integer[Any]], owners: Nodes) -> NDArray[np.bool_]:
+        """Which of the device ``blocks [n]`` hold something that neither is on the host nor on its way there."""
+        nodes, groups = np.divmod(owners, self.tree.host.num_groups)
+        is_on_host = self.tree.host.blocks[nodes, groups] != NOWHERE
+        return np.asarray((owners != NOWHERE) & ~is_on_host & ~self._is_storing[blocks])
 
     def note_use(self, nodes: Nodes, blocks: NDArray[np.int32]) -> None:
         """``nodes [n]`` serve another request, which holds ``blocks [groups, n]`` of them on the device."""
@@ -178,42 +183,53 @@ class HostTier:
         """
         cached = self._device.next_evicted(self._device.num_cached)
         blocks = cached[max(0, len(cached) - self.pool.num_available) :]
-        on_host = self.tree.host.blocks[self.tree.device.owners(blocks)]
-        lacking = on_host == NOWHERE
-        kept = on_host[~lacking]
-        kept = kept[self.pool.are_unheld(kept)]
-        self.pool.retain(kept)
-        self.pool.release(kept)  # now the last to be evicted
+        self.touch(blocks)
         self._backlog.clear()  # of use only while the device stays
-        self.store(blocks[lacking])
+        self.store(blocks)
+
+    def touch(self, blocks: Blocks) -> None:
+        """Evict the copies of those device blocks last of all; of these, the first given first.
+
+        They came there in the order in which they were computed, and the tail of a path is of no use without its head.
+        """
+        blocks = blocks[self.tree.device.are_attached(blocks)]
+        copies = self.tree.host.blocks[self.tree.device.owners(blocks)]
+        copies = copies[copies != NOWHERE]
+        copies = copies[self.pool.are_unheld(copies)]
+        self.pool.retain(copies)
+        self.pool.release(copies)
 
     def take_stores(self) -> NDArray[np.int32]:
         """``int32 [m, 2]`` (device block, host block) to start with the next step."""
         stores, self._stores = self._stores, []
-        return np.array(stores, dtype=np.int32).reshape(-1, 2)
+        return np.concatenate(stores) if stores else np.empty((0, 2), dtype=np.int32)
 
-    def stored(self, host_blocks: Iterable[int], failed: Iterable[int] = ()) -> None:
+    def stored(self, host_blocks: Sequence[int], failed: Sequence[int] = ()) -> None:
         """Copies are complete, or ``failed``: nothing may be known of those."""
-        for host_block in host_blocks:
-            host, device = self._end_store(host_block)
-            nodes, groups = self.tree.device.owners(device)
-            self._stored += 1
-            if self.tree.host.blocks[nodes[0], groups[0]] == NOWHERE:  # storage may have brought it meanwhile
-                self.tree.host.attach_one_by_one(nodes, groups, host)
-                self.pool.register(host)
-                self._statements.gained(nodes, groups)
-                if self.storage is not None:
-                    self.storage.put(host)
+        if host_blocks:
+            self._stored += len(host_blocks)
+            host, device = self._end_stores(host_blocks)
+            self._attach(host, *self.tree.device.owners(device))
             self._let_go(host, device)
-        for host_block in failed:
-            self._failed += 1
-            self._let_go(*self._end_store(host_block))
+        if failed:
+            self._failed += len(failed)
+            self._let_go(*self._end_stores(failed))
         self._start_stores()
 
-    def _end_store(self, host_block: int) -> tuple[Blocks, Blocks]:
-        device = self._storing.pop(host_block)
+    def _attach(self, host: Blocks, nodes: Nodes, groups: Nodes) -> None:
+        """Let the tree know what came to ``host`` blocks, but for what storage has brought meanwhile."""
+        lacked = self.tree.host.blocks[nodes, groups] == NOWHERE
+        host, nodes, groups = host[lacked], nodes[lacked], groups[lacked]
+        self.tree.host.attach_one_by_one(nodes, groups, host)
+        self.pool.register(host)
+        self._statements.gained(nodes, groups)
+        if self.storage is not None:
+            self.storage.put(host)
+
+    def _end_stores(self, host_blocks: Sequence[int]) -> tuple[Blocks, Blocks]:
+        device = np.array([self._storing.pop(block) for block in host_blocks], dtype=np.int32)
         self._is_storing[device] = False
-        return np.array([host_block], dtype=np.int32), np.array([device], dtype=np.int32)
+        return np.array(host_blocks, dtype=np.int32), device
 
     def _let_go(self, host: Blocks, device: Blocks) -> None:
         self.pool.release(host)

@@ -42,6 +42,11 @@ class PrefixMatch:
         kept: NDArray[np.int32] = self.blocks[self.blocks != NOWHERE]
         return kept
 
+    @property
+    def num_copies(self) -> int:
+        """Blocks that must be brought from the host."""
+        return 0 if self.host is None else int(np.count_nonzero(self.host != NOWHERE))
+
 
 class PrefixFinder:
     """Answers for one engine's cache.
@@ -101,7 +106,8 @@ class PrefixFinder:
             if blocks <= room:
                 return storage.fetch(hashes, wanted, tokens) if host.is_worth_fetching(blocks, tokens) else None
             # What fits of it may still serve more than is here.
-            count, _ = self._servable((here | stored)[: min(count - 1, count * room // blocks)])
+            fitting = int(np.searchsorted(wanted.sum(axis=1).cumsum(), room, side="right"))
+            count, _ = self._servable((here | stored)[: min(fitting, count * room // blocks)])
         return None
 
     def _servable(self, there: NDArray[np.bool_]) -> tuple[int, int]:

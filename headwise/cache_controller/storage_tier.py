@@ -214,19 +214,24 @@ class StorageTier:
 
         What is evicted from the host before its turn comes is not written.
         """
-        owner = self._tree.host.owner
-        self._backlog.extend((int(block), owner(block)) for block in host_blocks)
+        owners = self._tree.host.owner_ids(host_blocks)
+        self._backlog.extend(zip(host_blocks.tolist(), owners.tolist(), strict=True))
         self._start_puts()
 
     def _start_puts(self) -> None:
-        while self._backlog and len(self._putting) < self._max_in_flight and not self._putting_goes_on.is_stalled:
-            block, owner = self._backlog.popleft()
-            if owner == NOWHERE or owner != self._tree.host.owner(np.int32(block)) or block in self._putting:
-                continue
-            node, group = divmod(owner, self._tree.host.num_groups)
-            self._pool.retain(np.array([block], dtype=np.int32))
-            self._putting.add(block)
-            self._puts.append((group, block, self._tree.hashes[node]))
+        if self._putting_goes_on.is_stalled:
+            return
+        while self._backlog and (room := self._max_in_flight - len(self._putting)) > 0:
+            waited = dict.fromkeys(self._backlog.popleft() for _ in range(min(room, len(self._backlog))))
+            blocks, owners = np.array(list(waited), dtype=np.int64).T
+            is_same = (owners != NOWHERE) & (owners == self._tree.host.owner_ids(blocks))
+            due = [index for index in is_same.nonzero()[0].tolist() if int(blocks[index]) not in self._putting]
+            putting = blocks[due].astype(np.int32)
+            nodes, groups = self._tree.host.owners(putting)
+            self._pool.retain(putting)
+            self._putting.update(putting.tolist())
+            hashes = [self._tree.hashes[node] for node in nodes.tolist()]
+            self._puts += zip(groups.tolist(), putting.tolist(), hashes, strict=True)
 
     def take_puts(self) -> NamedBlocks:
         """What is to be written, from the next step on."""
@@ -307,18 +312,21 @@ class StorageTier:
 
     def _attach(self, came: dict[int, _Coming]) -> None:
         """Let the tree know the blocks, but for those that the host has got otherwise meanwhile."""
-        depths: dict[int, int] = {}
-        for coming in came.values():
-            depths[id(coming.path)] = max(depths.get(id(coming.path), 0), coming.column + 1)
-        paths = {id(coming.path): coming.path for coming in came.values()}
-        nodes = {key: self._tree.insert(path[: depths[key]], ROOT, 0) for key, path in paths.items()}
-        node = np.array([nodes[id(coming.path)][coming.column] for coming in came.values()], dtype=np.int64)
+        node = np.array([self._node_of(coming.path, coming.column) for coming in came.values()], dtype=np.int64)
         group = np.array([coming.group for coming in came.values()], dtype=np.int64)
         blocks = np.array(list(came), dtype=np.int32)
         lacked = self._tree.host.blocks[node, group] == NOWHERE
         self._tree.host.attach_one_by_one(node[lacked], group[lacked], blocks[lacked])
         self._pool.register(blocks[lacked])
         self._statements.gained(node[lacked], group[lacked])
+
+    def _node_of(self, path: Sequence[bytes], column: int) -> int:
+        """The node of a path's block; made where it is not there, as are those above it."""
+        nodes, first = self._tree.nodes, column
+        while first >= 0 and path[first] not in nodes:
+            first -= 1
+        parent = nodes[path[first]] if first >= 0 else ROOT
+        return [parent, *self._tree.insert(path[first + 1 : column + 1], parent, first + 1)][-1]
 
     def held_host_blocks(self) -> set[int]:
         """The host blocks that puts and fetches in flight hold."""

@@ -63,7 +63,7 @@ class Prefetcher:
         self, cache: CacheManager, storage: StorageTier, lookup: Lookup, policy: PrefetchPolicy, timeout_s: float
     ) -> None:
         self._cache, self._storage, self._lookup = cache, storage, lookup
-        self._policy = policy
+        self._holds_back = policy != "best_effort"
         self._timeout_s = timeout_s
         self._prefixes: dict[str, _Prefix] = {}
         self._unanswered: dict[str, _Prefix] = {}  # by question
@@ -76,7 +76,7 @@ class Prefetcher:
 
     @property
     def num_held(self) -> int:
-        return sum(prefix.is_held for prefix in self._prefixes.values())
+        return len(self._prefixes) if self._holds_back else 0
 
     @property
     def is_asking(self) -> bool:
@@ -91,7 +91,7 @@ class Prefetcher:
         hashes = tuple(sequence.block_hashes(sequence.num_tokens - 1, size))  # the sequence may grow meanwhile
         if self._cache.match(hashes, len(hashes) * size).num_blocks == len(hashes):
             return False
-        prefix = _Prefix(str(next(_questions)), sequence, hashes, now, is_held=self._policy != "best_effort")
+        prefix = _Prefix(str(next(_questions)), sequence, hashes, now, is_held=self._holds_back)
         self._prefixes[sequence.id] = self._unanswered[prefix.question] = prefix
         self._lookup.submit(prefix.question, hashes)
         self._storage.ask(prefix.question)

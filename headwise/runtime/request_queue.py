@@ -21,6 +21,17 @@ class RequestQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def first(self) -> T | None:
+        """The item whose turn it is; None if none waits."""
+        while self._heap and self._heap[0] not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._waiting[self._heap[0]] if self._heap else None
+
+    def items(self) -> list[T]:
+        """All that wait, in no order."""
+        return list(self._waiting.values())
+
     def push(self, order: Order, item: T) -> None:
         """Queue an item; one that comes back with its old order has its old place."""
         self._waiting[order] = item

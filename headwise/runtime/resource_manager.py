@@ -16,6 +16,7 @@ from headwise.cache_controller.host_tier import HostTier
 from headwise.cache_controller.prefix_match import PrefixMatch
 from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
 from headwise.runtime.prefetcher import Prefetcher
+from headwise.runtime.request_queue import RequestQueue
 from headwise.runtime.rows import Index, Rows
 from headwise.runtime.sequence import Phase, Sequence
 from headwise.runtime.speeds import StepSpeeds, smooth
@@ -81,7 +82,7 @@ class ResourceManager:
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self._running_rows: Index | None = None  # of `running`, until that changes
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; the oldest first
+        self._waiting: RequestQueue[Sequence] = RequestQueue()
         self._new: list[NewSequence] = []
         self._draining: set[Sequence] = set()
         self._step_id = 0  # the latest step sent
@@ -115,7 +116,7 @@ class ResourceManager:
     def queued_tokens(self) -> int:
         """Known tokens still to compute: of what runs, and of what waits in so far as the cache lacks them."""
         left, decoding = self.rows.to_schedule(self._rows_in_order())
-        waiting = [sequence for _, sequence in self._waiting]
+        waiting = self._waiting.items()
         if self.prefetcher is not None:
             waiting += self.prefetcher.held
         queued = sum(sequence.num_tokens for sequence in waiting) + int(left[~decoding].sum())
@@ -128,7 +129,7 @@ class ResourceManager:
             self._queue(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._waiting.push(sequence.order, sequence)
 
     # ---- planning a step ----
 
@@ -234,21 +235,21 @@ class ResourceManager:
 
     def _make_way(self) -> None:
         """Preempt a running sequence for one of higher priority that could not start otherwise."""
-        if not self._waiting or not self.running or self._draining:  # what is on its way back may do
+        urgent = self._waiting.first
+        if urgent is None or not self.running or self._draining:  # what is on its way back may do
             return
-        urgent = self._waiting[0][1]
         if self.running[-1].order[0] > urgent.order[0] and not self._can_start(urgent, self._match(urgent)):
             self._preempt_latest()
 
     def _admit(self, now: float) -> Sequence | None:
         """Start the first waiting sequence if all of its known tokens fit beside what runs already."""
-        if not self._waiting or any(not leaving.finished for leaving in self._draining):
+        sequence = self._waiting.first
+        if sequence is None or not self.rows.num_free or any(not leaving.finished for leaving in self._draining):
             return None
-        sequence = self._waiting[0][1]
         match = self._match(sequence)
         if not self._can_start(sequence, match):
             return None
-        heapq.heappop(self._waiting)
+        self._waiting.pop()
         self._start(sequence, match, now)
         return sequence
 
@@ -263,10 +264,17 @@ class ResourceManager:
         if not self.rows.num_free:
             return False
         if not self.running and not self._draining:
-            return True
+            return self._can_adopt_alone(match)
         computed = match.num_blocks * self.cache.block_size
         needed = self.cache.peak_blocks(sequence.num_tokens + 1, computed) - len(match.kept)
         return needed <= self.cache.num_available - self.cache.num_reclaimed(match) - self._promised_blocks()
+
+    def _can_adopt_alone(self, match: PrefixMatch) -> bool:
+        """Whether the pool has what comes from the host, while nothing runs; if not, copies in flight will give it."""
+        host = self.cache.host
+        if host is None or match.host is None or not host.is_busy:
+            return True
+        return match.num_copies <= self.cache.num_available - self.cache.num_reclaimed(match)
 
     def _promised_blocks(self) -> int:
         """Blocks that admitted sequences will still take for tokens they already have."""
@@ -378,7 +386,8 @@ class ResourceManager:
                 sequence.preemptions += 1
                 self.num_preemptions += 1
                 self.leave(sequence)
-            self.rows.wanted[sequence.row] = False
+            if sequence.row >= 0:  # else no step has carried it yet
+                self.rows.wanted[sequence.row] = False
 
     def _measure(self, host: HostTier, result: StepResult) -> None:
         """Note how fast copies and computing are, by which is decided what is worth copying."""
@@ -430,8 +439,7 @@ class ResourceManager:
         if sequence.phase is Phase.WAITING:
             if self.prefetcher is not None:
                 self.prefetcher.forget(sequence)
-            self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
-            heapq.heapify(self._waiting)
+            self._waiting.discard(sequence.order)
         elif sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
             self._running_rows = None

@@ -53,6 +53,10 @@ class EvictionMachine(RuleBasedStateMachine):
         for block in expected:
             (self.first if block in self.first else self.others).pop(block)
 
+    @rule(count=st.integers(0, BLOCKS))
+    def peek(self, count) -> None:
+        assert self.order.peek(count).tolist() == list(self.others)[:count]
+
     @invariant()
     def both_agree(self) -> None:
         assert self.order.blocks().tolist() == self.expected
@@ -62,6 +66,21 @@ class EvictionMachine(RuleBasedStateMachine):
 
 TestEvictionMachine = EvictionMachine.TestCase
 TestEvictionMachine.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_a_long_chunk_that_has_gaps_is_taken_piece_by_piece_in_order(count: int) -> None:
+    order = EvictionOrder(2_000)
+    order.append(np.arange(1_500, dtype=np.int32))
+    order.append(np.arange(1_500, 2_000, dtype=np.int32))
+    order.remove(np.arange(3, 1_200, dtype=np.int32))
+    order.remove(np.arange(1_201, 1_990, 2, dtype=np.int32))
+    left = order.blocks().tolist()
+    popped: list[int] = []
+    while len(order):
+        popped += order.pop(min(count, len(order))).tolist()
+        assert order.blocks().tolist() == left[len(popped) :]
+    assert popped == left
 
 
 def test_what_is_asked_for_beyond_the_pool_is_refused_and_nothing_is_taken() -> None:

@@ -11,6 +11,7 @@ from index_model import Heard, assert_match_serves, servable_depths, stated
 
 from headwise.cache_controller.block_hash import extend_hashes
 from headwise.cache_controller.cache_manager import CacheManager
+from headwise.cache_controller.host_tier import HostConfig
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.prefix_match import PrefixMatch
 from headwise.cache_controller.windows import GroupWindows
@@ -228,6 +229,89 @@ def test_while_memory_suffices_windows_lose_no_hit_that_a_full_cache_has(request
             full.release(row)
             windowed.release(row)
     assert full.stats().evicted_blocks == 0
+
+
+def test_what_a_match_has_on_the_host_is_not_evicted_by_storing_what_it_has_on_the_device() -> None:
+    cache = manager(host=HostConfig(num_blocks=2, policy="write_through_selective", threshold=2))
+    tokens = list(range(4 * BLOCK + 1))
+    serve(cache, 0, tokens)
+    cache.release(0)
+    device = cache.match(hashes_of(tokens), len(tokens) - 1).blocks[0]
+    cache.host.store(device[2:])
+    cache.host.stored(cache.host.take_stores()[:, 1].tolist())
+    for block in device[:1:-1]:
+        evict(cache, block)
+    match = cache.match(hashes_of(tokens), len(tokens) - 1)
+    cache.adopt(0, match, len(tokens))  # its second use: what only the device has is to go to the host, which is full
+    assert sorted(cache.host.take_loads(1)[:, 1].tolist()) == sorted(match.host[0, 2:].tolist())
+    assert not len(cache.host.take_stores())
+    cache.check_integrity()
+
+
+def test_blocks_wait_for_the_host_in_order_and_each_is_copied_once() -> None:
+    cache = manager(num_blocks=16, host=HostConfig(num_blocks=16, policy="write_back"))  # two copies at once
+    tokens = list(range(5 * BLOCK))
+    serve(cache, 0, tokens)
+    cache.release(0)
+    blocks = cache.tree.device.blocks[cache.tree.find(hashes_of(tokens))][:, 0]
+    cache.host.store(blocks)
+    cache.host.store(blocks)
+    evict(cache, blocks[4])
+    copied = []
+    while len(stores := cache.host.take_stores()):
+        copied += stores[:, 0].tolist()
+        cache.check_integrity()
+        cache.host.stored(stores[:, 1].tolist())
+    assert copied == blocks[:4].tolist()
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_a_full_host_forgets_the_tails_of_paths_before_their_heads(policy: str) -> None:
+    cache = manager(num_blocks=64, host=HostConfig(num_blocks=10, policy=policy))
+    prompts = [list(range(first, first + 6 * BLOCK + 1)) for first in (0, 100)]
+    for prompt in prompts:
+        for row in range(2):
+            serve(cache, row, prompt)
+            while len(stores := cache.host.take_stores()):
+                cache.host.stored(stores[:, 1].tolist())
+            cache.release(row)
+    cache.reset(("device",))
+    served = [cache.match(hashes_of(prompt), len(prompt) - 1).num_blocks for prompt in prompts]
+    assert served == [4, 6]
+
+
+def with_storage(host_blocks: int) -> CacheManager:
+    host = HostConfig(host_blocks, "write_through", storage_timeout_s=10.0)
+    return manager(num_blocks=200, max_blocks=200, host=host)
+
+
+def test_blocks_from_storage_find_their_place_without_a_walk_from_the_root_each() -> None:
+    cache, path = with_storage(1_000), hashes_of(range(200 * BLOCK))
+    cache.fetch(path, np.ones((200, 1), dtype=np.bool_))
+    blocks = cache.host.storage.take_fetches().blocks[:, 1].tolist()
+    inserted, insert = [], cache.tree.insert
+    cache.tree.insert = lambda path, *where: inserted.extend(path) or insert(path, *where)
+    for index, block in enumerate(blocks):
+        cache.host.storage.fetched([block], [], float(index))
+    assert inserted == path
+    assert cache.match(path, 200 * BLOCK).num_blocks == 200
+    cache.check_integrity()
+
+
+def test_how_much_of_a_lost_head_fits_on_the_host_is_found_in_a_few_looks() -> None:
+    cache, tokens = with_storage(160), list(range(200 * BLOCK))
+    path = hashes_of(tokens)
+    serve(cache, 0, tokens)
+    cache.release(0)
+    for block in cache.tree.device.blocks[cache.tree.find(path)][:41, 0]:
+        evict(cache, block)  # one more than may be fetched at once
+    looks, servable = [], cache._finder._servable
+    cache._finder._servable = lambda there: looks.append(len(there)) or servable(there)
+    fetch = cache.fetch(path, np.ones((200, 1), dtype=np.bool_))
+    assert fetch is not None
+    assert fetch.left == 40
+    assert len(looks) <= 4
 
 
 def test_index_updates_state_what_a_finished_request_left_and_what_eviction_took() -> None:

@@ -628,6 +628,48 @@ def test_a_load_that_never_comes_is_computed_anew_and_forgotten() -> None:
     assert stats["requests"]["preemptions"] == 1
 
 
+def test_a_prompt_that_comes_from_the_host_waits_for_the_blocks_that_copies_hold() -> None:
+    engine, executor = make_engine(num_blocks=16, host_blocks=64, write_policy="write_through")
+    on_host, other = ([first + i % 7 for i in range(61)] for first in (3, 13))
+    engine.add(request("on the host", on_host, 2))
+    run(engine)
+    engine.cache.reset(("device",))
+    executor.store_steps = 10_000
+    engine.add(request("other", other, 2))
+    while engine.has_requests:
+        engine.step(None)
+    assert engine.cache.num_available < 15
+    engine.add(request("again", on_host, 2))
+    for _ in range(10):
+        assert engine.step(None) == []
+    executor.store_steps = 0
+    assert run(engine)["again"].token_ids == continuation(on_host, 2)
+    assert engine.cache.stats().host_hit_tokens == 60
+
+
+def test_a_load_that_fails_for_a_request_that_no_step_has_carried_stops_no_other() -> None:
+    engine, executor = make_engine(
+        num_blocks=32, max_rows=2, host_blocks=64, write_policy="write_through", async_scheduling=False
+    )
+    first, second = [1, 2, 3, 4, 5], [11, 12, 13, 14, 15, 16, 17, 18, 19]
+    engine.add(request("on the host", second, 1))
+    run(engine)
+    engine.cache.reset(("device",))
+    engine.add(request("filler", [21], 1))
+    engine.add(request("other", first, 30))  # in the last row
+    while len(engine.resources.running) != 1:
+        engine.step(None)
+    extend, executor.lose_load = engine.cache.extend, lambda: True
+    engine.cache.extend = lambda rows, tokens: len(rows) != 1 and extend(rows, tokens)  # no room for a newcomer
+    engine.add(request("late", second, 1))
+    while not engine.cache.host.stats().failed_blocks:
+        engine.step(None)
+    engine.cache.extend, executor.lose_load = extend, lambda: False
+    results = run(engine)
+    assert results["other"].finish_reason is FinishReason.LENGTH
+    assert results["late"].token_ids == continuation(second, 1)
+
+
 def test_a_new_engine_is_warm_from_storage() -> None:
     storage: Storage = {}
     prompt = list(range(1, 14))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -267,6 +270,8 @@ class SharedDirectory(RuleBasedStateMachine):
     written:     by key, every content written since it was last deleted
     is_certain:  no block was deleted or damaged, of which the other storage learns when it reads it
     was_damaged: there was damage, ever
+    room:        segments that the disk holds; two are being filled at most, so that there is always one to evict
+    on_disk:     inodes of those that were given their space, as each is with its first block
     """
 
     SIZE = 64
@@ -282,6 +287,18 @@ class SharedDirectory(RuleBasedStateMachine):
         self.written: dict[int, set[bytes]] = {}
         self.version = 0
         self.is_certain, self.was_damaged = True, False
+        self.room = 5
+        self.on_disk: set[int] = set()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(os, "pwritev", partial(self.pwritev, os.pwritev))
+
+    def pwritev(self, real: Callable[..., int], fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.on_disk &= {path.stat().st_ino for path in self.segments()}
+        inode = os.fstat(fd).st_ino
+        if inode not in self.on_disk and len(self.on_disk) >= self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.on_disk.add(inode)
+        return real(fd, buffers, offset)
 
     def open(self) -> FileStorage:
         return FileStorage(self.path, self.CAPACITY, NAMESPACE, self.SIZE)
@@ -341,6 +358,10 @@ class SharedDirectory(RuleBasedStateMachine):
             file.write(content)
         self.is_certain, self.was_damaged = False, True
 
+    @rule(segments=st.integers(2, 5))
+    def disk_has_room_for(self, segments: int) -> None:
+        self.room = segments
+
     @rule()
     def directory_vanishes(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -363,6 +384,7 @@ class SharedDirectory(RuleBasedStateMachine):
         return sorted(self.path.rglob("*.seg"))
 
     def teardown(self) -> None:
+        self.patch.undo()
         for storage in self.storages:
             storage.close()
         shutil.rmtree(self.path, ignore_errors=True)
