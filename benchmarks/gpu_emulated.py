@@ -5,7 +5,6 @@ Every line of the benchmark is executed, at sizes that a CPU gets through; the n
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from headwise.transfer.host_memory import HostArena
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
 
-from cuda_shim import ShimPrograms
+from cuda_shim import LIBRARIES, ShimPrograms
 from emulated_gpu import EmulatedGpu
 from host_driver import HostDriver
 
@@ -86,9 +85,8 @@ class EmulatedRig:
 
     def __init__(self, work: Path, seed: int) -> None:
         self.work, self.seed = work, seed
-        self._libraries = work / f"shim-{os.getpid()}"
-        self._libraries.mkdir(parents=True, exist_ok=True)
-        self.programs: Programs = OneAtATime(ShimPrograms(self._libraries))
+        self._libraries = LIBRARIES
+        self.programs: Programs = OneAtATime(ShimPrograms())
         self._gpu = _Gpu(self._libraries, "bfloat16", self.programs)
         self.kernels = self._gpu.kernels
 

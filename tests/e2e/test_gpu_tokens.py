@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from cuda_shim import LIBRARIES
 from emulated_gpu import EmulatedGpu
 from reference import answers, assert_same
 from test_tokens import GREEDY, MODELS
@@ -19,10 +19,10 @@ TOKENS = 6
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_greedy_tokens_of_several_prompts_at_once(model: str, tmp_path: Path) -> None:
+def test_greedy_tokens_of_several_prompts_at_once(model: str) -> None:
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:3]
     config = EngineConfig(model=model, device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256)
-    with LocalEngine(config, EmulatedGpu(tmp_path, "float32")) as engine:
+    with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
         results = engine.generate([answer.prompt_ids for answer in wanted], replace(GREEDY, max_tokens=TOKENS))
     for answer, result in zip(wanted, results, strict=True):
         assert_same(answer.first(TOKENS), result.token_ids)

@@ -26,8 +26,8 @@ SOURCE_BLOCKS, TARGET_BLOCKS, GROUPS = 21, 19, 3
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ShimPrograms:
-    return ShimPrograms(tmp_path_factory.mktemp("shim"))
+def shim() -> ShimPrograms:
+    return ShimPrograms()
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ examples = settings(max_examples=12, deadline=None, suppress_health_check=list(H
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ShimPrograms:
-    return ShimPrograms(tmp_path_factory.mktemp("shim"))
+def shim() -> ShimPrograms:
+    return ShimPrograms()
 
 
 def wide(x: np.ndarray) -> np.ndarray:

@@ -32,8 +32,8 @@ VARIANTS = [
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ShimPrograms:
-    return ShimPrograms(tmp_path_factory.mktemp("shim"))
+def shim() -> ShimPrograms:
+    return ShimPrograms()
 
 
 @dataclass(repr=False)

@@ -26,8 +26,8 @@ examples = settings(max_examples=25, deadline=None, suppress_health_check=list(H
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ShimPrograms:
-    return ShimPrograms(tmp_path_factory.mktemp("shim"))
+def shim() -> ShimPrograms:
+    return ShimPrograms()
 
 
 def drawn(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_shim import LIBRARIES
 from emulated_gpu import EmulatedGpu
 from safetensors.numpy import save_file
 from test_models import random_weights
@@ -54,8 +55,8 @@ def write_model(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("libraries")
+def libraries() -> Path:
+    return LIBRARIES
 
 
 def answers(engine: LocalEngine) -> list[tuple[list[int], int]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_shim import LIBRARIES
 from emulated_gpu import EmulatedGpu, SerialPrograms, poisoned
 from host_nccl import HostNccl, NcclError, host_cupy_with, way
 from test_gpu_engine import PROMPT, configuration, write_model
@@ -285,8 +286,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("libraries")
+def libraries() -> Path:
+    return LIBRARIES
 
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)

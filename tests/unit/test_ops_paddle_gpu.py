@@ -427,6 +427,7 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
 
 def test_a_whole_engine_says_what_one_on_a_cpu_says(module: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+    from cuda_shim import LIBRARIES
     from emulated_gpu import EmulatedGpu
     from test_gpu_engine import answers, configuration, write_model
 
@@ -434,7 +435,7 @@ def test_a_whole_engine_says_what_one_on_a_cpu_says(module: ModuleType, tmp_path
 
     class PaddleGpu(EmulatedGpu):
         def __init__(self) -> None:
-            super().__init__(tmp_path, "float32")
+            super().__init__(LIBRARIES, "float32")
             self.ops = module.PaddleGpuOps("float32")
 
     (tmp_path / "model").mkdir()

@@ -6,8 +6,11 @@ A misuse that the shim sees (`shim.h` lists them) raises AssertionError at the l
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -19,7 +22,17 @@ import pytest
 from headwise.kernels.cuda.launch import Grid
 from headwise.kernels.cuda.programs import SOURCES, Defines
 
+SHIM = Path(__file__).parent / "shim.h"
 OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fsanitize=alignment", "-ffp-contract=off", "-w")
+
+def _shared() -> Path:
+    path = Path(tempfile.gettempdir()) / f"headwise-cuda-shim-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path if path.stat().st_uid == os.getuid() else Path(tempfile.mkdtemp())
+
+
+LIBRARIES = _shared()
+"""Where tests keep libraries, for each other and for the next run: g++ takes a second for each."""
 
 _one_launch = threading.Lock()
 """All libraries share the shim's state: its globals are the same symbols in each."""
@@ -46,7 +59,7 @@ class ShimKernel:
 class ShimPrograms:
     """`headwise.kernels.cuda.programs.Programs`: libraries are built in ``directory``, once each."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path = LIBRARIES) -> None:
         self._directory = directory
         self.backwards = False
 
@@ -68,14 +81,20 @@ class ShimProgram:
 
 @cache
 def _library(source: Path, kernel: str, defines: tuple[str, ...], directory: Path) -> Path:
+    """The library of one kernel, built where no process built it before of the same source."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile CUDA C++ for the CPU")
-    number = len(list(directory.glob("*.cpp")))
-    main = directory / f"{source.stem}-{number}.cpp"
-    main.write_text(f'#include "{Path(__file__).parent}/shim.h"\n#include "{source}"\nSHIM_KERNEL({kernel})\n')
-    library = main.with_suffix(".so")
-    command = [compiler, *OPTIONS, *defines, "-o", str(library), str(main)]
-    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert compiled.returncode == 0, compiled.stderr
+    sources = [SHIM, source, *sorted(SOURCES.glob("*.cuh"))]
+    told = "\0".join([*(path.read_text() for path in sources), str(source), kernel, *OPTIONS, *defines])
+    library = directory / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        main, made = Path(scratch) / "main.cpp", Path(scratch) / "library.so"
+        main.write_text(f'#include "{SHIM}"\n#include "{source}"\nSHIM_KERNEL({kernel})\n')
+        command = [compiler, *OPTIONS, *defines, "-o", str(made), str(main)]
+        compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert compiled.returncode == 0, compiled.stderr
+        os.replace(made, library)
     return library
