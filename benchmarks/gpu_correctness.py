@@ -18,6 +18,7 @@ from gpu_checkpoint import random_models, write_checkpoint
 from gpu_rig import Rig
 from numpy.typing import NDArray
 
+from headwise.cache_controller.block_tables import BlockTables, HostBlockTables, TableShape
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
@@ -363,6 +364,29 @@ def check_sampling(bench: Bench, device: Device, dtype: str, rng: np.random.Gene
     bench.rows.check_error(f"sampling_{dtype}", other / rows, ROUNDED_DRAWS, f"of {rows} draws are others")
 
 
+def check_block_tables(bench: Bench, device: Device, rng: np.random.Generator) -> None:
+    """Tables after rows were opened and cells changed, some of them more than once, against those of a host."""
+    rows, blocks, updates = (64, 16_384, 100_000) if bench.sizes.long else (4, 300, 500)
+    shape = TableShape(max_rows=rows, groups=4, max_blocks=blocks, block_size=64)
+    every: tuple[BlockTables, BlockTables] = device.block_tables(shape), HostBlockTables(shape)
+    order = rng.permutation(rows).astype(np.int32)
+    seq_lens = rng.integers(0, blocks * shape.block_size + 1, rows).astype(np.int32)
+    for _ in range(3):
+        opened = rng.integers(0, rows, 2).tolist()
+        changes = np.concatenate(
+            [rng.integers(0, shape.cells, (updates, 3)), rng.integers(0, 1 << 20, (updates, 1))], 1
+        )
+        changes[updates // 2 :, :3] = changes[: updates - updates // 2, :3]
+        for tables in every:
+            tables.open_rows(opened)
+            tables.apply(changes.astype(np.int32))
+    lengths = device.ops.upload(seq_lens)
+    found = device.ops.host(every[0].gather(device.ops.upload(order), lengths, blocks))
+    reached = np.arange(blocks) * shape.block_size < np.repeat(seq_lens, shape.groups)[:, None]
+    wrong = int(np.count_nonzero((found != every[1].gather(order, seq_lens, blocks)) & reached))
+    bench.rows.check("block_tables", wrong == 0, f"{wrong} of {np.count_nonzero(reached)} blocks are others")
+
+
 def correctness(bench: Bench) -> None:
     """Everything, on inputs that no other run had."""
     rng = np.random.default_rng(bench.rig.seed)
@@ -381,3 +405,7 @@ def correctness(bench: Bench) -> None:
             with device.current():
                 check_ops(bench, device.ops, dtype, rng)
                 check_sampling(bench, device, dtype, rng)
+    with bench.rows.case("block_tables"):
+        device = bench.rig.device(EngineConfig(device="cuda", cache_dir=str(bench.rig.work)))
+        with device.current():
+            check_block_tables(bench, device, rng)

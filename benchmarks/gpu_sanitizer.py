@@ -18,6 +18,7 @@ from gpu_correctness import (
     OWN_OPS,
     Case,
     cases,
+    check_block_tables,
     check_copies,
     check_ops,
     check_rope,
@@ -144,3 +145,4 @@ def _others(bench: Bench, case: Case, rng: np.random.Generator) -> None:
     with device.current():
         check_ops(bench, device.ops, "bfloat16", rng, only=OWN_OPS)
         check_sampling(bench, device, "bfloat16", rng)
+        check_block_tables(bench, device, rng)

@@ -39,7 +39,8 @@ class AttentionBatch:
     seq_lens:     ``[batch]``; tokens of the sequence *after* this step, so query row ``j`` of sequence ``i``
                   is at position ``seq_lens[i] - (cu_seqlens_q[i + 1] - cu_seqlens_q[i]) + j``
     block_tables: ``[batch * groups, max_blocks]``; row ``i * groups + g`` maps token block to block id.
-                  ``-1`` marks a recycled block or one never allocated.
+                  ``-1`` marks a recycled block or one never allocated. Columns that ``seq_lens`` does not reach are
+                  not read.
     groups:       number of head groups
     max_query_len: no sequence has more query rows than this, if the host knows it; 1 promises decode only. Kernels
                   on a device choose their grid by it without looking at the arrays.

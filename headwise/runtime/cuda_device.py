@@ -6,10 +6,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.cuda.attention import check_supported
 from headwise.kernels.cuda.block_copy import make_cuda_block_copy
+from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.kernels import CudaKernels
@@ -19,6 +21,7 @@ from headwise.kernels.cuda.sampling import CudaSampling
 from headwise.kernels.gqa import kv_dtype_of
 from headwise.runtime.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.device_block_tables import DeviceBlockTables
 from headwise.runtime.device_sampler import DeviceSampler
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.model_card import ModelCard
@@ -50,6 +53,7 @@ class CudaDevice:
             programs = CudaPrograms(self._cubins)
             self.ops: TensorOps = make_gpu_ops(config.tensor_ops, config.dtype_name, programs)
             self.sampler = DeviceSampler(self.ops, CudaSampling(programs, numpy_dtype(config.dtype_name)))
+            self._tables = CudaBlockTables(programs)
             launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get)
             self.kernels = CudaKernels(launcher, programs, self.ops.empty_bytes)
 
@@ -81,6 +85,9 @@ class CudaDevice:
     def spare_bytes(self) -> int:
         """See `Device.spare_bytes`: all but the share of the card that is to stay free."""
         return spare_bytes(open_card(GPU), self._config.gpu_memory_utilization)
+
+    def block_tables(self, shape: TableShape) -> DeviceBlockTables:
+        return DeviceBlockTables(self.ops, self._tables, shape)
 
     def block_copy(self) -> BlockCopy:
         with self.current():

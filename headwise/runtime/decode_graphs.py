@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: the hundreds of launches of a step become one.
 
 A graph is recorded for one batch size and one width of the block tables; batches are padded up to it. What changes from
-step to step (tokens, positions, lengths, block tables) is in buffers at fixed addresses, so that blocks that were
-loaded, recycled or allocated meanwhile are found without recording anew.
+step to step (tokens, positions, lengths, rows of the block tables) is in a buffer at fixed addresses; the tables are
+gathered by the graph, so that blocks that were loaded, recycled or allocated meanwhile are found without a new one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.radix_tree import NOWHERE
+from headwise.cache_controller.block_tables import BlockTables
 from headwise.errors import first_line
 from headwise.kernels.base import AttentionBatch
-from headwise.runtime.ops.base import KernelArray, StepUpload, Tensor, TensorOps
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +70,18 @@ class DecodeGraphs:
     """Runs decode steps: the first of a shape as it is, which loads what it needs, later ones as a graph.
 
     compute:   a step's forward pass
-    groups:    head groups, the rows of the block tables per sequence
+    tables:    the worker's, changed between steps only, on the stream that steps run on
     all_ranks: whether what it is given is so on every rank. All ranks run the same steps, so all ask it of the same
                graph: NCCL wants its operations recorded, and launched as graphs, by all ranks or by none
     """
 
-    def __init__(self, ops: TensorOps, compute: Compute, groups: int, all_ranks: Callable[[bool], bool] = bool) -> None:
-        self._ops, self._compute, self._groups, self._all_ranks = ops, compute, groups, all_ranks
+    def __init__(
+        self, ops: TensorOps, compute: Compute, tables: BlockTables, all_ranks: Callable[[bool], bool] = bool
+    ) -> None:
+        self._ops, self._compute, self._tables, self._all_ranks = ops, compute, tables, all_ranks
         self._buckets: dict[tuple[int, int], _Bucket] = {}
-        self._uploads: dict[int, StepUpload] = {}  # by the bits of how many elements they carry
+        # One for all shapes, none of which it has to grow for: graphs read where it wrote when they were recorded.
+        self._upload = ops.step_upload(capacity=5 * padded_rows(tables.shape.max_rows) + 1)
         self._may_capture = True
 
     @property
@@ -91,33 +94,41 @@ class DecodeGraphs:
         token_ids: NDArray[np.int32],
         positions: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
-        tables: NDArray[np.int32],
+        table_rows: NDArray[np.int32],
     ) -> Scored:
-        """One token of each of ``[batch]`` sequences; ``tables`` are ``[batch * groups, columns]``.
+        """One token of each of ``[batch]`` sequences, whose block tables are at ``table_rows``.
 
         The first ``batch`` rows of what comes of it are the sequences'. It is valid until the next step.
         """
-        batch, columns = len(token_ids), tables.shape[1]
-        rows, width = shape = padded_rows(batch), padded_columns(columns)
-        wide = np.full((rows * self._groups, width), NOWHERE, dtype=np.int32)
-        wide[: len(tables), :columns] = tables
+        batch = len(token_ids)
+        rows = padded_rows(batch)
+        columns = padded_columns(self._tables.shape.columns(int(seq_lens.max())))
         starts = np.minimum(np.arange(rows + 1, dtype=np.int32), np.int32(batch))
-        numbers = _padded(token_ids, rows), _padded(positions, rows), starts, _padded(seq_lens, rows), wide
-        arrays = self._upload(sum(array.size for array in numbers))(*numbers)
-        return self._run(self._buckets.setdefault(shape, _Bucket()), list(arrays))
+        padded = (_padded(array, rows) for array in (token_ids, positions, seq_lens, table_rows))
+        arrays = self._upload(starts, *padded)
+        bucket = self._buckets.setdefault((rows, columns), _Bucket())
+        return self._run(bucket, self._work(columns, *arrays))
 
-    def _upload(self, elements: int) -> StepUpload:
-        """One for all shapes of about that size: graphs read where it wrote when they were recorded."""
-        bits = elements.bit_length()
-        if bits not in self._uploads:
-            self._uploads[bits] = self._ops.step_upload(capacity=1 << bits)
-        return self._uploads[bits]
+    def _work(
+        self,
+        columns: int,
+        starts: KernelArray,
+        tokens: KernelArray,
+        positions: KernelArray,
+        seq_lens: KernelArray,
+        table_rows: KernelArray,
+    ) -> Callable[[], Scored]:
+        """What the step enqueues. Does not hold its graphs: these go, and their memory, with the last other holder."""
+        compute, tables = self._compute, self._tables
 
-    def _run(self, bucket: _Bucket, arrays: Sequence[KernelArray]) -> Scored:
-        def compute() -> Scored:
-            tokens, positions, *attended = arrays
-            return self._compute(tokens, positions, AttentionBatch(*attended, self._groups, max_query_len=1))
+        def work() -> Scored:
+            gathered = tables.gather(table_rows, seq_lens, columns)  # of padding, nothing: it has no tokens
+            batch = AttentionBatch(starts, seq_lens, gathered, tables.shape.groups, max_query_len=1)
+            return compute(tokens, positions, batch)
 
+        return work
+
+    def _run(self, bucket: _Bucket, compute: Callable[[], Scored]) -> Scored:
         bucket.uses += 1
         if bucket.replay is None and bucket.uses == 2 and self._may_capture:
             bucket.replay = self._capture(compute)

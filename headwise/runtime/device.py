@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from headwise.cache_controller.block_tables import BlockTables, HostBlockTables, TableShape
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy, make_block_copy
@@ -57,6 +58,9 @@ class Device(Protocol):
     def spare_bytes(self) -> int:
         """Device memory that the block pool may take, of what is free now; for devices with memory of their own."""
 
+    def block_tables(self, shape: TableShape) -> BlockTables:
+        """Where the kernels read them; made, and used, within `current`."""
+
     def block_copy(self) -> BlockCopy:
         """Copies between the device's arena and the host's, for one thread."""
 
@@ -89,6 +93,9 @@ class CpuDevice:
 
     def spare_bytes(self) -> int:
         raise NotImplementedError("a CPU's pool has a size by default")
+
+    def block_tables(self, shape: TableShape) -> BlockTables:
+        return HostBlockTables(shape)
 
     def block_copy(self) -> BlockCopy:
         return make_block_copy(self._kernels_name, COPY_THREADS)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
 from headwise.errors import EngineDiedError
 from headwise.kernels.base import AttentionBatch, HeadTable, RotatingKernels
@@ -116,6 +117,7 @@ class ModelWorker:
         rows = np.arange(min(self._config.max_num_seqs, tokens))
         self._model.logits(self._ops.take_rows(self._forward(batch, batch.token_ids), rows))
         spare = np.array([[self._device.spare_bytes() >> 20]], dtype=np.float32)  # MiB: exact up to 16 TiB
+        self._let_go_of_cache()  # its tables are made anew beside the pool
         gathered = self._comm.gather(spare)
         least = None if gathered is None else np.array([gathered.min()], dtype=np.int32)
         return int(self._comm.broadcast(least, (1,))[0]) << 20
@@ -123,9 +125,8 @@ class ModelWorker:
     def _allocate_arena(self) -> None:
         card, spec = self.card, self.card.spec
         arena = self._ops.empty_bytes(spec.num_blocks * card.layout.block_bytes)
-        self._cache = CacheController(
-            card.layout, arena, groups=len(card.plan.groups), max_rows=spec.max_rows, max_blocks=spec.max_blocks
-        )
+        shape = TableShape(spec.max_rows, len(card.plan.groups), spec.max_blocks, card.layout.block_size)
+        self._cache = CacheController(card.layout, arena, self._device.block_tables(shape))
         self._graphs = self._make_graphs()
         self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}
@@ -135,7 +136,7 @@ class ModelWorker:
         only_launches = self._ops.captures and self._collectives.captures and self.card.config.moe is None
         if not (only_launches and self._config.cuda_graphs):
             return None
-        return DecodeGraphs(self._ops, self._score, len(self.card.plan.groups), self._is_so_on_all_ranks)
+        return DecodeGraphs(self._ops, self._score, self._cache.tables, self._is_so_on_all_ranks)
 
     def _is_so_on_all_ranks(self, is_so: bool) -> bool:
         not_so = self._comm.all_reduce(np.array([not is_so], dtype=np.float32))
@@ -154,9 +155,9 @@ class ModelWorker:
         table = np.array([[0, group, 0, 0] for group in range(groups)], dtype=np.int32)
         for start, count, updates in ((0, min(2, self.card.layout.block_size), table), (1, 1, _NO_UPDATE)):
             batch = _trial(start, count, updates)
-            self._cache.apply(batch.table_updates)
+            self._cache.tables.apply(batch.table_updates)
             self._model.logits(self._forward(batch, batch.token_ids))
-        self._cache.open_rows([0])
+        self._cache.tables.open_rows([0])
 
     # ---- sleep ----
 
@@ -183,9 +184,13 @@ class ModelWorker:
         if self._copies is not None:
             self._copies.attach_device(None)
         self._is_asleep = True
-        self._graphs = None
-        del self._model, self._cache
+        self._let_go_of_cache()
+        del self._model
         self._ops.give_back_memory()
+
+    def _let_go_of_cache(self) -> None:
+        self._graphs = None
+        del self._cache
 
     def _wake(self) -> None:
         """Load the weights again, and start with an empty arena."""
@@ -229,8 +234,8 @@ class ModelWorker:
         )
 
     def _compute(self, batch: BatchRequest) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
-        self._cache.open_rows(new.row for new in batch.new_sequences)
-        self._cache.apply(batch.table_updates)
+        self._cache.tables.open_rows(new.row for new in batch.new_sequences)
+        self._cache.tables.apply(batch.table_updates)
         self._sequences.update({new.row: new for new in batch.new_sequences})
         if not len(batch.rows):  # sent for the sake of copies
             return np.empty(0, np.int32), {}
@@ -252,9 +257,7 @@ class ModelWorker:
         return np.where(batch.token_ids == LAST_SAMPLED, self._last_sampled[rows], batch.token_ids)
 
     def _decode(self, graphs: DecodeGraphs, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Scored:
-        seq_lens = batch.starts + 1
-        tables = self._cache.block_tables(batch.rows, int(seq_lens.max()))
-        return graphs.step(token_ids, batch.starts, seq_lens, tables)
+        return graphs.step(token_ids, batch.starts, batch.starts + 1, batch.rows)
 
     def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         hidden = self._model.forward(token_ids, positions, _PagedAttention(self, step))
@@ -268,9 +271,12 @@ class ModelWorker:
         positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(
             batch.starts - cu_seqlens[:-1], batch.query_lens
         )
-        tables = self._cache.block_tables(batch.rows, int(seq_lens.max()))
-        tokens, places, *attended = self._upload(token_ids, positions.astype(np.int32), cu_seqlens, seq_lens, tables)
-        step = AttentionBatch(*attended, len(self.card.plan.groups), max_query_len=int(batch.query_lens.max()))
+        tokens, places, begins, lengths, rows = self._upload(
+            token_ids, positions.astype(np.int32), cu_seqlens, seq_lens, batch.rows
+        )
+        tables = self._cache.tables
+        gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
+        step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()))
         return self._model.forward(tokens, places, _PagedAttention(self, step))
 
     def _sample(

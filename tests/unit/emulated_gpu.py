@@ -16,9 +16,11 @@ from host_cublas import HostCublas, aligned
 from host_driver import HostDriver
 from numpy.typing import NDArray
 
+from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
+from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.kernels import CudaKernels
@@ -26,6 +28,7 @@ from headwise.kernels.cuda.launch import Grid, Kernel, Program
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.sampling import CudaSampling
 from headwise.runtime.comm import Collectives, Communicator, host_collectives
+from headwise.runtime.device_block_tables import DeviceBlockTables
 from headwise.runtime.device_sampler import DeviceSampler
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.ops.base import KernelArray, StepUpload
@@ -36,6 +39,7 @@ from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import HostArena
 
 STREAM = 0x5000
+NO_BLOCK = 0x7F000000
 
 
 class EmulatedOps(GpuOps):
@@ -68,7 +72,13 @@ class EmulatedOps(GpuOps):
         return self.host(self._wide(tensor))
 
     def step_upload(self, capacity: int = 0) -> StepUpload:
-        return FixedUpload(capacity)
+        fixed = FixedUpload(capacity)
+
+        def upload(*arrays: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+            assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
+            return fixed(*arrays)
+
+        return upload
 
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
         def replay() -> Sequence[KernelArray]:
@@ -107,6 +117,7 @@ class EmulatedGpu:
     def __init__(self, libraries: Path, dtype: str) -> None:
         self._dtype, self._libraries = dtype, libraries
         programs = SerialPrograms(libraries)
+        self._tables = PoisonedTables(programs, threads=64)
         self.ops = EmulatedOps(dtype, programs)
         self.sampler = DeviceSampler(self.ops, CudaSampling(programs, numpy_dtype(dtype), threads=64))
         self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
@@ -124,6 +135,9 @@ class EmulatedGpu:
     def spare_bytes(self) -> int:
         return 2 << 20
 
+    def block_tables(self, shape: TableShape) -> DeviceBlockTables:
+        return DeviceBlockTables(self.ops, self._tables, shape)
+
     def block_copy(self) -> BlockCopy:
         return FinishedCopy(self._libraries)
 
@@ -132,6 +146,21 @@ class EmulatedGpu:
 
     def host_arena(self, num_bytes: int) -> HostArena:
         return HostArena(num_bytes)
+
+
+class PoisonedTables(CudaBlockTables):
+    """What no sequence reaches names a block far out of the arena's memory."""
+
+    def gather(
+        self,
+        tables: NDArray[np.int32],
+        shape: TableShape,
+        rows: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        out: NDArray[np.int32],
+    ) -> None:
+        out[:] = NO_BLOCK
+        super().gather(tables, shape, rows, seq_lens, out)
 
 
 class FinishedCopy:

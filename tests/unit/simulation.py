@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from headwise.cache_controller.cache_controller import CacheController
+from headwise.cache_controller.block_tables import HostBlockTables, TableShape
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import HeadPolicy
@@ -92,12 +92,9 @@ class SimulatedExecutor:
         self.is_asleep = False
         blocks = card.spec.num_blocks
         self._arena = np.full((blocks, card.layout.block_size), -7, dtype=np.int32)
-        self._cache = CacheController(
-            card.layout,
-            self._arena,
-            groups=len(card.plan.groups),
-            max_rows=card.spec.max_rows,
-            max_blocks=card.spec.max_blocks,
+        spec = card.spec
+        self._tables = HostBlockTables(
+            TableShape(spec.max_rows, len(card.plan.groups), spec.max_blocks, card.layout.block_size)
         )
         self._host = np.full((card.spec.num_host_blocks, card.layout.block_size), -9, dtype=np.int32)
         self._stores: deque[tuple[int, int, int]] = deque()
@@ -131,8 +128,8 @@ class SimulatedExecutor:
         self._host[list(blocks)] = -9
 
     def _execute(self, batch: BatchRequest) -> StepResult:
-        self._cache.open_rows(new.row for new in batch.new_sequences)
-        self._cache.apply(batch.table_updates)
+        self._tables.open_rows(new.row for new in batch.new_sequences)
+        self._tables.apply(batch.table_updates)
         copies = {**self._load(batch), **self._store(batch), **self._put(batch), **self._fetch(batch)}
         assert not (self.is_asleep and len(batch.rows)), "a worker that is asleep cannot compute"
         if self.fail_next is not None:
@@ -151,7 +148,7 @@ class SimulatedExecutor:
         assert self.is_asleep == (batch.command == WAKE), f"{batch.command} came at the wrong time"
         assert not self._stores, "the device's memory is given up while it is copied"
         self._arena[:] = -7
-        self._cache.tables[:] = -1
+        self._tables.array[:] = -1
         self.is_asleep = batch.command == SLEEP
         return 0
 
@@ -219,7 +216,7 @@ class SimulatedExecutor:
             start, tokens = int(batch.starts[index]), inputs[index].copy()
             tokens[tokens == LAST_SAMPLED] = self._last[row]
             self._write(row, start, tokens)
-            if self._lost.intersection(self._cache.tables[row].ravel().tolist()):
+            if self._lost.intersection(self._tables.array[row].ravel().tolist()):
                 continue
             if batch.sample[index]:
                 sampled[index] = next_token(self._read(row, start + len(tokens)))
@@ -229,7 +226,7 @@ class SimulatedExecutor:
     def _write(self, row: int, start: int, tokens: np.ndarray) -> None:
         size = self.card.layout.block_size
         for position, token in enumerate(tokens.tolist(), start):
-            for block in self._cache.tables[row, :, position // size].tolist():
+            for block in self._tables.array[row, :, position // size].tolist():
                 if block >= 0:
                     self._arena[block, position % size] = token
                     if position % size == 0:
@@ -243,7 +240,7 @@ class SimulatedExecutor:
             tokens = []
             for position in range(count):
                 visible = policy.is_full or position < policy.sink or count - 1 - position < policy.window
-                block = int(self._cache.tables[row, group, position // size])
+                block = int(self._tables.array[row, group, position // size])
                 if visible:
                     assert block >= 0, f"group {group} of row {row} lost the block of token {position}"
                     tokens.append(int(self._arena[block, position % size]))

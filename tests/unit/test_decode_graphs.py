@@ -17,22 +17,25 @@ import pytest
 from emulated_gpu import FixedUpload
 from host_cublas import HostCublas, aligned
 
+from headwise.cache_controller.block_tables import HostBlockTables, TableShape
 from headwise.kernels.base import AttentionBatch
 from headwise.kernels.cuda import cublas
 from headwise.runtime.decode_graphs import DecodeGraphs, Scored, padded_columns, padded_rows
 from headwise.runtime.ops import gpu_ops
 
 GROUPS = 2
+SHAPE = TableShape(max_rows=64, groups=GROUPS, max_blocks=500, block_size=4)
 
 
 class Ops:
     """As much of `TensorOps` as graphs need; counts what was recorded and replayed."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.captured = self.replayed = 0
+        self.captured = self.replayed = self.uploads = 0
         self._error = error
 
     def step_upload(self, capacity: int) -> FixedUpload:
+        self.uploads += 1
         return FixedUpload(capacity)
 
     def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
@@ -61,10 +64,32 @@ class Model:
         return Scored(seen, (tokens.copy(), batch.block_tables.copy()))
 
 
-def step(graphs: DecodeGraphs, batch: int, columns: int, first: int = 10) -> Scored:
+class Tables(HostBlockTables):
+    """As wide as is wanted; what no sequence reaches says so. A row names blocks 1000 times its number."""
+
+    BEYOND = -7
+
+    def __init__(self) -> None:
+        super().__init__(SHAPE)
+        self.array[:] = np.arange(SHAPE.max_rows)[:, None, None] * 1000 + np.arange(SHAPE.max_blocks)
+
+    def gather(self, rows: np.ndarray, seq_lens: np.ndarray, columns: int) -> np.ndarray:
+        found = np.full((len(rows), GROUPS, columns), self.BEYOND, np.int32)
+        for to, row, tokens in zip(found, rows, seq_lens, strict=True):
+            used = SHAPE.columns(int(tokens))
+            to[:, :used] = self.array[row, :, :used]
+        return found.reshape(-1, columns)
+
+
+def graphs_of(ops: Any, model: Model | None = None, *more: Any) -> DecodeGraphs:
+    return DecodeGraphs(ops, model or Model(), Tables(), *more)
+
+
+def step(graphs: DecodeGraphs, batch: int, columns: int, first: int = 10, last_row: int = 63) -> Scored:
+    """Sequences in rows ``last_row`` and before it, of so many tokens that they reach ``columns``, or one less."""
     tokens = np.arange(first, first + batch, dtype=np.int32)
-    tables = np.arange(batch * GROUPS * columns, dtype=np.int32).reshape(-1, columns)
-    return graphs.step(tokens, tokens + 1, tokens + 2, tables)
+    seq_lens = np.array([(columns - row % 2) * SHAPE.block_size for row in range(batch)], np.int32)
+    return graphs.step(tokens, seq_lens - 1, seq_lens, np.arange(last_row, last_row - batch, -1, dtype=np.int32))
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (64, 64)])
@@ -78,17 +103,18 @@ def test_tables_are_padded_to_few_widths(columns: int, width: int) -> None:
 
 
 def test_padding_has_no_queries_no_tokens_and_no_blocks() -> None:
-    found = step(DecodeGraphs(Ops(), Model(), GROUPS), batch=3, columns=5)  # type: ignore[arg-type]
-    assert found.scores.tolist() == [[10, 11, 12, 1], [11, 12, 13, 1], [12, 13, 14, 1], [0, 0, 0, 0]]
-    tables = found.likeliest[1]
-    np.testing.assert_array_equal(tables[:6, :5], np.arange(30).reshape(6, 5))
-    assert (tables[:6, 5:] == -1).all()
-    assert (tables[6:] == -1).all()
+    found = step(graphs_of(Ops()), batch=3, columns=5, last_row=40)
+    assert found.scores.tolist() == [[10, 19, 20, 1], [11, 15, 16, 1], [12, 19, 20, 1], [0, 0, 0, 0]]
+    tables = found.likeliest[1].reshape(4, GROUPS, 16)
+    for at, (row, used) in enumerate(((40, 5), (39, 4), (38, 5))):
+        np.testing.assert_array_equal(tables[at, :, :used], [np.arange(used) + 1000 * row] * GROUPS)
+        assert (tables[at, :, used:] == Tables.BEYOND).all()
+    assert (tables[3] == Tables.BEYOND).all()
 
 
 def test_a_shape_is_recorded_at_its_second_use_and_replayed_with_what_is_new() -> None:
     ops, model = Ops(), Model()
-    graphs = DecodeGraphs(ops, model, GROUPS)  # type: ignore[arg-type]
+    graphs = graphs_of(ops, model)
     for first in (10, 20, 30):
         assert step(graphs, 3, 5, first).scores[:3, 0].tolist() == [first, first + 1, first + 2]
     assert (ops.captured, ops.replayed, graphs.captured) == (1, 2, 1)
@@ -100,18 +126,29 @@ def test_a_shape_is_recorded_at_its_second_use_and_replayed_with_what_is_new() -
     assert model.shapes[-2:] == [(4, 8, 32), (8, 16, 32)]
 
 
-def test_shapes_of_about_one_size_share_a_buffer_and_graphs_find_what_is_new_in_it() -> None:
+def test_all_shapes_share_a_buffer_and_graphs_find_what_is_new_in_it() -> None:
     ops = Ops()
-    graphs = DecodeGraphs(ops, Model(), GROUPS)  # type: ignore[arg-type]
+    graphs = graphs_of(ops)
     for first in (10, 20, 30, 40):
-        for batch, columns in ((3, 5), (4, 16), (7, 30), (2, 40), (1, 60)):
-            assert step(graphs, batch, columns, first).scores[0, 0] == first
-    assert graphs.captured == 4
-    assert len(graphs._uploads) == 3
+        for batch, columns in ((3, 5), (4, 16), (7, 30), (64, 30), (2, 40), (1, 60)):
+            found = step(graphs, batch, columns, first, last_row=63 - first % 7 * (batch < 50))
+            assert found.scores[0, 0] == first
+            assert found.likeliest[1][0, 0] == 1000 * (63 - first % 7 * (batch < 50))
+    assert graphs.captured == 5
+    assert ops.uploads == 1
+
+
+def test_graphs_gather_what_the_tables_say_when_they_are_launched() -> None:
+    ops = Ops()
+    graphs = graphs_of(ops)
+    for block in (5, 6, 7, 8):
+        graphs._tables.apply(np.array([[63, 1, 2, block]], np.int32))
+        assert step(graphs, 1, 4).likeliest[1][1, 2] == block
+    assert ops.replayed == 3
 
 
 def test_where_nothing_can_be_recorded_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    graphs = DecodeGraphs(Ops(RuntimeError("not while capturing")), Model(), GROUPS)  # type: ignore[arg-type]
+    graphs = graphs_of(Ops(RuntimeError("not while capturing")))
     with caplog.at_level(logging.WARNING):
         for batch in (1, 1, 1, 2, 2):
             assert step(graphs, batch, 3).scores[0, 0] == 10
@@ -123,7 +160,7 @@ def test_where_nothing_can_be_recorded_steps_run_as_they_are(caplog: pytest.LogC
 
 def test_a_graph_that_another_rank_cannot_record_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     ops, asked = Ops(), []
-    graphs = DecodeGraphs(ops, Model(), GROUPS, lambda is_so: bool(asked.append(is_so)))  # type: ignore[arg-type]
+    graphs = graphs_of(ops, Model(), lambda is_so: bool(asked.append(is_so)))
     with caplog.at_level(logging.WARNING):
         for batch in (1, 1, 1, 2, 2):
             assert step(graphs, batch, 3).scores[0, 0] == 10

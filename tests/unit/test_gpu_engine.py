@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from test_models import random_weights
 from tiny_models import byte_level_tokenizer, write_tokenizer_directory
 
 from headwise import EngineConfig, LocalEngine
+from headwise.cache_controller.block_tables import TableShape
+from headwise.runtime.device_block_tables import DeviceBlockTables
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.request import SamplingParams
 from headwise.runtime.sampler import Draws
@@ -97,6 +101,46 @@ def test_blocks_come_back_from_the_host(model: Path, libraries: Path) -> None:
         assert again.usage is not None
         assert again.usage.cached_tokens >= 56
         assert engine.stats()["transfers"]["load"]["bytes"] > 0
+
+
+def test_a_decode_step_sends_numbers_of_its_sequences_and_of_new_blocks_however_long_the_context(
+    model: Path, libraries: Path
+) -> None:
+    gpu, sent = EmulatedGpu(libraries, "float32"), []
+    real = gpu.ops.step_upload
+
+    def counting(capacity: int = 0) -> Any:
+        upload = real(capacity)
+        return lambda *arrays: sent.append(sum(array.size for array in arrays)) or upload(*arrays)
+
+    gpu.ops.step_upload = counting  # type: ignore[method-assign]
+    greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+        engine.generate([PROMPT * 3], greedy)
+    assert 210 // 8 * 2 > 50, "block ids that this context has"
+    assert set(sent[-8:]) == {6, 12}, "numbers of the sequence; two new blocks, and one that left the window"
+
+
+def test_no_two_block_tables_take_the_devices_memory_at_once_and_none_does_asleep(model: Path, libraries: Path) -> None:
+    gpu, made = EmulatedGpu(libraries, "float32"), []
+    real = gpu.block_tables
+
+    def watched(shape: TableShape) -> DeviceBlockTables:
+        assert all(tables() is None for tables in made)
+        tables = real(shape)
+        made.append(weakref.ref(tables))
+        return tables
+
+    gpu.block_tables = watched  # type: ignore[method-assign]
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+        first = engine.generate([PROMPT[:20]], greedy)[0]
+        engine.sleep()
+        assert [tables() for tables in made] == [None, None], "to measure the pool, and to serve"
+        engine.wake()
+        again = engine.generate([PROMPT[:20]], greedy)[0]
+    assert again.token_ids == first.token_ids
+    assert len(made) == 3
 
 
 def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(model: Path, libraries: Path) -> None:

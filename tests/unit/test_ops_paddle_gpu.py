@@ -410,7 +410,15 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
         seen.update(name=name, dtype=dtype, streams=list(streams))
         return SimpleNamespace(empty_bytes=None)
 
-    for other in ("CudaPrograms", "CupyLauncher", "CubinCache", "CudaKernels", "CudaSampling", "DeviceSampler"):
+    for other in (
+        "CudaPrograms",
+        "CupyLauncher",
+        "CubinCache",
+        "CudaKernels",
+        "CudaSampling",
+        "CudaBlockTables",
+        "DeviceSampler",
+    ):
         monkeypatch.setattr(cuda_device, other, lambda *arguments: SimpleNamespace(get=None))
     monkeypatch.setattr(cuda_device, "driver_cuda", lambda: 12)
     monkeypatch.setattr(cuda_device, "open_card", lambda gpu: CARD)
