@@ -22,8 +22,8 @@ BEYOND = 77_777
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> ShimPrograms:
-    return ShimPrograms(tmp_path_factory.mktemp("shim"))
+def shim() -> ShimPrograms:
+    return ShimPrograms()
 
 
 class Ops(EmulatedOps):
