@@ -25,6 +25,7 @@ from headwise.kernels.cuda.programs import SOURCES, Defines
 SHIM = Path(__file__).parent / "shim.h"
 OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fsanitize=alignment", "-ffp-contract=off", "-w")
 
+
 def _shared() -> Path:
     path = Path(tempfile.gettempdir()) / f"headwise-cuda-shim-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
