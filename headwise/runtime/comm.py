@@ -37,7 +37,7 @@ class Collectives(Protocol):
     """What a model needs of the other ranks, for tensors; of the calls the same holds as for a `Communicator`'s.
 
     name:     for people
-    captures: whether `TensorOps.capture` may record it, since it only enqueues: on all ranks, or on none
+    captures: whether `CapturingOps.capture` may record it, since it only enqueues: on all ranks, or on none
     """
 
     name: str

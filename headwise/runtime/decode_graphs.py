@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_tables import BlockTables
 from headwise.errors import first_line
 from headwise.kernels.base import AttentionBatch
-from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, ops: TensorOps, compute: Compute, tables: BlockTables, all_ranks: Callable[[bool], bool] = bool
+        self, ops: CapturingOps, compute: Compute, tables: BlockTables, all_ranks: Callable[[bool], bool] = bool
     ) -> None:
         self._ops, self._compute, self._tables, self._all_ranks = ops, compute, tables, all_ranks
         self._buckets: dict[tuple[int, int], _Bucket] = {}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.cuda.sampling import rows_of
+from headwise.kernels.cuda.sampling import CudaSampling, rows_of
 from headwise.runtime.ops.base import Tensor, TensorOps
 from headwise.runtime.sampler import Draws, check_best
-
-if TYPE_CHECKING:
-    from headwise.kernels.cuda.sampling import CudaSampling
 
 
 class DeviceSampler:

@@ -24,7 +24,7 @@ from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.models.base import Model, Rotation, Shard
 from headwise.runtime.models.registry import build_model
-from headwise.runtime.ops.base import KernelArray, Tensor
+from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
 from headwise.runtime.request import TokenLogprobs
 from headwise.runtime.sampler import Draws, check_best, sample, token_logprobs
 
@@ -133,10 +133,10 @@ class ModelWorker:
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
-        only_launches = self._ops.captures and self._collectives.captures and self.card.config.moe is None
-        if not (only_launches and self._config.cuda_graphs):
+        ops, only_launches = self._ops, self._collectives.captures and self.card.config.moe is None
+        if not (only_launches and self._config.cuda_graphs and isinstance(ops, CapturingOps)):
             return None
-        return DecodeGraphs(self._ops, self._score, self._cache.tables, self._is_so_on_all_ranks)
+        return DecodeGraphs(ops, self._score, self._cache.tables, self._is_so_on_all_ranks)
 
     def _is_so_on_all_ranks(self, is_so: bool) -> bool:
         not_so = self._comm.all_reduce(np.array([not is_so], dtype=np.float32))

@@ -47,7 +47,6 @@ class EmulatedOps(GpuOps):
     and graphs, which do again what was recorded. As with CuPy, nothing of that may come from the host or go there."""
 
     name = "emulated"
-    captures = True
     give_back_memory = NumpyOps.give_back_memory
 
     def __init__(self, dtype: str, programs: Programs) -> None:

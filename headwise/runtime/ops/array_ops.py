@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ class ArrayOps(ABC):
     """
 
     name: str
-    captures = False
 
     def __init__(self, xp: Any, dtype: np.dtype[Any]) -> None:
         self.xp = xp
@@ -43,9 +41,6 @@ class ArrayOps(ABC):
 
     @abstractmethod
     def step_upload(self, capacity: int = 0) -> StepUpload: ...
-
-    def capture(self, work: Callable[[], Sequence[Array]]) -> Callable[[], Sequence[Array]]:
-        raise NotImplementedError
 
     @abstractmethod
     def numpy(self, tensor: Array) -> NDArray[Any]: ...

@@ -8,7 +8,7 @@ A *kernel array* is of the type that attention kernels on the device take: NumPy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +27,10 @@ class StepUpload(Protocol):
 
 
 class TensorOps(Protocol):
-    """
-    itemsize: bytes of an element of weights and activations
-    captures: whether there is `capture`
-    """
+    """itemsize: bytes of an element of weights and activations"""
 
     name: str
     itemsize: int
-    captures: bool
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
         """A float32 array as a tensor of the model's dtype on the device; shares memory with float32 on a CPU."""
@@ -50,13 +46,6 @@ class TensorOps(Protocol):
 
         As long as the arrays of a call have at most ``capacity`` elements together, equal shapes have equal places,
         whatever came between.
-        """
-
-    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
-        """What does again what ``work`` does, in one go: reads and writes the same memory, and returns the same arrays.
-
-        ``work`` only enqueues, and was called before, so that all it needs is there. All that is captured shares the
-        memory that it computes with: arrays that one such call returned are valid until the next one.
         """
 
     def numpy(self, tensor: Tensor) -> NDArray[Any]:
@@ -124,3 +113,15 @@ class TensorOps(Protocol):
 
     def host(self, array: KernelArray) -> NDArray[Any]:
         """A kernel array in host memory; the same array on a CPU."""
+
+
+@runtime_checkable
+class CapturingOps(TensorOps, Protocol):
+    """Operations of a device that can do much work in one go."""
+
+    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
+        """What does again what ``work`` does, in one go: reads and writes the same memory, and returns the same arrays.
+
+        ``work`` only enqueues, and was called before, so that all it needs is there. All that is captured shares the
+        memory that it computes with: arrays that one such call returned are valid until the next one.
+        """

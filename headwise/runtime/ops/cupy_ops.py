@@ -26,7 +26,6 @@ class CupyOps(GpuOps):
     """`TensorOps` whose tensors are CuPy arrays. cuBLAS sums products of float16 and bfloat16 in float32."""
 
     name = "cupy"
-    captures = True
 
     def __init__(self, dtype: str, programs: Programs) -> None:
         super().__init__(cupy, numpy_dtype(dtype), programs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +26,12 @@ _NAMES = {
 class PaddleGpuOps:
     """`TensorOps` whose tensors are Paddle's, on its current device, which is CuPy's current one (`open_paddle`).
 
+    Not `CapturingOps`: what Paddle allocates would not stay where it was.
+
     dtype: of weights and activations: float32, float16 or bfloat16. What is summed or exponentiated is so in float32.
     """
 
     name = "paddle"
-    captures = False
 
     def __init__(self, dtype: str) -> None:
         paddle.set_grad_enabled(False)
@@ -57,10 +57,6 @@ class PaddleGpuOps:
 
     def step_upload(self, capacity: int = 0) -> StepUpload:
         return PinnedUpload(capacity, lambda size: self.kernel_array(paddle.empty([size], "int32")))
-
-    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
-        """Not here: what Paddle allocates would not stay where it was."""
-        raise NotImplementedError
 
     def numpy(self, tensor: paddle.Tensor) -> NDArray[Any]:
         return self.host(self.kernel_array(self._wide(tensor)))

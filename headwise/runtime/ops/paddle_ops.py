@@ -7,14 +7,13 @@ arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.ops.base import KernelArray, StepUpload
+from headwise.runtime.ops.base import StepUpload
 from headwise.runtime.ops.numpy_ops import NumpyOps, in_place, trim_heap
 from headwise.runtime.ops.paddle_import import paddle
 
@@ -53,7 +52,6 @@ class PaddleOps:
 
     name = "paddle"
     itemsize = 4
-    captures = False
 
     def __init__(self, threads: int = 1) -> None:
         paddle.set_device("cpu")
@@ -92,9 +90,6 @@ class PaddleOps:
 
     def step_upload(self, capacity: int = 0) -> StepUpload:
         return in_place
-
-    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
-        raise NotImplementedError
 
     def host(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
