@@ -24,6 +24,15 @@ def _compiler() -> None:
         pytest.skip(str(error))
 
 
+def machine_code(source: str, defines: Defines, sm: int) -> Compiled:
+    """``source`` compiled; where no NVRTC can, the test is skipped."""
+    try:
+        find_nvrtc(sm)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return compile_source(source, defines, sm)
+
+
 def spilled(compiled: Compiled) -> list[str]:
     """Bytes of stack and spills, as ptxas tells."""
     return re.findall(r"([1-9]\d*) bytes (?:stack frame|spill stores|spill loads)", compiled.log)

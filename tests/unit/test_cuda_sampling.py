@@ -9,13 +9,11 @@ import pytest
 from cuda_shim import ShimPrograms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_cuda_programs import TARGETS, spilled
+from test_cuda_programs import TARGETS, machine_code, spilled
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.elementwise import variant_of
-from headwise.kernels.cuda.nvrtc import find_nvrtc
-from headwise.kernels.cuda.programs import compile_source
 from headwise.kernels.cuda.sampling import MOST_TOKENS, SOURCE, CudaSampling, rows_of
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.request import SamplingParams
@@ -183,11 +181,7 @@ def test_what_does_not_fit_is_refused(shim: ShimPrograms) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sm", TARGETS)
 def test_it_compiles_without_spills_for_blocks_of_32_warps(dtype: str, sm: int) -> None:
-    try:
-        find_nvrtc(sm)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    compiled = compile_source(SOURCE, variant_of(numpy_dtype(dtype)), sm)
+    compiled = machine_code(SOURCE, variant_of(numpy_dtype(dtype)), sm)
     assert spilled(compiled) == []
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", compiled.log)]
     assert registers
