@@ -296,7 +296,7 @@ def check_copies(bench: Bench, rng: np.random.Generator) -> None:
         host.close()
 
 
-OWN_OPS = ("embedding", "rms_norm", "add_rms_norm", "rope", "silu_mul", "gelu_tanh_mul", "greedy")
+OWN_OPS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "greedy")
 """Operations whose kernels are not CuPy's, or some library's."""
 
 

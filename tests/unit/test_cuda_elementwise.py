@@ -12,13 +12,11 @@ from cuda_shim import ShimPrograms
 from emulated_gpu import EmulatedOps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_cuda_programs import TARGETS, spilled
+from test_cuda_programs import TARGETS, machine_code, spilled
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.elementwise import CudaElementwise, variant_of
-from headwise.kernels.cuda.nvrtc import find_nvrtc
-from headwise.kernels.cuda.programs import compile_source
 from headwise.runtime.ops.array_ops import ArrayOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
 
@@ -112,7 +110,7 @@ def test_sums_are_rounded_and_then_normed(
 @pytest.mark.parametrize("dtype", DTYPES)
 @examples
 @given(data=st.data(), seed=SEEDS, backwards=st.booleans())
-def test_heads_of_a_fused_projection_are_normed_and_rotated(
+def test_heads_of_a_fused_projection_are_normed(
     shim: ShimPrograms, dtype: str, data: st.DataObject, seed: int, backwards: bool
 ) -> None:
     rng, shim.backwards = np.random.default_rng(seed), backwards
@@ -124,11 +122,6 @@ def test_heads_of_a_fused_projection_are_normed_and_rotated(
     weight = rng.standard_normal(dim, dtype=np.float32)
     assert fused.rms_norm(x, weight, 1e-6, out.array)
     rounded_once(out.checked(), NumpyOps().rms_norm(wide(x), weight, 1e-6))
-
-    angles = rng.uniform(0, 6.3, (tokens, 1, dim // 2)).astype(np.float32)
-    out = Guarded(x.shape, x.dtype)
-    assert fused.rotate(x, np.cos(angles), np.sin(angles), out.array)
-    np.testing.assert_array_equal(wide(out.checked()), wide(NumpyOps(dtype).rope(x, np.cos(angles), np.sin(angles))))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -165,17 +158,12 @@ def test_rows_are_gathered_and_scaled(
     np.testing.assert_array_equal(wide(out.checked()), wide(NumpyOps(dtype).embedding(table, ids, scale)))
 
 
-def test_rows_without_gaps_may_be_normed_and_rotated_in_place(shim: ShimPrograms) -> None:
-    rng, fused = np.random.default_rng(0), CudaElementwise(shim)
-    x = rng.standard_normal((3, 2, 64), dtype=np.float32)
-    weight, angles = rng.standard_normal(64, dtype=np.float32), rng.standard_normal((3, 1, 32), dtype=np.float32)
-    cosines, sines = np.cos(angles), np.sin(angles)
+def test_rows_without_gaps_may_be_normed_in_place(shim: ShimPrograms) -> None:
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((3, 2, 64), dtype=np.float32), rng.standard_normal(64, dtype=np.float32)
     normed = NumpyOps().rms_norm(x, weight, 1e-6)
-    assert fused.rms_norm(x, weight, 1e-6, x)
+    assert CudaElementwise(shim).rms_norm(x, weight, 1e-6, x)
     np.testing.assert_allclose(x, normed, rtol=1e-6)
-    turned = NumpyOps().rope(x, cosines, sines)
-    assert fused.rotate(x, cosines, sines, x)
-    np.testing.assert_array_equal(x, turned)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -210,7 +198,7 @@ def test_any_shape_is_computed_fused_or_not(
 def test_models_shapes_are_fused(
     shim: ShimPrograms, monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int, heads: int, head_dim: int, mlp: int
 ) -> None:
-    for name in ("embedding", "rms_norm", "add_rms_norm", "rope", "silu_mul", "gelu_tanh_mul"):
+    for name in ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul"):
         monkeypatch.delattr(ArrayOps, name)
     ops, number = EmulatedOps(dtype, shim), numpy_dtype(dtype)
     x = ops.embedding(np.ones((3, hidden), number), np.array([2], np.int32))
@@ -218,7 +206,6 @@ def test_models_shapes_are_fused(
     assert ops.add_rms_norm(x, x, np.ones(hidden, np.float32), 1e-5)[1].shape == (1, hidden)
     query = np.ones((1, heads + 2, head_dim), number)[:, :heads]
     assert ops.rms_norm(query, np.ones(head_dim, np.float32), 1e-5).shape == query.shape
-    assert ops.rope(query, *np.ones((2, 1, 1, head_dim // 2), np.float32)).shape == query.shape
     for activation in (ops.silu_mul, ops.gelu_tanh_mul):
         assert activation(np.ones((1, 2 * mlp), number)).shape == (1, mlp)
 
@@ -227,7 +214,7 @@ def test_what_is_not_in_vectors_is_left_to_others(shim: ShimPrograms) -> None:
     fused, half = CudaElementwise(shim), np.dtype(np.float16)
     x, out, weight = np.ones((2, 3, 16), half), np.zeros((2, 3, 16), half), np.ones(16, np.float32)
     shifted = np.ones(2 * 3 * 16 + 1, half)[1:].reshape(x.shape)
-    many, angles = np.ones((1, 8 * 2049), half), np.ones((2, 1, 8), np.float32)
+    many = np.ones((1, 8 * 2049), half)
     table, ids = np.ones((4, 16), half), np.zeros(2, np.int32)
 
     assert not fused.rms_norm(shifted, weight, 1e-5, out)
@@ -244,10 +231,6 @@ def test_what_is_not_in_vectors_is_left_to_others(shim: ShimPrograms) -> None:
     assert not fused.add_rms_norm(x[:, 0], flat, weight, 1e-5, flat.copy(), flat.copy())
     assert not fused.add_rms_norm(flat, flat[:1], weight, 1e-5, flat.copy(), flat.copy())
     assert not fused.add_rms_norm(flat, flat, weight, 1e-5, flat.astype(np.float32), flat.copy())
-    assert not fused.rotate(x[..., :8], angles[..., :4].copy(), angles[..., :4].copy(), out[..., :8].copy())
-    assert not fused.rotate(x, angles[:1], angles[:1], out)
-    assert not fused.rotate(x, angles, angles.astype(half), out)
-    assert not fused.rotate(x, np.ones((2, 3, 8), np.float32), np.ones((2, 3, 8), np.float32), out)
     assert not fused.gated(x[:, 0], out[:, 0, :8], "silu")
     assert not fused.gated(x[:, 0, :8], np.zeros((2, 4), half), "silu")
     assert not fused.gated(x[:, 0], np.zeros((2, 16), half), "silu")
@@ -307,11 +290,7 @@ def test_what_may_change_or_be_freed_is_uploaded_each_time(shim: ShimPrograms, t
 @pytest.mark.parametrize("sm", TARGETS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: str, sm: int) -> None:
-    try:
-        find_nvrtc(sm)
-    except ConfigError as error:
-        pytest.skip(str(error))
-    compiled = compile_source("elementwise.cu", variant_of(numpy_dtype(dtype)), sm)
+    compiled = machine_code("elementwise.cu", variant_of(numpy_dtype(dtype)), sm)
     assert spilled(compiled) == []
     accesses = {}
     for entry in compiled.ptx.split(".entry")[1:]:
@@ -321,7 +300,6 @@ def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: st
     expected = {
         "rms_norm": (4 + 4 * floats, 4),
         "add_rms_norm": (8 + 4 * floats, 8),
-        "rotate": (2 + 2 * floats, 2),
         "silu_mul": (2, 1),
         "gelu_tanh_mul": (2, 1),
         "gather_rows": (1, 1),

@@ -1,4 +1,4 @@
-// Norms, rotary embedding, gated activations and embedding rows: each reads its input once, and writes its output once.
+// Norms, gated activations and embedding rows: each reads its input once, and writes its output once.
 //
 // Device memory is read and written in whole vectors of 16 bytes (but for token ids), so a row is a whole number of
 // vectors and begins on one. Rows of the input may have gaps between them; outputs have none. Arithmetic is in float32.
@@ -166,35 +166,6 @@ extern "C" __global__ void add_rms_norm(
         *reinterpret_cast<uint4*>(sum + begin + vector * VECTOR) = held[i];
     }
     norm_row(held, weight, out + begin, here, vectors, group, eps);
-}
-
-// ---- rotary embedding ----
-
-// x:        [tokens, heads, 2 * half] vectors; its strides are bytes from token to token and from head to head
-// cosines:  [tokens, half * ELEMENTS], and sines: element i of a row turns with element i + half * ELEMENTS
-// out:      like x, without gaps; may be x, if that has none
-// grid:     `pairs` threads, tokens * heads * half: each turns a vector of the first half with one of the second
-extern "C" __global__ void rotate(
-    const char* x, const float* cosines, const float* sines, char* out, long long token_stride, long long head_stride,
-    int pairs, int heads, int half)
-{
-    const int pair = blockIdx.x * blockDim.x + threadIdx.x;
-    if (pair >= pairs) return;
-    const int row = pair / half, at = pair % half, token = row / heads;
-    const char* from = x + token * token_stride + row % heads * head_stride + at * VECTOR;
-    const uint4 low = load(from), high = load(from + half * VECTOR);
-    const long long angle = (static_cast<long long>(token) * half + at) * ELEMENTS;
-    const Floats cosine = load_floats(cosines + angle), sine = load_floats(sines + angle);
-    Floats first = widened(low), second = widened(high);
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; i++) {
-        const float x1 = first.at[i], x2 = second.at[i];
-        first.at[i] = x1 * cosine.at[i] - x2 * sine.at[i];
-        second.at[i] = x2 * cosine.at[i] + x1 * sine.at[i];
-    }
-    char* to = out + (static_cast<long long>(row) * 2 * half + at) * VECTOR;
-    store(to, first);
-    store(to + half * VECTOR, second);
 }
 
 // ---- gated activations ----

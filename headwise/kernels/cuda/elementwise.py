@@ -39,13 +39,12 @@ class _Kernels:
 
     rms_norm: dict[int, Kernel]
     add_rms_norm: dict[int, Kernel]
-    rotate: Kernel
     gated: dict[str, Kernel]
     gather_rows: Kernel
 
 
 class CudaElementwise:
-    """Norms, rotary embedding, gated activations and embedding rows on device arrays, on the current stream.
+    """Norms, gated activations and embedding rows on device arrays, on the current stream.
 
     Arrays are float16, bfloat16 or float32, with arithmetic in float32 and one rounding at the end. Inputs may have
     gaps between rows (slices of a fused projection are fine); ``out`` is C-contiguous, of the input's dtype. Launches
@@ -69,7 +68,6 @@ class CudaElementwise:
         self._kernels[dtype] = _Kernels(
             rms_norm={threads: program.kernel("rms_norm", threads) for threads in NORM_THREADS},
             add_rms_norm={threads: program.kernel("add_rms_norm", threads) for threads in NORM_THREADS},
-            rotate=program.kernel("rotate", THREADS),
             gated={name: program.kernel(f"{name}_mul", THREADS) for name in ("silu", "gelu_tanh")},
             gather_rows=program.kernel("gather_rows", THREADS),
         )
@@ -118,32 +116,6 @@ class CudaElementwise:
             (
                 *_pointers(x, addend, weight, total, out),
                 *(np.int32(number) for number in (tokens, vectors, group)), np.float32(eps),
-            ),
-        )  # fmt: skip
-        return True
-
-    def rotate(self, x: Array, cosines: Array, sines: Array, out: Array) -> bool:
-        """``x [T, H, D]`` rotated: element ``i`` of a row with element ``i + D / 2``.
-
-        ``cosines``, ``sines``: float32 ``[T, D / 2]`` or ``[T, 1, D / 2]``. ``out`` may be ``x``.
-        """
-        tokens, heads, dim = x.shape
-        half_bytes = dim * x.dtype.itemsize // 2
-        pairs = tokens * heads * (half_bytes // VECTOR_BYTES)
-        angles = (tokens, *cosines.shape[1:-1], dim // 2)
-        if (
-            half_bytes % VECTOR_BYTES
-            or pairs > MOST_THREADS
-            or cosines.size * 2 != tokens * dim
-            or not (_in_vectors(x) and _is_dense(cosines, angles) and _is_dense(sines, angles))
-            or not _is_dense(out, x.shape, x.dtype)
-        ):
-            return False
-        self._of(x).rotate(
-            _grid(pairs, THREADS),
-            (
-                *_pointers(x, cosines, sines, out), np.int64(x.strides[0]), np.int64(x.strides[1]),
-                *(np.int32(number) for number in (pairs, heads, half_bytes // VECTOR_BYTES)),
             ),
         )  # fmt: skip
         return True

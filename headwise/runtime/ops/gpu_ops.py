@@ -47,10 +47,6 @@ class GpuOps(ArrayOps):
             return total, out
         return super().add_rms_norm(x, addend, weight, eps)
 
-    def rope(self, x: Array, cos: Array, sin: Array) -> Array:
-        out = self.xp.empty(x.shape, self.dtype)
-        return out if self._kernels.rotate(x, cos, sin, out) else super().rope(x, cos, sin)
-
     def silu_mul(self, gate_up: Array) -> Array:
         out = self._gated(gate_up, "silu")
         return super().silu_mul(gate_up) if out is None else out
