@@ -59,28 +59,36 @@ class StorageTierStats:
 
 
 class _Patience:
-    """Whether storage still answers: it is ``stalled`` when it owes an answer and has given none for ``timeout_s``."""
+    """Whether storage still answers: it is ``stalled`` when it owes an answer and has given none for ``timeout_s``.
+
+    Time counts from the first `look` on that finds something owed: an engine that was idle had nobody look.
+    """
 
     def __init__(self, what: str, timeout_s: float) -> None:
         self.is_stalled = False
         self._what, self._timeout_s = what, timeout_s
-        self._heard_at = 0.0
+        self._waits_since: float | None = None
 
     def look(self, now: float, owed: int) -> None:
-        """Note the time, and how many answers storage owes. One that owes none, as all were waived, may try again."""
+        """Note the time, and how many answers storage owes."""
         if not owed:
-            self._heard_at = now
-            self.is_stalled = False
-        elif now - self._heard_at > self._timeout_s and not self.is_stalled:
+            self.waive()
+        elif self._waits_since is None:
+            self._waits_since = now
+        elif now - self._waits_since > self._timeout_s and not self.is_stalled:
             log.warning("storage has not %s for %g s: it is not used until it does", self._what, self._timeout_s)
             self.is_stalled = True
 
-    def heard(self, now: float) -> None:
+    def waive(self) -> None:
+        """Storage owes nothing any more, and may be tried again."""
+        self._waits_since = None
+        self.is_stalled = False
+
+    def heard(self) -> None:
         """Storage has answered."""
-        self._heard_at = now
         if self.is_stalled:
             log.warning("storage has %s again", self._what)
-            self.is_stalled = False
+        self.waive()
 
 
 @dataclass(eq=False)
@@ -176,13 +184,14 @@ class StorageTier:
         """Whether to ask storage what it has: it says so, and what it has does come."""
         return not (self._asking_goes_on.is_stalled or self._fetching_goes_on.is_stalled)
 
-    def ask(self, key: str) -> None:
+    def ask(self, key: str, now: float) -> None:
         """Storage was asked what it has of a path."""
         self._asking.add(key)
+        self._asking_goes_on.look(now, len(self._asking))
 
-    def answered(self, key: str, path: Sequence[bytes], stored: NDArray[np.bool_], now: float) -> None:
+    def answered(self, key: str, path: Sequence[bytes], stored: NDArray[np.bool_]) -> None:
         """It has said so: ``stored [n, groups]`` of the path."""
-        self._asking_goes_on.heard(now)
+        self._asking_goes_on.heard()
         if key not in self._asked_too_early:
             self.stored.found(path, stored)
         self.ask_no_more(key)
@@ -191,14 +200,16 @@ class StorageTier:
         """The question was taken back."""
         self._asking.discard(key)
         self._asked_too_early.discard(key)
+        if not self._asking:
+            self._asking_goes_on.waive()
 
     def begin_audit(self, now: float) -> list[bytes]:
         """Hashes of which to ask storage in the background whether it still has them; mostly none."""
         return [] if self.is_stalled or self._asking else self.stored.begin_audit(now)
 
-    def end_audit(self, stored: NDArray[np.bool_], now: float) -> None:
+    def end_audit(self, stored: NDArray[np.bool_]) -> None:
         """It has said so: ``stored [n, groups]``."""
-        self._asking_goes_on.heard(now)
+        self._asking_goes_on.heard()
         self.stored.end_audit(stored)
 
     def reset(self) -> None:
@@ -238,11 +249,11 @@ class StorageTier:
         puts, self._puts = self._puts, []
         return _named(puts)
 
-    def put_done(self, host_blocks: Sequence[int], failed: Sequence[int], now: float) -> None:
+    def put_done(self, host_blocks: Sequence[int], failed: Sequence[int]) -> None:
         """Blocks are in storage, or could not be written."""
         if not (host_blocks or failed):
             return
-        self._putting_goes_on.heard(now)
+        self._putting_goes_on.heard()
         done = np.array([*host_blocks, *failed], dtype=np.int32)
         there = [block for block in host_blocks if block not in self._put_too_early]
         if there:
@@ -289,11 +300,11 @@ class StorageTier:
         fetches, self._fetches = self._fetches, []
         return _named(fetches)
 
-    def fetched(self, host_blocks: Sequence[int], missed: Sequence[int], now: float) -> None:
+    def fetched(self, host_blocks: Sequence[int], missed: Sequence[int]) -> None:
         """Blocks are on the host, or storage did not have them (any more)."""
         if not (host_blocks or missed):
             return
-        self._fetching_goes_on.heard(now)
+        self._fetching_goes_on.heard()
         came = {block: self._fetching.pop(block) for block in host_blocks}
         lacking = {block: self._fetching.pop(block) for block in missed}
         self._attach(came)

@@ -182,10 +182,10 @@ class EngineCore:
         if result.error is not None:
             for sequence in step.sequences:
                 self._fail(sequence, result.error)
-            self.resources.copies_done(step, result, self._clock())
+            self.resources.copies_done(step, result)
             self.resources.step_done(step)
             return
-        self.resources.copies_done(step, result, self._clock())
+        self.resources.copies_done(step, result)
         tokens = result.token_ids.tolist()
         for index in self.resources.commit(step, result.token_ids):
             self._take(step.sequences[index], tokens[index], result.logprobs.get(index))

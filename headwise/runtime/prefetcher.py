@@ -94,32 +94,32 @@ class Prefetcher:
         prefix = _Prefix(str(next(_questions)), sequence, hashes, now, is_held=self._holds_back)
         self._prefixes[sequence.id] = self._unanswered[prefix.question] = prefix
         self._lookup.submit(prefix.question, hashes)
-        self._storage.ask(prefix.question)
+        self._storage.ask(prefix.question, now)
         return prefix.is_held
 
     def advance(self, now: float) -> list[Sequence]:
         """Start to fetch what storage said it has; the sequences that need not be held back any longer."""
-        self._hear(now)
+        self._hear()
         over = [prefix for prefix in self._prefixes.values() if self._is_over(prefix, now)]
         for prefix in over:  # an answer that is late still tells that there are answers
             del self._prefixes[prefix.sequence.id]
         return [prefix.sequence for prefix in over if prefix.is_held]
 
-    def _hear(self, now: float) -> None:
+    def _hear(self) -> None:
         """Take in what storage has answered."""
         for key, stored in self._lookup.poll():
             prefix = self._unanswered.pop(key, None)
             if prefix is not None:
-                self._storage.answered(key, prefix.hashes, stored, now)
+                self._storage.answered(key, prefix.hashes, stored)
                 if self._prefixes.get(prefix.sequence.id) is prefix:  # else it came too late
                     prefix.fetch = self._cache.fetch(prefix.hashes, stored) or Fetch(gained=0)
             elif key == self._audit:
-                self._storage.end_audit(stored, now)
+                self._storage.end_audit(stored)
 
     def audit(self, now: float) -> None:
         """Ask storage again for some of what it is known to have, if it is time."""
         if self._unanswered or self._storage.stored.is_auditing:
-            self._hear(now)
+            self._hear()
         if hashes := self._storage.begin_audit(now):
             self._audit = str(next(_questions))
             self._lookup.submit(self._audit, hashes, in_background=True)

@@ -367,7 +367,7 @@ class ResourceManager:
         self.step_done(step)
         return indices
 
-    def copies_done(self, step: ScheduledStep, result: StepResult, now: float) -> None:
+    def copies_done(self, step: ScheduledStep, result: StepResult) -> None:
         """Take in what a step says of copies; to be called before its tokens are committed.
 
         A sequence that the step computed from a block that never came is void from here on, and computed anew.
@@ -378,8 +378,8 @@ class ResourceManager:
         self._measure(host, result)
         host.stored(result.swapped_out.tolist(), result.failed_out.tolist())
         if host.storage is not None:
-            host.storage.fetched(result.fetched.tolist(), result.missed.tolist(), now)
-            host.storage.put_done(result.put.tolist(), result.not_put.tolist(), now)
+            host.storage.fetched(result.fetched.tolist(), result.missed.tolist())
+            host.storage.put_done(result.put.tolist(), result.not_put.tolist())
         failed = set(self.cache.loads_done(step.batch.step_id, result.failed_in).tolist())
         for sequence in [s for s in (*self.running, *self._draining) if s.row in failed]:
             if sequence.phase is Phase.RUNNING:

@@ -720,6 +720,32 @@ def test_storage_that_hangs_holds_up_nobody_for_long(prefetch: str, lookup_hangs
     assert result.token_ids == continuation(prompt, 3)
 
 
+@pytest.mark.parametrize("before", ["nothing", "a request", "an aborted request"])
+def test_storage_of_an_engine_that_was_idle_for_long_does_not_count_as_stalled(before: str) -> None:
+    storage: Storage = {}
+    prompts = [list(range(first, first + 13)) for first in (1, 21, 41)]
+    warm, _ = make_engine(num_blocks=32, host_blocks=64, storage=storage, write_policy="write_through")
+    for index, prompt in enumerate(prompts):
+        warm.add(request(f"warm{index}", prompt, 3))
+    run(warm)
+    engine, _ = make_engine(num_blocks=32, host_blocks=64, storage=storage)
+    if before != "nothing":
+        engine._lookup.hangs = "aborted" in before
+        engine.add(request("before", [70] * 13, 3))
+        engine.step(0)
+        if engine._lookup.hangs:
+            engine.abort("before")
+        run(engine)
+    for _ in range(1000):
+        engine._clock()
+    engine._lookup.hangs = True
+    for index, prompt in enumerate(prompts):
+        engine.add(request(f"r{index}", prompt, 3))
+        engine.step(0)
+    engine._lookup.hangs = False
+    assert [result.usage.cached_tokens for _, result in sorted(run(engine).items())] == [12, 12, 12]
+
+
 def test_a_stalled_storage_is_used_again_once_it_answers() -> None:
     engine, executor = make_engine(
         num_blocks=16, host_blocks=64, storage={}, write_policy="write_through", storage_timeout_s=2.0
