@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from headwise.awake_time import AwakeTime
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, InvalidRequestError, RequestAbortedError
 from headwise.runtime import wire
 from headwise.runtime.client_peers import Call, Gathered, Peer
@@ -57,7 +58,7 @@ class ClientIO:
     def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
 
         self.endpoint = endpoint
-        self._clock = clock
+        self._clock = AwakeTime(clock)
         self._context = open_context()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
