@@ -19,6 +19,7 @@ from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, Inv
 from headwise.runtime import wire
 from headwise.runtime.client_peers import Call, Gathered, Peer
 from headwise.runtime.client_protocol import (
+    FORGOTTEN,
     MAX_MESSAGE_BYTES,
     PEER_TIMEOUT_S,
     PING_INTERVAL_S,
@@ -302,7 +303,8 @@ class ClientIO:
 
     def _take_pong(self, peer: Peer, pong: Pong) -> None:
         """Another instance than before, on the same connection: there is something between that hides the loss."""
-        if peer is self._scheduler and peer.instance not in ("", pong.instance):
+        is_other = pong.instance == FORGOTTEN or peer.instance not in ("", pong.instance)
+        if peer is self._scheduler and is_other:
             peer.ask_again()
         peer.instance = pong.instance
 

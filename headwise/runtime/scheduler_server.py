@@ -23,6 +23,7 @@ from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError,
 from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
+    FORGOTTEN,
     MAX_MESSAGE_BYTES,
     Engines,
     EngineStatus,
@@ -381,9 +382,11 @@ class SchedulerServer:
         self._heard = {each: at for each, at in self._heard.items() if now - at <= CLIENT_TIMEOUT_S}
         if self._router.alive(now):
             self._alive_at = now
+        forgotten = set()
         for call in list(self._calls.values()):
             if call.identity not in self._heard:
                 self._close(call)
+                forgotten.add(call.identity)
             elif now - max(call.since, self._alive_at) > self._hold_s:
                 self._close(call)
                 self._fail(
@@ -392,6 +395,8 @@ class SchedulerServer:
                         f"no engine has reported for {self._hold_s:g} s: {self._router.describe(now)}; try again later"
                     ),
                 )
+        for identity in forgotten:
+            self._send(identity, Pong(FORGOTTEN))
 
     # ---- messages out ----
 

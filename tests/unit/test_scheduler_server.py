@@ -18,6 +18,8 @@ from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.errors import InvalidRequestError
 from headwise.runtime import scheduler_server, wire
 from headwise.runtime.client_protocol import (
+    CLIENT_TIMEOUT_S,
+    FORGOTTEN,
     EngineLoad,
     EngineStatus,
     Failed,
@@ -462,6 +464,19 @@ def test_a_scheduler_that_was_suspended_gives_nobody_up(make: Make) -> None:
     assert stats["faults"] == []
     assert not deployment.silent
     assert stats["scheduler"]["queued"] == 1
+
+
+def test_a_client_that_was_silent_for_too_long_is_told_that_it_is_forgotten(make: Make) -> None:
+    now = [1e9]
+    deployment = make(clock=lambda: now[0])
+    suspended, other = deployment.peer(), deployment.peer()
+    deployment.report("a", waiting=2)
+    suspended.send(route(1, "waits"))
+    assert suspended.hears_nothing()
+    pass_time(now, other, CLIENT_TIMEOUT_S + 2.0)
+    assert suspended.receive() == Pong(FORGOTTEN)
+    deployment.report("a")
+    assert suspended.ask(route(1, "waits")).endpoint == "tcp://a"
 
 
 def test_another_scheduler_at_the_same_port_serves_the_same_peers(make: Make) -> None:
