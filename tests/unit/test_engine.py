@@ -22,6 +22,7 @@ from headwise.runtime.engine import EngineCore
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer
 from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams, TokenLogprobs
 from headwise.runtime.sampler import Draws, sample, token_logprobs
+from headwise.runtime.speeds import smooth
 
 BLOCK = 4
 
@@ -41,6 +42,20 @@ class LetterTokenizer:
         return ""
 
 
+class Ticks:
+    """A clock that goes on by a tenth of a second at every look."""
+
+    def __init__(self) -> None:
+        self._now = 1e9
+
+    def __call__(self) -> float:
+        self._now += 0.1
+        return self._now
+
+    def skip(self, seconds: float) -> None:
+        self._now += seconds
+
+
 def make_engine(
     policies=(FULL,), *, num_blocks=16, max_rows=4, host_blocks=0, eager=True, storage: Storage | None = None, **config
 ) -> tuple[EngineCore, SimulatedExecutor]:
@@ -49,13 +64,12 @@ def make_engine(
         config |= {"storage": "simulated:", "host_cache": "1KiB"}
     card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows, host_blocks=host_blocks)
     executor = SimulatedExecutor(card, eager=eager, storage=storage)
-    ticks = iter(range(10**9))
     engine = EngineCore(
         EngineConfig(block_size=BLOCK, **config),
         card,
         LetterTokenizer(),
         executor,
-        clock=lambda: next(ticks) / 10,
+        clock=Ticks(),
         lookup=None if storage is None else SimulatedLookup(storage, len(card.plan.groups)),
     )
     return engine, executor
@@ -349,6 +363,37 @@ def test_speeds_are_measured_by_prompts_and_by_steps_that_decode() -> None:
     assert (engine.load().prefill_token_s, engine.load().decode_step_s) == (0.2, 0.5)
 
 
+def test_a_step_in_which_the_worker_was_suspended_says_little_of_its_speed() -> None:
+    engine, executor = make_engine(num_blocks=99, max_batched_tokens=64, async_scheduling=False)
+    computed, seconds = executor._execute, {"suspended": 3600.0}
+    executor._execute = lambda batch: replace(computed(batch), compute_s=seconds.get(name, 0.01 * batch.num_tokens))
+    for name in ("first", "second", "suspended", "last"):
+        engine.add(request(name, [len(name)] * 64, 1))
+        run(engine)
+    assert engine.load().prefill_token_s < 0.05
+
+
+def test_copies_that_once_were_slow_are_tried_again() -> None:
+    engine, executor = make_engine(num_blocks=16, host_blocks=64, write_policy="write_through")
+    computed, prompt = executor._execute, list(range(1, 14))
+    executor._execute = lambda batch: replace(computed(batch), compute_s=0.01 * batch.num_tokens)
+    cached = []
+    for name in ("computed", "slow", "slow as before", "tried again"):
+        engine.add(request(name, prompt, 3))
+        cached.append(run(engine)[name].usage.cached_tokens)
+        engine.cache.reset(("device",))
+        if name == "computed":
+            engine.cache.host.copy_s = 1e3
+        if name == "slow as before":
+            engine._clock.skip(3600.0)
+    assert cached == [0, 0, 0, 12]
+
+
+def test_one_slow_copy_does_not_make_copies_slow() -> None:
+    assert smooth(1e-4, 60.0) < 2e-4
+    assert smooth(0.0, 1e-4) == 1e-4
+
+
 def test_the_few_tokens_of_a_step_that_had_a_hit_are_no_measure_of_a_long_prompt() -> None:
     engine, executor = make_engine(num_blocks=99, max_batched_tokens=400, async_scheduling=False)
     computed = executor._execute
@@ -396,6 +441,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         self._take(self.engine.step(0))
+
+    @rule()
+    def nobody_looks_for_an_hour(self) -> None:
+        self.engine._clock.skip(3600.0)
 
     @precondition(lambda self: self.executor.queue)
     @rule()
@@ -730,14 +779,13 @@ def test_storage_of_an_engine_that_was_idle_for_long_does_not_count_as_stalled(b
     run(warm)
     engine, _ = make_engine(num_blocks=32, host_blocks=64, storage=storage)
     if before != "nothing":
-        engine._lookup.hangs = "aborted" in before
+        engine._lookup.hangs = before == "an aborted request"
         engine.add(request("before", [70] * 13, 3))
         engine.step(0)
-        if engine._lookup.hangs:
+        if before == "an aborted request":
             engine.abort("before")
         run(engine)
-    for _ in range(1000):
-        engine._clock()
+    engine._clock.skip(3600.0)
     engine._lookup.hangs = True
     for index, prompt in enumerate(prompts):
         engine.add(request(f"r{index}", prompt, 3))

@@ -172,6 +172,15 @@ def test_an_engine_that_is_much_slower_than_the_others_gets_less() -> None:
     assert went["c"] < 0.2 * went["a"]
 
 
+def test_an_engine_that_measured_while_it_was_suspended_gets_as_much_as_the_others() -> None:
+    r = router()
+    report(r, *"abc")
+    report(r, *"ab", now=59.9)
+    report(r, "c", prefill_token_s=1e-2, now=60.0)
+    went = Counter(choose(r, name=str(n), now=60.0).engine for n in range(99))
+    assert went["c"] == pytest.approx(33, abs=3)
+
+
 def test_a_little_difference_of_measured_speeds_decides_nothing() -> None:
     r = router()
     report(r, "a", prefill_token_s=1.0e-3)
@@ -452,14 +461,14 @@ class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.router = router(engine_queue=4, forget_s=50.0, engine_timeout_s=20.0)
-        self.now = 0.0
+        self.now = 1e9
         self.heard: dict[str, float] = {}
         self.lost: set[str] = set()
         self.asleep: set[str] = set()
         self.under_way: dict[str, tuple[str, float]] = {}
         self.epochs = dict.fromkeys(self.NAMES, 1)
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 30.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 30.0, 3600.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.router.watch(self.now)
