@@ -61,27 +61,31 @@ class StorageTierStats:
 class _Patience:
     """Whether storage still answers: it is ``stalled`` when it owes an answer and has given none for ``timeout_s``.
 
-    Time counts from the first `look` on that finds something owed: an engine that was idle had nobody look.
+    Time counts from the first `look` on that finds something owed, and between two looks at most half of the
+    timeout: an engine that was idle or suspended has nobody look, and what storage has answered is still to be read.
     """
 
     def __init__(self, what: str, timeout_s: float) -> None:
         self.is_stalled = False
         self._what, self._timeout_s = what, timeout_s
-        self._waits_since: float | None = None
+        self._looked_at: float | None = None
+        self._waited_s = 0.0
 
     def look(self, now: float, owed: int) -> None:
         """Note the time, and how many answers storage owes."""
         if not owed:
             self.waive()
-        elif self._waits_since is None:
-            self._waits_since = now
-        elif now - self._waits_since > self._timeout_s and not self.is_stalled:
+            return
+        if self._looked_at is not None:
+            self._waited_s += min(now - self._looked_at, self._timeout_s / 2)
+        self._looked_at = now
+        if self._waited_s > self._timeout_s and not self.is_stalled:
             log.warning("storage has not %s for %g s: it is not used until it does", self._what, self._timeout_s)
             self.is_stalled = True
 
     def waive(self) -> None:
         """Storage owes nothing any more, and may be tried again."""
-        self._waits_since = None
+        self._looked_at, self._waited_s = None, 0.0
         self.is_stalled = False
 
     def heard(self) -> None:

@@ -769,7 +769,7 @@ def test_storage_that_hangs_holds_up_nobody_for_long(prefetch: str, lookup_hangs
     assert result.token_ids == continuation(prompt, 3)
 
 
-@pytest.mark.parametrize("before", ["nothing", "a request", "an aborted request"])
+@pytest.mark.parametrize("before", ["nothing", "a request", "an aborted request", "an unanswered request"])
 def test_storage_of_an_engine_that_was_idle_for_long_does_not_count_as_stalled(before: str) -> None:
     storage: Storage = {}
     prompts = [list(range(first, first + 13)) for first in (1, 21, 41)]
@@ -779,7 +779,7 @@ def test_storage_of_an_engine_that_was_idle_for_long_does_not_count_as_stalled(b
     run(warm)
     engine, _ = make_engine(num_blocks=32, host_blocks=64, storage=storage)
     if before != "nothing":
-        engine._lookup.hangs = before == "an aborted request"
+        engine._lookup.hangs = before in ("an aborted request", "an unanswered request")
         engine.add(request("before", [70] * 13, 3))
         engine.step(0)
         if before == "an aborted request":
@@ -892,7 +892,7 @@ def test_a_write_that_a_reset_overtook_is_not_believed() -> None:
 
 def test_nothing_is_audited_while_storage_is_stalled_or_a_request_asks() -> None:
     storage: Storage = {}
-    engine, _, said = stored_engine(storage, storage_timeout_s=5.0)
+    engine, _, said = stored_engine(storage, storage_timeout_s=1.0)
     engine.add(request("first", PROMPT, 3))
     run(engine)
     pass_time(engine, said, 2 * AUDIT_S)
