@@ -10,6 +10,7 @@ host. What hangs keeps its host blocks, and a bounded number of them; no more is
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,10 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 0.25
 """Share of the host's blocks that puts may hold, and fetches: both cannot be evicted meanwhile."""
+
+
+PROBE_S = 1.0
+"""Seconds from one look to the next for whether a stalled storage has answered, while there is nothing else to do."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,8 @@ class StorageTier:
         self._asking_goes_on = _Patience("said what it has", timeout_s)
         self._asking: set[str] = set()
         self._asked_too_early: set[str] = set()  # before storage was emptied
+        self._probe_at = -math.inf
+        self._is_probing = False
         self._max_in_flight = max(1, int(MAX_IN_FLIGHT * pool.num_blocks))
         self._backlog: deque[tuple[int, int]] = deque(maxlen=pool.num_blocks)  # host blocks, and what they held
         self._putting: set[int] = set()
@@ -155,7 +162,9 @@ class StorageTier:
 
     @property
     def has_work(self) -> bool:
-        """Whether something is on its way of which word may be expected."""
+        """Whether something is on its way of which word may be expected, or of which it is time to ask."""
+        if self._is_probing:
+            return True
         puts = self._putting and not self._putting_goes_on.is_stalled
         return bool(puts or (self._fetching and not self._fetching_goes_on.is_stalled))
 
@@ -180,6 +189,16 @@ class StorageTier:
         self._putting_goes_on.look(now, len(self._putting))
         self._fetching_goes_on.look(now, len(self._fetching))
         self._asking_goes_on.look(now, len(self._asking))
+
+    def probe(self, now: float) -> None:
+        """Have a step sent now and then that brings word of what a stalled storage has done meanwhile.
+
+        To be called also while there is nothing to do.
+        """
+        is_silent = self._putting_goes_on.is_stalled or self._fetching_goes_on.is_stalled
+        if is_silent and now >= self._probe_at:
+            self._probe_at = now + PROBE_S
+            self._is_probing = True
 
     # ---- what storage has ----
 
@@ -301,6 +320,7 @@ class StorageTier:
 
     def take_fetches(self) -> NamedBlocks:
         """What is to be fetched, from the next step on."""
+        self._is_probing = False
         fetches, self._fetches = self._fetches, []
         return _named(fetches)
 

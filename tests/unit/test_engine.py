@@ -13,6 +13,7 @@ from simulation import EOS, VOCAB, SimulatedExecutor, SimulatedLookup, Storage, 
 
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.storage_tier import PROBE_S
 from headwise.cache_controller.stored_blocks import AUDIT_S
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.batch import BatchRequest, NewSequence, StepResult
@@ -808,6 +809,24 @@ def test_a_stalled_storage_is_used_again_once_it_answers() -> None:
     assert not engine.stats()["storage"]["is_stalled"]
     assert len(executor.storage) == 6
     assert engine.cache.host.pool.num_held == 0
+
+
+def test_a_storage_that_goes_on_while_the_engine_is_idle_is_used_at_the_next_request() -> None:
+    storage: Storage = {}
+    engine, executor, said = stored_engine(storage, storage_timeout_s=2.0)
+    executor.storage_steps = None
+    engine.add(request("first", PROMPT, 3))
+    run(engine)
+    assert engine.stats()["storage"]["is_stalled"]
+    executor.storage_steps = 0
+    until = engine._clock() + 2 * PROBE_S
+    while engine._clock() < until:
+        said_of_storage(engine, said)
+        if engine.has_work():
+            engine.step(0)
+    assert not engine.stats()["storage"]["is_stalled"]
+    assert engine.cache.host.pool.num_held == 0
+    assert not engine.has_work()
 
 
 @pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
