@@ -50,7 +50,7 @@ def smooth(old: float, new: float) -> float:
 
 
 class CopyTrials:
-    """Forgets how slow copies were measured to be, `RETRY_S` after they ceased to be worth it: so they are tried again."""
+    """Forgets how slow copies were measured to be, `RETRY_S` after they ceased to be worth it: they are tried again."""
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache

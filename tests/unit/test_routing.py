@@ -443,7 +443,7 @@ def test_an_unknown_policy_is_named() -> None:
 # ---- what always holds ----
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(2, 9), st.integers(1, 40), st.sampled_from(["cache_aware", "least_loaded", "round_robin"]))
 def test_equal_engines_share_equal_requests_evenly(engines: int, blocks: int, policy: str) -> None:
     r = router(policy=policy)
