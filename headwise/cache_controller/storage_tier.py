@@ -10,6 +10,7 @@ host. What hangs keeps its host blocks, and a bounded number of them; no more is
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,10 @@ log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 0.25
 """Share of the host's blocks that puts may hold, and fetches: both cannot be evicted meanwhile."""
+
+
+PROBE_S = 1.0
+"""Seconds from one look to the next for whether a stalled storage has answered, while there is nothing else to do."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +66,31 @@ class StorageTierStats:
 class _Patience:
     """Whether storage still answers: it is ``stalled`` when it owes an answer and has given none for ``timeout_s``.
 
-    Time counts from the first `look` on that finds something owed: an engine that was idle had nobody look.
+    Time counts from the first `look` on that finds something owed, and between two looks at most half of the
+    timeout: an engine that was idle or suspended has nobody look, and what storage has answered is still to be read.
     """
 
     def __init__(self, what: str, timeout_s: float) -> None:
         self.is_stalled = False
         self._what, self._timeout_s = what, timeout_s
-        self._waits_since: float | None = None
+        self._looked_at: float | None = None
+        self._waited_s = 0.0
 
     def look(self, now: float, owed: int) -> None:
         """Note the time, and how many answers storage owes."""
         if not owed:
             self.waive()
-        elif self._waits_since is None:
-            self._waits_since = now
-        elif now - self._waits_since > self._timeout_s and not self.is_stalled:
+            return
+        if self._looked_at is not None:
+            self._waited_s += min(now - self._looked_at, self._timeout_s / 2)
+        self._looked_at = now
+        if self._waited_s > self._timeout_s and not self.is_stalled:
             log.warning("storage has not %s for %g s: it is not used until it does", self._what, self._timeout_s)
             self.is_stalled = True
 
     def waive(self) -> None:
         """Storage owes nothing any more, and may be tried again."""
-        self._waits_since = None
+        self._looked_at, self._waited_s = None, 0.0
         self.is_stalled = False
 
     def heard(self) -> None:
@@ -139,6 +148,8 @@ class StorageTier:
         self._asking_goes_on = _Patience("said what it has", timeout_s)
         self._asking: set[str] = set()
         self._asked_too_early: set[str] = set()  # before storage was emptied
+        self._probe_at = -math.inf
+        self._is_probing = False
         self._max_in_flight = max(1, int(MAX_IN_FLIGHT * pool.num_blocks))
         self._backlog: deque[tuple[int, int]] = deque(maxlen=pool.num_blocks)  # host blocks, and what they held
         self._putting: set[int] = set()
@@ -151,7 +162,9 @@ class StorageTier:
 
     @property
     def has_work(self) -> bool:
-        """Whether something is on its way of which word may be expected."""
+        """Whether something is on its way of which word may be expected, or of which it is time to ask."""
+        if self._is_probing:
+            return True
         puts = self._putting and not self._putting_goes_on.is_stalled
         return bool(puts or (self._fetching and not self._fetching_goes_on.is_stalled))
 
@@ -176,6 +189,16 @@ class StorageTier:
         self._putting_goes_on.look(now, len(self._putting))
         self._fetching_goes_on.look(now, len(self._fetching))
         self._asking_goes_on.look(now, len(self._asking))
+
+    def probe(self, now: float) -> None:
+        """Have a step sent now and then that brings word of what a stalled storage has done meanwhile.
+
+        To be called also while there is nothing to do.
+        """
+        is_silent = self._putting_goes_on.is_stalled or self._fetching_goes_on.is_stalled
+        if is_silent and now >= self._probe_at:
+            self._probe_at = now + PROBE_S
+            self._is_probing = True
 
     # ---- what storage has ----
 
@@ -297,6 +320,7 @@ class StorageTier:
 
     def take_fetches(self) -> NamedBlocks:
         """What is to be fetched, from the next step on."""
+        self._is_probing = False
         fetches, self._fetches = self._fetches, []
         return _named(fetches)
 

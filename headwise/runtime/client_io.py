@@ -14,10 +14,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from headwise.awake_time import AwakeTime
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, InvalidRequestError, RequestAbortedError
 from headwise.runtime import wire
 from headwise.runtime.client_peers import Call, Gathered, Peer
 from headwise.runtime.client_protocol import (
+    FORGOTTEN,
     MAX_MESSAGE_BYTES,
     PEER_TIMEOUT_S,
     PING_INTERVAL_S,
@@ -57,7 +59,7 @@ class ClientIO:
     def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
 
         self.endpoint = endpoint
-        self._clock = clock
+        self._clock = AwakeTime(clock)
         self._context = open_context()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
@@ -301,7 +303,8 @@ class ClientIO:
 
     def _take_pong(self, peer: Peer, pong: Pong) -> None:
         """Another instance than before, on the same connection: there is something between that hides the loss."""
-        if peer is self._scheduler and peer.instance not in ("", pong.instance):
+        is_other = pong.instance == FORGOTTEN or peer.instance not in ("", pong.instance)
+        if peer is self._scheduler and is_other:
             peer.ask_again()
         peer.instance = pong.instance
 

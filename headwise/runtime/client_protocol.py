@@ -33,6 +33,7 @@ CLIENT_TIMEOUT_S = 10.0
 """A client that says nothing for so long has its requests aborted."""
 STATUS_INTERVAL_S = 0.5
 MAX_MESSAGE_BYTES = 64 << 20
+FORGOTTEN = ""
 
 
 @register
@@ -131,7 +132,9 @@ class Ping:
 @register
 @dataclass(frozen=True)
 class Pong:
-    """instance: differs between a scheduler (or engine) and the one that was started in its place"""
+    """instance: differs between a scheduler (or engine) and the one that was started in its place; `FORGOTTEN` if what
+    the client has asked is not known any more, as the client was silent for too long
+    """
 
     instance: str = ""
 

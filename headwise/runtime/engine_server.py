@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headwise.awake_time import AwakeTime
 from headwise.errors import (
     DeploymentError,
     EngineDiedError,
@@ -125,12 +126,12 @@ class EngineServer:
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self.turns = 0
         self._instance = uuid.uuid4().hex
-        self._reports = None if reporting is None else EngineReports(self._context, reporting, clock)
+        self._clock = AwakeTime(clock)
+        self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
         self._flusher = flusher
         self._epoch = epoch
         self._client_timeout_s = client_timeout_s
         self._on_died = on_died
-        self._clock = clock
         self._core: Core | None = None
         self._core_sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()
         self._clients: dict[bytes, _Client] = {}

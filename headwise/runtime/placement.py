@@ -109,13 +109,13 @@ class Placement:
 
     def _take_matches(self) -> None:
         answers, is_back = self._index.poll()
-        now = self._clock()
         if is_back:
-            self._router.note("the index answers again", now)
+            self._router.note("the index answers again")
         for answer in answers:
             call = self._asking.pop(answer.key, None)
             if call is not None and not call.is_over:
                 self._answer(call, answer.depths)
+        now = self._clock()
         while self._asking:
             key, call = next(iter(self._asking.items()))
             if not call.is_over and call.asked_at + ANSWER_S > now and not self._index.is_silent:
@@ -123,7 +123,7 @@ class Placement:
             del self._asking[key]
             if not call.is_over:
                 if self._index.late():
-                    self._router.note(f"the index has not answered for {ANSWER_S:g} s: routed without it", now)
+                    self._router.note(f"the index has not answered for {ANSWER_S:g} s: routed without it")
                 self._answer(call, None)
 
     def _answer(self, call: Call, matches: Matches | None) -> None:

@@ -117,7 +117,8 @@ class Prefetcher:
                 self._storage.end_audit(stored)
 
     def audit(self, now: float) -> None:
-        """Ask storage again for some of what it is known to have, if it is time."""
+        """Ask storage again for some of what it is known to have, and for what it owes, if it is time."""
+        self._storage.probe(now)
         if self._unanswered or self._storage.stored.is_auditing:
             self._hear()
         if hashes := self._storage.begin_audit(now):

@@ -19,7 +19,7 @@ from headwise.runtime.prefetcher import Prefetcher
 from headwise.runtime.request_queue import RequestQueue
 from headwise.runtime.rows import Index, Rows
 from headwise.runtime.sequence import Phase, Sequence
-from headwise.runtime.speeds import StepSpeeds, smooth
+from headwise.runtime.speeds import CopyTrials, StepSpeeds, smooth
 from headwise.transfer.stats import TransferStats
 
 MAX_LOOKED_AT = 64
@@ -76,6 +76,7 @@ class ResourceManager:
         self.prefetcher = prefetcher
         self.transfers: dict[str, TransferStats] = {}
         self.speeds = StepSpeeds()
+        self._trials = CopyTrials(cache)
         self.rows = Rows(max_rows)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
@@ -163,6 +164,7 @@ class ResourceManager:
         if host is None:
             return
         host.back_up(self._blocks_of_a_step)
+        self._trials.look(now)
         if host.storage is not None:
             host.storage.watch(now)
         if self.prefetcher is not None:

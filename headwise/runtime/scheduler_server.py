@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from headwise.awake_time import AwakeTime
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
+    FORGOTTEN,
     MAX_MESSAGE_BYTES,
     Engines,
     EngineStatus,
@@ -121,20 +123,20 @@ class SchedulerServer:
         self._alive_at = -math.inf
         self._index = IndexView(store)
         self._on_silent = on_silent
-        self._clock = clock
+        self._clock = AwakeTime(clock)
         self.instance = instance or secrets.token_hex(8)
         self.turns = 0
         self._open_sockets(host, port)
         self._preparer = Preparer(self._context)
         self._numbers = itertools.count(1)
         self._calls: dict[tuple[bytes, int], Call] = {}
-        self._placement = Placement(self._router, self._index, clock)
+        self._placement = Placement(self._router, self._index, self._clock)
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._heard: dict[bytes, float] = {}
         self._counts = dict.fromkeys(
             ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
         )
-        self._started = clock()
+        self._started = self._clock()
         self._watch_at = self._sweep_at = self._started
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-scheduler", daemon=True)
@@ -365,7 +367,7 @@ class SchedulerServer:
                 self._index.gone(silence.engine, silence.epoch)
                 self._on_silent(silence.engine)
         if self._index.service(now):
-            self._router.note("the index does not answer: routed without it", now)
+            self._router.note("the index does not answer: routed without it")
         while self._tickets:
             which, (_, until) = next(iter(self._tickets.items()))
             if until > now:
@@ -380,9 +382,11 @@ class SchedulerServer:
         self._heard = {each: at for each, at in self._heard.items() if now - at <= CLIENT_TIMEOUT_S}
         if self._router.alive(now):
             self._alive_at = now
+        forgotten = set()
         for call in list(self._calls.values()):
             if call.identity not in self._heard:
                 self._close(call)
+                forgotten.add(call.identity)
             elif now - max(call.since, self._alive_at) > self._hold_s:
                 self._close(call)
                 self._fail(
@@ -391,6 +395,8 @@ class SchedulerServer:
                         f"no engine has reported for {self._hold_s:g} s: {self._router.describe(now)}; try again later"
                     ),
                 )
+        for identity in forgotten:
+            self._send(identity, Pong(FORGOTTEN))
 
     # ---- messages out ----
 
@@ -409,7 +415,7 @@ class SchedulerServer:
             },
             "engines": self._router.table.stats(now),
             "index": self._index.stats(),
-            "faults": self._router.faults(now, time.time()),
+            "faults": self._router.faults(),
         }
         self._send(identity, Stats(get.key, stats))
 

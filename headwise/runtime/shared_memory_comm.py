@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.awake_time import AwakeTime
 from headwise.errors import DeploymentError, EngineDiedError
 
 _LINE = 64
@@ -63,6 +64,7 @@ class SharedMemoryComm:
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
+        self._clock = AwakeTime()
         self._capacity = -(-max_bytes // _LINE) * _LINE
         length = size * _LINE + 2 * size * self._capacity
         path = _directory() / f"headwise-{name}"
@@ -167,7 +169,7 @@ class SharedMemoryComm:
             if turn < _YIELDS:
                 os.sched_yield()
                 continue
-            now = time.monotonic()
+            now = self._clock()
             deadline = deadline or now + self._timeout_s
             if now > deadline:
                 missing = [rank for rank in range(self.size) if self._counters[rank] < self._round]
@@ -223,8 +225,9 @@ def _reserve(descriptor: int, length: int, directory: Path) -> None:
 
 def _open_when_there(path: Path, length: int, timeout_s: float) -> int:
     """The segment that rank 0 makes, once it is there in full."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    clock = AwakeTime()
+    deadline = clock() + timeout_s
+    while clock() < deadline:
         try:
             descriptor = os.open(path, os.O_RDWR)
         except FileNotFoundError:

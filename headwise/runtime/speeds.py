@@ -7,6 +7,12 @@ from headwise.cache_controller.cache_manager import CacheManager
 WINDOW_TOKENS = 2048
 """Prompt tokens after which what was measured before them counts half."""
 
+OUTLIER = 4.0
+"""What is measured counts as at most so many times what was known: a process that was suspended has not become slow."""
+
+RETRY_S = 60.0
+"""Copies that seem slower than computing are not made, and so not measured: after so long they are tried again."""
+
 
 class StepSpeeds:
     """0 before the first step of a kind.
@@ -29,6 +35,8 @@ class StepSpeeds:
         if not tokens or not compute_s:
             return
         if tokens > 2 * sequences:  # mostly prompts
+            if self._prefill_tokens:
+                compute_s = min(compute_s, OUTLIER * max(self._prefill_s, tokens * self.prefill_token_s))
             kept = 0.5 ** (tokens / WINDOW_TOKENS)
             self._prefill_s = kept * self._prefill_s + compute_s
             self._prefill_tokens = kept * self._prefill_tokens + tokens
@@ -38,7 +46,33 @@ class StepSpeeds:
 
 def smooth(old: float, new: float) -> float:
     """A moving average over about ten values; ``old`` is 0 before the first."""
-    return 0.9 * old + 0.1 * new if old else new
+    return 0.9 * old + 0.1 * min(new, OUTLIER * old) if old else new
+
+
+class CopyTrials:
+    """Forgets how slow copies were measured to be, `RETRY_S` after they ceased to be worth it: they are tried again."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._slow_since: float | None = None
+
+    def look(self, now: float) -> None:
+        """Note the time. To be called now and then while there is something to do."""
+        host, groups = self._cache.host, len(self._cache.policies)
+        if host is None:
+            return
+        is_loaded = host.is_worth_loading(groups, self._cache.block_size)
+        is_fetched = host.storage is None or host.is_worth_fetching(groups, self._cache.block_size)
+        if is_loaded and is_fetched:
+            self._slow_since = None
+        elif self._slow_since is None:
+            self._slow_since = now
+        elif now - self._slow_since > RETRY_S:
+            self._slow_since = None
+            if not is_loaded:
+                host.copy_s = 0.0
+            elif host.storage is not None:
+                host.storage.fetch_s = 0.0
 
 
 def copy_speeds(cache: CacheManager) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.awake_time import AwakeTime
 from headwise.errors import EngineDiedError
 from headwise.runtime import wire
 from headwise.runtime.batch import BatchRequest, StepResult
@@ -93,7 +94,7 @@ class ZmqExecutor:
         self._ready: dict[int, int] = {}  # blocks in the pool, by rank
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = step_timeout_s if start_timeout_s is None else start_timeout_s
-        self._clock = clock
+        self._clock = AwakeTime(clock)
         self._steps: deque[_Step] = deque()
         self._head_since = 0.0
         self._stores, self._fetches, self._puts = (_OfEveryRank(size) for _ in range(3))

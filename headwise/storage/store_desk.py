@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headwise.awake_time import AwakeTime
 from headwise.storage.attention_store import AttentionStore
 from headwise.storage.base import (
     Flush,
@@ -52,7 +53,7 @@ class StoreDesk:
     ) -> None:
         self.store = store
         self._send_bytes = send
-        self._clock = clock
+        self._clock = AwakeTime(clock)
         self._namespace = namespace
         self._node_timeout_s = node_timeout_s
         self._max_message_bytes = max_message_bytes

@@ -80,6 +80,7 @@ class BadChannel:
 
 
 NODE_TIMEOUT_S = 2.0
+SUSPENDED_S = 3600.0
 
 
 class World(ABC):
@@ -164,7 +165,7 @@ class SimulatedWorld(World):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.now = 1000.0
+        self.now = 1e9
         self.desk: StoreDesk | None = None
         self.inboxes: dict[bytes, deque[bytes]] = {}
         self.start_store()
@@ -182,6 +183,12 @@ class SimulatedWorld(World):
             self.service()
             if self.desk is not None:
                 self.desk.turn()
+
+    def suspend(self) -> None:
+        """Let an hour pass for which everything was suspended, the store being the first to go on."""
+        self.now += SUSPENDED_S
+        if self.desk is not None:
+            self.desk.turn()
 
     def start_store(self) -> None:
         self.desk = StoreDesk(

@@ -11,15 +11,20 @@ from collections.abc import Callable
 
 from headwise.transfer.base import ALL, Event, Work
 
+UPTIME_S = 1e6
+
 
 class SimulatedClock:
-    """Seconds, as a call; shared by the streams of a test, which so run at the same time."""
+    """Seconds, as a call; shared by the streams of a test, which so run at the same time.
+
+    now: those since the test began, where the machine has been up for `UPTIME_S`
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def __call__(self) -> float:
-        return self.now
+        return UPTIME_S + self.now
 
     def advance(self, seconds: float) -> None:
         self.now += seconds

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 from scripted import ScriptedCore
+from skipping_clock import SkippingClock
 from typer.testing import CliRunner
 from waiting import eventually
 
@@ -26,6 +28,7 @@ from headwise.errors import (
     OverloadedError,
     RequestAbortedError,
 )
+from headwise.runtime import client as client_module
 from headwise.runtime import client_io, wire
 from headwise.runtime.cli import app
 from headwise.runtime.client import Client
@@ -344,6 +347,35 @@ def test_a_client_that_breaks_says_so_to_every_caller(
     with pytest.raises(DeploymentError, match="is closed; make a new one"):
         client.generate("abc", max_tokens=4)
     core.gate.set()
+
+
+def test_an_engine_that_was_suspended_keeps_its_clients(deployment: Deployment) -> None:
+    core, clock = ScriptedCore(), SkippingClock()
+    core.gate.clear()
+    deployment.add_engine(core, clock=clock)
+    with Client(deployment.address) as client:
+        stream = client.stream("abc", max_tokens=4)
+        eventually(lambda: bool(core.live))
+        clock.skip(3600.0)
+        core.gate.set()
+        assert stream.read().token_ids == [0, 1, 2, 3]
+    assert core.aborted == []
+
+
+def test_a_client_that_was_suspended_gives_up_neither_engine_nor_deployment(
+    deployment: Deployment, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SkippingClock()
+    monkeypatch.setattr(client_module, "ClientIO", partial(ClientIO, clock=clock))
+    core.gate.clear()
+    with Client(deployment.address) as client:
+        stream = client.stream("abc", max_tokens=4)
+        eventually(lambda: bool(core.live))
+        clock.skip(3600.0)
+        core.gate.set()
+        assert stream.read().token_ids == [0, 1, 2, 3]
+        assert client.stats()["scheduler"]["rerouted"] == 0
+    assert core.aborted == []
 
 
 # ---- bad input ----

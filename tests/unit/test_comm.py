@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from skipping_clock import SkippingClock
 
+from headwise.awake_time import AwakeTime
 from headwise.errors import DeploymentError, EngineDiedError
 from headwise.runtime.comm import SingleRank, host_collectives
 from headwise.runtime.ops.select import make_ops
@@ -132,6 +134,18 @@ def test_a_rank_that_leaves_between_collectives_is_named_by_all_others() -> None
 
     first, _, last = in_threads(3, body, timeout_s=0.3)
     assert first == last == "tensor-parallel ranks [1] did not come to a collective within 0.3 s"
+
+
+def test_ranks_that_were_all_suspended_have_their_time() -> None:
+    clock = SkippingClock()
+
+    def body(comm: SharedMemoryComm) -> float:
+        comm._clock = AwakeTime(clock)
+        if comm.rank == 1:
+            clock.skip(3600.0)  # while rank 0 waits
+        return float(comm.all_reduce(np.ones(1, np.float32))[0])
+
+    assert in_threads(2, body) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("given", [None, np.zeros(1, np.int32), np.zeros((3, 1), np.int32)])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from index_truth import Update, depths, paths, truth
-from index_world import NODE_TIMEOUT_S, SimulatedWorld, SocketWorld, World
+from index_world import NODE_TIMEOUT_S, SUSPENDED_S, SimulatedWorld, SocketWorld, World
 
 from headwise.storage.base import TIERS
 
@@ -96,6 +96,15 @@ def test_a_node_whose_clock_and_epochs_were_set_back(world: World) -> None:
     assert world.comes_to_truth(after_s=NODE_TIMEOUT_S)
 
 
+def test_a_store_that_was_suspended_drops_nobody() -> None:
+    world = SimulatedWorld(1)
+    world.add("a")
+    world.update("a", holds(0, 8))
+    assert world.comes_to_truth()
+    world.suspend()
+    assert world.is_true()
+
+
 def test_a_store_that_is_restarted(world: World) -> None:
     world.stop_store()
     act(world, 0.5)
@@ -121,6 +130,8 @@ def strike(world: SimulatedWorld, fault: str) -> None:
         world.stop_store()
         act(world, world.draw.uniform(0.0, 2.0))
         world.start_store()
+    elif fault == "suspended":
+        world.suspend()
     else:
         world.kill(name)
         if fault == "gone":
@@ -132,16 +143,18 @@ def strike(world: SimulatedWorld, fault: str) -> None:
 def test_ten_minutes_of_random_faults() -> None:
     """Every fault, alone and together, from one seed; simulated."""
     world, judged = SimulatedWorld(20), 0
-    end, draw = world.clock() + 600.0, world.draw
-    while world.clock() < end:
+    draw, suspended_s = world.draw, 0.0
+    end = world.clock() + 600.0
+    while world.clock() - suspended_s < end:
         for name in {*"abcd"} - {*world.nodes}:
             world.add(name)
             world.nodes[name].restart(world.dead.pop(name, 0) + 1)
         if draw.random() < 0.7:
             world.lossy(draw.choice([0.0, 0.1, 0.9]), draw.choice([0.0, 0.3]), draw.choice([0.0, 0.05, 1.0]))
         act(world, draw.uniform(0.2, 3.0))
-        for fault in draw.sample(["restart", "store", "gone", "silent death"], draw.randint(0, 3)):
+        for fault in draw.sample(["restart", "store", "gone", "silent death", "suspended"], draw.randint(0, 3)):
             strike(world, fault)
+            suspended_s += SUSPENDED_S * (fault == "suspended")
             act(world, draw.uniform(0.0, 1.0))
         still_on_the_way = world.faults.delay
         world.lossy()

@@ -13,6 +13,7 @@ from simulation import EOS, VOCAB, SimulatedExecutor, SimulatedLookup, Storage, 
 
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.storage_tier import PROBE_S
 from headwise.cache_controller.stored_blocks import AUDIT_S
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.batch import BatchRequest, NewSequence, StepResult
@@ -22,6 +23,7 @@ from headwise.runtime.engine import EngineCore
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer
 from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams, TokenLogprobs
 from headwise.runtime.sampler import Draws, sample, token_logprobs
+from headwise.runtime.speeds import smooth
 
 BLOCK = 4
 
@@ -41,6 +43,20 @@ class LetterTokenizer:
         return ""
 
 
+class Ticks:
+    """A clock that goes on by a tenth of a second at every look."""
+
+    def __init__(self) -> None:
+        self._now = 1e9
+
+    def __call__(self) -> float:
+        self._now += 0.1
+        return self._now
+
+    def skip(self, seconds: float) -> None:
+        self._now += seconds
+
+
 def make_engine(
     policies=(FULL,), *, num_blocks=16, max_rows=4, host_blocks=0, eager=True, storage: Storage | None = None, **config
 ) -> tuple[EngineCore, SimulatedExecutor]:
@@ -49,13 +65,12 @@ def make_engine(
         config |= {"storage": "simulated:", "host_cache": "1KiB"}
     card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows, host_blocks=host_blocks)
     executor = SimulatedExecutor(card, eager=eager, storage=storage)
-    ticks = iter(range(10**9))
     engine = EngineCore(
         EngineConfig(block_size=BLOCK, **config),
         card,
         LetterTokenizer(),
         executor,
-        clock=lambda: next(ticks) / 10,
+        clock=Ticks(),
         lookup=None if storage is None else SimulatedLookup(storage, len(card.plan.groups)),
     )
     return engine, executor
@@ -349,6 +364,37 @@ def test_speeds_are_measured_by_prompts_and_by_steps_that_decode() -> None:
     assert (engine.load().prefill_token_s, engine.load().decode_step_s) == (0.2, 0.5)
 
 
+def test_a_step_in_which_the_worker_was_suspended_says_little_of_its_speed() -> None:
+    engine, executor = make_engine(num_blocks=99, max_batched_tokens=64, async_scheduling=False)
+    computed, seconds = executor._execute, {"suspended": 3600.0}
+    executor._execute = lambda batch: replace(computed(batch), compute_s=seconds.get(name, 0.01 * batch.num_tokens))
+    for name in ("first", "second", "suspended", "last"):
+        engine.add(request(name, [len(name)] * 64, 1))
+        run(engine)
+    assert engine.load().prefill_token_s < 0.05
+
+
+def test_copies_that_once_were_slow_are_tried_again() -> None:
+    engine, executor = make_engine(num_blocks=16, host_blocks=64, write_policy="write_through")
+    computed, prompt = executor._execute, list(range(1, 14))
+    executor._execute = lambda batch: replace(computed(batch), compute_s=0.01 * batch.num_tokens)
+    cached = []
+    for name in ("computed", "slow", "slow as before", "tried again"):
+        engine.add(request(name, prompt, 3))
+        cached.append(run(engine)[name].usage.cached_tokens)
+        engine.cache.reset(("device",))
+        if name == "computed":
+            engine.cache.host.copy_s = 1e3
+        if name == "slow as before":
+            engine._clock.skip(3600.0)
+    assert cached == [0, 0, 0, 12]
+
+
+def test_one_slow_copy_does_not_make_copies_slow() -> None:
+    assert smooth(1e-4, 60.0) < 2e-4
+    assert smooth(0.0, 1e-4) == 1e-4
+
+
 def test_the_few_tokens_of_a_step_that_had_a_hit_are_no_measure_of_a_long_prompt() -> None:
     engine, executor = make_engine(num_blocks=99, max_batched_tokens=400, async_scheduling=False)
     computed = executor._execute
@@ -396,6 +442,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         self._take(self.engine.step(0))
+
+    @rule()
+    def nobody_looks_for_an_hour(self) -> None:
+        self.engine._clock.skip(3600.0)
 
     @precondition(lambda self: self.executor.queue)
     @rule()
@@ -720,7 +770,7 @@ def test_storage_that_hangs_holds_up_nobody_for_long(prefetch: str, lookup_hangs
     assert result.token_ids == continuation(prompt, 3)
 
 
-@pytest.mark.parametrize("before", ["nothing", "a request", "an aborted request"])
+@pytest.mark.parametrize("before", ["nothing", "a request", "an aborted request", "an unanswered request"])
 def test_storage_of_an_engine_that_was_idle_for_long_does_not_count_as_stalled(before: str) -> None:
     storage: Storage = {}
     prompts = [list(range(first, first + 13)) for first in (1, 21, 41)]
@@ -730,14 +780,13 @@ def test_storage_of_an_engine_that_was_idle_for_long_does_not_count_as_stalled(b
     run(warm)
     engine, _ = make_engine(num_blocks=32, host_blocks=64, storage=storage)
     if before != "nothing":
-        engine._lookup.hangs = "aborted" in before
+        engine._lookup.hangs = before in ("an aborted request", "an unanswered request")
         engine.add(request("before", [70] * 13, 3))
         engine.step(0)
-        if engine._lookup.hangs:
+        if before == "an aborted request":
             engine.abort("before")
         run(engine)
-    for _ in range(1000):
-        engine._clock()
+    engine._clock.skip(3600.0)
     engine._lookup.hangs = True
     for index, prompt in enumerate(prompts):
         engine.add(request(f"r{index}", prompt, 3))
@@ -760,6 +809,24 @@ def test_a_stalled_storage_is_used_again_once_it_answers() -> None:
     assert not engine.stats()["storage"]["is_stalled"]
     assert len(executor.storage) == 6
     assert engine.cache.host.pool.num_held == 0
+
+
+def test_a_storage_that_goes_on_while_the_engine_is_idle_is_used_at_the_next_request() -> None:
+    storage: Storage = {}
+    engine, executor, said = stored_engine(storage, storage_timeout_s=2.0)
+    executor.storage_steps = None
+    engine.add(request("first", PROMPT, 3))
+    run(engine)
+    assert engine.stats()["storage"]["is_stalled"]
+    executor.storage_steps = 0
+    until = engine._clock() + 2 * PROBE_S
+    while engine._clock() < until:
+        said_of_storage(engine, said)
+        if engine.has_work():
+            engine.step(0)
+    assert not engine.stats()["storage"]["is_stalled"]
+    assert engine.cache.host.pool.num_held == 0
+    assert not engine.has_work()
 
 
 @pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
@@ -844,7 +911,7 @@ def test_a_write_that_a_reset_overtook_is_not_believed() -> None:
 
 def test_nothing_is_audited_while_storage_is_stalled_or_a_request_asks() -> None:
     storage: Storage = {}
-    engine, _, said = stored_engine(storage, storage_timeout_s=5.0)
+    engine, _, said = stored_engine(storage, storage_timeout_s=1.0)
     engine.add(request("first", PROMPT, 3))
     run(engine)
     pass_time(engine, said, 2 * AUDIT_S)

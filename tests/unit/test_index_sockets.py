@@ -15,6 +15,7 @@ import zmq
 from index_truth import Update, block
 from waiting import PATIENCE_S
 
+from headwise.awake_time import LONGEST_S
 from headwise.storage.base import (
     Flush,
     GetIndexStats,
@@ -108,7 +109,7 @@ def test_a_store_that_is_away_costs_nothing_and_gets_no_old_questions() -> None:
 
 
 def test_gone_is_said_again_to_a_store_that_was_away() -> None:
-    now = [0.0]
+    now = [1e9]
     server = StoreServer("tcp://127.0.0.1:*")
     endpoint = server.endpoint
     server.stop()
@@ -145,13 +146,15 @@ def test_a_store_that_fails_starts_anew_and_is_told_all_again(
 
 
 def test_a_silent_node_is_dropped_and_comes_back_with_its_next_word() -> None:
-    now = [0.0]
+    now = [1e9]
     server = StoreServer("tcp://127.0.0.1:*", node_timeout_s=10.0, clock=lambda: now[0])
     server.start()
     with closing(Flusher("n", 1, server.endpoint)) as flusher:
         flusher.flush([holds(0, 3)])
         eventually(lambda: server.match(PATH), flusher.service)
-        now[0] = 10.5
+        for _ in range(21):
+            now[0] += LONGEST_S
+            server.stats()
         eventually(lambda: server.stats()["nodes"] == {})
         eventually(lambda: server.match(PATH) == {"n": (3, 3, 3)}, flusher.service)
     server.stop()

@@ -16,6 +16,7 @@ from headwise.errors import DeploymentError, EngineDiedError, InvalidRequestErro
 from headwise.runtime import client_io, wire
 from headwise.runtime.client import Client
 from headwise.runtime.client_protocol import (
+    FORGOTTEN,
     Abort,
     FindPrefix,
     GetStats,
@@ -331,6 +332,15 @@ def test_a_scheduler_that_was_replaced_behind_the_same_connection_is_asked_again
     place.scheduler.instance = "second"
     assert stream.read().text == numbers(3)
     assert len(place.scheduler.of(Route)) == 2
+
+
+def test_a_client_that_the_scheduler_has_forgotten_asks_again(place: Place, client: Client, quick: None) -> None:
+    place.scheduler.instance = FORGOTTEN
+    stream = client.stream("abc", max_tokens=3)
+    eventually(lambda: bool(place.scheduler.of(Route)))
+    place.scheduler.tickets = [place.engine(ScriptedCore()).endpoint]
+    assert stream.read().text == numbers(3)
+    assert len(place.scheduler.of(Route)) >= 2
 
 
 def test_a_scheduler_that_was_there_may_be_away_longer_than_one_that_never_answered(

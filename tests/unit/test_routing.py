@@ -172,6 +172,15 @@ def test_an_engine_that_is_much_slower_than_the_others_gets_less() -> None:
     assert went["c"] < 0.2 * went["a"]
 
 
+def test_an_engine_that_measured_while_it_was_suspended_gets_as_much_as_the_others() -> None:
+    r = router()
+    report(r, *"abc")
+    report(r, *"ab", now=59.9)
+    report(r, "c", prefill_token_s=1e-2, now=60.0)
+    went = Counter(choose(r, name=str(n), now=60.0).engine for n in range(99))
+    assert went["c"] == pytest.approx(33, abs=3)
+
+
 def test_a_little_difference_of_measured_speeds_decides_nothing() -> None:
     r = router()
     report(r, "a", prefill_token_s=1.0e-3)
@@ -321,7 +330,7 @@ def test_a_silent_engine_gets_nothing_and_is_told_of_once() -> None:
     report(r, "b", now=20.0)
     assert [(each.engine, each.is_given_up) for each in r.watch(20.1)] == [("a", True)]
     report(r, "a", now=21.0, epoch=7)
-    assert [text for _, text in r.faults(21.0, 1000.0)][-1] == "a reports again after 21.0 s"
+    assert [text for _, text in r.faults()][-1] == "a reports again after 21.0 s"
 
 
 def test_an_engine_that_is_not_expected_back_is_forgotten_with_all_that_was_sent() -> None:
@@ -346,7 +355,7 @@ def test_a_lost_engine_gets_nothing_before_a_status_that_was_sent_after() -> Non
     assert r.select_and_reserve(request(), None, 1.2) is None
     report(r, "a", now=1.5)
     assert choose(r, now=1.5).engine == "a"
-    assert [text for _, text in r.faults(2.0, 1000.0)] == ["a was lost by a client"]
+    assert [text for _, text in r.faults()] == ["a was lost by a client"]
 
 
 def test_many_clients_that_lose_an_engine_are_one_fault() -> None:
@@ -354,7 +363,7 @@ def test_many_clients_that_lose_an_engine_are_one_fault() -> None:
     report(r, "a")
     for n in range(5):
         r.lose("tcp://a", 1.0 + n / 100)
-    assert len(r.faults(2.0, 1000.0)) == 1
+    assert len(r.faults()) == 1
 
 
 def test_an_excluded_engine_is_taken_only_if_no_other_can_take_the_request() -> None:
@@ -375,9 +384,9 @@ def test_a_status_of_the_process_before_is_ignored() -> None:
 
 
 def test_faults_that_engines_report_are_kept_with_their_time() -> None:
-    r = router()
+    r = Router(RouterOptions(), unix_clock=lambda: 997.0)
     report(r, "a", now=5.0, faults=("lost a worker",))
-    assert r.faults(8.0, 1000.0) == [(997.0, "a: lost a worker")]
+    assert r.faults() == ((997.0, "a: lost a worker"),)
 
 
 def test_an_operation_needs_every_engine() -> None:
@@ -434,7 +443,7 @@ def test_an_unknown_policy_is_named() -> None:
 # ---- what always holds ----
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(2, 9), st.integers(1, 40), st.sampled_from(["cache_aware", "least_loaded", "round_robin"]))
 def test_equal_engines_share_equal_requests_evenly(engines: int, blocks: int, policy: str) -> None:
     r = router(policy=policy)
@@ -452,14 +461,14 @@ class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.router = router(engine_queue=4, forget_s=50.0, engine_timeout_s=20.0)
-        self.now = 0.0
+        self.now = 1e9
         self.heard: dict[str, float] = {}
         self.lost: set[str] = set()
         self.asleep: set[str] = set()
         self.under_way: dict[str, tuple[str, float]] = {}
         self.epochs = dict.fromkeys(self.NAMES, 1)
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 30.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 30.0, 3600.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.router.watch(self.now)

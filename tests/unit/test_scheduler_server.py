@@ -13,10 +13,13 @@ import pytest
 import zmq
 from waiting import PATIENCE_S, eventually
 
+from headwise.awake_time import LONGEST_S
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.errors import InvalidRequestError
 from headwise.runtime import scheduler_server, wire
 from headwise.runtime.client_protocol import (
+    CLIENT_TIMEOUT_S,
+    FORGOTTEN,
     EngineLoad,
     EngineStatus,
     Failed,
@@ -165,6 +168,13 @@ class Deployment:
     def close(self) -> None:
         self.server.stop()
         self.context.destroy(linger=0)
+
+
+def pass_time(now: list[float], peer: Peer, seconds: float) -> None:
+    """Let the server's clock go on while it is awake, and looks."""
+    for _ in range(round(seconds / LONGEST_S)):
+        now[0] += LONGEST_S
+        assert peer.hears_nothing()
 
 
 @pytest.fixture
@@ -424,20 +434,49 @@ def test_an_engine_that_was_lost_gets_nothing_before_its_next_status(make: Make)
 
 
 def test_a_silent_engine_is_given_up_once_and_the_index_told(make: Make) -> None:
-    now = [100.0]
+    now = [1e9]
     deployment = make(store=StoreStandIn(), clock=lambda: now[0], routing={"engine_timeout_s": 20.0})
     deployment.report("a", "b", epoch=7)
     client = deployment.peer()
-    now[0] += 4.0
+    pass_time(now, client, 4.0)
     eventually(lambda: any("a is silent" in text for _, text in client.stats()["faults"]))
     assert not deployment.silent
     deployment.report("b", epoch=7)
-    now[0] += 17.0
+    pass_time(now, client, 17.0)
     eventually(lambda: bool(deployment.silent))
-    now[0] += 2.0
+    pass_time(now, client, 2.0)
     assert client.stats()["engines"]["a"]["silent_s"] == 23.0
     assert deployment.silent == ["a"]
     assert deployment.store.gone_nodes == [("a", 7)]
+
+
+def test_a_scheduler_that_was_suspended_gives_nobody_up(make: Make) -> None:
+    now = [1e9]
+    deployment = make(clock=lambda: now[0], routing={"engine_queue": 0})
+    deployment.report("a", "b")
+    client = deployment.peer()
+    client.send(route(1, "waits"))
+    assert client.hears_nothing()
+    now[0] += 3600.0
+    turns = deployment.server.turns
+    eventually(lambda: deployment.server.turns > turns + 2)
+    stats = client.stats()
+    assert stats["faults"] == []
+    assert not deployment.silent
+    assert stats["scheduler"]["queued"] == 1
+
+
+def test_a_client_that_was_silent_for_too_long_is_told_that_it_is_forgotten(make: Make) -> None:
+    now = [1e9]
+    deployment = make(clock=lambda: now[0])
+    suspended, other = deployment.peer(), deployment.peer()
+    deployment.report("a", waiting=2)
+    suspended.send(route(1, "waits"))
+    assert suspended.hears_nothing()
+    pass_time(now, other, CLIENT_TIMEOUT_S + 2.0)
+    assert suspended.receive() == Pong(FORGOTTEN)
+    deployment.report("a")
+    assert suspended.ask(route(1, "waits")).endpoint == "tcp://a"
 
 
 def test_another_scheduler_at_the_same_port_serves_the_same_peers(make: Make) -> None:

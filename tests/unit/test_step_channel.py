@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from skipping_clock import SkippingClock
 from waiting import PATIENCE_S
 
 from headwise.errors import EngineDiedError
@@ -55,8 +56,13 @@ class Group:
         self._threads: list[threading.Thread] = []
         self.failures: list[BaseException] = []
 
-    def start(self, workers: list[Echo | Scripted], step_timeout_s: float = 30.0) -> ZmqExecutor:
-        self.executor = ZmqExecutor(self._endpoint, len(workers), step_timeout_s, start_timeout_s=30.0)
+    def start(
+        self,
+        workers: list[Echo | Scripted],
+        step_timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> ZmqExecutor:
+        self.executor = ZmqExecutor(self._endpoint, len(workers), step_timeout_s, clock, start_timeout_s=30.0)
         for rank, worker in enumerate(workers):
             self._threads.append(threading.Thread(target=self._serve, args=(worker, rank)))
             self._threads[-1].start()
@@ -211,6 +217,23 @@ def test_a_step_over_its_time_is_a_lost_worker_named_by_rank(group: Group) -> No
     with pytest.raises(EngineDiedError, match=r"step 4 did not end within step_timeout_s = 0.3 s on TP rank \[1\]"):
         executor.poll(None)
     release.set()
+
+
+def test_workers_have_their_time_also_if_all_were_suspended_in_a_step(group: Group) -> None:
+    release, clock = threading.Event(), SkippingClock()
+
+    def suspended(batch: BatchRequest) -> StepResult:
+        release.wait(PATIENCE_S)
+        return StepResult(batch.step_id, 0, np.empty(0, np.int32))
+
+    executor = group.start([Scripted(suspended)], clock=clock)
+    executor.submit(batch(4))
+    clock.skipped_s += 3600.0
+    assert executor.poll(0.3) is None
+    release.set()
+    result = executor.poll(PATIENCE_S)
+    assert result is not None
+    assert result.step_id == 4
 
 
 def test_workers_that_never_connect_are_named(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class StoredMachine(RuleBasedStateMachine):
         self.statements = IndexStatements(self.tree, GroupWindows(self.policies, 4))
         self.blocks = StoredBlocks(self.tree, self.statements, max_nodes=9)
         self.said: Said = {}
-        self.now = 0.0
+        self.now = 1e9
         self.asked = 0
 
     paths = st.tuples(st.integers(1, 6), st.integers(0, 5), st.integers(0, 2))

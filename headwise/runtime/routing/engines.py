@@ -23,7 +23,7 @@ DEFAULT_SPEEDS = {"prefill_token_s": 1e-3, "decode_step_s": 3e-2, "host_token_s"
 SLOW = 1.5
 """Engines of a deployment are alike. What they measure of prompts differs by what they computed last: behind a long
 context a token costs several times as much. So the median of all stands for each, but for an engine that is so many
-times slower or faster than that for long."""
+times slower or faster than that for long. One status says little, also behind a long silence."""
 SLOWNESS_S = 60.0
 
 Column = NDArray[np.float64]
@@ -122,7 +122,7 @@ class EngineTable:
         engine.status, engine.is_silent, engine.is_given_up = status, False, False
         if engine.lost_at is not None and now - engine.lost_at > IN_FLIGHT_S:
             engine.lost_at = None
-        self._learn_slowness(engine, min(1.0, silent_s / SLOWNESS_S))
+        self._learn_slowness(engine, min(silent_s, STATUS_TIMEOUT_S) / SLOWNESS_S)
         self.heard[row] = now
         self._confirm(row, status)
         self._derive(row)

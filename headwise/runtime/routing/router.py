@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +40,19 @@ class Silence:
 
 
 class Router:
-    """``now`` is in seconds of one clock; ``rng`` breaks ties."""
+    """``now`` is in seconds of one clock; ``rng`` breaks ties; ``unix_clock`` tells people when something happened."""
 
-    def __init__(self, options: RouterOptions, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        options: RouterOptions,
+        rng: random.Random | None = None,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
         self.options = options
         self.table = EngineTable(options)
         self._policy = make_policy(options)
         self._rng = rng or random.Random()
+        self._unix_clock = unix_clock
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._faults: deque[tuple[float, str]] = deque(maxlen=MAX_FAULTS)
         self._decisions: Counter[str] = Counter()
@@ -61,12 +68,12 @@ class Router:
     def update(self, status: EngineStatus, now: float) -> None:
         """Take in an engine's status."""
         for fault in self.table.update(status, now):
-            self.note(fault, now)
+            self.note(fault)
 
     def lose(self, endpoint: str, now: float) -> None:
         """A client lost the engine at ``endpoint``: it gets nothing until its next status."""
         for name in self.table.lose(endpoint, now):
-            self.note(f"{name} was lost by a client", now)
+            self.note(f"{name} was lost by a client")
 
     def watch(self, now: float) -> list[Silence]:
         """Engines that have just become silent, or have just been silent for so long that they are to be replaced:
@@ -79,14 +86,14 @@ class Router:
             if for_s > STATUS_TIMEOUT_S and not engine.is_silent:
                 engine.is_silent = True
                 silences.append(Silence(name, engine.status.epoch, for_s, is_given_up=False))
-                self.note(f"{name} is silent: it gets no requests", now)
+                self.note(f"{name} is silent: it gets no requests")
             if for_s > self.options.engine_timeout_s and not engine.is_given_up:
                 engine.is_given_up = True
                 silences.append(Silence(name, engine.status.epoch, for_s, is_given_up=True))
-                self.note(f"{name} has been silent for {for_s:.0f} s: it is to be replaced", now)
+                self.note(f"{name} has been silent for {for_s:.0f} s: it is to be replaced")
             if for_s > self.options.forget_s:
                 table.remove(name)
-                self.note(f"{name} is not expected back", now)
+                self.note(f"{name} is not expected back")
         return silences
 
     @property
@@ -203,13 +210,13 @@ class Router:
 
     # ---- for people ----
 
-    def note(self, fault: str, now: float) -> None:
+    def note(self, fault: str) -> None:
         """Keep a fault for `faults`."""
-        self._faults.append((now, fault))
+        self._faults.append((round(self._unix_clock(), 3), fault))
 
-    def faults(self, now: float, unix_now: float) -> Sequence[tuple[float, str]]:
+    def faults(self) -> Sequence[tuple[float, str]]:
         """The last faults, oldest first: Unix time and text."""
-        return [(round(unix_now - (now - at), 3), text) for at, text in self._faults]
+        return tuple(self._faults)
 
     def stats(self) -> dict[str, Any]:
         """Plain data: decisions by reason, and the tokens that were expected from each tier."""
