@@ -15,7 +15,7 @@ from headwise import EngineConfig, LocalEngine
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 pytestmark = pytest.mark.model
 
-TOKENS = 6
+TOKENS = 4
 
 
 @pytest.mark.parametrize("model", MODELS)
