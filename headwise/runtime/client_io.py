@@ -18,6 +18,7 @@ from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, Inv
 from headwise.runtime import wire
 from headwise.runtime.client_peers import Call, Gathered, Peer
 from headwise.runtime.client_protocol import (
+    FIRST_ANSWER_S,
     MAX_MESSAGE_BYTES,
     PEER_TIMEOUT_S,
     PING_INTERVAL_S,
@@ -28,7 +29,6 @@ from headwise.runtime.client_protocol import (
     Operate,
     Operated,
     Outputs,
-    Ping,
     Pong,
     PrefixFound,
     Stats,
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_REROUTES = 3
 """Engines that one request may lose. A request that kills engines must not kill them all."""
-RECONNECT_S = 30.0
+RECONNECT_S = 60.0
 """Time in which a scheduler that was there must come back."""
 
 
@@ -69,6 +69,7 @@ class ClientIO:
         self._calls: dict[str, Call] = {}  # that an engine serves, by the id of the request there
         self._lock = threading.RLock()  # the garbage collector may cancel a stream in the middle of a command
         self._closed = False
+        self._looked_at = clock()
         self._thread = threading.Thread(target=self._run, name="headwise-client", daemon=True)
         self._thread.start()
 
@@ -300,9 +301,14 @@ class ClientIO:
             deliver(answer)
 
     def _take_pong(self, peer: Peer, pong: Pong) -> None:
-        """Another instance than before, on the same connection: there is something between that hides the loss."""
+        """Another instance than before, on the same connection: there is something between that hides the loss.
+
+        The same one may have dropped questions meanwhile, of a client that was silent.
+        """
         if peer is self._scheduler and peer.instance not in ("", pong.instance):
             peer.ask_again()
+        else:
+            peer.ponged(pong.unknown)
         peer.instance = pong.instance
 
     # ---- peers ----
@@ -318,19 +324,27 @@ class ClientIO:
             peer.ask_again()
 
     def _check_silence(self) -> None:
-        """Ping the peers of which something is awaited; one that stays silent is dead."""
+        """Ping the peers of which something is awaited; one that stays silent is dead.
+
+        What they said while this thread was suspended may not be here yet: they are given the time again.
+        """
         now = self._clock()
+        was_suspended, self._looked_at = now - self._looked_at > PING_INTERVAL_S, now
         for peer in [self._scheduler, *self._engines.values()]:
             if not peer.awaiting:
                 continue
+            if was_suspended:
+                peer.heard = now
             if now - peer.heard > self._patience(peer):
                 self._fail_peer(peer, self._silence(peer))
             elif now - peer.pinged >= PING_INTERVAL_S:
-                peer.pinged = now
-                peer.send(Ping(tuple(key for key in peer.awaiting if isinstance(key, str))))
+                keys = tuple(peer.questions) if peer is self._scheduler else ()
+                peer.ping(tuple(key for key in peer.awaiting if isinstance(key, str)), keys, now)
 
     def _patience(self, peer: Peer) -> float:
-        return RECONNECT_S if peer is self._scheduler and peer.has_answered else PEER_TIMEOUT_S
+        if peer is not self._scheduler:
+            return PEER_TIMEOUT_S
+        return RECONNECT_S if peer.has_answered else FIRST_ANSWER_S
 
     def _silence(self, peer: Peer) -> HeadwiseError:
         waited = f"(waited {self._patience(peer):g} s)"

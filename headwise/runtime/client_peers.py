@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.errors import HeadwiseError
 from headwise.runtime import wire
-from headwise.runtime.client_protocol import Reroute, Route, Submit
+from headwise.runtime.client_protocol import Ping, Reroute, Route, Submit
 from headwise.runtime.request import GenerateRequest, OutputDelta
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Peer:
     heard:        when it last spoke, or the time was awaited from which on it should
     has_answered: whether it ever did
     instance:     who it is; another one has started in its place if this changes
+    questions:    those that are not answered, as they were sent, by key
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -100,12 +101,14 @@ class Peer:
         self.has_answered = False
         self.instance = ""
         self._context = context
-        self._questions: dict[int, bytes] = {}
+        self.questions: dict[int, bytes] = {}
+        self._asked_at: dict[int, int] = {}  # pings that had been sent by then, by key
         self._open()
 
     def _open(self) -> None:
         import zmq
 
+        self._pings = self._pongs = 0
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 100)
         self.socket.setsockopt(zmq.SNDHWM, 0)
@@ -118,8 +121,12 @@ class Peer:
     def ask(self, key: int, what: Any, question: bytes, now: float) -> None:
         """Send a question; ``what`` awaits the answer."""
         self.wait_for(key, what, now)
-        self._questions[key] = question
-        self.socket.send(question)
+        self.questions[key] = question
+        self._ask(key)
+
+    def _ask(self, key: int) -> None:
+        self._asked_at[key] = self._pings
+        self.socket.send(self.questions[key])
 
     def wait_for(self, key: Any, what: Any, now: float) -> None:
         """Await an answer; the time to give it starts with the first one awaited."""
@@ -129,13 +136,27 @@ class Peer:
 
     def answered(self, key: Any) -> Any:
         """Await no answer to this any more; what did await it, or None."""
-        self._questions.pop(key, None)
+        self.questions.pop(key, None)
+        self._asked_at.pop(key, None)
         return self.awaiting.pop(key, None)
 
     def ask_again(self) -> None:
         """Send all questions that are not answered to whoever is there now."""
-        for question in self._questions.values():
-            self.socket.send(question)
+        for key in self.questions:
+            self._ask(key)
+
+    def ping(self, request_ids: tuple[str, ...], keys: tuple[int, ...], now: float) -> None:
+        """Give a sign of life, and ask for one; see `Ping`."""
+        self.pinged = now
+        self._pings += 1
+        self.send(Ping(request_ids, keys))
+
+    def ponged(self, unknown: Iterable[int]) -> None:
+        """A ping was answered: ask again what the peer did not know then, but for what it was asked since."""
+        self._pongs += 1
+        for key in unknown:
+            if self._asked_at.get(key, self._pongs) < self._pongs:
+                self._ask(key)
 
     def send(self, message: Any) -> None:
         self.socket.send(wire.encode(message))

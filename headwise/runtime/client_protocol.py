@@ -28,7 +28,9 @@ from headwise.runtime.wire import register
 
 PING_INTERVAL_S = 1.0
 PEER_TIMEOUT_S = 4.0
-"""A peer that is asked and says nothing for so long is taken for dead."""
+"""An engine that is asked and says nothing for so long is taken for dead."""
+FIRST_ANSWER_S = 10.0
+"""Longest wait for the first answer of a scheduler: there may be none at the address."""
 CLIENT_TIMEOUT_S = 10.0
 """A client that says nothing for so long has its requests aborted."""
 STATUS_INTERVAL_S = 0.5
@@ -123,17 +125,25 @@ class Failed:
 @register
 @dataclass(frozen=True)
 class Ping:
-    """A sign of life, naming the requests whose output is awaited: the engine fails those that it does not serve."""
+    """A sign of life, naming what is awaited.
+
+    request_ids: requests whose output is: the engine fails those that it does not serve
+    keys:        questions whose answer is: the scheduler tells which of them it does not have
+    """
 
     request_ids: tuple[str, ...] = ()
+    keys: tuple[int, ...] = ()
 
 
 @register
 @dataclass(frozen=True)
 class Pong:
-    """instance: differs between a scheduler (or engine) and the one that was started in its place"""
+    """instance: differs between a scheduler (or engine) and the one that was started in its place
+    unknown: the ping's keys that the scheduler has dropped, or has said the answer of: to be asked again if none came
+    """
 
     instance: str = ""
+    unknown: tuple[int, ...] = ()
 
 
 @register

@@ -19,7 +19,7 @@ from headwise.runtime.prefetcher import Prefetcher
 from headwise.runtime.request_queue import RequestQueue
 from headwise.runtime.rows import Index, Rows
 from headwise.runtime.sequence import Phase, Sequence
-from headwise.runtime.speeds import StepSpeeds, smooth
+from headwise.runtime.speeds import FORGET_TOKENS, StepSpeeds, smooth
 from headwise.transfer.stats import TransferStats
 
 MAX_LOOKED_AT = 64
@@ -76,6 +76,7 @@ class ResourceManager:
         self.prefetcher = prefetcher
         self.transfers: dict[str, TransferStats] = {}
         self.speeds = StepSpeeds()
+        self._measured_at = {"load": 0, "fetch": 0}  # prompt tokens computed when a copy was measured last
         self.rows = Rows(max_rows)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
@@ -398,9 +399,12 @@ class ResourceManager:
         self.transfers |= result.transfers
 
     def _seconds_a_block(self, direction: str, known: float, result: StepResult) -> float:
+        """0 while it is not known."""
         new, old = result.transfers.get(direction), self.transfers.get(direction, TransferStats())
+        computed = self.speeds.prompt_tokens
         if new is None or new.blocks <= old.blocks:
-            return known
+            return known if computed - self._measured_at[direction] <= FORGET_TOKENS else 0.0
+        self._measured_at[direction] = computed
         return smooth(known, (new.busy_s - old.busy_s) / (new.blocks - old.blocks))
 
     def _register(self, rows: Index, computed: NDArray[np.int64]) -> None:

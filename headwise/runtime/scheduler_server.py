@@ -51,8 +51,11 @@ from headwise.storage.zmq_context import close_context, open_context
 
 log = logging.getLogger(__name__)
 
-ENGINES_REPORT_S = 2.0
-"""A scheduler that has just started may not have heard yet of engines that are there."""
+ENGINES_REPORT_S = 15.0
+"""A scheduler that has just started may not have heard yet of engines that are there: they may be slow to connect."""
+
+SUSPENDED_S = 1.0
+"""A server's thread that takes no turn for so long was suspended, most often with all else on its machine."""
 
 DELAY_S = 0.2
 """A request that waited so long for an engine counts as delayed: the index alone does not take that long."""
@@ -135,7 +138,7 @@ class SchedulerServer:
             ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
         )
         self._started = clock()
-        self._watch_at = self._sweep_at = self._started
+        self._watched = self._watch_at = self._sweep_at = self._started
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-scheduler", daemon=True)
 
@@ -213,7 +216,8 @@ class SchedulerServer:
             self._counts["strangers"] += 1
 
     def _take_ping(self, identity: bytes, ping: Ping) -> None:
-        self._send(identity, Pong(self.instance))
+        unknown = tuple(key for key in ping.keys if (identity, key) not in self._calls)
+        self._send(identity, Pong(self.instance, unknown))
 
     # ---- requests in ----
 
@@ -356,6 +360,9 @@ class SchedulerServer:
 
     def _watch(self) -> None:
         now = self._clock()
+        if now - self._watched > SUSPENDED_S:
+            self._give_time_again(now - self._watched)
+        self._watched = now
         if now < self._watch_at:
             return
         self._watch_at = now + _WATCH_S
@@ -374,6 +381,15 @@ class SchedulerServer:
         if now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S
             self._sweep(now)
+
+    def _give_time_again(self, seconds: float) -> None:
+        """Nobody has been silent while this thread was suspended: what they said may not be here yet."""
+        log.warning("the scheduler was suspended for %.1f s", seconds)
+        now = self._clock()
+        self._router.give_time_again(seconds, now)
+        self._heard = {identity: min(at + seconds, now) for identity, at in self._heard.items()}
+        self._started += seconds
+        self._alive_at += seconds
 
     def _sweep(self, now: float) -> None:
         """Drop what waits for a client that is gone, and refuse what has waited too long."""

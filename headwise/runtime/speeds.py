@@ -7,15 +7,21 @@ from headwise.cache_controller.cache_manager import CacheManager
 WINDOW_TOKENS = 2048
 """Prompt tokens after which what was measured before them counts half."""
 
+FORGET_TOKENS = 16 * WINDOW_TOKENS
+"""Prompt tokens computed since a copy was measured after which that is forgotten. One that stalled once would else
+seem slower than computing for ever: no other would be made to measure anew."""
+
 
 class StepSpeeds:
     """0 before the first step of a kind.
 
     decode_step_s: seconds of a step that only decodes
+    prompt_tokens: tokens so far in steps that mostly computed prompts
     """
 
     def __init__(self) -> None:
         self.decode_step_s = 0.0
+        self.prompt_tokens = 0
         self._prefill_s = self._prefill_tokens = 0.0
 
     @property
@@ -29,6 +35,7 @@ class StepSpeeds:
         if not tokens or not compute_s:
             return
         if tokens > 2 * sequences:  # mostly prompts
+            self.prompt_tokens += tokens
             kept = 0.5 ** (tokens / WINDOW_TOKENS)
             self._prefill_s = kept * self._prefill_s + compute_s
             self._prefill_tokens = kept * self._prefill_tokens + tokens

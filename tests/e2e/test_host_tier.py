@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
 import pytest
 from reference import Answer, answers, assert_same
 from test_tokens import GREEDY, MODELS, Bench, serve
+from waiting import PATIENCE_S
 
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.request import GenerateRequest, GenerationResult
@@ -56,6 +58,7 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
         max_batched_tokens=128,
         host_cache="256MiB",
         write_policy=policy,
+        load_timeout_s=PATIENCE_S,
     )
     others = [[1000 + 100 * other + i for i in range(400)] for other in range(2)]
     for turn in range(2):
@@ -126,7 +129,7 @@ def test_what_is_slower_to_bring_than_to_compute_is_computed(bench: Bench) -> No
     request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=2))
     run(engine, request)
     assert engine.cache.host is not None
-    for copy_s, cached in ((1.0, 0), (1e-6, 600)):
+    for copy_s, cached in ((math.inf, 0), (1e-9, 600)):
         engine.cache.pool.evict_all()
         engine.cache.host.copy_s = copy_s
         result = run(engine, replace(request, request_id=f"{copy_s}"))

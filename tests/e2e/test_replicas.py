@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 from reference import Answer, answers
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.errors import HeadwiseError
@@ -126,20 +126,21 @@ class Load:
     def check(self, tokenizer: Tokenizer) -> None:
         """Every stream has said exactly what it would have said undisturbed."""
         for answer, reading in self._results:
-            result = reading.result(120)
+            result = reading.result(3 * PATIENCE_S)
             assert result.token_ids == answer.output_ids, answer.name
             assert result.text == tokenizer.decode(answer.output_ids), answer.name
             assert result.usage.completion_tokens == len(answer.output_ids)
         self._pool.shutdown()
 
     def longest_pause(self, since: float) -> float:
-        """Seconds that a stream at most was without a token."""
-        return max(
+        """Seconds that a stream at most was without a token; 0 if all had ended before."""
+        pauses = (
             after - max(before, since)
             for moments in self.moments.values()
             for before, after in pairwise(moments)
             if after > since
         )
+        return max(pauses, default=0.0)
 
 
 def busiest(client: Client) -> str:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
+import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_S
 
 from headwise.errors import DeploymentError, EngineDiedError
+from headwise.runtime import shared_memory_comm
 from headwise.runtime.comm import SingleRank, host_collectives
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.shared_memory_comm import SharedMemoryComm
 
 
 def in_threads(
-    size: int, body: Callable[[SharedMemoryComm], Any], max_bytes: int = 256, timeout_s: float = 20
+    size: int, body: Callable[[SharedMemoryComm], Any], max_bytes: int = 256, timeout_s: float = PATIENCE_S
 ) -> list[Any]:
     """Run ``body`` on every rank; their results by rank. Raises what a rank raised."""
     name = uuid.uuid4().hex
@@ -121,17 +126,38 @@ def test_a_rank_that_never_comes_is_named() -> None:
         SharedMemoryComm(name, 1, 2, 64, timeout_s=0.2, create=False)
 
 
-def test_a_rank_that_leaves_between_collectives_is_named_by_all_others() -> None:
+def test_a_rank_that_leaves_between_collectives_is_named_by_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, waiting = itertools.count(1), threading.Barrier(2)
+
+    class Clock:
+        """Stands still until both that are left wait for the third."""
+
+        sleep = time.sleep
+        is_running = False
+
+        @classmethod
+        def monotonic(cls) -> int:
+            return next(seconds) if cls.is_running else 0
+
     def body(comm: SharedMemoryComm) -> str:
         comm.all_reduce(part(comm.rank, 4))
         if comm.rank == 1:
             return "left"
+        wait = comm._wait
+
+        def wait_with_the_other() -> None:
+            waiting.wait(PATIENCE_S)
+            Clock.is_running = True
+            wait()
+
+        comm._wait = wait_with_the_other  # type: ignore[method-assign]
         with pytest.raises(EngineDiedError) as raised:
             comm.all_reduce(part(comm.rank, 4))
         return str(raised.value)
 
-    first, _, last = in_threads(3, body, timeout_s=0.3)
-    assert first == last == "tensor-parallel ranks [1] did not come to a collective within 0.3 s"
+    monkeypatch.setattr(shared_memory_comm, "time", Clock)
+    first, _, last = in_threads(3, body, timeout_s=30.0)
+    assert first == last == "tensor-parallel ranks [1] did not come to a collective within 30 s"
 
 
 @pytest.mark.parametrize("given", [None, np.zeros(1, np.int32), np.zeros((3, 1), np.int32)])
@@ -165,7 +191,7 @@ def test_every_rank_is_refused_buffers_that_there_is_no_room_for(monkeypatch: py
     monkeypatch.setattr(os, "posix_fallocate", full)
     name = uuid.uuid4().hex
     with ThreadPoolExecutor(2) as ranks:
-        made = [ranks.submit(SharedMemoryComm, name, rank, 2, 64, 20, rank == 0) for rank in range(2)]
+        made = [ranks.submit(SharedMemoryComm, name, rank, 2, 64, PATIENCE_S, rank == 0) for rank in range(2)]
     for each in made:
         with pytest.raises(DeploymentError, match=r"no room for 384 bytes .*No space left.* lower max_batched_tokens"):
             each.result()
@@ -179,7 +205,7 @@ def test_ranks_and_buffers_that_make_no_sense_are_refused(rank: int, size: int, 
 
 
 def process_main(name: str, rank: int, size: int, out: Any) -> None:
-    comm = SharedMemoryComm(name, rank, size, 4096, timeout_s=60, create=rank == 0)
+    comm = SharedMemoryComm(name, rank, size, 4096, timeout_s=PATIENCE_S, create=rank == 0)
     total = np.zeros(5, np.float32)
     for _ in range(200):
         total = comm.all_reduce((total if rank == 0 else 0) + np.full(5, rank, np.float32))
@@ -193,9 +219,9 @@ def test_ranks_in_processes_of_their_own(size: int) -> None:
     processes = [context.Process(target=process_main, args=(name, rank, size, out)) for rank in range(size)]
     for process in processes:
         process.start()
-    results = dict(out.get(timeout=60) for _ in processes)
+    results = dict(out.get(timeout=PATIENCE_S) for _ in processes)
     for process in processes:
-        process.join(20)
+        process.join(PATIENCE_S)
     assert results == {rank: [200.0 * sum(range(size))] * 5 for rank in range(size)}
     assert [process.exitcode for process in processes] == [0] * size
     assert not left_behind(name)
@@ -206,15 +232,15 @@ def test_nothing_is_left_of_ranks_that_are_killed() -> None:
     name, out = uuid.uuid4().hex, context.Queue()
     victim = context.Process(target=wait_for_ever, args=(name, out))
     victim.start()
-    comm = SharedMemoryComm(name, 1, 2, 64, timeout_s=60, create=False)
-    out.get(timeout=60)
+    comm = SharedMemoryComm(name, 1, 2, 64, timeout_s=PATIENCE_S, create=False)
+    out.get(timeout=PATIENCE_S)
     victim.kill()
-    victim.join(20)
+    victim.join(PATIENCE_S)
     comm.close()
     assert not left_behind(name)
 
 
 def wait_for_ever(name: str, out: Any) -> None:
-    comm = SharedMemoryComm(name, 0, 2, 64, timeout_s=60, create=True)
+    comm = SharedMemoryComm(name, 0, 2, 64, timeout_s=PATIENCE_S, create=True)
     out.put("made")
     comm.all_reduce(np.zeros(1, np.float32))

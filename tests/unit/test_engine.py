@@ -22,6 +22,7 @@ from headwise.runtime.engine import EngineCore
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer
 from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams, TokenLogprobs
 from headwise.runtime.sampler import Draws, sample, token_logprobs
+from headwise.transfer.stats import TransferStats
 
 BLOCK = 4
 
@@ -347,6 +348,32 @@ def test_speeds_are_measured_by_prompts_and_by_steps_that_decode() -> None:
     engine.add(request("r", [1] * 10, 3))
     run(engine)
     assert (engine.load().prefill_token_s, engine.load().decode_step_s) == (0.2, 0.5)
+
+
+def test_a_load_that_stalled_once_is_not_held_against_loads_for_ever() -> None:
+    engine, executor = make_engine(
+        num_blocks=600, host_blocks=600, max_batched_tokens=2048, write_policy="write_through"
+    )
+    computed, loaded = executor._execute, TransferStats()
+
+    def execute(batch: BatchRequest) -> StepResult:
+        """A token takes 1 ms to compute; a block to load, at first 1000 s."""
+        nonlocal loaded
+        if count := len(batch.cache_swap_metadata):
+            busy_s = 1000.0 * count if not loaded.blocks else 0.0
+            loaded = TransferStats(loaded.blocks + count, busy_s=loaded.busy_s + busy_s)
+        return replace(computed(batch), compute_s=0.001 * batch.num_tokens, transfers={"load": loaded})
+
+    executor._execute = execute
+    served = []
+    for turn in range(60):
+        engine.add(request(f"{turn}", [1] * 41, 1))
+        served.append(run(engine)[f"{turn}"].usage.cached_tokens)
+        engine.add(request(f"new {turn}", [2 + turn] * 1001, 1))
+        run(engine)
+        engine.cache.pool.evict_all()
+    assert served[:3] == [0, 40, 0]
+    assert served[-3:] == [40, 40, 40]
 
 
 def test_the_few_tokens_of_a_step_that_had_a_hit_are_no_measure_of_a_long_prompt() -> None:

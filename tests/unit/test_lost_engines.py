@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 import zmq
 from scripted import ScriptedCore
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from headwise.errors import DeploymentError, EngineDiedError, InvalidRequestError, RequestAbortedError
-from headwise.runtime import client_io, wire
+from headwise.runtime import client_io, client_peers, wire
 from headwise.runtime.client import Client
 from headwise.runtime.client_protocol import (
     Abort,
@@ -69,7 +70,7 @@ class Peer:
     def be_mute(self) -> None:
         """Like a process that is stopped: take nothing, and say nothing more."""
         self._is_mute.set()
-        assert self._has_obeyed.wait(10)
+        assert self._has_obeyed.wait(PATIENCE_S)
 
     def die(self) -> None:
         self._stopping.set()
@@ -82,6 +83,7 @@ class Scheduler(Peer):
     def __init__(self, endpoint: str = "tcp://127.0.0.1:*", instance: str = "first") -> None:
         self.tickets: list[str] = []
         self.instance = instance
+        self.drops = False  # what it is asked, and says so
         super().__init__(endpoint)
 
     def answer(self, message: Any) -> list[Any]:
@@ -92,7 +94,9 @@ class Scheduler(Peer):
             return [Stats(message.key, {})]
         if isinstance(message, FindPrefix):
             return [PrefixFound(message.key, 9, {"engine-0": {"device": 4}})]
-        return [Pong(self.instance)] if isinstance(message, Ping) else []
+        if isinstance(message, Ping):
+            return [Pong(self.instance, message.keys if self.drops else ())]
+        return []
 
     def request(self, route: Route) -> GenerateRequest:
         params = SamplingParams.from_wire(route.sampling)
@@ -221,7 +225,7 @@ def test_what_a_silent_engine_says_later_is_not_listened_to_and_its_request_is_a
     stream = client.stream("abc", max_tokens=10**6)
     said = next(stream).text
     release = threading.Event()
-    silent.call(lambda: release.wait(10) and None)
+    silent.call(lambda: release.wait(PATIENCE_S) and None)
     eventually(lambda: bool(second.live))
     second.pace_s = 0.01
     release.set()
@@ -333,10 +337,61 @@ def test_a_scheduler_that_was_replaced_behind_the_same_connection_is_asked_again
     assert len(place.scheduler.of(Route)) == 2
 
 
+def test_a_question_that_the_scheduler_has_dropped_is_asked_again(place: Place, client: Client, quick: None) -> None:
+    stream = client.stream("abc", max_tokens=3)
+    eventually(lambda: any(ping.keys for ping in place.scheduler.of(Ping)))
+    place.scheduler.tickets = [place.engine(ScriptedCore()).endpoint]
+    place.scheduler.drops = True
+    assert stream.read().text == numbers(3)
+
+
+def test_a_question_is_not_asked_twice_because_of_pings_before_it_was_asked_again() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        peer = client_peers.Peer(context, f"tcp://127.0.0.1:{port}")
+        peer.ask(1, None, wire.encode(GetStats(1)), now=0.0)
+        for _ in range(3):
+            peer.ping((), (1,), now=0.0)
+        for _ in range(3):
+            peer.ponged((1,))
+        peer.ping((), (1,), now=0.0)
+        peer.ponged((1, 2))
+        peer.answered(1)
+        peer.ping((), (), now=0.0)
+        peer.ponged((1,))
+        said = [type(wire.decode(socket.recv_multipart()[1])) for _ in range(8)]
+        assert said == [GetStats, Ping, Ping, Ping, GetStats, Ping, GetStats, Ping]
+        peer.close(linger_ms=0)
+
+
+def test_a_client_that_was_suspended_gives_its_peers_the_time_again(place: Place, client: Client) -> None:
+    engine, io, now = place.mortal_engine(), client._io, [time.monotonic()]
+    place.scheduler.tickets = [engine.endpoint] * 2
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+        for _ in range(2):  # the second turn begins after the first has ended
+            has_turned = threading.Event()
+            io._command(has_turned.set)
+            assert has_turned.wait(PATIENCE_S)
+
+    io._clock = lambda: now[0]
+    stream = client.stream("abc", max_tokens=9)
+    next(stream)
+    passes(0.5)
+    engine.be_mute()
+    passes(1000.0)
+    assert not place.scheduler.of(Reroute)
+    for _ in range(10):
+        passes(0.5)
+    eventually(lambda: bool(place.scheduler.of(Reroute)))
+    stream.cancel()
+
+
 def test_a_scheduler_that_was_there_may_be_away_longer_than_one_that_never_answered(
     place: Place, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client_io, "FIRST_ANSWER_S", 0.2)
     monkeypatch.setattr(client_io, "RECONNECT_S", 5.0)
     client, engine = Client(place.scheduler.endpoint), place.engine(ScriptedCore())
     waiting = client.stream("abc", max_tokens=3)

@@ -15,7 +15,7 @@ from waiting import PATIENCE_S, eventually
 
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.errors import InvalidRequestError
-from headwise.runtime import scheduler_server, wire
+from headwise.runtime import placement, scheduler_server, wire
 from headwise.runtime.client_protocol import (
     EngineLoad,
     EngineStatus,
@@ -180,6 +180,24 @@ def make() -> Iterator[Callable[..., Deployment]]:
         deployment.close()
 
 
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float, deployment: Deployment, client: Peer) -> None:
+        """Let the server take turns meanwhile: it is not suspended."""
+        for _ in range(round(2 * seconds)):
+            self.now += 0.5
+            turns = deployment.server.turns
+            while deployment.server.turns < turns + 2:  # the second begins after the time has passed
+                assert client.hears_nothing()
+
+
 def route(key: int, text: str, **options: Any) -> Route:
     fields = {"messages": None, "sampling": {}, "priority": 0, "cache_salt": "", **options}
     return Route(key, text, None, **fields)
@@ -271,6 +289,51 @@ def test_finding_a_prefix_tells_tokens_by_engine_and_tier(make: Make) -> None:
     found = client.ask(FindPrefix(7, "eleven char", None, None, ""))
     none = {"device": 0, "host": 0, "storage": 0}
     assert found == PrefixFound(7, 11, {"a": {"device": 4, "host": 8, "storage": 8}, "b": none})
+
+
+def test_finding_a_prefix_waits_for_an_index_that_is_late_or_is_started_anew(make: Make) -> None:
+    deployment = make(store=StoreStandIn())
+    deployment.report("a", "b")
+    client = deployment.peer()
+    index_answers(client)
+    store = deployment.store
+    store.ask_stats = lambda key: True  # type: ignore[method-assign]
+    store.is_late = True
+    client.send(FindPrefix(1, "eleven char", None, None, ""))
+    eventually(lambda: len(store.queries) == 1)
+    assert isinstance(client.ask(route(2, "finds it late")), Ticket)
+    store.answer(Matches(store.queries[0][0], {"a": (1, 1, 1)}))
+    assert client.receive().engines["a"]["device"] == 4
+
+    client.send(FindPrefix(3, "eleven char", None, None, ""))
+    eventually(lambda: len(store.queries) == 3)
+    assert isinstance(client.ask(route(4, "finds it late")), Ticket)  # from here on the index counts as silent
+    client.send(FindPrefix(5, "eleven char", None, None, ""))
+    assert client.hears_nothing()
+    store.is_late, store.depths = False, {"a": (2, 2, 2)}
+    store.answer(IndexStats(0, {}))
+    assert {(found.key, found.engines["a"]["device"]) for found in (client.receive(), client.receive())} == {
+        (3, 8),
+        (5, 8),
+    }
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_finding_a_prefix_is_given_up_where_the_index_stays_silent(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setattr(placement, "FIND_S", 0.2)
+    store = StoreStandIn()
+    store.is_there, store.is_late = is_there, True
+    deployment = make(store=store)
+    deployment.report("a")
+    client = deployment.peer()
+    if is_there:
+        index_answers(client)
+        store.ask_stats = lambda key: True  # type: ignore[method-assign]
+    answer = client.ask(FindPrefix(7, "eleven char", None, None, ""))
+    assert (answer.key, answer.error) == (7, "DeploymentError")
+    assert client.stats()["scheduler"]["pending"] == 0
 
 
 def test_finding_a_prefix_without_an_index_is_an_error_with_a_remedy(make: Make) -> None:
@@ -424,20 +487,52 @@ def test_an_engine_that_was_lost_gets_nothing_before_its_next_status(make: Make)
 
 
 def test_a_silent_engine_is_given_up_once_and_the_index_told(make: Make) -> None:
-    now = [100.0]
-    deployment = make(store=StoreStandIn(), clock=lambda: now[0], routing={"engine_timeout_s": 20.0})
+    clock = Clock()
+    deployment = make(store=StoreStandIn(), clock=clock, routing={"engine_timeout_s": 20.0})
     deployment.report("a", "b", epoch=7)
     client = deployment.peer()
-    now[0] += 4.0
+    clock.passes(4.0, deployment, client)
     eventually(lambda: any("a is silent" in text for _, text in client.stats()["faults"]))
     assert not deployment.silent
     deployment.report("b", epoch=7)
-    now[0] += 17.0
+    clock.passes(17.0, deployment, client)
     eventually(lambda: bool(deployment.silent))
-    now[0] += 2.0
+    clock.passes(2.0, deployment, client)
     assert client.stats()["engines"]["a"]["silent_s"] == 23.0
     assert deployment.silent == ["a"]
     assert deployment.store.gone_nodes == [("a", 7)]
+
+
+def test_a_scheduler_that_was_suspended_gives_nobody_up_for_that(make: Make) -> None:
+    clock = Clock()
+    deployment = make(clock=clock, routing={"engine_timeout_s": 20.0, "engine_queue": 1})
+    deployment.report("a", waiting=1)
+    client = deployment.peer()
+    client.send(route(1, "waits"))
+    eventually(lambda: client.stats()["scheduler"]["queued"] == 1)
+    clock.passes(2.0, deployment, client)
+    clock.now += 1000.0
+    clock.passes(17.0, deployment, client)
+    assert not deployment.silent
+    assert client.stats()["scheduler"]["queued"] == 1
+    assert client.stats()["engines"]["a"]["silent_s"] == 18.5
+    clock.passes(2.0, deployment, client)
+    eventually(lambda: deployment.silent == ["a"])
+
+
+def test_a_ping_is_answered_with_the_questions_that_are_not_there_any_more(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_server, "CLIENT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(scheduler_server, "_SWEEP_S", 0.1)
+    deployment = make()
+    deployment.report("a", waiting=2)
+    client, watcher = deployment.peer(), deployment.peer()
+    client.send(route(1, "dropped while its client was silent"))
+    eventually(lambda: watcher.stats()["scheduler"]["pending"] == 1)
+    eventually(lambda: watcher.stats()["scheduler"]["pending"] == 0)
+    client.send(route(2, "there"))
+    assert client.ask(Ping(keys=(1, 2))).unknown == (1,)
 
 
 def test_another_scheduler_at_the_same_port_serves_the_same_peers(make: Make) -> None:

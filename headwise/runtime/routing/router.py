@@ -89,6 +89,10 @@ class Router:
                 self.note(f"{name} is not expected back", now)
         return silences
 
+    def give_time_again(self, seconds: float, now: float) -> None:
+        """Whoever asks was suspended for so long: engines that were silent then may have spoken."""
+        self.table.heard = np.minimum(self.table.heard + seconds, now)
+
     @property
     def num_engines(self) -> int:
         """Engines that reported once, and are expected back if they are silent."""
