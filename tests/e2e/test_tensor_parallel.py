@@ -26,17 +26,23 @@ def engine(client: Client) -> dict[str, Any]:
     return stats
 
 
+def num_finished(stats: dict[str, Any]) -> int:
+    """Requests; the first report of an engine may be of the time before it had workers."""
+    return int(stats["requests"]["finished"]) if "requests" in stats else 0
+
+
 def serve(client: Client) -> dict[str, Any]:
     """Serve all prompts; the engine's statistics after that, once all copies are where they should go."""
-    finished = engine(client)["requests"]["finished"] + len(WANTED)
+    finished = num_finished(engine(client)) + len(WANTED)
     results = client.generate([answer.prompt_ids for answer in WANTED], GREEDY)
     for answer, result in zip(WANTED, results, strict=True):
         assert_same(answer, result.token_ids)
 
     def is_settled() -> bool:
         stats = engine(client)  # they may be of a while ago
-        is_copied = not stats["host"]["queued_blocks"] and not stats["storage"]["queued_puts"]
-        return stats["requests"]["finished"] >= finished and is_copied
+        if num_finished(stats) < finished:
+            return False
+        return not stats["host"]["queued_blocks"] and not stats["storage"]["queued_puts"]
 
     eventually(is_settled, otherwise=lambda: engine(client))
     return engine(client)
