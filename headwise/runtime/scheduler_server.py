@@ -138,7 +138,7 @@ class SchedulerServer:
             ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
         )
         self._started = clock()
-        self._watched = self._watch_at = self._sweep_at = self._started
+        self._turned_at = self._watch_at = self._sweep_at = self._started
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-scheduler", daemon=True)
 
@@ -179,6 +179,7 @@ class SchedulerServer:
                 poller.register(socket, zmq.POLLIN)
         while not self._stopping.is_set():
             poller.poll(_ASKING_MS if self._placement.is_asking else _IDLE_MS)
+            self._notice_suspension()
             self._receive()
             for call, outcome in self._preparer.finished():
                 self._take_prepared(call, outcome)
@@ -360,9 +361,6 @@ class SchedulerServer:
 
     def _watch(self) -> None:
         now = self._clock()
-        if now - self._watched > SUSPENDED_S:
-            self._give_time_again(now - self._watched)
-        self._watched = now
         if now < self._watch_at:
             return
         self._watch_at = now + _WATCH_S
@@ -382,10 +380,16 @@ class SchedulerServer:
             self._sweep_at = now + _SWEEP_S
             self._sweep(now)
 
-    def _give_time_again(self, seconds: float) -> None:
-        """Nobody has been silent while this thread was suspended: what they said may not be here yet."""
-        log.warning("the scheduler was suspended for %.1f s", seconds)
+    def _notice_suspension(self) -> None:
+        """Nobody has been silent while this thread was suspended: what they said may not be here yet.
+
+        Before requests are placed: they would go to whichever engine speaks first.
+        """
         now = self._clock()
+        seconds, self._turned_at = now - self._turned_at, now
+        if seconds <= SUSPENDED_S:
+            return
+        log.warning("the scheduler was suspended for %.1f s", seconds)
         self._router.give_time_again(seconds, now)
         self._heard = {identity: min(at + seconds, now) for identity, at in self._heard.items()}
         self._started += seconds
