@@ -39,6 +39,14 @@ def reserve(config: EngineConfig, timeout_s: float) -> list[PlacementGroup]:
     return groups
 
 
+def could_fit(config: EngineConfig) -> bool:
+    """Whether the cluster has the resources in all, in use or not: else it must grow before it can give them."""
+    total = ray.cluster_resources()
+    cpus = config.replicas * (ENGINE_CPUS + WORKER_CPUS * config.tp_size)
+    gpus = config.replicas * config.tp_size if config.on_gpu else 0
+    return bool(cpus <= total.get("CPU", 0.0) and gpus <= total.get("GPU", 0.0))
+
+
 def release(groups: list[PlacementGroup]) -> None:
     from ray.util.placement_group import remove_placement_group
 

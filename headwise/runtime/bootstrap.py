@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 3
-LOCAL_RESOURCES_TIMEOUT_S = 15.0
+LOCAL_RESOURCES_TIMEOUT_S = 5.0
+"""Of a Ray instance started here that is too small: it does not grow."""
 OBJECT_STORE_BYTES = 80 << 20
 """Of a Ray instance started here: nothing large goes through its object store."""
 _WATCH_S = 2.0
@@ -106,7 +107,8 @@ class Deployment:
         self._guard = FrontGuard(dict(self._actors), config.front_timeout_s)
         self._guard.start()
         progress.stage("waiting for the cluster's resources")
-        timeout_s = LOCAL_RESOURCES_TIMEOUT_S if self._cluster.owned else config.start_timeout_s
+        may_come = not self._cluster.owned or placement.could_fit(config)
+        timeout_s = config.start_timeout_s if may_come else LOCAL_RESOURCES_TIMEOUT_S
         self._placements = placement.reserve(config, timeout_s)
         progress.stage(f"loading and warming up {config.replicas} engine(s) with {config.tp_size} worker(s) each")
         engines = []

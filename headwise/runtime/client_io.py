@@ -19,6 +19,7 @@ from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, Inv
 from headwise.runtime import wire
 from headwise.runtime.client_peers import Call, Gathered, Peer
 from headwise.runtime.client_protocol import (
+    FIRST_ANSWER_S,
     FORGOTTEN,
     MAX_MESSAGE_BYTES,
     PEER_TIMEOUT_S,
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 MAX_REROUTES = 3
 """Engines that one request may lose. A request that kills engines must not kill them all."""
-RECONNECT_S = 30.0
+RECONNECT_S = 60.0
 """Time in which a scheduler that was there must come back."""
 
 
@@ -333,7 +334,9 @@ class ClientIO:
                 peer.send(Ping(tuple(key for key in peer.awaiting if isinstance(key, str))))
 
     def _patience(self, peer: Peer) -> float:
-        return RECONNECT_S if peer is self._scheduler and peer.has_answered else PEER_TIMEOUT_S
+        if peer is not self._scheduler:
+            return PEER_TIMEOUT_S
+        return RECONNECT_S if peer.has_answered else FIRST_ANSWER_S
 
     def _silence(self, peer: Peer) -> HeadwiseError:
         waited = f"(waited {self._patience(peer):g} s)"

@@ -28,7 +28,9 @@ from headwise.runtime.wire import register
 
 PING_INTERVAL_S = 1.0
 PEER_TIMEOUT_S = 4.0
-"""A peer that is asked and says nothing for so long is taken for dead."""
+"""An engine that is asked and says nothing for so long is taken for dead."""
+FIRST_ANSWER_S = 10.0
+"""Longest wait for the first answer of a scheduler: there may be none at the address."""
 CLIENT_TIMEOUT_S = 10.0
 """A client that says nothing for so long has its requests aborted."""
 STATUS_INTERVAL_S = 0.5

@@ -11,6 +11,9 @@ from headwise.storage.base import IndexStats, Matches
 ANSWER_S = 0.1
 """Longest wait of a request for what the index knows of it."""
 
+FIND_S = 10.0
+"""Longest wait of a question that is about nothing but what the index knows."""
+
 ASK_STATS_S = 1.0
 PROBE_S = 0.3
 """How often a store that is silent is asked for a sign of life."""
@@ -47,6 +50,11 @@ class IndexView:
     def socket(self) -> Any | None:
         """To wait at until `poll` has something; None: there is no index."""
         return None if self._store is None else self._store.socket
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is an index at all; it may be silent."""
+        return self._store is not None
 
     def query(self, path: Sequence[bytes]) -> int | None:
         """Ask who holds how much of a path: the key of the answer that will come, or None if none is to be waited

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headwise.runtime.index_view import ANSWER_S, IndexView
+from headwise.runtime.index_view import ANSWER_S, FIND_S, IndexView
 from headwise.runtime.preparing import Prepared
 from headwise.runtime.request_queue import Order, RequestQueue
 from headwise.runtime.routing import Matches, RoutedRequest, Router
@@ -53,7 +53,8 @@ class Found:
 
 
 class Placement:
-    """The index is asked when a call's turn comes, so that its answer is not old when it is used.
+    """The index is asked when a call's turn comes, so that its answer is not old when it is used. A request is placed
+    without an answer that is late; a call that only finds waits for it, and is asked again after a silence.
 
     Calls that are over are left out. No I/O but the index's.
     """
@@ -62,6 +63,8 @@ class Placement:
         self._router, self._index, self._clock = router, index, clock
         self._queue: RequestQueue[Call] = RequestQueue()
         self._asking: dict[int, Call] = {}  # by the index's key, in the order in which they were asked
+        self._finding: dict[int, Call] = {}  # likewise, what is only to be found
+        self._to_find: list[Call] = []
         self._outcomes: list[Placed | Found] = []
 
     def __len__(self) -> int:
@@ -71,14 +74,14 @@ class Placement:
     @property
     def is_asking(self) -> bool:
         """Whether the index is to answer."""
-        return bool(self._asking)
+        return bool(self._asking or self._finding)
 
     def add(self, call: Call) -> None:
         """Take in a call that is prepared."""
-        if not call.finds:
+        if call.finds:
+            self._to_find.append(call)
+        else:
             self._queue.push(call.order, call)
-        elif not self._ask(call):
-            self._outcomes.append(Found(call, None))
 
     def drop(self, call: Call) -> None:
         """The call is over."""
@@ -91,6 +94,7 @@ class Placement:
     def turn(self) -> list[Placed | Found]:
         """Take in what the index answered, and place those whose turn it is, as far as engines have room."""
         self._take_matches()
+        self._serve_finds()
         self._serve_queue()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -103,18 +107,20 @@ class Placement:
         key = self._index.query(call.prepared.hashes)
         if key is None:
             return False
-        self._asking[key] = call
+        (self._finding if call.finds else self._asking)[key] = call
         call.asked_at = self._clock()
         return True
 
     def _take_matches(self) -> None:
         answers, is_back = self._index.poll()
-        if is_back:
-            self._router.note("the index answers again")
         for answer in answers:
-            call = self._asking.pop(answer.key, None)
+            call = self._asking.pop(answer.key, None) or self._finding.pop(answer.key, None)
             if call is not None and not call.is_over:
                 self._answer(call, answer.depths)
+        if is_back:
+            self._router.note("the index answers again")
+            self._to_find += self._finding.values()  # it may have been started anew, and know of no question
+            self._finding.clear()
         now = self._clock()
         while self._asking:
             key, call = next(iter(self._asking.items()))
@@ -131,6 +137,19 @@ class Placement:
             self._outcomes.append(Found(call, matches))
         elif not self._place(call, matches):
             self._queue.push(call.order, call)
+
+    def _serve_finds(self) -> None:
+        """Ask what is only to be found, once the index answers; give up what has waited for too long."""
+        for call in [*self._to_find, *self._finding.values()]:
+            assert call.prepared is not None
+            can_be_answered = call.prepared.hashes and self._index.is_there
+            if not call.is_over and not (can_be_answered and self._clock() - call.ready_at <= FIND_S):
+                call.is_over = True
+                self._outcomes.append(Found(call, None))
+        self._finding = {key: call for key, call in self._finding.items() if not call.is_over}
+        self._to_find = [
+            call for call in self._to_find if not call.is_over and (self._index.is_silent or not self._ask(call))
+        ]
 
     def _serve_queue(self) -> None:
         if not self._queue or not self._router.num_engines:

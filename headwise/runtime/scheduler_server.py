@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from headwise.awake_time import AwakeTime
-from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
+from headwise.errors import DeploymentError, HeadwiseError, OverloadedError
 from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
@@ -53,8 +53,8 @@ from headwise.storage.zmq_context import close_context, open_context
 
 log = logging.getLogger(__name__)
 
-ENGINES_REPORT_S = 2.0
-"""A scheduler that has just started may not have heard yet of engines that are there."""
+ENGINES_REPORT_S = 15.0
+"""A scheduler that has just started may not have heard yet of engines that are there: they may be slow to connect."""
 
 DELAY_S = 0.2
 """A request that waited so long for an engine counts as delayed: the index alone does not take that long."""
@@ -268,8 +268,8 @@ class SchedulerServer:
 
     def _prepare(self, call: Call, work: Callable[[], Prepared], limit: int) -> None:
         if (call.identity, call.key) in self._calls:
-            self._fail(call, InvalidRequestError(f"call {call.key} is under way already; a call's key must be its own"))
-        elif len(self._calls) >= limit:
+            return  # asked again by a client that did not know whether it was heard
+        if len(self._calls) >= limit:
             self._fail(call, self._overloaded())
         else:
             self._calls[call.identity, call.key] = call

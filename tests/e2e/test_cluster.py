@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.errors import (
@@ -32,7 +32,18 @@ pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 FAMILIES = "All happy families are alike; every unhappy family is unhappy in its own way. " * 4
-CONFIG = EngineConfig(port=0, tp_size=3, max_model_len=512, kv_cache="64MiB", block_size=16, cpu_threads=1)
+CONFIG = EngineConfig(
+    port=0,
+    tp_size=3,
+    max_model_len=512,
+    kv_cache="64MiB",
+    block_size=16,
+    cpu_threads=1,
+    prefetch="wait_complete",
+    storage_timeout_s=120.0,
+    engine_timeout_s=120.0,  # nothing here hangs, but for a machine that is busy with something else
+    front_timeout_s=120.0,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,7 +98,7 @@ def test_several_prompts_and_two_clients_at_once_get_the_tokens_they_get_alone(
         thread = threading.Thread(target=lambda: together.extend(r.token_ids for r in other.generate(prompts, GREEDY)))
         thread.start()
         mine = [result.token_ids for result in client.generate(prompts, GREEDY)]
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert mine == alone
     assert together == alone
 
@@ -181,8 +192,15 @@ ONCE = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 def test_a_stream_whose_only_engine_loses_a_worker_goes_on_once_there_are_new_ones(
     deployment: Deployment, client: Client
 ) -> None:
+    finished = engine(client)["requests"]["finished"]
     expected = client.generate(FAMILIES, ONCE).token_ids
-    eventually(lambda: engine(client)["storage"]["queued_puts"] == 0)
+
+    def is_stored() -> bool:
+        stats = engine(client)  # they may be of a while ago
+        is_copied = not stats["host"]["queued_blocks"] and not stats["storage"]["queued_puts"]
+        return stats["requests"]["finished"] > finished and is_copied
+
+    eventually(is_stored, otherwise=lambda: engine(client))
     ((_, rank_1, _),) = deployment.worker_pids()
     stream = client.stream(FAMILIES, ONCE)
     next(stream)
@@ -237,7 +255,7 @@ def test_a_second_deployment_of_the_name_is_refused_and_the_first_goes_on(client
     [
         ({"tp_size": 7}, ConfigError, "7"),
         ({"model": "/nowhere/model"}, ModelError, "/nowhere/model"),
-        ({"replicas": 50}, DeploymentError, "no room for engine"),
+        ({"replicas": 50, "start_timeout_s": 3.0}, DeploymentError, "no room for engine"),
         ({"host_cache": "10TiB"}, ConfigError, "does not fit"),
         ({"host_cache": "1GiB", "storage": "ftp://host/cache"}, ConfigError, "unknown scheme"),
     ],
@@ -245,7 +263,7 @@ def test_a_second_deployment_of_the_name_is_refused_and_the_first_goes_on(client
 def test_what_cannot_be_served_is_an_error_of_the_caller(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], error: Any, says: str
 ) -> None:
-    config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "start_timeout_s": 3.0, **changes})
+    config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", **changes})
     with pytest.raises(error, match=says):
         Deployment.start(config, address="auto")
 
@@ -272,7 +290,7 @@ def test_a_free_port_that_is_taken_before_it_is_bound_is_given_up_for_another(
     config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "replicas": 50, "start_timeout_s": 1.0})
     with pytest.raises(DeploymentError, match="no room for engine"):  # that far it came
         Deployment.start(config, address="auto")
-    assert len(chosen) == 2
+    assert len(chosen) >= 2  # more if another program was quick to take the second
 
 
 def test_clients_find_a_deployment_by_its_ray_cluster(deployment: Deployment) -> None:
@@ -285,23 +303,33 @@ def test_clients_find_a_deployment_by_its_ray_cluster(deployment: Deployment) ->
 def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_three_starts(tmp_path: Path) -> None:
     script = """
         import os, sys, threading
+        sys.path.append(sys.argv[2])
+        from waiting import eventually
         from headwise import Client, EngineConfig
         from headwise.errors import DeploymentError
         from headwise.runtime.bootstrap import Deployment
 
+        def segments():
+            return {name for name in os.listdir("/dev/shm") if name.startswith("headwise")}
+
         def left():
-            segments = [name for name in os.listdir("/dev/shm") if name.startswith("headwise")]
-            return threading.active_count(), segments, dict(os.environ)
+            return threading.active_count(), dict(os.environ)
+
+        def is_alive(pid):
+            return os.path.exists(f"/proc/{pid}")
 
         config = EngineConfig(port=0, max_model_len=128, kv_cache="32MiB", cache_dir=sys.argv[1])
         before = left()
+        shared = segments()
         files = []
         for _ in range(3):
             with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
                 assert client.generate("Hello", max_tokens=2).token_ids
                 pids = deployment.worker_pids()[0]
-            assert left() == before, left()
-            assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+            eventually(lambda: left() == before, otherwise=left)
+            eventually(lambda: not any(map(is_alive, pids)), otherwise=lambda: pids)
+            new = segments() - shared  # those of other deployments of this machine go, too
+            eventually(lambda: not new & segments(), otherwise=lambda: new & segments())
             files.append(len(os.listdir("/proc/self/fd")))
         assert files[2] - files[1] <= 3, files  # Ray itself keeps two sockets a connection; a ZeroMQ context is more
         try:
@@ -315,11 +343,11 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_th
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment["HOME"] = str(tmp_path)  # no token there: Ray makes one at the first start and finds it at the second
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(CONFIG.cache_path)],
+        [sys.executable, "-c", textwrap.dedent(script), str(CONFIG.cache_path), str(Path(__file__).parent.parent)],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.stdout.strip() == "clean", done.stderr
 

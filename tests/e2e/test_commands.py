@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from headwise import Client, SamplingParams
 from headwise.runtime.config import EngineConfig
@@ -43,6 +43,15 @@ def marked(mark: str) -> list[int]:
                 continue
             if f"MARK={mark}".encode() in variables:
                 found.append(int(entry.name))
+    return found
+
+
+def killed(mark: str) -> list[int]:
+    """Kill the processes of this mark; those that there were."""
+    found = marked(mark)
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return found
 
 
@@ -111,7 +120,7 @@ class Head:
 @contextmanager
 def ray_head(mark: str) -> Iterator[Head]:
     """``ray start --head`` on ports and in a directory of its own; at the end all its processes are killed."""
-    gcs, dashboard, *agents = free_ports(5)
+    gcs, dashboard, clients, *agents = free_ports(6)
     variables = environment(MARK=mark)
     # Ray's sockets lie in there, and their paths may have no more than 107 characters.
     with tempfile.TemporaryDirectory(prefix="hwr-", dir="/tmp", ignore_cleanup_errors=True) as directory:
@@ -120,20 +129,18 @@ def ray_head(mark: str) -> Iterator[Head]:
         names = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
         command += [f"--{name}={port}" for name, port in zip(names, agents, strict=True)]
         command += ["--node-ip-address=127.0.0.1", "--disable-usage-stats", f"--temp-dir={directory}"]
-        command += ["--object-store-memory=100000000"]
+        command += ["--object-store-memory=100000000", f"--ray-client-server-port={clients}"]
         process = subprocess.Popen(
             command, env=variables, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            eventually(lambda: is_open(gcs) and is_open(dashboard))
+            eventually(lambda: all(map(is_open, (gcs, dashboard, agents[0]))))
             yield Head(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", variables)
         finally:
             # Told to end, Ray takes up to 20 s.
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-            for pid in marked(mark):
-                os.kill(pid, signal.SIGKILL)
-            eventually(lambda: not marked(mark), otherwise=lambda: marked(mark))
+            process.wait(PATIENCE_S)
+            eventually(lambda: not killed(mark), otherwise=lambda: marked(mark))
 
 
 def test_a_deployment_as_a_ray_job_serves_until_the_job_is_stopped(tmp_path: Path) -> None:
@@ -144,7 +151,7 @@ def test_a_deployment_as_a_ray_job_serves_until_the_job_is_stopped(tmp_path: Pat
         head.ray("job", "submit", *job, "--no-wait", "--submission-id=served", "--", *serve.split())
         eventually(
             lambda: f"serving smollm2-135m at tcp://127.0.0.1:{port}" in head.ray("job", "logs", *job, "served"),
-            60,
+            3 * PATIENCE_S,
             lambda: head.ray("job", "logs", *job, "served"),
         )
         with Client(f"127.0.0.1:{port}") as client:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import math
+import threading
 from dataclasses import replace
 
 import pytest
 from reference import Answer, answers, assert_same
 from test_tokens import GREEDY, MODELS, Bench, serve
+from waiting import PATIENCE_S
 
+from headwise.errors import LayerSwapTimeoutError
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.request import GenerateRequest, GenerationResult
 
@@ -56,6 +59,7 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
         max_batched_tokens=128,
         host_cache="256MiB",
         write_policy=policy,
+        load_timeout_s=PATIENCE_S,
     )
     others = [[1000 + 100 * other + i for i in range(400)] for other in range(2)]
     for turn in range(2):
@@ -99,19 +103,27 @@ def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
 def test_a_load_that_comes_too_late_is_computed_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = long_prompt(bench)
     engine, executor = bench.engine(
-        block_size=16, host_cache="256MiB", write_policy="write_through", load_timeout_s=0.02
+        block_size=16, host_cache="256MiB", write_policy="write_through", load_timeout_s=1.0
     )
     request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=SHORT)
     run(engine, request)
     engine.cache.pool.evict_all()
-    manager = bench.worker._copies._manager
-    copy = manager._copy
+    manager, is_given_up = bench.worker._copies._manager, threading.Event()
+    copy, wait_layer = manager._copy, manager.wait_layer
 
-    def slow_copy(*args: object) -> None:
-        time.sleep(0.1)
+    def late_copy(*args: object) -> None:
+        assert is_given_up.wait(PATIENCE_S)
         copy(*args)
 
-    monkeypatch.setattr(manager, "_copy", slow_copy)
+    def give_up(layer: int) -> None:
+        try:
+            wait_layer(layer)
+        except LayerSwapTimeoutError:
+            is_given_up.set()
+            raise
+
+    monkeypatch.setattr(manager, "_copy", late_copy)
+    monkeypatch.setattr(manager, "wait_layer", give_up)
     result = run(engine, replace(request, request_id="again"))
     assert_same(answer, result.token_ids)
     stats = engine.stats()
@@ -126,7 +138,7 @@ def test_what_is_slower_to_bring_than_to_compute_is_computed(bench: Bench) -> No
     request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=2))
     run(engine, request)
     assert engine.cache.host is not None
-    for copy_s, cached in ((1.0, 0), (1e-6, 600)):
+    for copy_s, cached in ((math.inf, 0), (1e-9, 600)):
         engine.cache.pool.evict_all()
         engine.cache.host.copy_s = copy_s
         result = run(engine, replace(request, request_id=f"{copy_s}"))

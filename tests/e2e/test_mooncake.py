@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from headwise.errors import ConfigError
 from headwise.storage.backends.base import StorageNamespace
@@ -23,7 +23,7 @@ from headwise.storage.backends.mooncake import MooncakeConfig, MooncakeStorage
 
 BLOCK_BYTES = 48 << 10
 NAMESPACE = StorageNamespace("model", "layout")
-CALL_TIMEOUT_S = 15.0
+CALL_TIMEOUT_S = PATIENCE_S
 
 T = TypeVar("T")
 
@@ -40,9 +40,13 @@ def require_mooncake() -> None:
 
 
 class Master:
-    """A `mooncake_master` on free ports of the loopback interface, which may be killed and started again."""
+    """A `mooncake_master` on free ports of the loopback interface, which may be killed and started again.
 
-    def __init__(self) -> None:
+    client_ttl_s: how long a process may be silent before the memory that it lends is taken for lost
+    """
+
+    def __init__(self, client_ttl_s: int = 600) -> None:
+        self._client_ttl_s = client_ttl_s
         self._port, self._metrics_port = _free_ports(2)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -60,7 +64,7 @@ class Master:
                 "--rpc_address=127.0.0.1",
                 f"--metrics_port={self._metrics_port}",
                 "--enable_metric_reporting=false",
-                "--client_ttl=2",  # so that tests need not wait long for it to notice
+                f"--client_ttl={self._client_ttl_s}",
                 "--default_kv_lease_ttl=500ms",
             ],
             stdout=subprocess.DEVNULL,
@@ -155,9 +159,9 @@ def _places(count: int) -> NDArray[np.int32]:
 
 
 @pytest.fixture
-def master() -> Iterator[Master]:
+def master(request: pytest.FixtureRequest) -> Iterator[Master]:
     require_mooncake()
-    with Master() as master:
+    with Master(*getattr(request, "param", ())) as master:
         yield master
 
 
@@ -197,6 +201,7 @@ def test_blocks_of_one_process_are_read_by_another(master: Master, lender: subpr
     reader.close()
 
 
+@pytest.mark.parametrize("master", [(15,)], indirect=True, ids=["that notices soon"])
 def test_a_lender_that_is_killed_leaves_misses(master: Master, lender: subprocess.Popen[str]) -> None:
     reader = Client(master.address, 64 << 20)
     assert all(reader.read(0, 16))

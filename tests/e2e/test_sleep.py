@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from reference import Answer, answers, assert_same
 from test_tokens import GREEDY, Bench
+from waiting import PATIENCE_S, eventually
 
 from headwise import EngineConfig, LocalEngine
 from headwise.errors import ConfigError, EngineDiedError
@@ -83,7 +84,8 @@ def test_weights_and_arena_are_given_up(tensor_ops: str) -> None:
 @pytest.mark.parametrize("host", [{}, {"host_cache": "128MiB", "write_policy": "write_back"}], ids=["device", "host"])
 def test_tokens_are_the_same_with_sleep_in_the_middle(bench: Bench, host: dict[str, str]) -> None:
     engine, executor = bench.engine(
-        **{"kv_cache": "128MiB", "max_model_len": 1024, "max_batched_tokens": 64, "block_size": 16, **host}
+        **{"kv_cache": "128MiB", "max_model_len": 1024, "max_batched_tokens": 64, "block_size": 16, **host},
+        load_timeout_s=PATIENCE_S,
     )
     serving = Serving(bench, engine)
     for pause in (1, 40, 150):  # among the prompts, and twice among the tokens
@@ -117,15 +119,16 @@ def test_a_stream_pauses_while_another_thread_has_the_engine_sleep() -> None:
                 result.add(delta)
                 if len(result.token_ids) == 4:
                     paused.set()
+                    eventually(lambda: engine._operating)  # else it might be through before it is told to pause
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert paused.wait(60)
+        assert paused.wait(PATIENCE_S)
         engine.sleep()
         assert engine.stats()["requests"]["waiting"] == 1
         engine.sleep()
         engine.wake()
-        reader.join(60)
+        reader.join(PATIENCE_S)
         assert_same(answer, result.token_ids)
 
 

@@ -15,7 +15,7 @@ import pytest
 from reference import Answer, answers, assert_same
 from test_mooncake import Master, require_mooncake
 from test_tokens import GREEDY, MODELS, Bench, serve
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from headwise.errors import ConfigError
 from headwise.runtime.engine import EngineCore
@@ -25,6 +25,8 @@ pytestmark = pytest.mark.model
 
 TOKENS = 8
 SHORT = replace(GREEDY, max_tokens=TOKENS)
+PATIENT: dict[str, Any] = {"prefetch": "wait_complete", "storage_timeout_s": PATIENCE_S, "load_timeout_s": PATIENCE_S}
+"""Of an engine that uses what storage has, however long a busy machine takes to bring it."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -50,7 +52,7 @@ def serve_greedily(bench: Bench, engine: EngineCore, answer: Answer) -> Generati
 def run(bench: Bench, directory: Path, **changes: Any) -> tuple[int, EngineCore]:
     """Serve the long prompt with a new engine, whose tokens must be the reference's; how many were cached."""
     answer = long_prompt(bench)
-    settings = {"block_size": 16, "host_cache": "256MiB", "write_policy": "write_through", **changes}
+    settings = {"block_size": 16, "host_cache": "256MiB", "write_policy": "write_through", **PATIENT, **changes}
     engine, executor = bench.engine(storage=f"file://{directory}?capacity=1GiB", **settings)
     try:
         result = serve_greedily(bench, engine, answer)
@@ -171,6 +173,7 @@ def test_storage_that_hangs_holds_up_a_request_for_no_longer_than_it_may(smollm2
     )
     serve_greedily(smollm2, engine, wanted)
     engine.cache.reset()
+    eventually(lambda: any(path.stat().st_size for path in tmp_path.rglob("*.seg")))  # writing may have stalled, too
     pipes = segments(tmp_path)
     for pipe in pipes:
         pipe.unlink()
@@ -194,7 +197,7 @@ def test_a_mooncake_master_dies_and_comes_back(smollm2: Bench) -> None:
             host_cache="256MiB",
             write_policy="write_through",
             storage=f"mooncake://{master.address}?segment=256MiB",
-            prefetch="wait_complete",
+            **PATIENT,
         )
         turns = count()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from reference import answers, assert_same
+from waiting import eventually
 
 from headwise.runtime.bootstrap import Deployment
 from headwise.runtime.client import Client
@@ -20,13 +21,31 @@ WANTED = [answer.first(TOKENS) for answer in answers("smollm2-135m") if len(answ
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
+def engine(client: Client) -> dict[str, Any]:
+    stats: dict[str, Any] = client.stats()["engines"]["engine-0"]
+    return stats
+
+
+def num_finished(stats: dict[str, Any]) -> int:
+    """Requests; the first report of an engine may be of the time before it had workers."""
+    return int(stats["requests"]["finished"]) if "requests" in stats else 0
+
+
 def serve(client: Client) -> dict[str, Any]:
-    """Serve all prompts; the engine's statistics after that."""
+    """Serve all prompts; the engine's statistics after that, once all copies are where they should go."""
+    finished = num_finished(engine(client)) + len(WANTED)
     results = client.generate([answer.prompt_ids for answer in WANTED], GREEDY)
     for answer, result in zip(WANTED, results, strict=True):
         assert_same(answer, result.token_ids)
-    stats: dict[str, Any] = client.stats()["engines"]["engine-0"]
-    return stats
+
+    def is_settled() -> bool:
+        stats = engine(client)  # they may be of a while ago
+        if num_finished(stats) < finished:
+            return False
+        return not stats["host"]["queued_blocks"] and not stats["storage"]["queued_puts"]
+
+    eventually(is_settled, otherwise=lambda: engine(client))
+    return engine(client)
 
 
 def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restart(tmp_path: Path) -> None:
@@ -41,6 +60,10 @@ def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restar
         write_policy="write_through",
         storage=f"file://{tmp_path}?capacity=1GiB",
         prefetch="wait_complete",
+        load_timeout_s=120.0,  # whatever the machine is busy with
+        storage_timeout_s=120.0,
+        engine_timeout_s=120.0,
+        front_timeout_s=120.0,
     )
     with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
         assert serve(client)["storage"]["fetched_blocks"] == 0

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from waiting import PATIENCE_S
 
 from headwise.cache_controller.dtypes import numpy_dtype
 
-PATIENCE_S = 10.0
 DTYPES = {6: numpy_dtype("float16"), 7: numpy_dtype("float32"), 9: numpy_dtype("bfloat16")}
 
 

@@ -17,7 +17,7 @@ import zmq
 from scripted import ScriptedCore
 from skipping_clock import SkippingClock
 from typer.testing import CliRunner
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from headwise.errors import (
     ConfigError,
@@ -29,7 +29,7 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.runtime import client as client_module
-from headwise.runtime import client_io, wire
+from headwise.runtime import client_io, scheduler_server, wire
 from headwise.runtime.cli import app
 from headwise.runtime.client import Client
 from headwise.runtime.client_io import ClientIO
@@ -172,7 +172,7 @@ def test_many_threads_share_one_client(client: Client) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert texts == ["0 1 2 "] * 16
 
 
@@ -202,11 +202,11 @@ def test_an_operation_is_over_when_every_engine_is_done() -> None:
         eventually(lambda: [o.action for o in cores[0].operations] == ["sleep"])
         assert not slept.done()
         cores[0].finish()
-        slept.result(10)
+        slept.result(PATIENCE_S)
         reset = pool.submit(client.reset_cache, "device")
         for blocks, core in enumerate(cores, start=5):
             core.finish(blocks)
-        assert reset.result(10) == {"engine-0": 5, "engine-1": 6}
+        assert reset.result(PATIENCE_S) == {"engine-0": 5, "engine-1": 6}
     deployment.close()
 
 
@@ -228,7 +228,7 @@ def test_an_operation_that_takes_longer_than_any_silence_is_waited_for(
         woken = pool.submit(client.wake)
         time.sleep(1.0)
         core.finish()
-        woken.result(10)
+        woken.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_the_command_line_asks_for_the_same(
         eventually(lambda: bool(core.operations))
         assert core.operations[0].action == command[0].replace("-", "_")
         core.finish(7)
-        assert (asked.result(10).exit_code, asked.result().stdout) == (0, said)
+        assert (asked.result(PATIENCE_S).exit_code, asked.result().stdout) == (0, said)
 
 
 def test_an_engine_s_refusal_is_the_caller_s_error(client: Client) -> None:
@@ -257,7 +257,7 @@ def test_an_operation_ends_with_the_engine_that_dies(client: Client, core: Scrip
         eventually(lambda: bool(core.operations))
         core.dies = EngineDiedError("the checkpoint is gone")
         with pytest.raises(EngineDiedError, match="the checkpoint is gone"):
-            woken.result(10)
+            woken.result(PATIENCE_S)
         with pytest.raises(OverloadedError, match="the engine is starting"):
             client.sleep()
 
@@ -415,7 +415,8 @@ def test_an_overloaded_engine_says_so(deployment: Deployment) -> None:
         client.generate("abc")
 
 
-def test_no_engine_is_an_overload_and_no_hang(deployment: Deployment) -> None:
+def test_no_engine_is_an_overload_and_no_hang(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_server, "ENGINES_REPORT_S", 0.1)
     with Client(deployment.address) as client, pytest.raises(OverloadedError, match="no engine is ready"):
         client.generate("abc")
 
@@ -623,7 +624,7 @@ def test_what_is_no_address_is_said_to_be_none(address: str) -> None:
 
 
 def test_an_address_where_nothing_answers_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(client_io, "FIRST_ANSWER_S", 0.3)
     with pytest.raises(DeploymentError, match=r"tcp://127\.0\.0\.1:9 .*headwise serve"):
         Client("127.0.0.1:9")
 

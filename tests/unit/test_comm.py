@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
+import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from skipping_clock import SkippingClock
+from waiting import PATIENCE_S
 
 from headwise.awake_time import AwakeTime
 from headwise.errors import DeploymentError, EngineDiedError
@@ -21,7 +24,7 @@ from headwise.runtime.shared_memory_comm import SharedMemoryComm
 
 
 def in_threads(
-    size: int, body: Callable[[SharedMemoryComm], Any], max_bytes: int = 256, timeout_s: float = 20
+    size: int, body: Callable[[SharedMemoryComm], Any], max_bytes: int = 256, timeout_s: float = PATIENCE_S
 ) -> list[Any]:
     """Run ``body`` on every rank; their results by rank. Raises what a rank raised."""
     name = uuid.uuid4().hex
@@ -124,16 +127,31 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 def test_a_rank_that_leaves_between_collectives_is_named_by_all_others() -> None:
+    seconds, waiting, is_running = itertools.count(1), threading.Barrier(2), threading.Event()
+
+    def clock() -> int:
+        """Stands still until both that are left wait for the third."""
+        return next(seconds) if is_running.is_set() else 0
+
     def body(comm: SharedMemoryComm) -> str:
+        comm._clock = clock
         comm.all_reduce(part(comm.rank, 4))
         if comm.rank == 1:
             return "left"
+        wait = comm._wait
+
+        def wait_with_the_other() -> None:
+            waiting.wait(PATIENCE_S)
+            is_running.set()
+            wait()
+
+        comm._wait = wait_with_the_other  # type: ignore[method-assign]
         with pytest.raises(EngineDiedError) as raised:
             comm.all_reduce(part(comm.rank, 4))
         return str(raised.value)
 
-    first, _, last = in_threads(3, body, timeout_s=0.3)
-    assert first == last == "tensor-parallel ranks [1] did not come to a collective within 0.3 s"
+    first, _, last = in_threads(3, body, timeout_s=30.0)
+    assert first == last == "tensor-parallel ranks [1] did not come to a collective within 30 s"
 
 
 def test_ranks_that_were_all_suspended_have_their_time() -> None:
@@ -179,7 +197,7 @@ def test_every_rank_is_refused_buffers_that_there_is_no_room_for(monkeypatch: py
     monkeypatch.setattr(os, "posix_fallocate", full)
     name = uuid.uuid4().hex
     with ThreadPoolExecutor(2) as ranks:
-        made = [ranks.submit(SharedMemoryComm, name, rank, 2, 64, 20, rank == 0) for rank in range(2)]
+        made = [ranks.submit(SharedMemoryComm, name, rank, 2, 64, PATIENCE_S, rank == 0) for rank in range(2)]
     for each in made:
         with pytest.raises(DeploymentError, match=r"no room for 384 bytes .*No space left.* lower max_batched_tokens"):
             each.result()
@@ -193,7 +211,7 @@ def test_ranks_and_buffers_that_make_no_sense_are_refused(rank: int, size: int, 
 
 
 def process_main(name: str, rank: int, size: int, out: Any) -> None:
-    comm = SharedMemoryComm(name, rank, size, 4096, timeout_s=60, create=rank == 0)
+    comm = SharedMemoryComm(name, rank, size, 4096, timeout_s=PATIENCE_S, create=rank == 0)
     total = np.zeros(5, np.float32)
     for _ in range(200):
         total = comm.all_reduce((total if rank == 0 else 0) + np.full(5, rank, np.float32))
@@ -207,9 +225,9 @@ def test_ranks_in_processes_of_their_own(size: int) -> None:
     processes = [context.Process(target=process_main, args=(name, rank, size, out)) for rank in range(size)]
     for process in processes:
         process.start()
-    results = dict(out.get(timeout=60) for _ in processes)
+    results = dict(out.get(timeout=PATIENCE_S) for _ in processes)
     for process in processes:
-        process.join(20)
+        process.join(PATIENCE_S)
     assert results == {rank: [200.0 * sum(range(size))] * 5 for rank in range(size)}
     assert [process.exitcode for process in processes] == [0] * size
     assert not left_behind(name)
@@ -220,15 +238,15 @@ def test_nothing_is_left_of_ranks_that_are_killed() -> None:
     name, out = uuid.uuid4().hex, context.Queue()
     victim = context.Process(target=wait_for_ever, args=(name, out))
     victim.start()
-    comm = SharedMemoryComm(name, 1, 2, 64, timeout_s=60, create=False)
-    out.get(timeout=60)
+    comm = SharedMemoryComm(name, 1, 2, 64, timeout_s=PATIENCE_S, create=False)
+    out.get(timeout=PATIENCE_S)
     victim.kill()
-    victim.join(20)
+    victim.join(PATIENCE_S)
     comm.close()
     assert not left_behind(name)
 
 
 def wait_for_ever(name: str, out: Any) -> None:
-    comm = SharedMemoryComm(name, 0, 2, 64, timeout_s=60, create=True)
+    comm = SharedMemoryComm(name, 0, 2, 64, timeout_s=PATIENCE_S, create=True)
     out.put("made")
     comm.all_reduce(np.zeros(1, np.float32))

@@ -644,7 +644,7 @@ def start(script: str, *args: object, within: Sequence[str] = ()) -> subprocess.
 def test_a_process_killed_in_mid_write_leaves_whole_blocks_and_its_segment_is_taken_over(tmp_path: Path) -> None:
     before = open_at(tmp_path)
     dying = start(DIES_IN_MID_WRITE, tmp_path)
-    _, errors = dying.communicate(timeout=60)
+    _, errors = dying.communicate(timeout=300)
     assert dying.returncode == -signal.SIGKILL, errors
     for storage in (before, open_at(tmp_path)):
         # Half of five entries were written: two and a half.
@@ -667,7 +667,7 @@ def test_what_a_process_left_unfinished_is_removed(tmp_path: Path) -> None:
 def test_processes_that_write_and_evict_at_once_read_only_what_was_written(tmp_path: Path) -> None:
     processes = [start(WRITES_AND_READS, tmp_path, number) for number in range(2)]
     for process in processes:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         hits, counted, corrupt, failures = json.loads(output)
         assert hits == counted > 0
@@ -706,7 +706,7 @@ def small_disk(tmp_path: Path) -> Callable[[str], Any]:
 
     def run(script: str) -> Any:
         process = start(script, path, within=OWN_MOUNTS)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         return json.loads(output)
 

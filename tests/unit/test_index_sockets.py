@@ -86,7 +86,7 @@ def test_one_steps_updates_travel_as_one_message() -> None:
             eventually(lambda: router.poll(0), flusher.service)
             router.recv_multipart()  # the first heartbeat
             flusher.flush([holds(depth, depth + 1) for depth in range(8)])
-            assert router.poll(5000)
+            assert router.poll(1000 * PATIENCE_S)
             frames = router.recv_multipart()[1:]
     assert [decode(frame).seq for frame in frames] == list(range(8))  # type: ignore[union-attr]
     assert len(frames) <= MAX_FRAMES
@@ -188,12 +188,12 @@ def test_bad_messages_are_counted_by_kind_answered_and_dropped(
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(server.endpoint)
         socket.send_multipart(frames)
-        assert socket.poll(5000)
+        assert socket.poll(1000 * PATIENCE_S)
         answer = decode(socket.recv(), MODEL)
         assert isinstance(answer, Rejected)
         assert answer.reason
         socket.send(encode(Query(1, b"".join(PATH)), MODEL))
-        assert socket.poll(5000)
+        assert socket.poll(1000 * PATIENCE_S)
         assert decode(socket.recv(), MODEL) == Matches(1, {})
     assert server.stats()["rejected"] == {kind: 1}
 
@@ -203,7 +203,7 @@ def test_a_rejection_is_not_answered_by_a_rejection(server: StoreServer) -> None
         socket.connect(server.endpoint)
         socket.send(encode(Rejected("no"), MODEL))
         socket.send(encode(GetIndexStats(1), MODEL))
-        assert socket.poll(5000)
+        assert socket.poll(1000 * PATIENCE_S)
         assert isinstance(decode(socket.recv(), MODEL), IndexStats)
     assert server.stats()["rejected"] == {"unexpected": 1}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 from scripted import ScriptedCore
-from waiting import eventually
+from waiting import PATIENCE_S, eventually
 
 from headwise.errors import DeploymentError, EngineDiedError, InvalidRequestError, RequestAbortedError
 from headwise.runtime import client_io, wire
@@ -70,7 +70,7 @@ class Peer:
     def be_mute(self) -> None:
         """Like a process that is stopped: take nothing, and say nothing more."""
         self._is_mute.set()
-        assert self._has_obeyed.wait(10)
+        assert self._has_obeyed.wait(PATIENCE_S)
 
     def die(self) -> None:
         self._stopping.set()
@@ -222,7 +222,7 @@ def test_what_a_silent_engine_says_later_is_not_listened_to_and_its_request_is_a
     stream = client.stream("abc", max_tokens=10**6)
     said = next(stream).text
     release = threading.Event()
-    silent.call(lambda: release.wait(10) and None)
+    silent.call(lambda: release.wait(PATIENCE_S) and None)
     eventually(lambda: bool(second.live))
     second.pace_s = 0.01
     release.set()
@@ -346,7 +346,7 @@ def test_a_client_that_the_scheduler_has_forgotten_asks_again(place: Place, clie
 def test_a_scheduler_that_was_there_may_be_away_longer_than_one_that_never_answered(
     place: Place, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_io, "PEER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client_io, "FIRST_ANSWER_S", 0.2)
     monkeypatch.setattr(client_io, "RECONNECT_S", 5.0)
     client, engine = Client(place.scheduler.endpoint), place.engine(ScriptedCore())
     waiting = client.stream("abc", max_tokens=3)

@@ -22,6 +22,7 @@ from cuda_shim import LIBRARIES
 from emulated_gpu import EmulatedGpu, SerialPrograms, poisoned
 from host_nccl import HostNccl, NcclError, host_cupy_with, way
 from test_gpu_engine import PROMPT, configuration, write_model
+from waiting import PATIENCE_S
 
 from headwise import EngineConfig, LocalEngine
 from headwise.cache_controller.dtypes import numpy_dtype
@@ -65,7 +66,7 @@ class Ranks:
 
         def start(rank: int) -> SharedMemoryComm:
             nccl.thread.pci, nccl.thread.stream = {50: 0, 33: rank % (gpus or size), 34: 0}, 0x5000 + rank
-            return SharedMemoryComm(name, rank, size, 1 << 16, timeout_s=10, create=rank == 0)
+            return SharedMemoryComm(name, rank, size, 1 << 16, timeout_s=PATIENCE_S, create=rank == 0)
 
         self.comms = self.each(start)
 

@@ -16,7 +16,7 @@ from waiting import PATIENCE_S, eventually
 from headwise.awake_time import LONGEST_S
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.errors import InvalidRequestError
-from headwise.runtime import scheduler_server, wire
+from headwise.runtime import placement, scheduler_server, wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
     FORGOTTEN,
@@ -170,11 +170,13 @@ class Deployment:
         self.context.destroy(linger=0)
 
 
-def pass_time(now: list[float], peer: Peer, seconds: float) -> None:
+def pass_time(now: list[float], deployment: Deployment, peer: Peer, seconds: float) -> None:
     """Let the server's clock go on while it is awake, and looks."""
     for _ in range(round(seconds / LONGEST_S)):
         now[0] += LONGEST_S
-        assert peer.hears_nothing()
+        turns = deployment.server.turns
+        while deployment.server.turns < turns + 2:  # the second begins after the time has passed
+            assert peer.hears_nothing()
 
 
 @pytest.fixture
@@ -281,6 +283,51 @@ def test_finding_a_prefix_tells_tokens_by_engine_and_tier(make: Make) -> None:
     found = client.ask(FindPrefix(7, "eleven char", None, None, ""))
     none = {"device": 0, "host": 0, "storage": 0}
     assert found == PrefixFound(7, 11, {"a": {"device": 4, "host": 8, "storage": 8}, "b": none})
+
+
+def test_finding_a_prefix_waits_for_an_index_that_is_late_or_is_started_anew(make: Make) -> None:
+    deployment = make(store=StoreStandIn())
+    deployment.report("a", "b")
+    client = deployment.peer()
+    index_answers(client)
+    store = deployment.store
+    store.ask_stats = lambda key: True  # type: ignore[method-assign]
+    store.is_late = True
+    client.send(FindPrefix(1, "eleven char", None, None, ""))
+    eventually(lambda: len(store.queries) == 1)
+    assert isinstance(client.ask(route(2, "finds it late")), Ticket)
+    store.answer(Matches(store.queries[0][0], {"a": (1, 1, 1)}))
+    assert client.receive().engines["a"]["device"] == 4
+
+    client.send(FindPrefix(3, "eleven char", None, None, ""))
+    eventually(lambda: len(store.queries) == 3)
+    assert isinstance(client.ask(route(4, "finds it late")), Ticket)  # from here on the index counts as silent
+    client.send(FindPrefix(5, "eleven char", None, None, ""))
+    assert client.hears_nothing()
+    store.is_late, store.depths = False, {"a": (2, 2, 2)}
+    store.answer(IndexStats(0, {}))
+    assert {(found.key, found.engines["a"]["device"]) for found in (client.receive(), client.receive())} == {
+        (3, 8),
+        (5, 8),
+    }
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_finding_a_prefix_is_given_up_where_the_index_stays_silent(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setattr(placement, "FIND_S", 0.2)
+    store = StoreStandIn()
+    store.is_there, store.is_late = is_there, True
+    deployment = make(store=store)
+    deployment.report("a")
+    client = deployment.peer()
+    if is_there:
+        index_answers(client)
+        store.ask_stats = lambda key: True  # type: ignore[method-assign]
+    answer = client.ask(FindPrefix(7, "eleven char", None, None, ""))
+    assert (answer.key, answer.error) == (7, "DeploymentError")
+    assert client.stats()["scheduler"]["pending"] == 0
 
 
 def test_finding_a_prefix_without_an_index_is_an_error_with_a_remedy(make: Make) -> None:
@@ -438,13 +485,13 @@ def test_a_silent_engine_is_given_up_once_and_the_index_told(make: Make) -> None
     deployment = make(store=StoreStandIn(), clock=lambda: now[0], routing={"engine_timeout_s": 20.0})
     deployment.report("a", "b", epoch=7)
     client = deployment.peer()
-    pass_time(now, client, 4.0)
+    pass_time(now, deployment, client, 4.0)
     eventually(lambda: any("a is silent" in text for _, text in client.stats()["faults"]))
     assert not deployment.silent
     deployment.report("b", epoch=7)
-    pass_time(now, client, 17.0)
+    pass_time(now, deployment, client, 17.0)
     eventually(lambda: bool(deployment.silent))
-    pass_time(now, client, 2.0)
+    pass_time(now, deployment, client, 2.0)
     assert client.stats()["engines"]["a"]["silent_s"] == 23.0
     assert deployment.silent == ["a"]
     assert deployment.store.gone_nodes == [("a", 7)]
@@ -473,10 +520,23 @@ def test_a_client_that_was_silent_for_too_long_is_told_that_it_is_forgotten(make
     deployment.report("a", waiting=2)
     suspended.send(route(1, "waits"))
     assert suspended.hears_nothing()
-    pass_time(now, other, CLIENT_TIMEOUT_S + 2.0)
+    pass_time(now, deployment, other, CLIENT_TIMEOUT_S + 2.0)
     assert suspended.receive() == Pong(FORGOTTEN)
     deployment.report("a")
     assert suspended.ask(route(1, "waits")).endpoint == "tcp://a"
+
+
+def test_a_call_that_is_asked_again_while_it_is_under_way_is_answered_once(make: Make) -> None:
+    deployment = make()
+    deployment.report("a", waiting=2)
+    client = deployment.peer()
+    for _ in range(3):
+        client.send(route(1, "waits"))
+    assert client.hears_nothing()
+    deployment.report("a")
+    assert client.receive().endpoint == "tcp://a"
+    assert client.hears_nothing()
+    assert client.stats()["scheduler"]["routed"] == 1
 
 
 def test_another_scheduler_at_the_same_port_serves_the_same_peers(make: Make) -> None:
@@ -502,16 +562,6 @@ def test_two_clients_with_the_same_keys_get_their_own_tickets(make: Make) -> Non
     for index, client in enumerate(clients):
         client.send(route(1, f"of client {index}"))
     assert [client.receive().request.request_id for client in clients] == ["of client 0", "of client 1"]
-
-
-def test_a_key_that_is_in_use_is_refused(make: Make) -> None:
-    deployment = make()
-    deployment.report("a", waiting=2)
-    client = deployment.peer()
-    client.send(route(1, "first"))
-    answer = client.ask(route(1, "second"))
-    assert isinstance(answer, Failed)
-    assert answer.error == "InvalidRequestError"
 
 
 @pytest.mark.parametrize(("text", "error"), [("", "InvalidRequestError"), ("defect", "HeadwiseError")])

@@ -59,10 +59,10 @@ class Group:
     def start(
         self,
         workers: list[Echo | Scripted],
-        step_timeout_s: float = 30.0,
+        step_timeout_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> ZmqExecutor:
-        self.executor = ZmqExecutor(self._endpoint, len(workers), step_timeout_s, clock, start_timeout_s=30.0)
+        self.executor = ZmqExecutor(self._endpoint, len(workers), step_timeout_s, clock, start_timeout_s=PATIENCE_S)
         for rank, worker in enumerate(workers):
             self._threads.append(threading.Thread(target=self._serve, args=(worker, rank)))
             self._threads[-1].start()
@@ -79,7 +79,7 @@ class Group:
     def close(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(PATIENCE_S)
         self.executor.close()
 
 
@@ -95,7 +95,7 @@ def test_queued_steps_run_and_return_in_order_on_every_rank(group: Group) -> Non
     executor = group.start(list(workers))
     for step_id in range(5):
         executor.submit(batch(step_id))
-    results = [executor.poll(10.0) for _ in range(5)]
+    results = [executor.poll(PATIENCE_S) for _ in range(5)]
     assert [r.step_id for r in results if r] == [0, 1, 2, 3, 4]
     assert [r.token_ids.tolist() for r in results if r] == [[i, i] for i in range(5)]
     assert all(r and r.compute_s == 2.0 for r in results)
@@ -106,7 +106,7 @@ def test_poll_gives_nothing_while_a_rank_is_still_computing(group: Group) -> Non
     release = threading.Event()
 
     def slow(batch: BatchRequest) -> StepResult:
-        release.wait(10)
+        release.wait(PATIENCE_S)
         return StepResult(batch.step_id, 1, np.empty(0, np.int32))
 
     executor = group.start([Echo(0), Scripted(slow)])
@@ -114,7 +114,7 @@ def test_poll_gives_nothing_while_a_rank_is_still_computing(group: Group) -> Non
     assert executor.poll(0.05) is None
     assert executor.poll(0) is None
     release.set()
-    result = executor.poll(10.0)
+    result = executor.poll(PATIENCE_S)
     assert result is not None
     assert result.step_id == 0
 
@@ -126,19 +126,19 @@ def test_a_command_may_take_as_long_as_a_start_and_a_step_may_not(group: Group) 
 
     executor = group.start([Scripted(slow)], step_timeout_s=0.1)
     executor.submit(replace(batch(0, rows=0), command="wake"))
-    result = executor.poll(10.0)
+    result = executor.poll(PATIENCE_S)
     assert result is not None
     assert (result.step_id, result.forgotten) == (0, 5)
     executor.submit(batch(1))
     with pytest.raises(EngineDiedError, match=r"step 1 did not end within step_timeout_s = 0\.1 s"):
-        executor.poll(10.0)
+        executor.poll(PATIENCE_S)
 
 
 def test_logprobs_cross_the_channel(group: Group) -> None:
     logprobs = {1: TokenLogprobs(-0.25, ((3, -0.25), (4, -1.5)))}
     executor = group.start([Scripted(lambda b: StepResult(b.step_id, 0, np.array([1, 2], np.int32), logprobs))])
     executor.submit(batch(0))
-    result = executor.poll(10.0)
+    result = executor.poll(PATIENCE_S)
     assert result is not None
     assert result.logprobs == logprobs
 
@@ -152,7 +152,7 @@ def test_an_error_of_any_rank_is_the_step_s_error_and_the_next_step_runs(group: 
     executor = group.start([Echo(0), Scripted(fails_once)])
     executor.submit(batch(0))
     executor.submit(batch(1))
-    first, second = executor.poll(10.0), executor.poll(10.0)
+    first, second = executor.poll(PATIENCE_S), executor.poll(PATIENCE_S)
     assert first is not None
     assert first.error == "TP rank 1: ValueError: row 9 has no table"
     assert second is not None
@@ -165,10 +165,10 @@ def test_a_worker_whose_peer_died_answers_and_stops(group: Group) -> None:
 
     executor = group.start([Scripted(peer_gone)])
     executor.submit(batch(0))
-    result = executor.poll(10.0)
+    result = executor.poll(PATIENCE_S)
     assert result is not None
     assert result.error == "EngineDiedError: rank 1 did not show up"
-    group._threads[0].join(10)
+    group._threads[0].join(PATIENCE_S)
     assert [str(f) for f in group.failures] == ["rank 1 did not show up"]
 
 
@@ -183,7 +183,7 @@ def test_transfers_count_once_every_rank_has_finished_them(group: Group) -> None
     executor = group.start([finished(0, [[1, 2], []]), finished(1, [[2], [1]])])
     for step_id in range(2):
         executor.submit(batch(step_id))
-    results = [executor.poll(10.0) for _ in range(2)]
+    results = [executor.poll(PATIENCE_S) for _ in range(2)]
     assert [r.swapped_out.tolist() for r in results if r] == [[2], [1]]
 
 
@@ -191,7 +191,7 @@ def test_a_lost_worker_ends_a_waiting_poll_and_every_later_call(group: Group) ->
     release = threading.Event()
 
     def stuck(batch: BatchRequest) -> StepResult:
-        release.wait(10)
+        release.wait(PATIENCE_S)
         return StepResult(batch.step_id, 0, np.empty(0, np.int32))
 
     executor = group.start([Scripted(stuck)])
@@ -209,7 +209,7 @@ def test_a_step_over_its_time_is_a_lost_worker_named_by_rank(group: Group) -> No
     release = threading.Event()
 
     def stuck(batch: BatchRequest) -> StepResult:
-        release.wait(10)
+        release.wait(PATIENCE_S)
         return StepResult(batch.step_id, 1, np.empty(0, np.int32))
 
     executor = group.start([Echo(0), Scripted(stuck)], step_timeout_s=0.3)
@@ -247,10 +247,10 @@ def test_a_step_for_a_worker_that_left_is_refused(tmp_path: Path) -> None:
     group = Group(tmp_path)
     executor = group.start([Echo(0)])
     group._stop.set()
-    group._threads[0].join(10)
+    group._threads[0].join(PATIENCE_S)
 
     def submit_until_it_is_noticed() -> None:
-        for step_id in range(100):
+        for step_id in range(int(PATIENCE_S / 0.02)):
             executor.submit(batch(step_id))
             time.sleep(0.02)
 
@@ -260,15 +260,15 @@ def test_a_step_for_a_worker_that_left_is_refused(tmp_path: Path) -> None:
 
 
 def test_tcp_endpoints_take_a_free_port(tmp_path: Path) -> None:
-    executor = ZmqExecutor("tcp://127.0.0.1:*", 1, 30.0)
+    executor = ZmqExecutor("tcp://127.0.0.1:*", 1, PATIENCE_S)
     stop = threading.Event()
     thread = threading.Thread(target=serve_steps, args=(Echo(0), executor.endpoint, 0, stop.is_set))
     thread.start()
-    executor.wait_ready(10.0)
+    executor.wait_ready(PATIENCE_S)
     executor.submit(batch(0))
-    result = executor.poll(10.0)
+    result = executor.poll(PATIENCE_S)
     stop.set()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     executor.close()
     assert result is not None
     assert result.token_ids.tolist() == [0, 0]

@@ -206,6 +206,7 @@ def test_storages_are_asked_and_closed_on_one_thread_which_is_not_the_caller(sto
     lookup.close()
     [thread] = storages[0].threads | storages[1].threads
     assert thread is not threading.current_thread()
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     assert [storage.calls[-1] for storage in storages] == [("close", 0)] * 2
     with pytest.raises(RuntimeError, match="closed: 'b' can no longer"):

@@ -30,7 +30,9 @@ from headwise.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-LOCK_TIMEOUT_S = 2.0
+LOCK_TIMEOUT_S = 30.0
+"""Longest wait for another process that creates or evicts a segment: with a busy disk, or suspended meanwhile. Only
+writes wait, in the background; what they would have written is lost to storage if they do not get their turn."""
 LOCK_POLL_S = 0.005
 UNFINISHED = ".tmp"
 
