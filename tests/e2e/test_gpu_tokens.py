@@ -18,7 +18,7 @@ pytestmark = pytest.mark.model
 TOKENS = 4
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(MODELS[0], marks=pytest.mark.soak), MODELS[1]])
 def test_greedy_tokens_of_several_prompts_at_once(model: str) -> None:
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:3]
     config = EngineConfig(model=model, device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256)

@@ -145,8 +145,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 def test_the_oracle_judges_most_tokens_and_the_pattern_changes_some(bench: Bench) -> None:
     assert sum(len(answer.judged) for answer in bench.wanted) >= 0.8 * OUTPUT * len(bench.wanted), (CLOSE, bench.wanted)
-    plain = [oracle(bench.worker, answer.name, answer.prompt_ids, is_masked=False) for answer in bench.wanted]
-    assert [answer.output_ids for answer in plain] != [answer.output_ids for answer in bench.wanted]
+    assert any(
+        oracle(bench.worker, answer.name, answer.prompt_ids, is_masked=False).output_ids != answer.output_ids
+        for answer in bench.wanted
+    )
 
 
 def test_tokens_with_recycling_are_those_of_masked_dense_attention(bench: Bench) -> None:

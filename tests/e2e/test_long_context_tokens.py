@@ -56,6 +56,7 @@ def test_8000_tokens_with_recycling(bench: PoisonedBench, wanted: dict[str, Answ
     assert_windows_are_bounded(run)
 
 
+@pytest.mark.soak
 def test_4000_tokens_without_recycling(bench: PoisonedBench, wanted: dict[str, Answer]) -> None:
     answer = wanted["harbour_4000"]
     run = bench.start(recycling=False, prefix_caching=False, async_scheduling=False)

@@ -200,9 +200,9 @@ class DoubtfulDraws:
 def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = reference(bench, longest=60)[:8]
+    wanted = reference(bench, longest=60)[:6]
     sampling = {
-        answer.name: SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=24, ignore_eos=True)
+        answer.name: SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=16, ignore_eos=True)
         for seed, answer in enumerate(wanted, start=1)
     }
     doubtful = DoubtfulDraws()
@@ -214,16 +214,16 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
             alone |= serve(engine, bench.front_door, [answer], sampling)
         executor.close()
     batched, _ = bench.run(wanted, sampling, kv_cache="64MiB", max_model_len=512)
-    preempted, engine = bench.run(wanted, sampling, **scarce(bench, wanted, 24))
+    preempted, engine = bench.run(wanted, sampling, **scarce(bench, wanted, 16))
     assert engine.stats()["requests"]["preemptions"] > 0
-    assert doubtful.rows == 24 * len(wanted)
+    assert doubtful.rows == 16 * len(wanted)
     assert doubtful.found == set(), "rounding may decide these draws: choose other seeds"
     for answer in wanted:
         expected = alone[answer.name].token_ids
-        assert len(expected) == 24
+        assert len(expected) == 16
         assert batched[answer.name].token_ids == expected, answer.name
         assert preempted[answer.name].token_ids == expected, answer.name
-    assert [alone[answer.name].token_ids for answer in wanted] != [answer.output_ids[:24] for answer in wanted]
+    assert [alone[answer.name].token_ids for answer in wanted] != [answer.output_ids[:16] for answer in wanted]
 
 
 def test_one_group_per_head_index_gives_the_same_tokens(bench: Bench) -> None:
@@ -233,6 +233,7 @@ def test_one_group_per_head_index_gives_the_same_tokens(bench: Bench) -> None:
     worker.initialize_cache()
     executor = LocalExecutor(worker)
     engine = EngineCore(config, worker.card, bench.front_door.tokenizer, executor)
-    for answer in reference(bench, longest=800)[-2:]:
-        assert_same(answer, serve(engine, bench.front_door, [answer])[answer.name].token_ids)
+    for answer in (answer.first(24) for answer in reference(bench, longest=800)[-2:]):
+        sampling = {answer.name: replace(GREEDY, max_tokens=24)}
+        assert_same(answer, serve(engine, bench.front_door, [answer], sampling)[answer.name].token_ids)
     executor.close()
