@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 0.25
 """Share of the host's blocks that puts may hold, and fetches: both cannot be evicted meanwhile."""
 
-
 PROBE_S = 1.0
 """Seconds from one look to the next for whether a stalled storage has answered, while there is nothing else to do."""
 
