@@ -58,6 +58,7 @@ class GlobalScheduler:
                 max_queued=config.max_queued,
                 hold_s=config.start_timeout_s,
                 store=store,
+                index_timeout_s=config.index_timeout_s,
                 on_silent=self._replace,
             )
         except DeploymentError:

@@ -131,6 +131,9 @@ class EngineConfig:
     index_blocks: int = _option(
         4_000_000, "Most blocks that the index of all engines keeps; the least recently used are forgotten.", 1
     )
+    index_timeout_s: float = _option(
+        0.1, "Seconds that a request waits for what the index knows of it; then it is routed without.", 0.001
+    )
     secure: bool = _option(False, "Encrypt the index's connections; strangers to the deployment cannot open one.")
     engine_timeout_s: float = _option(
         20.0, "Seconds after which an engine that is alive but does nothing is replaced.", 1.0

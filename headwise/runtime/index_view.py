@@ -8,9 +8,6 @@ from typing import Any, Protocol
 
 from headwise.storage.base import IndexStats, Matches
 
-ANSWER_S = 0.1
-"""Longest wait of a request for what the index knows of it."""
-
 FIND_S = 10.0
 """Longest wait of a question that is about nothing but what the index knows."""
 
@@ -33,11 +30,13 @@ class Store(Protocol):
 class IndexView:
     """Counts as silent until it has answered, and again once an answer is late; any answer ends that.
 
-    store: None: there is no index
+    store:     None: there is no index
+    timeout_s: longest wait of a request for what the index knows of it
     """
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: Store | None, timeout_s: float) -> None:
         self.is_silent = True
+        self.timeout_s = timeout_s
         self.counts = {"answered": 0, "late": 0, "not_asked": 0}
         self._store = store
         self._keys = itertools.count(1)
@@ -88,7 +87,7 @@ class IndexView:
         """Ask for statistics now and then, which tells whether the store lives; True if this begins a silence."""
         if self._store is None:
             return False
-        begins = self._asked is not None and now - self._asked > ASK_STATS_S and not self.is_silent
+        begins = self._asked is not None and now - self._asked > max(ASK_STATS_S, self.timeout_s) and not self.is_silent
         if begins:
             self.is_silent = True
         if now >= self._ask_at:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headwise.runtime.index_view import ANSWER_S, FIND_S, IndexView
+from headwise.runtime.index_view import FIND_S, IndexView
 from headwise.runtime.preparing import Prepared
 from headwise.runtime.request_queue import Order, RequestQueue
 from headwise.runtime.routing import Matches, RoutedRequest, Router
@@ -124,12 +124,12 @@ class Placement:
         now = self._clock()
         while self._asking:
             key, call = next(iter(self._asking.items()))
-            if not call.is_over and call.asked_at + ANSWER_S > now and not self._index.is_silent:
+            if not call.is_over and call.asked_at + self._index.timeout_s > now and not self._index.is_silent:
                 return
             del self._asking[key]
             if not call.is_over:
                 if self._index.late():
-                    self._router.note(f"the index has not answered for {ANSWER_S:g} s: routed without it")
+                    self._router.note(f"the index has not answered for {self._index.timeout_s:g} s: routed without it")
                 self._answer(call, None)
 
     def _answer(self, call: Call, matches: Matches | None) -> None:

@@ -90,6 +90,7 @@ class SchedulerServer:
     max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
     hold_s:     longest wait of a request while no engine reports; while one does, be it full or asleep, requests wait
     store:      the index of what engines hold; None: there is none. Used by the server's thread only
+    index_timeout_s: longest wait of a request for what the index knows of it
     on_silent:  called with the name of an engine that has been silent for ``routing.engine_timeout_s``, once per
                 silence, on the server's thread: it must not wait
     instance:   tells clients this scheduler from the one before it; empty: drawn at random
@@ -109,6 +110,7 @@ class SchedulerServer:
         max_queued: int = 4096,
         hold_s: float = 600.0,
         store: Store | None = None,
+        index_timeout_s: float = 0.1,
         on_silent: Callable[[str], None] = lambda engine: None,
         clock: Callable[[], float] = time.monotonic,
         instance: str = "",
@@ -121,7 +123,7 @@ class SchedulerServer:
         self._max_queued = max_queued
         self._hold_s = hold_s
         self._alive_at = -math.inf
-        self._index = IndexView(store)
+        self._index = IndexView(store, index_timeout_s)
         self._on_silent = on_silent
         self._clock = AwakeTime(clock)
         self.instance = instance or secrets.token_hex(8)

@@ -300,7 +300,7 @@ def test_clients_find_a_deployment_by_its_ray_cluster(deployment: Deployment) ->
         Client("ray:auto/other")
 
 
-def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_three_starts(tmp_path: Path) -> None:
+def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_two_starts(tmp_path: Path) -> None:
     script = """
         import os, sys, threading
         sys.path.append(sys.argv[2])
@@ -322,7 +322,7 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_th
         before = left()
         shared = segments()
         files = []
-        for _ in range(3):
+        for _ in range(2):
             with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
                 assert client.generate("Hello", max_tokens=2).token_ids
                 pids = deployment.worker_pids()[0]
@@ -331,7 +331,7 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_th
             new = segments() - shared  # those of other deployments of this machine go, too
             eventually(lambda: not new & segments(), otherwise=lambda: new & segments())
             files.append(len(os.listdir("/proc/self/fd")))
-        assert files[2] - files[1] <= 3, files  # Ray itself keeps two sockets a connection; a ZeroMQ context is more
+        assert files[1] - files[0] <= 3, files  # Ray itself keeps two sockets a connection; a ZeroMQ context is more
         try:
             Client(deployment.client_address)
         except DeploymentError as error:
