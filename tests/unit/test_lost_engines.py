@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,8 +80,10 @@ class Peer:
 class Scheduler(Peer):
     """Sends each request to the next of `tickets`; keeps it waiting while there are none."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:*", instance: str = "first") -> None:
-        self.tickets: list[str] = []
+    def __init__(
+        self, endpoint: str = "tcp://127.0.0.1:*", instance: str = "first", tickets: Sequence[str] = ()
+    ) -> None:
+        self.tickets = list(tickets)
         self.instance = instance
         super().__init__(endpoint)
 
@@ -133,9 +135,10 @@ class Place:
         self._to_end.append(engine.die)
         return engine
 
-    def restart_scheduler(self) -> None:
+    def restart_scheduler(self, *tickets: str) -> None:
+        """Another one in its place, which has the tickets before it is asked."""
         self.scheduler.die()
-        self.scheduler = Scheduler(self.scheduler.endpoint, "second")
+        self.scheduler = Scheduler(self.scheduler.endpoint, "second", tickets)
 
     def close(self) -> None:
         for end in (*self._to_end, self.scheduler.die):
@@ -285,8 +288,7 @@ def test_a_request_comes_back_to_an_engine_that_has_new_workers(place: Place, cl
     core.dies = EngineDiedError("TP rank 0 died")
     eventually(lambda: bool(place.scheduler.of(Reroute)))
     server.attach(ScriptedCore())
-    place.restart_scheduler()  # so that it is asked again
-    place.scheduler.tickets = [server.endpoint]
+    place.restart_scheduler(server.endpoint)  # so that it is asked again
     assert said + "".join(delta.text for delta in stream) == numbers(50)
 
 
@@ -316,8 +318,7 @@ def test_calls_that_await_a_ticket_are_sent_again_to_a_restarted_scheduler_and_s
     eventually(lambda: len(place.scheduler.of(Route)) == 2)
     place.scheduler.die()
     said += "".join(next(running).text for _ in range(20))
-    place.scheduler = Scheduler(place.scheduler.endpoint, "second")
-    place.scheduler.tickets = [engine.endpoint]
+    place.scheduler = Scheduler(place.scheduler.endpoint, "second", [engine.endpoint])
     assert waiting.read().text == numbers(3)
     assert said + "".join(delta.text for delta in running) == numbers(100)
     assert [route.text for route in place.scheduler.of(Route)] == ["def"]
@@ -354,8 +355,7 @@ def test_a_scheduler_that_was_there_may_be_away_longer_than_one_that_never_answe
     place.scheduler.be_mute()
     with pytest.raises(DeploymentError, match=r"no deployment answers .*headwise serve"):
         Client(place.scheduler.endpoint)
-    place.restart_scheduler()
-    place.scheduler.tickets = [engine.endpoint] * 3
+    place.restart_scheduler(*[engine.endpoint] * 3)
     assert waiting.read().text == numbers(3)
     place.scheduler.be_mute()
     with pytest.raises(DeploymentError, match=r"stopped answering \(waited 5 s\)"):
