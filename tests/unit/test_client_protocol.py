@@ -349,17 +349,22 @@ def test_a_client_that_breaks_says_so_to_every_caller(
     core.gate.set()
 
 
+def read_over_a_suspension(client: Client, core: ScriptedCore, clock: SkippingClock) -> None:
+    """A stream is read to its end although those who use the clock are suspended in the middle of it."""
+    core.gate.clear()
+    stream = client.stream("abc", max_tokens=4)
+    eventually(lambda: bool(core.live))
+    clock.skip(3600.0)
+    core.gate.set()
+    assert stream.read().token_ids == [0, 1, 2, 3]
+    assert core.aborted == []
+
+
 def test_an_engine_that_was_suspended_keeps_its_clients(deployment: Deployment) -> None:
     core, clock = ScriptedCore(), SkippingClock()
-    core.gate.clear()
     deployment.add_engine(core, clock=clock)
     with Client(deployment.address) as client:
-        stream = client.stream("abc", max_tokens=4)
-        eventually(lambda: bool(core.live))
-        clock.skip(3600.0)
-        core.gate.set()
-        assert stream.read().token_ids == [0, 1, 2, 3]
-    assert core.aborted == []
+        read_over_a_suspension(client, core, clock)
 
 
 def test_a_client_that_was_suspended_gives_up_neither_engine_nor_deployment(
@@ -367,15 +372,9 @@ def test_a_client_that_was_suspended_gives_up_neither_engine_nor_deployment(
 ) -> None:
     clock = SkippingClock()
     monkeypatch.setattr(client_module, "ClientIO", partial(ClientIO, clock=clock))
-    core.gate.clear()
     with Client(deployment.address) as client:
-        stream = client.stream("abc", max_tokens=4)
-        eventually(lambda: bool(core.live))
-        clock.skip(3600.0)
-        core.gate.set()
-        assert stream.read().token_ids == [0, 1, 2, 3]
+        read_over_a_suspension(client, core, clock)
         assert client.stats()["scheduler"]["rerouted"] == 0
-    assert core.aborted == []
 
 
 # ---- bad input ----

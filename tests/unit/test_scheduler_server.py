@@ -74,6 +74,7 @@ class StoreStandIn:
         self.gone_nodes: list[tuple[str, int]] = []
         self.is_there = True
         self.is_late = False
+        self.tells_stats = True
 
     def query(self, key: int, block_hashes: Sequence[bytes]) -> bool:
         self.queries.append((key, block_hashes))
@@ -82,7 +83,8 @@ class StoreStandIn:
         return self.is_there
 
     def ask_stats(self, key: int) -> bool:
-        self.answer(IndexStats(key, {"distinct_blocks": 3}))
+        if self.tells_stats:
+            self.answer(IndexStats(key, {"distinct_blocks": 3}))
         return self.is_there
 
     def answer(self, message: Matches | IndexStats) -> None:
@@ -235,7 +237,7 @@ def test_a_store_that_is_late_is_waited_for_once_and_then_done_without_until_it_
     client = deployment.peer()
     index_answers(client)
     deployment.store.is_late, deployment.store.is_there = True, True
-    deployment.store.ask_stats = lambda key: True  # type: ignore[method-assign]
+    deployment.store.tells_stats = False
     assert isinstance(client.ask(route(1, "late answer")), Ticket)
     asked = len(deployment.store.queries)
     for key in range(2, 4):
@@ -285,13 +287,28 @@ def test_finding_a_prefix_tells_tokens_by_engine_and_tier(make: Make) -> None:
     assert found == PrefixFound(7, 11, {"a": {"device": 4, "host": 8, "storage": 8}, "b": none})
 
 
+def test_a_request_waits_for_the_index_as_long_as_it_is_told_to(make: Make) -> None:
+    now = [1e9]
+    deployment = make(store=StoreStandIn(), clock=lambda: now[0], index_timeout_s=5.0)
+    deployment.report("a", "b")
+    client, store = deployment.peer(), deployment.store
+    index_answers(client)
+    store.is_late, store.tells_stats = True, False
+    client.send(route(1, "eleven char"))
+    eventually(lambda: len(store.queries) == 1)
+    pass_time(now, deployment, client, 2.0)
+    deployment.report("a", "b")
+    store.answer(Matches(store.queries[0][0], {"b": (2, 2, 2)}))
+    assert client.receive().endpoint == "tcp://b"
+
+
 def test_finding_a_prefix_waits_for_an_index_that_is_late_or_is_started_anew(make: Make) -> None:
     deployment = make(store=StoreStandIn())
     deployment.report("a", "b")
     client = deployment.peer()
     index_answers(client)
     store = deployment.store
-    store.ask_stats = lambda key: True  # type: ignore[method-assign]
+    store.tells_stats = False
     store.is_late = True
     client.send(FindPrefix(1, "eleven char", None, None, ""))
     eventually(lambda: len(store.queries) == 1)
@@ -324,7 +341,7 @@ def test_finding_a_prefix_is_given_up_where_the_index_stays_silent(
     client = deployment.peer()
     if is_there:
         index_answers(client)
-        store.ask_stats = lambda key: True  # type: ignore[method-assign]
+        store.tells_stats = False
     answer = client.ask(FindPrefix(7, "eleven char", None, None, ""))
     assert (answer.key, answer.error) == (7, "DeploymentError")
     assert client.stats()["scheduler"]["pending"] == 0
