@@ -62,6 +62,11 @@ class BlockPool:
         """The blocks that nobody holds and the tree knows, the next to be evicted first."""
         return self._cached.blocks()
 
+    @property
+    def references(self) -> NDArray[np.int32]:
+        """``[num_blocks]``: how often each block is held."""
+        return self._references.copy()
+
     def is_held(self, block: int) -> bool:
         return bool(self._references[block] > 0)
 

@@ -113,7 +113,7 @@ class CacheManager:
         self._recycle_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens
         # Depths at which another request may resume: the match's end or the branch, and the prompt's end.
         self._resume: NDArray[np.int64] = np.zeros((max_rows, 2), dtype=np.int64)
-        # What a row has recycled of windows at which another request may resume: group, column, block, owner of each.
+        # What a row has recycled of windows at which another may resume: group, column, block, generation of each.
         self._left: dict[int, list[NDArray[np.int64]]] = {}
         self._window_groups = np.flatnonzero(~self.windows.is_full)
         self._finder = PrefixFinder(self.tree, self.windows, self.host, max_blocks)
@@ -259,6 +259,8 @@ class CacheManager:
             return
         entries: dict[int, tuple[int, int]] = {}  # row and column by node: of two rows' copies, the first one's
         for row, row_hashes in zip(rows, hashes, strict=True):
+            if len(row_hashes) == self.registered[row]:
+                continue  # nothing new: what has been evicted of it would come back as nodes that hold nothing
             first = self._first_unknown(row, row_hashes)
             parent = self.tree.nodes[row_hashes[first - 1]] if first else ROOT
             for column, node in enumerate(self.tree.insert(row_hashes[first:], parent, first), first):
@@ -334,10 +336,11 @@ class CacheManager:
         inside = ((column >= first) & (column < depths)).any(axis=1).nonzero()[0]
         if not len(inside):
             return
-        self.pool.value(blocks[inside])
+        kept = blocks[inside]
+        self.pool.value(kept)
         if self.host is not None and self.host.threshold == 1:
-            self.host.store(blocks[inside])
-        left = np.stack([groups[inside], columns[inside], blocks[inside], self.tree.device.owner_ids(blocks[inside])])
+            self.host.store(kept)
+        left = np.stack([groups[inside], columns[inside], kept, self.tree.device.generations(kept)])
         at_row = rows[inside]
         for row in np.unique(at_row).tolist():
             self._left.setdefault(row, []).append(left[:, at_row == row])
@@ -346,9 +349,9 @@ class CacheManager:
         """Hold the windows again at which another request may resume: they are as recent as the row they belong to."""
         if row not in self._left:
             return
-        group, column, block, owner = np.concatenate(self._left.pop(row), axis=1)
+        group, column, block, generation = np.concatenate(self._left.pop(row), axis=1)
         blocks = block.astype(np.int32)
-        same = (owner != NOWHERE) & (self.tree.device.owner_ids(blocks) == owner)
+        same = (generation != NOWHERE) & (self.tree.device.generations(blocks) == generation)
         self.pool.retain(blocks[same])
         self.tables[row, group[same], column[same]] = blocks[same]
 
@@ -430,14 +433,12 @@ class CacheManager:
             assert (held[:, self.num_blocks[row] :] == NOWHERE).all(), f"row {row} holds blocks behind its end"
             assert (held != NOWHERE).sum() == self._held[row], f"row {row} miscounts its blocks"
         assert (self.tables[~self._open] == NOWHERE).all(), "a closed row holds blocks"
-        blocks, counts = np.unique(self.tables[self.tables != NOWHERE], return_counts=True)
-        references = np.zeros(self.pool.num_blocks, dtype=np.int64)
-        references[blocks] = counts
+        holds = np.bincount(self.tables[self.tables != NOWHERE], minlength=self.pool.num_blocks)
         if self.host is not None:
             self.host.check_integrity()
-            references[self.host.held_device_blocks()] += 1
-        for block, count in enumerate(references.tolist()):
-            assert (count > 0) == self.pool.is_held(block), f"block {block} is in {count} tables but held disagrees"
+            np.add.at(holds, self.host.held_device_blocks(), 1)
+        for block in np.flatnonzero(holds != self.pool.references).tolist():
+            raise AssertionError(f"block {block} is held {self.pool.references[block]} times, by {holds[block]} owners")
 
 
 def _spans(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

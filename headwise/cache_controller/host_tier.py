@@ -96,7 +96,7 @@ class HostTier:
         self._stores: list[NDArray[np.int32]] = []  # not sent yet: (device block, host block)
         self._backlog: deque[tuple[int, int]] = deque(
             maxlen=device.num_blocks
-        )  # device blocks that had to wait, and what they held
+        )  # device blocks that had to wait, and their generations
         self._loads: list[NDArray[np.int32]] = []  # not sent yet: (group, host block, device block)
         self._loading: dict[int, NDArray[np.int32]] = {}  # by the step that carries them
         self._stored = self._loaded = self._evicted = self._failed = 0
@@ -137,28 +137,27 @@ class HostTier:
 
         As many at once as room allows, the rest later; what is evicted before its turn comes is not copied.
         """
-        owners = self.tree.device.owner_ids(blocks)
-        due = self._are_due(blocks, owners)
-        self._backlog.extend(zip(blocks[due].tolist(), owners[due].tolist(), strict=True))
+        due = blocks[self.tree.device.are_attached(blocks)]
+        due = due[self._are_due(due)]
+        self._backlog.extend(zip(due.tolist(), self.tree.device.generations(due).tolist(), strict=True))
         self._start_stores()
 
     def _start_stores(self) -> None:
         while self._backlog and (room := min(self._max_storing - len(self._storing), self.pool.num_available)) > 0:
             waited = dict.fromkeys(self._backlog.popleft() for _ in range(min(room, len(self._backlog))))
-            blocks, owners = np.array(list(waited), dtype=np.int64).T
-            is_same = owners == self.tree.device.owner_ids(blocks)
-            device = blocks[is_same & self._are_due(blocks, owners)].astype(np.int32)
+            blocks, generations = np.array(list(waited), dtype=np.int64).T
+            device = blocks[generations == self.tree.device.generations(blocks)].astype(np.int32)
+            device = device[self._are_due(device)]
             host = self.pool.allocate(len(device))
             self._device.retain(device)
             self._is_storing[device] = True
             self._storing.update(zip(host.tolist(), device.tolist(), strict=True))
             self._stores.append(np.stack([device, host], axis=1))
 
-    def _are_due(self, blocks: NDArray[np.integer[Any]], owners: Nodes) -> NDArray[np.bool_]:
-        """Which of the device ``blocks [n]`` hold something that neither is on the host nor on its way there."""
-        nodes, groups = np.divmod(owners, self.tree.host.num_groups)
-        is_on_host = self.tree.host.blocks[nodes, groups] != NOWHERE
-        return np.asarray((owners != NOWHERE) & ~is_on_host & ~self._is_storing[blocks])
+    def _are_due(self, blocks: Blocks) -> NDArray[np.bool_]:
+        """Which of the attached device ``blocks [n]`` hold what neither is on the host nor on its way there."""
+        is_on_host = self.tree.host.blocks[self.tree.device.owners(blocks)] != NOWHERE
+        return np.asarray(~is_on_host & ~self._is_storing[blocks])
 
     def note_use(self, nodes: Nodes, blocks: NDArray[np.int32]) -> None:
         """``nodes [n]`` serve another request, which holds ``blocks [groups, n]`` of them on the device."""
@@ -293,9 +292,9 @@ class HostTier:
         self.tree.prune(self.tree.host.detach(blocks))
 
     def held_device_blocks(self) -> list[int]:
-        """The device blocks that copies in flight hold."""
+        """The device blocks that copies in flight hold, each as often as they do."""
         loads = [*self._loads, *self._loading.values()]
-        return [*{int(block) for load in loads for block in load[:, 2]}, *self._storing.values()]
+        return [*(int(block) for load in loads for block in load[:, 2]), *self._storing.values()]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless pool, tree and copies in flight agree."""
@@ -307,5 +306,5 @@ class HostTier:
             "a copy lost its hold"
         )
         assert set(np.flatnonzero(self._is_storing)) == set(self._storing.values())
-        complete = [b for b in range(self.pool.num_blocks) if self.tree.host.owner(np.int32(b)) != NOWHERE]
-        assert not set(complete) & set(self._storing), "a copy is known before it is complete"
+        complete = np.flatnonzero(self.tree.host.are_attached(np.arange(self.pool.num_blocks, dtype=np.int32)))
+        assert not set(complete.tolist()) & set(self._storing), "a copy is known before it is complete"

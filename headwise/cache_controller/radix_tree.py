@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ class Residency:
         self.num_groups = num_groups
         self.blocks: NDArray[np.int32] = np.full((capacity, num_groups), NOWHERE, dtype=np.int32)
         self._owner: Nodes = np.full(num_blocks, NOWHERE, dtype=np.int64)  # node * groups + group
+        self._generation: NDArray[np.int64] = np.full(num_blocks, NOWHERE, dtype=np.int64)
+        self._attached = 0  # generations so far
 
     def grow(self) -> None:
         """Make room for twice as many nodes."""
@@ -58,22 +61,28 @@ class Residency:
     def attach_one_by_one(self, nodes: Nodes, groups: Nodes, blocks: NDArray[np.int32]) -> None:
         """Let each of ``blocks`` hold a node for a group, for which nothing does yet."""
         self.blocks[nodes, groups] = blocks
-        self._owner[blocks] = nodes * self.num_groups + groups
+        self._set_owners(blocks, nodes * self.num_groups + groups)
 
     def move(self, old: NDArray[np.int32], new: NDArray[np.int32]) -> None:
         """Let ``new`` blocks hold what the attached ``old`` ones did."""
         owner = self._owner[old]
-        self._owner[old] = NOWHERE
-        self._owner[new] = owner
+        self._owner[old] = self._generation[old] = NOWHERE
+        self._set_owners(new, owner)
         self.blocks[np.divmod(owner, self.num_groups)] = new
 
-    def owner(self, block: np.int32) -> int:
-        """What a block holds, as a number that no other node and group has; `NOWHERE` if it holds nothing."""
-        return int(self._owner[block])
+    def _set_owners(self, blocks: NDArray[np.int32], owners: Nodes) -> None:
+        self._owner[blocks] = owners
+        self._generation[blocks] = self._attached
+        self._attached += 1
 
-    def owner_ids(self, blocks: NDArray[np.int32]) -> Nodes:
-        """`owner` of each of ``blocks``."""
-        return self._owner[blocks]
+    def generations(self, blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Per block a number that changes whenever it comes to hold something; `NOWHERE` if it holds nothing.
+
+        Whoever comes back to a block knows by it whether the block has held the same all the while: its node and
+        group do not tell, for numbers of nodes are given anew.
+        """
+        generations: NDArray[np.int64] = self._generation[blocks]
+        return generations
 
     def owners(self, blocks: NDArray[np.int32]) -> tuple[Nodes, Nodes]:
         """Node and group of each of ``blocks``, which must be attached."""
@@ -86,7 +95,7 @@ class Residency:
     def detach(self, blocks: NDArray[np.int32]) -> Nodes:
         """Forget ``blocks``; the nodes that they held. `RadixTree.prune` must hear of those."""
         nodes, groups = self.owners(blocks)
-        self._owner[blocks] = NOWHERE
+        self._owner[blocks] = self._generation[blocks] = NOWHERE
         self.blocks[nodes, groups] = NOWHERE
         return nodes
 
@@ -101,6 +110,7 @@ class Residency:
             assert owner[block] == NOWHERE, f"block {block} has two owners"
             owner[block] = node * self.num_groups + group
         assert (owner == self._owner).all(), "owners and nodes disagree"
+        assert ((self._generation == NOWHERE) == (owner == NOWHERE)).all(), "a block's generation outlived what it held"
 
 
 class Presence:

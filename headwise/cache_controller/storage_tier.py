@@ -150,7 +150,7 @@ class StorageTier:
         self._probe_at = -math.inf
         self._is_probing = False
         self._max_in_flight = max(1, int(MAX_IN_FLIGHT * pool.num_blocks))
-        self._backlog: deque[tuple[int, int]] = deque(maxlen=pool.num_blocks)  # host blocks, and what they held
+        self._backlog: deque[tuple[int, int]] = deque(maxlen=pool.num_blocks)  # host blocks, and their generations
         self._putting: set[int] = set()
         self._put_too_early: set[int] = set()  # likewise
         self._puts: list[tuple[int, int, bytes]] = []  # not sent yet: (group, host block, hash)
@@ -247,8 +247,8 @@ class StorageTier:
 
         What is evicted from the host before its turn comes is not written.
         """
-        owners = self._tree.host.owner_ids(host_blocks)
-        self._backlog.extend(zip(host_blocks.tolist(), owners.tolist(), strict=True))
+        generations = self._tree.host.generations(host_blocks)
+        self._backlog.extend(zip(host_blocks.tolist(), generations.tolist(), strict=True))
         self._start_puts()
 
     def _start_puts(self) -> None:
@@ -256,8 +256,8 @@ class StorageTier:
             return
         while self._backlog and (room := self._max_in_flight - len(self._putting)) > 0:
             waited = dict.fromkeys(self._backlog.popleft() for _ in range(min(room, len(self._backlog))))
-            blocks, owners = np.array(list(waited), dtype=np.int64).T
-            is_same = (owners != NOWHERE) & (owners == self._tree.host.owner_ids(blocks))
+            blocks, generations = np.array(list(waited), dtype=np.int64).T
+            is_same = (generations != NOWHERE) & (generations == self._tree.host.generations(blocks))
             due = [index for index in is_same.nonzero()[0].tolist() if int(blocks[index]) not in self._putting]
             putting = blocks[due].astype(np.int32)
             nodes, groups = self._tree.host.owners(putting)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from random import Random
 from typing import ClassVar
 
 import numpy as np
@@ -281,6 +282,54 @@ def test_a_full_host_forgets_the_tails_of_paths_before_their_heads(policy: str) 
     assert served == [4, 6]
 
 
+def test_a_block_that_came_back_to_its_row_for_other_tokens_is_not_taken_for_what_it_was() -> None:
+    cache = manager(num_blocks=4, policies=(HeadPolicy(window=BLOCK),))
+    tokens, other = list(range(3 * BLOCK)), list(range(100, 100 + 2 * BLOCK))
+    cache.adopt(0, nothing(cache), BLOCK)
+    grow(cache, 0, tokens[: 2 * BLOCK - 1])  # leaves its first block as cache
+    serve(cache, 1, other)
+    cache.release(1)
+    first_node = cache.tree.nodes[hashes_of(tokens)[0]]
+    first_block = cache.tree.device.blocks[first_node, 0]
+    for block_hash in [*hashes_of(tokens)[:1], *reversed(hashes_of(other))]:
+        evict(cache, cache.tree.device.blocks[cache.tree.nodes[block_hash], 0])
+    cache.adopt(1, nothing(cache), 2 * BLOCK)
+    assert extend(cache, 1, 2 * BLOCK)
+    assert extend(cache, 0, 3 * BLOCK)
+    commit(cache, 0, tokens)
+    last = cache.tree.nodes[hashes_of(tokens)[2]]
+    assert (last, cache.tables[0, 0, 2]) == (first_node, first_block), "the third block has the number of the first"
+    cache.release(0)
+    cache.release(1)
+    assert cache.pool.num_held == 0
+    cache.check_integrity()
+
+
+def test_what_a_row_has_lost_does_not_come_back_as_nodes_that_hold_nothing() -> None:
+    cache = manager(policies=(HeadPolicy(window=1),))
+    cache.adopt(0, nothing(cache), 6)
+    grow(cache, 0, range(5))  # no query sees the first block any more
+    cache.reset()
+    grow(cache, 0, range(6), done=5, step=1)
+    assert not cache.tree.nodes
+    cache.check_integrity()
+
+
+def test_what_took_an_evicted_blocks_place_is_not_copied_in_its_stead() -> None:
+    cache = manager(num_blocks=16, host=HostConfig(num_blocks=16, policy="write_back"))  # two copies at once
+    serve(cache, 0, range(3 * BLOCK))
+    blocks = cache.tables[0, 0, :3].copy()
+    node = cache.tree.nodes[hashes_of(range(3 * BLOCK))[2]]
+    cache.release(0)
+    cache.host.store(blocks)
+    evict(cache, blocks[2])
+    serve(cache, 0, range(100, 100 + BLOCK))
+    assert (cache.tree.nodes[hashes_of(range(100, 104))[0]], cache.tables[0, 0, 0]) == (node, blocks[2])
+    cache.host.stored(cache.host.take_stores()[:, 1].tolist())
+    assert not len(cache.host.take_stores())
+    cache.check_integrity()
+
+
 def with_storage(host_blocks: int) -> CacheManager:
     host = HostConfig(host_blocks, "write_through", storage_timeout_s=10.0)
     return manager(num_blocks=200, max_blocks=200, host=host)
@@ -331,10 +380,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     rows = Bundle("rows")
     policies: ClassVar = (FULL, WINDOW, FULL)
+    num_blocks: ClassVar = 26
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = manager(num_blocks=26, policies=self.policies)
+        self.cache = manager(num_blocks=self.num_blocks, policies=self.policies)
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.content: dict[int, tuple[int, ...]] = {}
@@ -383,6 +433,14 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def forget_cached(self) -> None:
         self.cache.reset()
+
+    @rule(random=st.randoms(use_true_random=False))
+    def give_numbers_anew_in_another_order(self, random: Random) -> None:
+        """Nothing may depend on which node's or block's number comes back for what."""
+        random.shuffle(self.cache.tree._unused)
+        free = self.cache.pool.free_blocks.tolist()
+        random.shuffle(free)
+        self.cache.pool._stack[: len(free)] = free
 
     def _assert_row_reads_right(self, row: int) -> None:
         done = self.computed[row]
@@ -442,6 +500,13 @@ class SinksMachine(CacheMachine):
     policies = (FULL, HeadPolicy(window=5, sink=10), HeadPolicy(window=6))
 
 
-@pytest.mark.parametrize("machine", [WindowsMachine, FullMachine, SinksMachine])
+class ShortWindowsMachine(CacheMachine):
+    """No group sees everything, and no window reaches further than a block: a row holds a block or two at once."""
+
+    policies = (HeadPolicy(window=BLOCK), HeadPolicy(window=1))
+    num_blocks = 6
+
+
+@pytest.mark.parametrize("machine", [WindowsMachine, FullMachine, SinksMachine, ShortWindowsMachine])
 def test_caches_of_other_groups_keep_their_promises(machine) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
