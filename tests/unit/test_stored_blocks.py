@@ -241,6 +241,12 @@ class WindowsMachine(StoredMachine):
     policies = (HeadPolicy(window=6, sink=3), HeadPolicy(window=9))
 
 
-@pytest.mark.parametrize("machine", [StoredMachine, WindowsMachine])
+class ShortWindowsMachine(StoredMachine):
+    """No window reaches further than a block."""
+
+    policies = (HeadPolicy(window=4), HeadPolicy(window=2, sink=1))
+
+
+@pytest.mark.parametrize("machine", [StoredMachine, WindowsMachine, ShortWindowsMachine])
 def test_what_is_said_of_storage_is_what_is_known(machine) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
