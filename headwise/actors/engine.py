@@ -52,8 +52,9 @@ class Engine:
         secret: str,
         store_endpoint: str,
         curve: CurveKeys | None,
+        namespace: str,
     ) -> None:
-        """``front`` is the scheduler's node and port.
+        """``front`` is the scheduler's node and port, ``namespace`` whose cache blocks it takes the engines' to be.
 
         No handles: an actor whose arguments hold references cannot be restarted once they are lost.
         """
@@ -65,6 +66,7 @@ class Engine:
         self._token = sha256(f"{secret}/{index}".encode()).hexdigest()[:16]
         self._store_endpoint = store_endpoint
         self._curve = curve
+        self._namespace = namespace
         self._group: WorkerGroup | None = None
         self._server: EngineServer | None = None
         self._flusher: Flusher | None = None
@@ -129,6 +131,12 @@ class Engine:
                 )
             host = address = "127.0.0.1"
         self._front_door = FrontDoor.open(self._config)
+        if self._front_door.namespace != self._namespace:
+            raise DeploymentError(
+                f"{self._name} on node {address} has another model {self._config.model} than the scheduler on node "
+                f"{host}: its files differ ({self._front_door.namespace} is not {self._namespace}); put the same ones "
+                "on all nodes"
+            )
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
         check_host_cache(self._config, self._front_door.card)
         self._lookup = open_lookup(self._config, self._front_door.card)

@@ -21,7 +21,12 @@ ExtraKey = tuple[int, int, str]
 
 
 def hash_seed(model: str, cache_salt: str = "", lora_id: str = "") -> bytes:
-    """The hash that a chain starts from. Parts are length-prefixed, so no two triples give one seed."""
+    """The hash that a chain starts from. Parts are length-prefixed, so no two triples give one seed.
+
+    Raises ValueError without a ``model``: hashes of any two would be taken for one another's.
+    """
+    if not model:
+        raise ValueError("blocks are hashed for a model whose identity is known")
     digest = sha256()
     for part in (model, cache_salt, lora_id):
         data = part.encode()

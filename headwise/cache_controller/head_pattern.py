@@ -32,7 +32,7 @@ class HeadPattern:
     scores:   ``float64 [num_layers, num_kv_heads]``, finite, not negative
     source:   what messages call it: its file
     model:    name of the model that it was measured on; empty where the file does not say
-    identity: that model's identity (`ModelCard.identity` without a pattern); empty where the file does not say
+    identity: that model's weights (`ModelCard.weights`); empty where the file does not say
     """
 
     scores: NDArray[np.float64]

@@ -89,7 +89,7 @@ class Deployment:
 
         self.config = resolve_device(self.config, cluster_gpus())
         directory = resolve_model(self.config.model, self.config.cache_path, progress)  # for the scheduler, here
-        card = read_model_card(self.config, directory)
+        card = read_model_card(self.config, directory, progress)
         log.info(chosen(self.config, card))
         if foreign := foreign_storage(self.config, card):
             log.warning(foreign)
@@ -113,8 +113,8 @@ class Deployment:
         progress.stage(f"loading and warming up {config.replicas} engine(s) with {config.tp_size} worker(s) each")
         engines = []
         for index, group in enumerate(self._placements):
-            options, arguments = placement.in_bundle(group, 0), (config, index, front, secret, store_endpoint, curve)
-            engines.append(self._named(Engine, f"engine-{index}", options, *arguments))
+            arguments = config, index, front, secret, store_endpoint, curve, self._namespace
+            engines.append(self._named(Engine, f"engine-{index}", placement.in_bundle(group, 0), *arguments))
         started = [engine.ready.remote() for engine in engines]
         for done in range(len(started)):
             progress.update(done, len(started))
@@ -159,7 +159,7 @@ class Deployment:
                 raise
             raise _PortTaken(error) from None
         self.client_address = _get(scheduler.client_address.remote())
-        namespace = _get(scheduler.namespace.remote())
+        namespace = self._namespace = _get(scheduler.namespace.remote())
         store = self._named(AttentionStore, "store", here, self.config, store_endpoint, namespace, curve)
         try:
             _get(store.endpoint.remote())

@@ -67,7 +67,7 @@ class DenseModel:
         shard = Shard(0, 1, tuple(tuple(range(geometry.num_kv_heads)) for _ in range(geometry.num_layers)))
         return cls(
             card.model,
-            card.identity,
+            card.weights,
             geometry,
             build_model(geometry, Checkpoint(directory), ops, SingleRank(), shard),
             ops,

@@ -152,12 +152,13 @@ def _serving(options: EngineOptions, address: str | None, local: bool) -> Iterat
 
 
 def _local_engine(config: EngineConfig) -> LocalEngine:
+    from headwise.runtime.loader.digest import digest_weights
     from headwise.runtime.loader.resolve import resolve_model
     from headwise.runtime.local import LocalEngine
     from headwise.runtime.terminal import progress
 
     with progress() as bars:
-        resolve_model(config.model, config.cache_path, bars)
+        digest_weights(resolve_model(config.model, config.cache_path, bars), config.cache_path, bars)
         bars.stage("loading the weights")
         return LocalEngine(config)
 
@@ -169,7 +170,8 @@ def _deployment(config: EngineConfig, address: str | None) -> Deployment:
     from headwise.runtime.terminal import progress
 
     with progress() as bars:
-        read_model_card(config, resolve_model(config.model, config.cache_path, bars))  # what is wrong is told at once
+        directory = resolve_model(config.model, config.cache_path, bars)
+        read_model_card(config, directory, identify=False)  # what is wrong is told at once
         return Deployment.start(config, address, progress=bars)
 
 
@@ -254,7 +256,7 @@ def info(
     config = resolve_device(options.load(), count_cards())
     with progress() as bars:
         directory = resolve_model(config.model, config.cache_path, bars)
-    rows = list(describe(config, read_model_card(config, directory), length or ()))
+    rows = list(describe(config, read_model_card(config, directory, identify=False), length or ()))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")

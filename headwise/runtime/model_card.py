@@ -16,12 +16,15 @@ from headwise.errors import ConfigError, ModelError
 from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.executor import CacheSpec
+from headwise.runtime.loader.digest import digest_weights
+from headwise.runtime.loader.progress import Progress
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.ops.select import resolve_ops_name
 
-HEADER_BYTES = 1 << 20
-IDENTITY_SAMPLES, SAMPLE_BYTES = 512, 4096
-"""Of each weight file, spread evenly."""
+NUMERICS_VERSION = 1
+"""Goes up with every change of ours by which the same tokens get other keys and values than before: older blocks in
+storage, and those of engines of another version, are then not mixed with ours."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,12 @@ class ModelCard:
     """A model as a deployment serves it.
 
     model:         the name it was asked for by
-    identity:      differs between models, and between head policies, whose cache blocks must not be mixed
+    identity:      what block hashes start from: differs wherever keys and values do, so between models, any of their
+                   weights, head policies and numerics; empty if the weights were not looked at
     spec:          with no blocks as long as the pool's size is not known: `with_pool`
     max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds
     recycling:     whether blocks that a group's window has left are given back
+    weights:       a hash of the model's configuration and all weights, however it is served; empty likewise
     """
 
     model: str
@@ -43,6 +48,7 @@ class ModelCard:
     spec: CacheSpec
     max_model_len: int
     recycling: bool = True
+    weights: str = ""
 
     @property
     def kept(self) -> tuple[HeadPolicy, ...]:
@@ -59,21 +65,30 @@ def kept_policies(plan: HeadGroupPlan, recycling: bool) -> tuple[HeadPolicy, ...
     return plan.policies if recycling else (FULL,) * len(plan.groups)
 
 
-def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
-    """Read a model's geometry; raises ModelError or ConfigError if it cannot be served as configured."""
-    path = directory / "config.json"
+def read_model_card(
+    config: EngineConfig, directory: Path, progress: Progress | None = None, *, identify: bool = True
+) -> ModelCard:
+    """Read a model's geometry; raises ModelError or ConfigError if it cannot be served as configured.
+
+    identify: also find out which model it is. That takes reading all of its weights, the first time (see
+              `digest_weights`); blocks cannot be hashed without
+    """
+    raw = _read_config(directory)
     try:
-        raw = path.read_bytes()
         hf_config = json.loads(raw)
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}; a model directory needs a config.json") from None
     except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    model, identity = model_config(hf_config), _identity(raw, directory)
+        raise ModelError(f"{directory / 'config.json'} is not valid JSON: {error}") from None
+    model, weights = model_config(hf_config), ""
+    if identify:
+        weights = _weights(raw, directory, config, progress)
     if config.head_pattern:
-        policies = _patterned(config, model, identity)
-        if policies != model.policies:
-            model, identity = replace(model, policies=policies), _with_policies(identity, policies)
+        pattern = load_pattern(config.head_pattern)
+        if pattern.identity and pattern.model != config.model:  # only the weights can tell
+            weights = weights or _weights(raw, directory, config, progress)
+        pattern.check_fits((model.num_layers, model.num_kv_heads), config.model, weights)
+        policies = policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, model.policies)
+        model = replace(model, policies=policies)
+    identity = _identity(weights, model.policies, config) if identify else ""
     try:
         plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping)
     except ValueError as error:
@@ -81,7 +96,7 @@ def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
     layout = gqa_layout(config.block_size, plan.slots, model.head_dim, config.kv_dtype_name)
     asked = _asked_length(config, model)
     spec = _cache_spec(config, layout, asked)
-    card = ModelCard(config.model, identity, model, plan, layout, spec, asked, config.recycling)
+    card = ModelCard(config.model, identity, model, plan, layout, spec, asked, config.recycling, weights)
     return card if config.kv_cache_bytes is None else with_pool(card, config, config.kv_cache_bytes)
 
 
@@ -108,6 +123,14 @@ def with_pool(card: ModelCard, config: EngineConfig, num_bytes: int) -> ModelCar
     return replace(card, spec=spec, max_model_len=max_model_len)
 
 
+def _read_config(directory: Path) -> bytes:
+    path = directory / "config.json"
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}; a model directory needs a config.json") from None
+
+
 def load_pattern(path: str | Path) -> HeadPattern:
     """Read a head pattern's file; raises ConfigError naming it."""
     try:
@@ -119,17 +142,12 @@ def load_pattern(path: str | Path) -> HeadPattern:
     return parse_pattern(text, str(path))
 
 
-def _patterned(config: EngineConfig, model: ModelConfig, identity: str) -> Policies:
-    """The model's policies under the configured head pattern."""
-    pattern = load_pattern(config.head_pattern)
-    pattern.check_fits((model.num_layers, model.num_kv_heads), config.model, identity)
-    return policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, model.policies)
-
-
-def _with_policies(identity: str, policies: Policies) -> str:
-    """Keys and values depend on what the layers below could see: other policies, other blocks."""
-    table = ";".join(",".join(f"{policy.window}/{policy.sink}" for policy in row) for row in policies)
-    return sha256(f"{identity}:{table}".encode()).hexdigest()[:32]
+def check_unchanged(card: ModelCard, config: EngineConfig, directory: Path) -> None:
+    """Raise ModelError unless the weights in ``directory`` are still those of the card."""
+    if _weights(_read_config(directory), directory, config) != card.weights:
+        raise ModelError(
+            f"the model in {directory} is no longer the one that the deployment was started with: start it again"
+        )
 
 
 def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec) -> int:
@@ -165,19 +183,24 @@ def _cache_spec(config: EngineConfig, layout: BlockLayout, max_tokens: int) -> C
     return CacheSpec(0, config.max_num_seqs, -(-max_tokens // config.block_size), host_blocks)
 
 
-def _identity(raw_config: bytes, directory: Path) -> str:
-    """A hash over the configuration, the weight files' headers, and samples of the weights all over the files.
+def _weights(raw_config: bytes, directory: Path, config: EngineConfig, progress: Progress | None = None) -> str:
+    """A hash of the configuration and the weights."""
+    weights = digest_weights(directory, config.cache_path, progress)
+    return sha256(len(raw_config).to_bytes(8, "little") + raw_config + weights.encode()).hexdigest()[:32]
 
-    Cache blocks in storage outlive a deployment, so models that differ in their weights alone must differ, too. Whole
-    files are not read: some are hundreds of gigabytes, and training moves weights everywhere.
+
+def _identity(weights: str, policies: Policies, config: EngineConfig) -> str:
+    """Keys and values depend on the weights, on what the layers below could see, and on how they are computed."""
+    table = ";".join(",".join(f"{policy.window}/{policy.sink}" for policy in row) for row in policies)
+    return sha256(f"{weights}:{table}:{_numerics(config)}".encode()).hexdigest()[:32]
+
+
+def _numerics(config: EngineConfig) -> str:
+    """What has keys and values differ by more than the rounding of float32.
+
+    On a CPU all tensor operations and kernels compute in float32. Which of them a process would choose is of no
+    account, then, nor may it be: it depends on what is installed beside it, and a scheduler must agree with engines on
+    other nodes.
     """
-    digest = sha256(raw_config)
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(HEADER_BYTES))
-            for sample in range(IDENTITY_SAMPLES):
-                file.seek(size * sample // IDENTITY_SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
+    family = f"cuda/{resolve_ops_name(config.tensor_ops, on_gpu=True)}" if config.on_gpu else "cpu"
+    return f"{NUMERICS_VERSION}/{family}/{config.dtype_name}"

@@ -21,7 +21,7 @@ from headwise.runtime.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.device import Device, open_device
 from headwise.runtime.host_copies import HostCopies
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.model_card import ModelCard, read_model_card, with_pool
+from headwise.runtime.model_card import ModelCard, check_unchanged, read_model_card, with_pool
 from headwise.runtime.models.base import Model, Rotation, Shard
 from headwise.runtime.models.registry import build_model
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
@@ -66,7 +66,9 @@ class ModelWorker:
 
     def _load_model(self) -> Model:
         shard = Shard(self.rank, self._config.tp_size, self.card.plan.kv_heads(self.rank))
-        return build_model(self.card.config, Checkpoint(self._model_dir), self._ops, self._collectives, shard)
+        model = build_model(self.card.config, Checkpoint(self._model_dir), self._ops, self._collectives, shard)
+        check_unchanged(self.card, self._config, self._model_dir)  # blocks of what is cached are named by the card
+        return model
 
     def _head_table(self, layer: int) -> HeadTable:
         places = self.card.plan.placement(self.rank, layer)

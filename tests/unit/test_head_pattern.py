@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.head_pattern import (
     HeadPattern,
     check_streaming,
@@ -22,10 +23,10 @@ from headwise.cache_controller.head_pattern import (
 )
 from headwise.cache_controller.planner import MAX_PADDING, MAX_ROUNDED_UP, HeadGroupPlan, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
-from headwise.errors import ConfigError
+from headwise.errors import ConfigError, ModelError
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.info import requests_that_fit
-from headwise.runtime.model_card import ModelCard, read_model_card
+from headwise.runtime.model_card import NUMERICS_VERSION, ModelCard, check_unchanged, read_model_card
 
 PUBLISHED = Path(__file__).parents[2].parent / "shared" / "data" / "duo-llama-3.1-8b-full-attention-heads.tsv"
 STREAMING = HeadPolicy(window=256, sink=64)
@@ -214,6 +215,74 @@ def test_models_that_differ_in_a_few_weights_only_never_share_an_identity(model:
         save_file({"w": tuned}, model / "model.safetensors")
         identities.add(card(model).identity)
     assert len(identities) == 3
+
+
+def test_models_that_differ_in_one_weight_never_share_an_identity(model: Path) -> None:
+    weights = np.zeros(3_000_000, dtype=np.float32)
+    identities = set()
+    for changed in (0, 271_828, 1_414_213, 2_999_999):
+        weights[changed] = 1e-6
+        save_file({"w": weights}, model / "model.safetensors")
+        identities.add(read_model_card(EngineConfig(model="tiny"), model).identity)
+    assert len(identities) == 4
+
+
+def test_what_computes_in_another_precision_never_shares_an_identity(model: Path) -> None:
+    def identity(**config: object) -> str:
+        return read_model_card(EngineConfig(model="tiny", **config), model).identity
+
+    gpu = {"device": "cuda"}
+    differ = [
+        identity(),
+        identity(**gpu),
+        identity(**gpu, dtype="float16"),
+        identity(**gpu, dtype="float32"),
+        identity(**gpu, tensor_ops="paddle"),
+    ]
+    assert len(set(differ)) == len(differ)
+    assert identity(**gpu, tensor_ops="cupy", dtype="bfloat16") == identity(**gpu)
+
+
+def test_the_identity_does_not_depend_on_what_is_installed_where_it_is_read(model: Path, monkeypatch) -> None:
+    expected = read_model_card(EngineConfig(model="tiny"), model).identity
+    monkeypatch.setattr("headwise.runtime.ops.select.find_spec", lambda name: None)
+    assert read_model_card(EngineConfig(model="tiny", kernels="reference"), model).identity == expected
+
+
+def test_another_version_of_our_numerics_shares_no_blocks_with_this_one(model: Path, monkeypatch) -> None:
+    before = read_model_card(EngineConfig(model="tiny"), model)
+    monkeypatch.setattr("headwise.runtime.model_card.NUMERICS_VERSION", NUMERICS_VERSION + 1)
+    after = read_model_card(EngineConfig(model="tiny"), model)
+    assert before.identity != after.identity
+    assert before.weights == after.weights
+
+
+def test_the_geometry_is_read_without_the_weights_and_hashes_no_blocks(model: Path) -> None:
+    (model / "model.safetensors").mkdir()  # reading it would fail
+    got = read_model_card(EngineConfig(model="tiny"), model, identify=False)
+    with pytest.raises(ValueError, match="identity is known"):
+        hash_seed(got.identity)
+    with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors"):
+        read_model_card(EngineConfig(model="tiny"), model)
+
+
+def test_a_model_that_was_replaced_is_not_taken_for_the_one_that_is_served(model: Path) -> None:
+    config = EngineConfig(model="tiny")
+    save_file({"w": np.zeros(4, dtype=np.float32)}, model / "model.safetensors")
+    got = read_model_card(config, model)
+    check_unchanged(got, config, model)
+    save_file({"w": np.ones(4, dtype=np.float32)}, model / "model.safetensors")
+    with pytest.raises(ModelError, match="no longer the one that the deployment was started with"):
+        check_unchanged(got, config, model)
+
+
+def test_a_pattern_that_names_the_weights_fits_however_they_are_computed(model: Path) -> None:
+    weights = read_model_card(EngineConfig(model="tiny"), model).weights
+    path = model / "pattern.json"
+    path.write_text(format_pattern(HeadPattern(SCORES, "", "another name", weights)))
+    for config in ({}, {"device": "cuda"}):
+        for identify in (True, False):
+            read_model_card(EngineConfig(model="tiny", head_pattern=str(path), **config), model, identify=identify)
 
 
 def test_a_pattern_that_changes_no_policy_keeps_the_cache_usable(model: Path) -> None:

@@ -91,21 +91,36 @@ class Checkpoint:
                 f"{self.directory} has neither {SINGLE} nor {INDEX}; only safetensors weights (or a GGUF file) "
                 "can be read"
             )
-        weight_map = read_json(self.directory / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{self.directory / INDEX} has no weight_map; fetch the model again")
-        for shard in sorted(set(weight_map.values())):
-            # A shard's name with a path in it would read outside the model's directory.
-            if Path(shard).name != shard or not (self.directory / shard).exists():
-                raise ModelError(
-                    f"{self.directory} lacks the shard {shard!r} that {INDEX} names; fetch the model again"
-                )
-        return weight_map
+        return _weight_map(self.directory)
 
     def _load(self, file_name: str) -> SafetensorsFile:
         if file_name not in self._files:
             self._files[file_name] = SafetensorsFile(self.directory / file_name)
         return self._files[file_name]
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files of ``directory`` that a `Checkpoint` takes tensors from, and the one that says which are where.
+
+    None where there are no weights. Raises `ModelError` as `Checkpoint` does.
+    """
+    if (directory / SINGLE).exists():
+        return [directory / SINGLE]
+    if not (directory / INDEX).exists():
+        return []
+    return [directory / name for name in (INDEX, *sorted(set(_weight_map(directory).values())))]
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Which shard holds each tensor, by the index of ``directory``."""
+    weight_map = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{directory / INDEX} has no weight_map; fetch the model again")
+    for shard in sorted(set(weight_map.values())):
+        # A shard's name with a path in it would read outside the model's directory.
+        if Path(shard).name != shard or not (directory / shard).exists():
+            raise ModelError(f"{directory} lacks the shard {shard!r} that {INDEX} names; fetch the model again")
+    return weight_map
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,51 @@ def _building(target: Path, progress: Progress) -> Iterator[Path | None]:
             shutil.rmtree(partial, ignore_errors=True)
     finally:
         os.close(handle)
+
+
+class LockedFile:
+    """A file that at most one process has acquired, and others may read. The lock dies with its process.
+
+    Raises OSError where it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def acquire(self) -> bool:
+        """Take the lock if nobody has it; at once. Also false where the file system has no locks."""
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> bytes:
+        """What the holder wrote last, of a line's length."""
+        return os.pread(self._handle, 128, 0)
+
+    def write(self, text: bytes) -> None:
+        """Let the others read this."""
+        os.pwrite(self._handle, text.ljust(64), 0)
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        os.close(self._handle)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that appears whole or not at all; raises OSError where that is not possible."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.parent / f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial"
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _acquire(handle: int, target: Path, progress: Progress) -> None:

@@ -31,7 +31,7 @@ Hits = NDArray[np.bool_]
 class StorageNamespace:
     """Whose blocks they are: blocks of one namespace mean nothing in another, and are never found there.
 
-    model:  identity of the weights
+    model:  identity of the weights, and of whatever else decides their keys and values
     layout: `BlockLayout.identity`, together with whatever else decides what a group's block holds
     """
 
@@ -41,6 +41,8 @@ class StorageNamespace:
     tp_size: int = 1
 
     def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("blocks are stored for a model whose identity is known")
         if not 0 <= self.tp_rank < self.tp_size:
             raise ConfigError(f"TP rank {self.tp_rank} of {self.tp_size}: a rank must be at least 0 and below the size")
 
