@@ -148,6 +148,27 @@ def test_a_directory_that_becomes_a_file_gives_misses_and_failed_writes(tmp_path
     assert storage.stats().write_failures == 5
 
 
+@pytest.mark.parametrize("call", ["listdir", "stat"])
+def test_a_look_at_the_directory_that_fails_is_taken_again_and_forgets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    reader, writer = open_at(tmp_path), open_at(tmp_path)
+    write(writer, range(10))
+    assert contained(reader, range(10)) == list(range(10))
+    write(writer, range(10, 20))
+    for directory in tmp_path.iterdir():
+        os.utime(directory, ns=(1, 1))  # settled: it need not be listed twice
+
+    def fails(path: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment_index.os, call, fails)
+        assert contained(reader, range(20)) == list(range(10))
+        assert reader.stats().evictions == 0
+    assert contained(reader, range(20)) == list(range(20))
+
+
 def test_a_segment_that_another_process_evicted_is_missed_though_the_index_still_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

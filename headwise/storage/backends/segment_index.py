@@ -117,25 +117,21 @@ class SegmentIndex:
     # ---- following the files ----
 
     def _list_directory(self) -> None:
-        changed_at = self._changed_at()
-        if changed_at == self._settled_at:
+        try:
+            changed_at = os.stat(self._directory).st_mtime_ns
+            if changed_at == self._settled_at:
+                return
+            names = {name for name in os.listdir(self._directory) if name.endswith(SUFFIX)}
+        except (FileNotFoundError, NotADirectoryError):
+            changed_at, names = 0, set()
+        except OSError:  # this says nothing of what is there: what was known counts until a look succeeds
+            self._settled_at = 0
             return
         self._settled_at = changed_at if time.time_ns() - changed_at > SETTLED_NS else 0
-        try:
-            names = {name for name in os.listdir(self._directory) if name.endswith(SUFFIX)}
-        except OSError:
-            names = set()
         for name in self._names.keys() - names:
             self._forget(name)
         for name in sorted(names - self._names.keys()):
             self._learn(name)
-
-    def _changed_at(self) -> int:
-        """Of the directory, in ns; -1 if it is not there."""
-        try:
-            return os.stat(self._directory).st_mtime_ns
-        except OSError:
-            return -1
 
     def _learn(self, name: str) -> None:
         path = self._directory / name
