@@ -198,7 +198,9 @@ class Outcome:
 
 def run(policy: str, trace: Path, count: int, load: float) -> Outcome:
     machine = hardware()
-    index = PrefixIndex(shared_storage=machine.storage > 0)
+    index = PrefixIndex()
+    for number in range(ENGINES if machine.storage > 0 else 0):
+        index.place(f"engine-{number}", "shared")
     requests = read_requests(trace, count, load)
     storage = Storage(machine.storage, index)
     if policy == "oracle":

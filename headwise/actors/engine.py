@@ -141,7 +141,9 @@ class Engine:
         check_host_cache(self._config, self._front_door.card)
         self._lookup = open_lookup(self._config, self._front_door.card)
         epoch = time.time_ns()
-        self._flusher = Flusher(self._name, epoch, self._store_endpoint, self._front_door.namespace, self._curve)
+        lookup, namespace = self._lookup, self._namespace
+        volume = str if lookup is None else lambda: lookup.volume
+        self._flusher = Flusher(self._name, epoch, self._store_endpoint, namespace, self._curve, volume=volume)
         self._server = EngineServer(
             f"tcp://{address}:*",
             reporting=Reporting(f"tcp://{host}:{port}", self._secret, self._name),

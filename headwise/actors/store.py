@@ -23,7 +23,7 @@ class AttentionStore:
     """
 
     def __init__(self, config: EngineConfig, endpoint: str, namespace: str, curve: CurveKeys | None) -> None:
-        options = {"max_blocks": config.index_blocks, "curve": curve, "shared_storage": bool(config.storage)}
+        options = {"max_blocks": config.index_blocks, "curve": curve}
         self._server = _bind(endpoint, namespace, options)
         self._server.start()
 

@@ -48,7 +48,7 @@ from headwise.runtime.preparing import Door, Prepared, Preparer
 from headwise.runtime.request import GenerateRequest
 from headwise.runtime.routing import Matches, Router, RouterOptions
 from headwise.runtime.routing.base import RESERVATION_S, Choice
-from headwise.storage.base import ANYONE, TIERS
+from headwise.storage.base import TIERS
 from headwise.storage.zmq_context import close_context, open_context
 
 log = logging.getLogger(__name__)
@@ -316,9 +316,9 @@ class SchedulerServer:
             self._fail(call, DeploymentError("the index does not answer: it is starting, or was lost; try again later"))
             return
         block_size, found = self._router.options.block_size, matches or {}
-        of_anyone = found.get(ANYONE, (0,) * len(TIERS))
+        nothing = (0,) * len(TIERS)
         engines = {
-            name: {tier: blocks * block_size for tier, blocks in zip(TIERS, found.get(name, of_anyone), strict=True)}
+            name: {tier: blocks * block_size for tier, blocks in zip(TIERS, found.get(name, nothing), strict=True)}
             for name in self._router.alive(self._clock())
         }
         self._send(call.identity, PrefixFound(call.key, call.prepared.num_tokens, engines))

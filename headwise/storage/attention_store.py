@@ -24,12 +24,14 @@ class _Node:
     heard:    the highest seq that any message of this epoch spoke of
     ahead:    flushes that came before an earlier one
     agrees:   whether the last digest that could be compared was the same; None if none was yet
+    volume:   the name of its storage
     """
 
     epoch: int
     next_seq: int = 0
     heard: int = -1
     agrees: bool | None = None
+    volume: str = ""
     ahead: dict[int, Flush] = field(default_factory=dict)
 
     @property
@@ -47,8 +49,8 @@ class AttentionStore:
     applied: flushes and snapshots taken in so far
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS, shared_storage: bool = False) -> None:
-        self._index = PrefixIndex(max_blocks, shared_storage)
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._index = PrefixIndex(max_blocks)
         self._nodes: dict[str, _Node] = {}
         self._gone: dict[str, int] = {}  # node -> the last epoch of it that is void
         self._behind: set[str] = set()
@@ -102,8 +104,8 @@ class AttentionStore:
     def stats(self) -> dict[str, Any]:
         """Plain data: the index's size, and per node what is known of it.
 
-        nodes: epoch, next_seq; behind: a snapshot is wanted; agrees: whether the last digests were the same; blocks
-               and resumable by tier; forgotten: blocks that the node holds and the index has no room for
+        nodes: epoch, next_seq; behind: a snapshot is wanted; agrees: whether the last digests were the same; volume;
+               blocks and resumable by tier; forgotten: blocks that the node holds and the index has no room for
         """
         index = self._index
         return {
@@ -154,6 +156,7 @@ class AttentionStore:
         if snapshot.seq + 1 < node.next_seq or not (node.behind or snapshot.seq + 1 > node.next_seq):
             return
         self._index.drop(snapshot.node)
+        self._index.place(snapshot.node, node.volume)
         for tier, (block_hashes, resumable) in snapshot.tiers.items():
             self._index.apply(snapshot.node, tier, block_hashes, True, resumable)
         node.next_seq = snapshot.seq + 1
@@ -164,6 +167,8 @@ class AttentionStore:
         self._catch_up(node)
 
     def _compare(self, node: _Node, heartbeat: Heartbeat) -> None:
+        node.volume = heartbeat.volume
+        self._index.place(heartbeat.node, heartbeat.volume)
         if heartbeat.seq + 1 == node.next_seq:
             node.agrees = self._index.digests(heartbeat.node) == heartbeat.digests
 
@@ -174,6 +179,7 @@ class AttentionStore:
             "next_seq": node.next_seq,
             "behind": node.behind,
             "agrees": node.agrees,
+            "volume": node.volume,
             "blocks": dict(zip(TIERS, blocks, strict=False)),
             "resumable": dict(zip(TIERS, blocks[len(TIERS) :], strict=True)),
             "forgotten": self._index.forgotten_blocks(name),

@@ -20,9 +20,6 @@ TIERS = ("device", "host", "storage")
 
 HASH_BYTES = 16
 
-ANYONE = "*"
-"""In answers, a node that holds nothing itself: storage may be shared."""
-
 _HASH_BITS = 8 * HASH_BYTES
 _ROW_BYTES = 64 * HASH_BYTES
 
@@ -64,12 +61,14 @@ class Heartbeat:
     """The node lives, its last flush was ``seq`` (-1: none yet), and these are the digests of what it then held.
 
     digests: per tier in the order of `TIERS`, `digest_of` the resident blocks; then the same of the resumable ones
+    volume:  names the node's storage: nodes of one volume find there what each of them wrote; empty: no other does
     """
 
     node: str
     epoch: int
     seq: int
     digests: tuple[int, ...]
+    volume: str = ""
 
 
 @dataclass(frozen=True)

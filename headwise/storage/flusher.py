@@ -90,10 +90,10 @@ class Ledger:
         tiers = {tier: (b"".join(held), _packed(bytes(held.values()))) for tier, held in self.blocks.items() if held}
         return Snapshot(self.node, self.epoch, self.seq, tiers)
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self, volume: str = "") -> Heartbeat:
         resident = [self._digests[tier][0].value() for tier in TIERS]
         resumable = [self._digests[tier][1].value() for tier in TIERS]
-        return Heartbeat(self.node, self.epoch, self.seq, (*resident, *resumable))
+        return Heartbeat(self.node, self.epoch, self.seq, (*resident, *resumable), volume)
 
     def _flush_changes(self, update: IndexUpdate) -> list[Flush]:
         """Flushes of the stretches of an update that change something, block by block.
@@ -161,6 +161,7 @@ class Flusher:
 
     ledger:  what was said
     channel: to the store, instead of a connection to ``endpoint``
+    volume:  tells the name of the node's storage: see `Heartbeat`
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Flusher:
         clock: Callable[[], float] = time.monotonic,
         *,
         channel: Channel | None = None,
+        volume: Callable[[], str] = str,
     ) -> None:
         self.ledger = Ledger(node, epoch)
         self._endpoint = endpoint
@@ -180,6 +182,7 @@ class Flusher:
         self._clock = clock
         self._beat_at = self._warn_at = self._snapshot_at = clock()
         self._is_snapshot_wanted = False
+        self._volume = volume
 
     @property
     def dropped(self) -> int:
@@ -212,7 +215,7 @@ class Flusher:
             self._snapshot_at = now + SNAPSHOT_INTERVAL_S
             self._is_snapshot_wanted = not self._channel.send([self.ledger.snapshot()])
         if now >= self._beat_at:
-            is_sent = self._channel.send([self.ledger.heartbeat()])
+            is_sent = self._channel.send([self.ledger.heartbeat(self._volume())])
             self._beat_at = now + (HEARTBEAT_S if is_sent else RETRY_S)
 
     def close(self) -> None:

@@ -61,6 +61,11 @@ class StorageLookup:
         self._thread = threading.Thread(target=self._run, name="headwise-lookup", daemon=True)
         self._thread.start()
 
+    @property
+    def volume(self) -> str:
+        """See `BlockStorage.volume`; as it was when storage was last asked."""
+        return self._storages[0].volume
+
     def submit(self, key: str, hashes: Sequence[bytes], in_background: bool = False) -> None:
         """Ask for blocks, by their hashes. Returns at once; ``key`` names the answer.
 

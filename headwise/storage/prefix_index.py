@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import count, repeat
 from operator import xor
 
-from headwise.storage.base import ANYONE, HASH_BYTES, TIERS, Digest, digest_of
+from headwise.storage.base import HASH_BYTES, TIERS, Digest, digest_of
 from headwise.storage.runs import count_unknown, exhaust, overlap, split, stretches
 
 MAX_BLOCKS = 4_000_000
@@ -72,12 +72,14 @@ class _Node:
     digests:   of all that the node said, be it kept or forgotten: per tier of the resident blocks, then per tier of
                those of them that are not resumable: there are few, so most statements change one digest only
     forgotten: blocks that the node holds as far as is known, and that the index keeps no more
+    volume:    the name of its storage; empty: it has none, or none that others share
     """
 
     bit: int
     blocks: list[int] = field(default_factory=lambda: [0] * PLANES)
     digests: list[Digest] = field(default_factory=lambda: [Digest() for _ in range(PLANES)])
     forgotten: int = 0
+    volume: str = ""
 
 
 class PrefixIndex:
@@ -88,12 +90,11 @@ class PrefixIndex:
     What was forgotten stays in its nodes' digests, which tell what the nodes said and so whether all of it arrived,
     and is kept anew when it is stated again.
 
-    shared_storage: what one node has in storage serves every node, known or not: `match` answers for `ANYONE`, too
+    What one node has in storage serves every node of its volume: see `place`.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS, shared_storage: bool = False) -> None:
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self.max_blocks = max_blocks
-        self.shared_storage = shared_storage
         self.forgotten = 0
         self._where: dict[bytes, int] = {}
         self._runs: OrderedDict[int, _Run] = OrderedDict()  # least recently used first
@@ -102,8 +103,8 @@ class PrefixIndex:
         self._by_bit: dict[int, _Node] = {}
         self._names: dict[int, tuple[str, ...]] = {}
         self._first: dict[_End, dict[str, _Depths]] = {}
-        if shared_storage:
-            self._new_node(ANYONE)
+        self._volumes: dict[str, int] = {}  # bit sets of nodes
+        self._shared: tuple[int, ...] = ()  # those of several nodes
 
     def __len__(self) -> int:
         return len(self._where)
@@ -128,12 +129,33 @@ class PrefixIndex:
         while len(self._where) > self.max_blocks:
             self._forget_oldest(len(self._where) - self.max_blocks)
 
+    def place(self, node: str, volume: str) -> None:
+        """The node's storage is this volume, and it finds there what others put there; empty: no others are known."""
+        known = self._nodes.get(node)
+        if known is None:
+            if not volume:
+                return
+            known = self._new_node(node)
+        if known.volume != volume:
+            self._move(known, volume)
+
+    def _move(self, node: _Node, volume: str) -> None:
+        if node.volume:
+            self._volumes[node.volume] ^= node.bit
+            if not self._volumes[node.volume]:
+                del self._volumes[node.volume]
+        if volume:
+            self._volumes[volume] = self._volumes.get(volume, 0) | node.bit
+        node.volume = volume
+        self._shared = tuple(nodes for nodes in self._volumes.values() if nodes & (nodes - 1))
+
     def drop(self, node: str) -> None:
         """The node holds nothing; unknown nodes are ignored. Goes through all runs: about 0.3 us each."""
         gone = self._nodes.pop(node, None)
         if gone is None:
             return
         del self._by_bit[gone.bit]
+        self._move(gone, "")
         self._first.clear()
         self._names.clear()
         if not any(gone.blocks):
@@ -156,7 +178,7 @@ class PrefixIndex:
         or on a faster tier; so the numbers grow from tier to tier.
         """
         path = block_hashes if isinstance(block_hashes, bytes) else b"".join(block_hashes)
-        where, runs, shared, at, end = self._where, self._runs, self.shared_storage, 0, len(path)
+        where, runs, shared, at, end = self._where, self._runs, self._shared, 0, len(path)
         device = host = storage = -1
         previous: _Run | None = None
         walked: list[_Run] = []
@@ -171,8 +193,11 @@ class PrefixIndex:
             if not path.startswith(hashes, at):
                 start, length = overlap(hashes, path, at)
             on_device, on_host, on_storage, resumable, host_resumable, storage_resumable = run.nodes
-            if shared:
-                on_storage, storage_resumable = -bool(on_storage), -bool(storage_resumable)
+            for nodes in shared:
+                if on_storage & nodes:
+                    on_storage |= nodes
+                if storage_resumable & nodes:
+                    storage_resumable |= nodes
             device &= on_device
             on_host |= on_device
             host &= on_host
@@ -235,6 +260,11 @@ class PrefixIndex:
         for node in self._nodes.values():
             assert not node.bit & every, "two nodes have one bit"
             every |= node.bit
+        of_nodes: dict[str, int] = {}
+        for node in self._nodes.values():
+            if node.volume:
+                of_nodes[node.volume] = of_nodes.get(node.volume, 0) | node.bit
+        assert of_nodes == self._volumes, "nodes and volumes disagree"
         for number, run in self._runs.items():
             assert run.number == number, f"run {run.number} is kept as {number}"
             assert 0 < len(run.hashes) <= _RUN_BYTES, f"a run of {len(run.hashes)} bytes"

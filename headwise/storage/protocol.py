@@ -28,7 +28,7 @@ from headwise.storage.base import (
     SnapshotRequest,
 )
 
-VERSION = 2
+VERSION = 3
 MAX_NAME = 256
 MAX_REASON = 1000
 MAX_MESSAGE_BYTES = 256 << 20
@@ -37,6 +37,8 @@ MAX_FRAMES = 256
 """Messages that may travel together, one a frame."""
 
 _DIGESTS = 2 * len(TIERS)
+_AT_DIGESTS = 3
+"""Of a heartbeat's fields."""
 _MAX_INTEGER = 2**63 - 1
 
 
@@ -56,7 +58,7 @@ def encode(message: Message, namespace: str = "") -> bytes:
     kind = type(message).__name__
     fields = list(vars(message).values())
     if isinstance(message, Heartbeat):
-        fields[-1] = b"".join(digest.to_bytes(HASH_BYTES, "big") for digest in message.digests)
+        fields[_AT_DIGESTS] = b"".join(digest.to_bytes(HASH_BYTES, "big") for digest in message.digests)
     data: bytes = msgpack.packb([VERSION, kind, namespace, *fields])
     return data
 
@@ -93,6 +95,12 @@ def decode(data: bytes, namespace: str = "") -> Message:
 def _name(kind: str, value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
         raise ProtocolError(f"{kind}: node must be a name of 1 to {MAX_NAME} characters")
+    return value
+
+
+def _volume(kind: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_NAME:
+        raise ProtocolError(f"{kind}: volume must be a name of at most {MAX_NAME} characters")
     return value
 
 
@@ -181,7 +189,7 @@ _natural, _seq = _integer(0), _integer(-1)
 _FIELDS: dict[str, tuple[Callable[..., Message], tuple[Callable[[str, Any], Any], ...]]] = {
     "Flush": (Flush, (_name, _natural, _natural, _tier, _natural, _hashes, _flag, _flags)),
     "Snapshot": (Snapshot, (_name, _natural, _seq, _by_tier)),
-    "Heartbeat": (Heartbeat, (_name, _natural, _seq, _digests)),
+    "Heartbeat": (Heartbeat, (_name, _natural, _seq, _digests, _volume)),
     "Gone": (Gone, (_name, _natural)),
     "SnapshotRequest": (SnapshotRequest, (_name,)),
     "Query": (Query, (_natural, _hashes)),

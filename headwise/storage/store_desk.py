@@ -63,6 +63,7 @@ class StoreDesk:
         self._rejected: Counter[str] = Counter()
         self._log_at: dict[str, float] = {}
         self._queries = 0
+        self._volumes: dict[str, str] = {}  # what was told of each node's storage
 
     def take(self, identity: Identity, frames: Sequence[bytes]) -> None:
         """Take in what a peer sent: one message a frame. What is wrong is counted, answered and dropped."""
@@ -83,7 +84,7 @@ class StoreDesk:
         for node in [node for node, heard in self._heard.items() if now - heard > self._node_timeout_s]:
             if self.store.drop(node):
                 log.warning("node %s said nothing for %g s: dropped from the index", node, self._node_timeout_s)
-            for known in (self._peers, self._heard, self._asked):
+            for known in (self._peers, self._heard, self._asked, self._volumes):
                 known.pop(node, None)
         for node in self.store.wanting():
             if now - self._asked.get(node, now - ASK_INTERVAL_S) >= ASK_INTERVAL_S:
@@ -113,6 +114,8 @@ class StoreDesk:
             if self.store.apply(message):
                 self._peers[message.node] = identity
                 self._heard[message.node] = self._clock()
+                if isinstance(message, Heartbeat) and self._volumes.get(message.node, "") != message.volume:
+                    self._note_volume(message.node, message.volume)
         elif isinstance(message, Query):
             self._queries += 1
             self._send(identity, Matches(message.key, self.store.match(message.block_hashes)))
@@ -124,6 +127,21 @@ class StoreDesk:
             self.count("unexpected", f"a peer rejected what it was sent: {message.reason}")
         else:
             raise ProtocolError(f"{type(message).__name__} goes from the store, not to it", "unexpected")
+
+    def _note_volume(self, node: str, volume: str) -> None:
+        """A node's storage is this one now: have people told where it is not the others'."""
+        before, self._volumes[node] = self._volumes.get(node, ""), volume
+        if before:
+            now = "another directory" if volume else "not there"
+            log.warning("the storage of node %s is %s now: is it mounted?", node, now)
+        others = sorted(other for other, its in self._volumes.items() if its and its != volume)
+        if volume and others:
+            log.warning(
+                "node %s has another storage than %s: what one stores is of use to the other only if both are given a "
+                "directory that they share",
+                node,
+                ", ".join(others),
+            )
 
     def _reject(self, identity: Identity, error: ProtocolError) -> None:
         self.count(error.kind, str(error))

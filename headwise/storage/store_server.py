@@ -45,9 +45,8 @@ class StoreServer:
         node_timeout_s: float = 10.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         clock: Callable[[], float] = time.monotonic,
-        shared_storage: bool = False,
     ) -> None:
-        self._empty_store = partial(AttentionStore, max_blocks, shared_storage)
+        self._empty_store = partial(AttentionStore, max_blocks)
         self._desk = StoreDesk(
             self._empty_store(),
             self._send,

@@ -170,6 +170,24 @@ def test_a_digest_that_differs_asks_for_a_snapshot(change: dict[str, bytes]) -> 
     assert store.stats()["nodes"]["a"]["agrees"] is True
 
 
+def test_a_heartbeat_says_whose_storage_a_node_shares_until_it_starts_anew() -> None:
+    store, (a, b) = AttentionStore(), (Ledger("a", 1), Ledger("b", 1))
+    for ledger in (a, b):
+        store.apply(ledger.heartbeat("shared"))
+    for flush in a.flush(Update("storage", 0, tuple(PATH), True)):
+        store.apply(flush)
+    everything = {"a": (0, 0, len(PATH)), "b": (0, 0, len(PATH))}
+    assert store.match(PATH) == everything
+    store.apply(replace(b.snapshot(), seq=5))  # something was missed of it
+    assert store.match(PATH) == everything
+    b.restart(2)
+    store.apply(b.snapshot())
+    assert store.match(PATH) == {"a": (0, 0, len(PATH))}
+    store.apply(b.heartbeat("shared"))
+    assert store.match(PATH) == everything
+    store.check_integrity()
+
+
 def test_a_snapshot_takes_back_what_it_does_not_name() -> None:
     store, node = AttentionStore(), Ledger("a", 1)
     tell(store, node, holds(0, 4), holds(0, 6, "host"))

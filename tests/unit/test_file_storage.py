@@ -136,6 +136,87 @@ def test_a_directory_that_vanishes_gives_misses_and_is_made_again(tmp_path: Path
     assert read(open_at(path), range(15)) == list(range(5))
 
 
+def test_storages_of_one_directory_know_that_they_share_it(tmp_path: Path) -> None:
+    here, same, other = open_at(tmp_path / "here"), open_at(tmp_path / "here"), open_at(tmp_path / "other")
+    (tmp_path / "linked").symlink_to(tmp_path / "here")
+    assert here.volume == same.volume == open_at(tmp_path / "linked").volume != other.volume
+    assert open_at(tmp_path / "here", StorageNamespace("another model", "layout")).volume == here.volume
+    shutil.rmtree(tmp_path / "here")
+    write(here, range(5))
+    assert open_at(tmp_path / "here").volume == here.volume
+
+
+def test_a_directory_that_is_used_for_the_first_time_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be one where a mount is missing."""
+    caplog.set_level(logging.INFO, logger="headwise")
+    for _ in range(2):
+        open_at(tmp_path / "new")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "lock").touch()
+    open_at(tmp_path / "old")
+    (told,) = [record.message for record in caplog.records]
+    assert told.startswith(f"storage {tmp_path / 'new'} is used for the first time, on the file system at /")
+
+
+def test_a_directory_whose_id_cannot_be_read_or_written_is_shared_with_nobody_known(tmp_path: Path) -> None:
+    (tmp_path / "volume-id").write_text("../../garbage\n")
+    storage = open_at(tmp_path)
+    assert storage.volume == ""
+    assert all(write(storage, range(5)))
+
+
+@pytest.fixture
+def mountpoint(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A path, and a directory on another file system that it leads to, as to one that is mounted there."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        if os.stat(other).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("/dev/shm is no file system of its own")
+        (tmp_path / "mount").symlink_to(other)
+        yield tmp_path / "mount", Path(other)
+
+
+@pytest.mark.parametrize("below", ["an empty directory", "nothing"])
+def test_where_a_mount_is_missing_nothing_is_written_to_the_disk_below(
+    mountpoint: tuple[Path, Path], below: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, mounted = mountpoint
+    storage = open_at(path)
+    assert all(write(storage, range(15)))
+    volume = storage.volume
+    storage.close()
+    path.unlink()
+    if below == "an empty directory":
+        path.mkdir()
+    assert contained(storage, range(15)) == []
+    assert not any(write(storage, range(20, 25)))
+    storage.clear()
+    assert not path.exists() or not list(path.iterdir())
+    assert storage.volume == ""
+    assert "it is on another file system than when it was opened; mount it again" in caplog.text
+    if path.exists():
+        path.rmdir()
+    path.symlink_to(mounted)
+    assert contained(storage, range(15)) == list(range(15))
+    assert all(write(storage, range(20, 25)))
+    assert storage.volume == volume
+
+
+def test_a_directory_that_was_mounted_again_from_elsewhere_is_known_by_its_id(
+    mountpoint: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path, mounted = mountpoint
+    storage = open_at(path)
+    write(storage, range(5))
+    shutil.copytree(mounted, tmp_path / "moved")
+    path.unlink()
+    path.symlink_to(tmp_path / "moved")
+    storage.close()
+    assert all(write(storage, range(10, 15)))
+    assert read(storage, range(20)) == [*range(5), *range(10, 15)]
+
+
 def test_a_directory_that_becomes_a_file_gives_misses_and_failed_writes(tmp_path: Path) -> None:
     path = tmp_path / "storage"
     storage = open_at(path)
@@ -159,7 +240,7 @@ def test_a_look_at_the_directory_that_fails_is_taken_again_and_forgets_nothing(
     for directory in tmp_path.iterdir():
         os.utime(directory, ns=(1, 1))  # settled: it need not be listed twice
 
-    def fails(path: object) -> None:
+    def fails(*args: object, **options: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
@@ -308,9 +389,9 @@ def test_one_write_longer_than_a_segment_takes_as_many_as_it_needs_on_a_full_dis
 def test_the_store_grows_again_once_the_disk_has_space_and_the_next_full_disk_is_logged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="headwise")
     disk = FullDisk(tmp_path, monkeypatch, 3)
     storage = open_at(tmp_path)
+    caplog.set_level(logging.INFO, logger="headwise")
     write(storage, range(100))
     assert storage.stats().blocks == 30
     disk.room = 40

@@ -33,6 +33,7 @@ MESSAGES: list[Message] = [
     Snapshot("n", 1, -1, {}),
     Snapshot("n", 1, 7, {"device": (RUN, b"\1\0"), "storage": (b"", b"")}),
     Heartbeat("n", 1, 4, (2**127 + 1, 0, 0, 5, 0, 0)),
+    Heartbeat("n", 1, 4, (2**127 + 1, 0, 0, 5, 0, 0), "volume"),
     Gone("n", 2),
     SnapshotRequest("n"),
     Query(7, RUN),
@@ -69,6 +70,8 @@ def test_every_kind_of_message_is_tested() -> None:
         (Snapshot("n", 1, 0, {"device": (RUN, b"\1")}), "resumable has 1 flags for 2 blocks"),
         (Snapshot("n", 1, 0, {"device": RUN}), "a tier must be"),  # type: ignore[dict-item]
         (Heartbeat("n", 1, 0, (1,)), "digests must be 6 times 16 bytes"),
+        (Heartbeat("n", 1, 0, (0,) * 6, "v" * 300), "volume must be a name of at most 256"),
+        (Heartbeat("n", 1, 0, (0,) * 6, 7), "volume must be a name"),  # type: ignore[arg-type]
         (Matches(1, {"n": (1, 2)}), "depths must be 3 numbers"),  # type: ignore[dict-item]
     ],
 )

@@ -21,7 +21,6 @@ from headwise.runtime.routing import STATUS_TIMEOUT_S, Choice, RoutedRequest, Ro
 from headwise.runtime.routing.base import RESERVATION_S
 from headwise.runtime.routing.engines import IN_FLIGHT_S
 from headwise.runtime.routing.expected import EXPECTED_BLOCKS, EXPECTED_S, ExpectedBlocks
-from headwise.storage.base import ANYONE
 
 BLOCK = 64
 SPEEDS = {"prefill_token_s": 1e-3, "decode_step_s": 0.02, "host_token_s": 1e-4, "storage_token_s": 2e-4}
@@ -123,7 +122,7 @@ def test_what_is_in_shared_storage_serves_an_engine_that_has_nothing() -> None:
     r = router()
     report(r, "a", queued_tokens=20_000)
     report(r, "b", "c")
-    choice = choose_with(r, {"a": (0, 0, 16), ANYONE: (0, 0, 16)})
+    choice = choose_with(r, {"a": (0, 0, 16), "b": (0, 0, 16), "c": (0, 0, 16)})
     assert choice.engine in "bc"
     assert choice.storage == 16 * BLOCK
 

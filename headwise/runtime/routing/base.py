@@ -16,7 +16,7 @@ TYPICAL_OUTPUT = 256
 
 Matches = Mapping[str, tuple[int, int, int]]
 """By engine, the blocks of a prompt that its device, its device and host, and all tiers serve. Engines that serve none
-are left out, or serve what `headwise.storage.base.ANYONE` does: storage may be shared."""
+are left out. What several engines have in storage together is told of each of them."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from headwise.runtime.routing.base import TYPICAL_OUTPUT, Matches, RoutedRequest, RouterOptions
 from headwise.runtime.routing.engines import Column, EngineTable
-from headwise.storage.base import ANYONE
 
 WORK_WEIGHT = 1.0
 
@@ -85,8 +84,7 @@ def _depths(table: EngineTable, path: Sequence[bytes], matches: Matches | None, 
     is expected besides; at most ``most``."""
     count = len(table)
     if matches:
-        of_anyone = matches.get(ANYONE, _NOTHING)
-        served = chain.from_iterable(map(matches.get, table.names, repeat(of_anyone)))
+        served = chain.from_iterable(map(matches.get, table.names, repeat(_NOTHING)))
         depths = np.fromiter(served, np.float64, 3 * count).reshape(count, 3)
     else:
         depths = np.zeros((count, 3))

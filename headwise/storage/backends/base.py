@@ -102,6 +102,11 @@ class BlockStorage(ABC):
         self.namespace = namespace
         self.block_bytes = block_bytes
 
+    @property
+    def volume(self) -> str:
+        """Storages of which this is the same find what each other wrote; empty: nobody else is known to."""
+        return ""
+
     @abstractmethod
     def contains(self, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> Hits:
         """bool [n]: whether a read would hit, as far as this process knows. Cheap: reads no block."""

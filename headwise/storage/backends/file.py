@@ -36,6 +36,7 @@ from headwise.storage.backends.base import (
 from headwise.storage.backends.segment import Outcome, format_for, mark_deleted, max_run, read_run, write_run
 from headwise.storage.backends.segment_index import Run, Segment, SegmentIndex
 from headwise.storage.backends.segment_space import SegmentSpace, Tail, lacks_space, opened, touch
+from headwise.storage.backends.volume import Volume
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class FileStorage(BlockStorage):
               full before, what fits is the capacity for as long as that lasts: the least recently used segments go.
 
     Raises ConfigError if ``path`` cannot be a directory or the capacity does not hold one block. A directory that is
-    there but cannot be written to serves reads.
+    there but cannot be written to serves reads. Where what was mounted at ``path`` is gone, nothing is written.
     """
 
     def __init__(self, path: Path, capacity: int, namespace: StorageNamespace, block_bytes: int) -> None:
@@ -71,13 +72,13 @@ class FileStorage(BlockStorage):
                 f"give at least {self._form.size} bytes, and better a hundred times that"
             )
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            self._volume = Volume(path)
         except OSError as error:
             raise ConfigError(
                 f"storage directory {path} cannot be used: {error.strerror}; give one that is there or can be created"
             ) from error
         self._directory = path / namespace.digest.hex()
-        self._space = SegmentSpace(path, capacity)
+        self._space = SegmentSpace(path, capacity, self._volume)
         self._index = SegmentIndex(self._directory, namespace.digest, block_bytes)
         self._index.refresh()
         self._tail: Tail | None = None
@@ -89,8 +90,16 @@ class FileStorage(BlockStorage):
     def register(self, arena: Arena) -> None:
         """Nothing to do: files can be read into any memory."""
 
+    @property
+    def volume(self) -> str:
+        return self._volume.id
+
     def contains(self, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> Hits:
         keys = block_keys(hashes, groups)
+        try:
+            self._volume.check()
+        except OSError as error:
+            self._log_once("find", error)
         self._index.refresh()
         return np.array(self._index.contains(keys), dtype=np.bool_)
 

@@ -49,6 +49,8 @@ RECORDS = "headwise/1"
 
 CHECK_BYTES = 8
 
+MAX_VOLUME = 128
+
 STAGING_BYTES = 16 << 20
 """Moved by one transfer, in either direction; one block if that is larger."""
 
@@ -98,12 +100,17 @@ class MooncakeStorage(BlockStorage):
                 f"a Mooncake segment of {config.segment_bytes} bytes does not hold one block of {block_bytes} bytes "
                 "with its checksum; lend at least a hundred times that, or 0 to lend nothing"
             )
+        self._volume = f"mooncake://{config.master}"[:MAX_VOLUME]
         self._prefix = f"{RECORDS}/{namespace.digest.hex()}/"
         self._store = _connect(config)
         self._incoming, self._outgoing = (_Staging(self._store, block_bytes) for _ in range(2))
         self._count_lock = Lock()
         self._hits = self._misses = self._corrupt = self._written = self._write_failures = 0
         self._logged: set[int] = set()
+
+    @property
+    def volume(self) -> str:
+        return self._volume
 
     def register(self, arena: Arena) -> None:
         """Nothing to do: Mooncake reaches the staging memory alone."""

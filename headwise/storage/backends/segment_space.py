@@ -1,5 +1,6 @@
 """The directory that processes share: who may append to which segment, and what goes when it, or the disk, is full.
 
+    path/volume-id                             which directory this is, wherever it is mounted
     path/lock                                  held while a segment is created, taken over or evicted
     path/<namespace digest>/about.txt          the namespace, for people
     path/<namespace digest>/<id>.seg           a segment; whoever appends to it holds a lock on it
@@ -26,6 +27,7 @@ from typing import NamedTuple
 
 from headwise.storage.backends.segment import SegmentFormat, first_free_slot
 from headwise.storage.backends.segment_index import SUFFIX, Segment
+from headwise.storage.backends.volume import Volume
 from headwise.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -86,8 +88,9 @@ class SegmentSpace:
     have grown well beyond the least that they had to shrink to.
     """
 
-    def __init__(self, root: Path, capacity: int) -> None:
+    def __init__(self, root: Path, capacity: int, volume: Volume | None = None) -> None:
         self._root, self._capacity = root, capacity
+        self._volume = volume or Volume(root)
         self._fits: int | None = None  # bytes on disk; None: no spell
 
     def acquire(self, directory: Path, about: str, form: SegmentFormat, known: Iterable[Segment]) -> Tail:
@@ -95,7 +98,8 @@ class SegmentSpace:
 
         Room for a new one is made by evicting the least recently used segments of the whole ``root``.
         """
-        directory.mkdir(parents=True, exist_ok=True)
+        self._volume.prepare()
+        directory.mkdir(exist_ok=True)
         with self._locked():
             for segment in known:
                 if tail := _take_over(segment):
@@ -166,6 +170,7 @@ class SegmentSpace:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        self._volume.check()
         with opened(self._root / "lock", os.O_RDWR | os.O_CREAT) as fd:
             deadline = time.monotonic() + LOCK_TIMEOUT_S
             while not _try_lock(fd):
