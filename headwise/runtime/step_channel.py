@@ -4,6 +4,7 @@
              <- WorkerReady                    once, after it connected
              -> BatchRequest                   the same bytes to every rank, several may be queued
              <- StepResult                     one per batch, in order
+             <- WorkerFailed                   instead of a result, and the last message
 
 A channel serves one set of workers. After a worker is lost it is closed, and new workers get a new channel.
 """
@@ -15,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from headwise.awake_time import AwakeTime
 from headwise.errors import EngineDiedError
 from headwise.runtime import wire
 from headwise.runtime.batch import BatchRequest, StepResult
+from headwise.runtime.executor import Worker, death
 from headwise.storage.zmq_context import close_context, open_context
 
 if TYPE_CHECKING:
@@ -44,13 +46,13 @@ class WorkerReady:
     num_blocks: int = 0
 
 
-class Worker(Protocol):
-    """What a channel needs of a worker: `headwise.runtime.worker.ModelWorker`."""
+@wire.register
+@dataclass(frozen=True)
+class WorkerFailed:
+    """A worker takes no more steps, for what it could not do leaves its memory in doubt: it ends."""
 
-    @property
-    def num_blocks(self) -> int: ...
-
-    def execute(self, batch: BatchRequest) -> StepResult: ...
+    rank: int
+    reason: str
 
 
 @dataclass
@@ -183,12 +185,14 @@ class ZmqExecutor:
         if not self._socket.poll(timeout_s * 1000):
             return False
         identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
-        message = wire.decode(data, WorkerReady, StepResult)
+        message = wire.decode(data, WorkerReady, StepResult, WorkerFailed)
         rank = self._ranks.index(identity) if identity in self._ranks else -1
         if message.rank != rank:
             self.lost(f"a worker sent a message as TP rank {message.rank} over the connection of {identity!r}")
         elif isinstance(message, WorkerReady):
             self._ready[rank] = message.num_blocks
+        elif isinstance(message, WorkerFailed):
+            self.lost(message.reason)
         else:
             self._file(message)
         return True
@@ -212,7 +216,8 @@ class ZmqExecutor:
             rank=0,
             token_ids=results[0].token_ids,
             logprobs=results[0].logprobs,
-            failed_in=np.unique(np.concatenate([r.failed_in for r in results])),
+            broken=results[0].broken,
+            failed_in=_of_any_rank([r.failed_in for r in results]),
             swapped_out=stored,
             failed_out=failed_out,
             fetched=fetched,
@@ -224,6 +229,12 @@ class ZmqExecutor:
             compute_s=max(r.compute_s for r in results),
             error="; ".join(errors) or None,
         )
+
+
+def _of_any_rank(failed: Sequence[NDArray[np.int32] | None]) -> NDArray[np.int32] | None:
+    """Blocks that one of the ranks lacks; None if there is no word of one rank's."""
+    known = [blocks for blocks in failed if blocks is not None]
+    return np.unique(np.concatenate(known)) if len(known) == len(failed) else None
 
 
 class _OfEveryRank:
@@ -254,8 +265,7 @@ class _OfEveryRank:
 def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:
     """Run the worker's side until ``should_stop``: receive, execute, reply, in order.
 
-    A step that raises is answered by a result with the error, and the next one is served; `EngineDiedError`
-    (a peer rank is gone) is raised after it is answered, because no later step can succeed.
+    What a step raises is told to the engine, and raised: no later step is served, however many are queued.
     """
     import zmq
 
@@ -274,16 +284,19 @@ def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[
 
 def _serve_one(worker: Worker, rank: int, socket: Any) -> None:
     batch = wire.decode(socket.recv(), BatchRequest)
+    answer = answer_to(batch, worker, rank)
+    socket.send(wire.encode(answer))
+    if isinstance(answer, WorkerFailed):
+        raise EngineDiedError(answer.reason)
+
+
+def answer_to(batch: BatchRequest, worker: Worker, rank: int) -> StepResult | WorkerFailed:
+    """What the worker of a rank makes of a batch; after `WorkerFailed` it must not be given another."""
     try:
-        result = worker.execute(batch)
+        return worker.execute(batch)
     except Exception as error:
         log.exception("step %d failed on TP rank %d", batch.step_id, rank)
-        failed = StepResult(batch.step_id, rank, np.empty(0, np.int32), error=f"{type(error).__name__}: {error}")
-        socket.send(wire.encode(failed))
-        if isinstance(error, EngineDiedError):
-            raise
-        return
-    socket.send(wire.encode(result))
+        return WorkerFailed(rank, str(death(error)))
 
 
 def _identity(rank: int) -> bytes:
