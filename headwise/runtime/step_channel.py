@@ -26,6 +26,7 @@ from headwise.errors import EngineDiedError
 from headwise.runtime import wire
 from headwise.runtime.batch import BatchRequest, StepResult
 from headwise.runtime.executor import Worker, death
+from headwise.runtime.step_limits import Limit, StepLimits, Work
 from headwise.storage.zmq_context import close_context, open_context
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ class WorkerFailed:
 
 @dataclass
 class _Step:
-    """A step in flight and the results that are there already, by rank. timeout: its option's name and seconds."""
+    """A step in flight and the results that are there already, by rank. work: None for a command"""
 
     step_id: int
-    timeout: tuple[str, float]
+    work: Work | None
+    limit: Limit
     results: dict[int, StepResult] = field(default_factory=dict)
 
 
@@ -71,8 +73,10 @@ class ZmqExecutor:
 
     endpoint: to bind: ``ipc://PATH``, or ``tcp://HOST:*``; `endpoint` then tells the one taken
     size:     tensor-parallel ranks
-    step_timeout_s: seconds after which the oldest step in flight counts as lost
+    step_timeout_s: seconds after which the oldest step in flight counts as lost; much sooner once it is known how long
+                    such steps take
     start_timeout_s: the same for a command, which may have the workers load the model; None: as for a step
+    load_timeout_s: seconds that workers wait for blocks from the host
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class ZmqExecutor:
         clock: Callable[[], float] = time.monotonic,
         *,
         start_timeout_s: float | None = None,
+        load_timeout_s: float = 0.0,
     ) -> None:
         import zmq
 
@@ -94,8 +99,9 @@ class ZmqExecutor:
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._ranks = [_identity(rank) for rank in range(size)]
         self._ready: dict[int, int] = {}  # blocks in the pool, by rank
-        self._step_timeout_s = step_timeout_s
-        self._start_timeout_s = step_timeout_s if start_timeout_s is None else start_timeout_s
+        self._limits = StepLimits(step_timeout_s, load_timeout_s)
+        start_timeout_s = step_timeout_s if start_timeout_s is None else start_timeout_s
+        self._command_limit = Limit(start_timeout_s, f"start_timeout_s = {start_timeout_s:g} s")
         self._clock = AwakeTime(clock)
         self._steps: deque[_Step] = deque()
         self._head_since = 0.0
@@ -139,10 +145,8 @@ class ZmqExecutor:
                 self._check()
         if not self._steps:
             self._head_since = self._clock()
-        timeout = (
-            ("start_timeout_s", self._start_timeout_s) if batch.command else ("step_timeout_s", self._step_timeout_s)
-        )
-        self._steps.append(_Step(batch.step_id, timeout))
+        work, limit = (None, self._command_limit) if batch.command else self._limits.sent(batch)
+        self._steps.append(_Step(batch.step_id, work, limit))
 
     def poll(self, timeout_s: float | None) -> StepResult | None:
         deadline = None if timeout_s is None else self._clock() + timeout_s
@@ -151,11 +155,19 @@ class ZmqExecutor:
             self._check()
             if self._steps and len(self._steps[0].results) == len(self._ranks):
                 self._head_since = self._clock()
-                return self._merge(self._steps.popleft())
+                return self._take(self._steps.popleft())
             left = _SLICE_S if deadline is None else min(_SLICE_S, deadline - self._clock())
             if left <= 0:
                 return None
             self._socket.poll(left * 1000)
+
+    def _take(self, step: _Step) -> StepResult:
+        result = self._merge(step)
+        if step.work is None:
+            self._limits.forget()
+        else:
+            self._limits.came_back(step.work, result.compute_s)
+        return result
 
     def lost(self, reason: str) -> None:
         """Declare the workers dead; from now on `submit` and `poll` raise. The first reason stays."""
@@ -166,11 +178,10 @@ class ZmqExecutor:
         close_context(self._context)
 
     def _check(self) -> None:
-        if self._lost is None and self._steps and self._clock() - self._head_since > self._steps[0].timeout[1]:
+        if self._lost is None and self._steps and self._clock() - self._head_since > self._steps[0].limit.seconds:
             step = self._steps[0]
             silent = sorted(set(range(len(self._ranks))) - set(step.results))
-            option, seconds = step.timeout
-            self._lost = f"step {step.step_id} did not end within {option} = {seconds:g} s on TP rank {silent}"
+            self._lost = f"step {step.step_id} did not end within {step.limit.text} on TP rank {silent}"
         if self._lost is not None:
             raise EngineDiedError(self._lost)
 

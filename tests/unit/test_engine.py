@@ -203,6 +203,60 @@ def test_a_failed_step_fails_its_requests_and_no_other() -> None:
     assert run(engine)["works"].token_ids == continuation([2] * 5, 4)
 
 
+def test_a_request_whose_logits_are_no_numbers_fails_and_the_others_of_its_batch_go_on() -> None:
+    engine, executor = make_engine(num_blocks=32)
+    executor.model.breaks = lambda tokens: tokens[0] == 2 and len(tokens) == 8
+    for first in (1, 2, 3):
+        engine.add(request(f"r{first}", [first] * 5, 9))
+    deltas = [delta for _ in range(100) if engine.has_work() for delta in engine.step(None)]
+    errors = {delta.request_id: delta.error for delta in deltas if delta.finish_reason is FinishReason.ERROR}
+    assert errors == {"r2": "the logits are not finite: the model or its cache is broken"}
+    for first, count in ((1, 9), (2, 3), (3, 9)):
+        tokens = [token for delta in deltas if delta.request_id == f"r{first}" for token in delta.token_ids]
+        assert tokens == continuation([first] * 5, count)
+    assert engine.stats()["requests"]["failed"] == 1
+    assert engine.cache.pool.num_held == 0
+
+
+def late_load(waits: int) -> tuple[EngineCore, SimulatedExecutor]:
+    """An engine with a request in the works whose load is over after so many waits in vain."""
+    engine, executor = make_engine(num_blocks=16, host_blocks=64, write_policy="write_through")
+    engine.add(request("first", list(range(1, 14)), 3))
+    run(engine)
+    engine.cache.reset(("device",))
+    executor.faults.late_loads = waits
+    engine.add(request("second", list(range(1, 14)), 3))
+    return engine, executor
+
+
+def test_a_load_that_is_over_when_it_was_given_up_is_computed_anew() -> None:
+    engine, _ = late_load(1)
+    assert run(engine)["second"].token_ids == continuation(range(1, 14), 3)
+    assert engine.stats()["host"]["failed_blocks"] == 3
+
+
+def test_a_load_that_outlives_being_given_up_ends_the_worker() -> None:
+    engine, _ = late_load(2)
+    with pytest.raises(EngineDiedError, match="LayerSwapTimeoutError: a copy to the device of 3 blocks was given up"):
+        run(engine)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError("no device"), KeyError(3)])
+def test_what_a_step_raises_while_its_copies_are_under_way_ends_the_worker(error: Exception) -> None:
+    engine, executor = late_load(0)
+    executor.model.fails = error
+    with pytest.raises(EngineDiedError, match=f"TP rank 0 failed in step .*: {type(error).__name__}"):
+        run(engine)
+
+
+def test_a_result_without_word_of_the_loads_that_its_step_carried_is_not_believed() -> None:
+    engine, executor = late_load(0)
+    execute = executor._execute
+    executor._execute = lambda batch: replace(execute(batch), failed_in=None, error="it went wrong")
+    with pytest.raises(EngineDiedError, match="nothing is known of the blocks that step"):
+        run(engine)
+
+
 def test_fail_all_ends_every_request_with_the_error() -> None:
     engine, _ = make_engine()
     for name in ("a", "b"):
@@ -391,6 +445,7 @@ class EngineMachine(RuleBasedStateMachine):
     policies: ClassVar = (FULL, HeadPolicy(window=5, sink=2))
     host: ClassVar[dict[str, object]] = {}
     tiers: ClassVar = ("device", "all")
+    num_blocks: ClassVar = 28
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +460,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _open(self) -> None:
         self.engine, self.executor = make_engine(
             self.policies,
-            num_blocks=28,
+            num_blocks=self.num_blocks,
             max_rows=3,
             eager=False,
             max_batched_tokens=9,
@@ -421,7 +476,11 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
     )
     def arrive(self, family: int, length: int, count: int, priority: int) -> None:
+        self._arrive(family, length, count, priority)
+
+    def _arrive(self, family: int, length: int, count: int, priority: int = 0) -> None:
         name = f"r{len(self.expected)}"
+        count = min(count, self.engine.card.max_model_len - length)
         prompt = [family * 10 + i % 7 for i in range(length)]
         self.requests[name] = request(name, prompt, count, priority=priority)
         self.engine.add(self.requests[name])
@@ -659,7 +718,40 @@ class TimeoutMachine(StoredMachine):
     host: ClassVar = {"host_blocks": 20, "write_policy": "write_back", "prefetch_timeout_s": 1.5}
 
 
-MACHINES = [TieredMachine, SelectiveMachine, WriteBackMachine, StoredMachine, BestEffortMachine, TimeoutMachine]
+class CrowdedMachine(StoredMachine):
+    """A request may take all of the device, and have to wait within the batch for what a copy holds of it."""
+
+    policies: ClassVar = (FULL,)
+    num_blocks: ClassVar = 8
+
+    @rule(family=st.integers(1, 2), length=st.integers(29, 31), forget=st.booleans())
+    def one_as_long_as_the_device_arrives(self, family: int, length: int, forget: bool) -> None:
+        self._arrive(family, length, 1)
+        self._step(0)
+        if forget:
+            self.engine.operate("reset_cache", "storage")
+            self._step(0)
+
+    @rule(length=st.integers(4, 6))
+    def a_copy_keeps_a_block(self, length: int) -> None:
+        self.all_end_and_the_device_forgets()
+        self.executor.faults.store_steps = 9
+        self._arrive(4, length, 1)
+        while self.engine.has_requests and self.engine.has_work():
+            self._step(0)
+            self.executor.finish_one()
+        self._step(0)
+
+
+MACHINES = [
+    TieredMachine,
+    SelectiveMachine,
+    WriteBackMachine,
+    StoredMachine,
+    BestEffortMachine,
+    TimeoutMachine,
+    CrowdedMachine,
+]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -719,6 +811,31 @@ def test_a_prompt_that_comes_from_the_host_waits_for_the_blocks_that_copies_hold
     executor.faults.store_steps = 0
     assert run(engine)["again"].token_ids == continuation(on_host, 2)
     assert engine.cache.stats().host_hit_tokens == 60
+
+
+def test_a_command_carries_the_tables_of_a_request_that_waits_within_the_batch() -> None:
+    engine, executor = make_engine(num_blocks=16, host_blocks=64, write_policy="write_through", storage={}, eager=False)
+    prompt = [3 + i % 7 for i in range(61)]  # 15 blocks, and one more for its last token
+    engine.add(request("on the host", prompt, 1))
+    run(engine)
+    engine.cache.reset(("device",))
+    executor.faults.store_steps = 10_000
+    engine.add(request("one block is being stored", [11, 12, 13, 14, 15], 1))
+    while engine.has_requests:
+        engine.step(0)
+        executor.finish_one()
+    engine.step(0)
+    assert len(executor.queue) == 1, "a step is under way when the next one could be sent"
+    engine.add(request("again", prompt, 3))
+    engine.step(0)
+    assert [sequence.id for sequence in engine.resources.running] == ["again"]
+    assert len(executor.queue) == 1, "there is no block for its last token"
+    reset = engine.operate("reset_cache", "storage")
+    engine.step(0)
+    assert [new.request_id for new in executor.queue[-1].new_sequences] == ["again"]
+    executor.faults.store_steps = 0
+    assert run(engine)["again"].token_ids == continuation(prompt, 3)
+    assert reset.is_done
 
 
 def test_a_load_that_fails_for_a_request_that_no_step_has_carried_stops_no_other() -> None:
