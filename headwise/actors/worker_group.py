@@ -41,6 +41,7 @@ class WorkerGroup:
             config.tp_size,
             config.step_timeout_s,
             start_timeout_s=config.start_timeout_s,
+            load_timeout_s=config.load_timeout_s,
         )
         threads = str(threads_per_worker(config))
         # Read by the libraries at import, hence before the worker's process imports anything.

@@ -91,7 +91,9 @@ class StepResult:
     token_ids: ``[n]`` the sampled token of each sequence of the batch, -1 where none was asked for.
                Ranks other than 0 send an empty array.
     logprobs:  per sequence of the batch, where asked for
-    failed_in:   device blocks whose load brought nothing: what the step computed from them is void
+    broken:    per sequence of the batch that failed by itself: why. It has no token, and ends; the others go on
+    failed_in:   device blocks whose load brought nothing: what the step computed from them is void. None: there is no
+                 word of loads, which is not to be taken for none having failed
     swapped_out: host blocks to which a store is complete, whichever step asked for it
     failed_out:  host blocks to which a store failed
     fetched:     host blocks that came from storage, whichever step asked for it
@@ -102,14 +104,15 @@ class StepResult:
                last result
     forgotten: blocks that the command `RESET_STORAGE` has forgotten
     compute_s: seconds the worker spent on the step
-    error:     the step failed; nothing of it may be committed
+    error:     the step failed; nothing of it may be committed. Its copies are told of as ever
     """
 
     step_id: int
     rank: int
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    failed_in: NDArray[np.int32] = field(default_factory=_none)
+    broken: dict[int, str] = field(default_factory=dict)
+    failed_in: NDArray[np.int32] | None = None
     swapped_out: NDArray[np.int32] = field(default_factory=_none)
     failed_out: NDArray[np.int32] = field(default_factory=_none)
     fetched: NDArray[np.int32] = field(default_factory=_none)

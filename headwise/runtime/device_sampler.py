@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cuda.sampling import CudaSampling, rows_of
 from headwise.runtime.ops.base import Tensor, TensorOps
-from headwise.runtime.sampler import Draws, check_best
+from headwise.runtime.sampler import Draws, only_usable
 
 
 class DeviceSampler:
@@ -20,10 +20,8 @@ class DeviceSampler:
     def sample(self, scores: Tensor, cap: float, draws: Draws) -> NDArray[np.int32] | None:
         """A token for each row of ``scores [n, vocab]``; logits are these, capped at ``cap`` if it is not 0.
 
-        None where the kernel does not take such scores: then the host is to draw.
-
-        Raises:
-            ValueError: the logits of the rows that it names are not usable.
+        `NO_TOKEN` for a row whose logits are not usable. None where the kernel does not take such scores: then the host
+        is to draw.
         """
         array = self._ops.kernel_array(scores)
         if not self._kernel.takes(array):
@@ -33,7 +31,7 @@ class DeviceSampler:
         drawn = self._ops.empty_bytes(8 * count).view(np.int32)
         self._kernel.draw(array, rows, cap, drawn[:count], drawn[count:])
         tokens, best = np.split(self._ops.host(drawn), 2)
-        return check_best(tokens, best.view(np.float32))
+        return only_usable(tokens, best.view(np.float32))
 
 
 def _rows(draws: Draws) -> NDArray[np.void]:

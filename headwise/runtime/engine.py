@@ -186,6 +186,9 @@ class EngineCore:
             self.resources.step_done(step)
             return
         self.resources.copies_done(step, result)
+        for index, why in result.broken.items():
+            if self.resources.is_wanted(step, index):
+                self._fail(step.sequences[index], why)
         tokens = result.token_ids.tolist()
         for index in self.resources.commit(step, result.token_ids):
             self._take(step.sequences[index], tokens[index], result.logprobs.get(index))

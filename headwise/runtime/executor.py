@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from headwise.errors import EngineDiedError, first_line
 from headwise.runtime.batch import BatchRequest, StepResult
 
 
@@ -40,3 +41,23 @@ class Executor(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+class Worker(Protocol):
+    """What an executor needs of a worker: `headwise.runtime.worker.ModelWorker`.
+
+    `execute` raises when nothing more may be asked of the worker, whatever it raises: copies may be under way that
+    nobody has told the engine of. What a worker can go on after is in its result.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def execute(self, batch: BatchRequest) -> StepResult: ...
+
+
+def death(error: BaseException) -> EngineDiedError:
+    """What a worker raised, as an executor raises it."""
+    if isinstance(error, EngineDiedError):
+        return error
+    return EngineDiedError(f"the worker failed: {type(error).__name__}: {first_line(error)}")

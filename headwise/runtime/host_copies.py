@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from headwise.runtime.block_storage import open_rank_storage
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.device import Device
 from headwise.runtime.model_card import ModelCard
+from headwise.storage.backends.base import BlockStorage
+from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import check_host_memory
 from headwise.transfer.stats import TransferStats
@@ -34,10 +37,23 @@ CLOSE_S = 10.0
 class HostCopies:
     """Owns the rank's host arena and starts, waits for and reports the copies that batches ask for.
 
+    storage:    the configured one, unless another is given
+    background: makes the streams on which storage is called
+
     Raises `ConfigError` if storage cannot be opened.
     """
 
-    def __init__(self, config: EngineConfig, card: ModelCard, rank: int, device: Device, device_arena: Any) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        card: ModelCard,
+        rank: int,
+        device: Device,
+        device_arena: Any,
+        *,
+        storage: BlockStorage | None = None,
+        background: Callable[[str], Stream] = CpuStream,
+    ) -> None:
         self._arena = device.host_arena(card.spec.num_host_blocks * card.layout.block_bytes)
         self._manager = TransferManager(
             card.layout,
@@ -49,15 +65,17 @@ class HostCopies:
             output_stream=device.copy_stream("headwise-store"),
             load_timeout_s=config.load_timeout_s,
         )
-        self._storage = open_rank_storage(config, card, rank) if config.storage else None
+        if storage is None and config.storage:
+            storage = open_rank_storage(config, card, rank)
+        self._storage = storage
         self._storage_manager = (
             StorageManager(
                 self._storage,
                 self._arena.array,
-                read_stream=CpuStream("headwise-fetch"),
-                write_stream=CpuStream("headwise-put"),
+                read_stream=background("headwise-fetch"),
+                write_stream=background("headwise-put"),
             )
-            if self._storage
+            if self._storage is not None
             else None
         )
         self._reported: dict[str, TransferStats] = {}
@@ -87,7 +105,11 @@ class HostCopies:
             log.warning("%s", error)
 
     def finish(self, batch: BatchRequest) -> dict[str, Any]:
-        """What came of copies, as the fields of a `StepResult`."""
+        """What came of copies, as the fields of a `StepResult`. Nothing writes to the blocks of its loads any more.
+
+        Raises:
+            LayerSwapTimeoutError: a load that was given up still runs: its blocks must never be anybody else's.
+        """
         if not len(batch.rows):
             self._wait_a_little()
         failed_in = self._manager.finish_loads()

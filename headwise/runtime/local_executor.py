@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
 
-from headwise.errors import EngineDiedError
 from headwise.runtime.batch import BatchRequest, StepResult
-
-
-class Worker(Protocol):
-    """What is needed of a worker: `headwise.runtime.worker.ModelWorker`."""
-
-    def execute(self, batch: BatchRequest) -> StepResult: ...
+from headwise.runtime.executor import Worker, death
 
 
 class LocalExecutor:
@@ -35,7 +28,7 @@ class LocalExecutor:
             return None
         error = self._steps[0].exception()
         if error is not None:
-            raise EngineDiedError(f"the worker failed: {type(error).__name__}: {error}") from error
+            raise death(error) from error
         return self._steps.popleft().result()
 
     def close(self) -> None:

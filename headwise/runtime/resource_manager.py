@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.host_tier import HostTier
 from headwise.cache_controller.prefix_match import PrefixMatch
+from headwise.errors import EngineDiedError
 from headwise.runtime.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
 from headwise.runtime.prefetcher import Prefetcher
 from headwise.runtime.request_queue import RequestQueue
@@ -21,6 +22,8 @@ from headwise.runtime.rows import Index, Rows
 from headwise.runtime.sequence import Phase, Sequence
 from headwise.runtime.speeds import CopyTrials, StepSpeeds, smooth
 from headwise.transfer.stats import TransferStats
+
+_NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 MAX_LOOKED_AT = 64
 """Waiting sequences, the next ones, whose cached tokens are left out where the engine says how much it has to do."""
@@ -373,16 +376,22 @@ class ResourceManager:
         """Take in what a step says of copies; to be called before its tokens are committed.
 
         A sequence that the step computed from a block that never came is void from here on, and computed anew.
+
+        Raises:
+            EngineDiedError: the step has loaded blocks, and says nothing of whether they came.
         """
         host = self.cache.host
         if host is None:
             return
+        if result.failed_in is None and len(step.batch.cache_swap_metadata):
+            raise EngineDiedError(f"nothing is known of the blocks that step {step.batch.step_id} loaded")
         self._measure(host, result)
         host.stored(result.swapped_out.tolist(), result.failed_out.tolist())
         if host.storage is not None:
             host.storage.fetched(result.fetched.tolist(), result.missed.tolist())
             host.storage.put_done(result.put.tolist(), result.not_put.tolist())
-        failed = set(self.cache.loads_done(step.batch.step_id, result.failed_in).tolist())
+        lost = _NO_BLOCKS if result.failed_in is None else result.failed_in
+        failed = set(self.cache.loads_done(step.batch.step_id, lost).tolist())
         for sequence in [s for s in (*self.running, *self._draining) if s.row in failed]:
             if sequence.phase is Phase.RUNNING:
                 sequence.preemptions += 1
@@ -416,6 +425,10 @@ class ResourceManager:
         counts = computed[full].tolist()
         hashes = [s.block_hashes(n, block_size) for s, n in zip(self.rows.of(rows[full]), counts, strict=True)]
         self.cache.register(rows[full].tolist(), hashes)
+
+    def is_wanted(self, step: ScheduledStep, index: int) -> bool:
+        """Whether anybody waits for what a step says of a sequence of its batch: it neither ended nor is it void."""
+        return bool(self.rows.wanted[step.batch.rows[index]])
 
     def step_done(self, step: ScheduledStep) -> None:
         """A step came back, as they do in order: what left the batch meanwhile may give back its blocks."""

@@ -12,6 +12,11 @@ from headwise.runtime.request import SamplingParams, TokenLogprobs
 
 Logits = NDArray[np.float32]
 
+NO_TOKEN = -1
+"""In place of a token: the row's logits are not usable."""
+
+NOT_FINITE = "the logits are not finite: the model or its cache is broken"
+
 _BUCKET_SHIFT = 49
 """Leaves a float64's exponent and 3 bits of its fraction: weights of a bucket differ by an eighth at most."""
 
@@ -31,26 +36,20 @@ class Draws:
 def sample(logits: Logits, draws: Draws) -> NDArray[np.int32]:
     """A token for each row of ``logits [n, vocab]``.
 
-    A draw depends on seed, position and the row's own logits alone, never on the rest of the batch. Filters and greedy
-    choice take the lowest id of equally likely tokens.
-
-    Raises:
-        ValueError: the logits of the rows that it names are not usable.
+    A draw depends on seed, position and the row's own logits alone, never on the rest of the batch: where these are
+    not usable, the row has `NO_TOKEN`. Filters and greedy choice take the lowest id of equally likely tokens.
     """
     tokens = logits.argmax(axis=1).astype(np.int32)  # the position of a NaN, if there is one
-    check_best(tokens, logits[np.arange(len(tokens)), tokens])
+    tokens = only_usable(tokens, logits[np.arange(len(tokens)), tokens])
     for row, param in enumerate(draws.params):
-        if not param.greedy:
+        if not param.greedy and tokens[row] != NO_TOKEN:
             tokens[row] = draw(logits[row], param, uniform(int(draws.seeds[row]), int(draws.positions[row])))
     return tokens
 
 
-def check_best(tokens: NDArray[np.int32], best: NDArray[np.float32]) -> NDArray[np.int32]:
-    """The likeliest tokens, if their logits ``best`` are numbers. Raises ValueError naming the rows where not."""
-    if not np.isfinite(best).all():
-        bad = np.flatnonzero(~np.isfinite(best)).tolist()
-        raise ValueError(f"the logits of rows {bad} are not finite: the model or its cache is broken")
-    return tokens
+def only_usable(tokens: NDArray[np.int32], best: NDArray[np.float32]) -> NDArray[np.int32]:
+    """The rows' tokens, or `NO_TOKEN` where the largest logit ``best`` is not finite."""
+    return np.where(np.isfinite(best), tokens, np.int32(NO_TOKEN))
 
 
 def uniform(seed: int, position: int) -> float:

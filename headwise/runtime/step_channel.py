@@ -4,6 +4,7 @@
              <- WorkerReady                    once, after it connected
              -> BatchRequest                   the same bytes to every rank, several may be queued
              <- StepResult                     one per batch, in order
+             <- WorkerFailed                   instead of a result, and the last message
 
 A channel serves one set of workers. After a worker is lost it is closed, and new workers get a new channel.
 """
@@ -15,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from headwise.awake_time import AwakeTime
 from headwise.errors import EngineDiedError
 from headwise.runtime import wire
 from headwise.runtime.batch import BatchRequest, StepResult
+from headwise.runtime.executor import Worker, death
+from headwise.runtime.step_limits import Limit, StepLimits, Work
 from headwise.storage.zmq_context import close_context, open_context
 
 if TYPE_CHECKING:
@@ -44,21 +47,22 @@ class WorkerReady:
     num_blocks: int = 0
 
 
-class Worker(Protocol):
-    """What a channel needs of a worker: `headwise.runtime.worker.ModelWorker`."""
+@wire.register
+@dataclass(frozen=True)
+class WorkerFailed:
+    """A worker takes no more steps, for what it could not do leaves its memory in doubt: it ends."""
 
-    @property
-    def num_blocks(self) -> int: ...
-
-    def execute(self, batch: BatchRequest) -> StepResult: ...
+    rank: int
+    reason: str
 
 
 @dataclass
 class _Step:
-    """A step in flight and the results that are there already, by rank. timeout: its option's name and seconds."""
+    """A step in flight and the results that are there already, by rank. work: None for a command"""
 
     step_id: int
-    timeout: tuple[str, float]
+    work: Work | None
+    limit: Limit
     results: dict[int, StepResult] = field(default_factory=dict)
 
 
@@ -69,8 +73,10 @@ class ZmqExecutor:
 
     endpoint: to bind: ``ipc://PATH``, or ``tcp://HOST:*``; `endpoint` then tells the one taken
     size:     tensor-parallel ranks
-    step_timeout_s: seconds after which the oldest step in flight counts as lost
+    step_timeout_s: seconds after which the oldest step in flight counts as lost; much sooner once it is known how long
+                    such steps take
     start_timeout_s: the same for a command, which may have the workers load the model; None: as for a step
+    load_timeout_s: seconds that workers wait for blocks from the host
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class ZmqExecutor:
         clock: Callable[[], float] = time.monotonic,
         *,
         start_timeout_s: float | None = None,
+        load_timeout_s: float = 0.0,
     ) -> None:
         import zmq
 
@@ -92,8 +99,9 @@ class ZmqExecutor:
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._ranks = [_identity(rank) for rank in range(size)]
         self._ready: dict[int, int] = {}  # blocks in the pool, by rank
-        self._step_timeout_s = step_timeout_s
-        self._start_timeout_s = step_timeout_s if start_timeout_s is None else start_timeout_s
+        self._limits = StepLimits(step_timeout_s, load_timeout_s)
+        start_timeout_s = step_timeout_s if start_timeout_s is None else start_timeout_s
+        self._command_limit = Limit(start_timeout_s, f"start_timeout_s = {start_timeout_s:g} s")
         self._clock = AwakeTime(clock)
         self._steps: deque[_Step] = deque()
         self._head_since = 0.0
@@ -137,10 +145,8 @@ class ZmqExecutor:
                 self._check()
         if not self._steps:
             self._head_since = self._clock()
-        timeout = (
-            ("start_timeout_s", self._start_timeout_s) if batch.command else ("step_timeout_s", self._step_timeout_s)
-        )
-        self._steps.append(_Step(batch.step_id, timeout))
+        work, limit = (None, self._command_limit) if batch.command else self._limits.sent(batch)
+        self._steps.append(_Step(batch.step_id, work, limit))
 
     def poll(self, timeout_s: float | None) -> StepResult | None:
         deadline = None if timeout_s is None else self._clock() + timeout_s
@@ -149,11 +155,19 @@ class ZmqExecutor:
             self._check()
             if self._steps and len(self._steps[0].results) == len(self._ranks):
                 self._head_since = self._clock()
-                return self._merge(self._steps.popleft())
+                return self._take(self._steps.popleft())
             left = _SLICE_S if deadline is None else min(_SLICE_S, deadline - self._clock())
             if left <= 0:
                 return None
             self._socket.poll(left * 1000)
+
+    def _take(self, step: _Step) -> StepResult:
+        result = self._merge(step)
+        if step.work is None:
+            self._limits.forget()
+        else:
+            self._limits.came_back(step.work, result.compute_s)
+        return result
 
     def lost(self, reason: str) -> None:
         """Declare the workers dead; from now on `submit` and `poll` raise. The first reason stays."""
@@ -164,11 +178,10 @@ class ZmqExecutor:
         close_context(self._context)
 
     def _check(self) -> None:
-        if self._lost is None and self._steps and self._clock() - self._head_since > self._steps[0].timeout[1]:
+        if self._lost is None and self._steps and self._clock() - self._head_since > self._steps[0].limit.seconds:
             step = self._steps[0]
             silent = sorted(set(range(len(self._ranks))) - set(step.results))
-            option, seconds = step.timeout
-            self._lost = f"step {step.step_id} did not end within {option} = {seconds:g} s on TP rank {silent}"
+            self._lost = f"step {step.step_id} did not end within {step.limit.text} on TP rank {silent}"
         if self._lost is not None:
             raise EngineDiedError(self._lost)
 
@@ -183,12 +196,14 @@ class ZmqExecutor:
         if not self._socket.poll(timeout_s * 1000):
             return False
         identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
-        message = wire.decode(data, WorkerReady, StepResult)
+        message = wire.decode(data, WorkerReady, StepResult, WorkerFailed)
         rank = self._ranks.index(identity) if identity in self._ranks else -1
         if message.rank != rank:
             self.lost(f"a worker sent a message as TP rank {message.rank} over the connection of {identity!r}")
         elif isinstance(message, WorkerReady):
             self._ready[rank] = message.num_blocks
+        elif isinstance(message, WorkerFailed):
+            self.lost(message.reason)
         else:
             self._file(message)
         return True
@@ -212,7 +227,8 @@ class ZmqExecutor:
             rank=0,
             token_ids=results[0].token_ids,
             logprobs=results[0].logprobs,
-            failed_in=np.unique(np.concatenate([r.failed_in for r in results])),
+            broken=results[0].broken,
+            failed_in=_of_any_rank([r.failed_in for r in results]),
             swapped_out=stored,
             failed_out=failed_out,
             fetched=fetched,
@@ -224,6 +240,12 @@ class ZmqExecutor:
             compute_s=max(r.compute_s for r in results),
             error="; ".join(errors) or None,
         )
+
+
+def _of_any_rank(failed: Sequence[NDArray[np.int32] | None]) -> NDArray[np.int32] | None:
+    """Blocks that one of the ranks lacks; None if there is no word of one rank's."""
+    known = [blocks for blocks in failed if blocks is not None]
+    return np.unique(np.concatenate(known)) if len(known) == len(failed) else None
 
 
 class _OfEveryRank:
@@ -254,8 +276,7 @@ class _OfEveryRank:
 def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:
     """Run the worker's side until ``should_stop``: receive, execute, reply, in order.
 
-    A step that raises is answered by a result with the error, and the next one is served; `EngineDiedError`
-    (a peer rank is gone) is raised after it is answered, because no later step can succeed.
+    What a step raises is told to the engine, and raised: no later step is served, however many are queued.
     """
     import zmq
 
@@ -274,16 +295,19 @@ def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[
 
 def _serve_one(worker: Worker, rank: int, socket: Any) -> None:
     batch = wire.decode(socket.recv(), BatchRequest)
+    answer = answer_to(batch, worker, rank)
+    socket.send(wire.encode(answer))
+    if isinstance(answer, WorkerFailed):
+        raise EngineDiedError(answer.reason)
+
+
+def answer_to(batch: BatchRequest, worker: Worker, rank: int) -> StepResult | WorkerFailed:
+    """What the worker of a rank makes of a batch; after `WorkerFailed` it must not be given another."""
     try:
-        result = worker.execute(batch)
+        return worker.execute(batch)
     except Exception as error:
         log.exception("step %d failed on TP rank %d", batch.step_id, rank)
-        failed = StepResult(batch.step_id, rank, np.empty(0, np.int32), error=f"{type(error).__name__}: {error}")
-        socket.send(wire.encode(failed))
-        if isinstance(error, EngineDiedError):
-            raise
-        return
-    socket.send(wire.encode(result))
+        return WorkerFailed(rank, str(death(error)))
 
 
 def _identity(rank: int) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
-from headwise.errors import EngineDiedError
+from headwise.errors import EngineDiedError, first_line
 from headwise.kernels.base import AttentionBatch, HeadTable, RotatingKernels
 from headwise.runtime.batch import LAST_SAMPLED, RESET_STORAGE, SLEEP, WAKE, BatchRequest, NewSequence, StepResult
-from headwise.runtime.comm import Communicator
+from headwise.runtime.comm import Collectives, Communicator
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.device import Device, open_device
@@ -24,9 +26,9 @@ from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.model_card import ModelCard, check_unchanged, read_model_card, with_pool
 from headwise.runtime.models.base import Model, Rotation, Shard
 from headwise.runtime.models.registry import build_model
-from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
+from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.request import TokenLogprobs
-from headwise.runtime.sampler import Draws, check_best, sample, token_logprobs
+from headwise.runtime.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
 
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
 
@@ -36,6 +38,34 @@ def threads_per_worker(config: EngineConfig) -> int:
     return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // config.tp_size)
 
 
+def load_model(
+    card: ModelCard, config: EngineConfig, directory: Path, ops: TensorOps, collectives: Collectives, shard: Shard
+) -> Model:
+    """A rank's part of the card's model. Raises `ModelError` if it cannot be loaded, or is another one by now."""
+    model = build_model(card.config, Checkpoint(directory), ops, collectives, shard)
+    check_unchanged(card, config, directory)  # blocks of what is cached are named by the card
+    return model
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """Where a worker gets what it is made of, but for its device. clock: in seconds, for the time that steps take"""
+
+    read_card: Callable[[EngineConfig, Path], ModelCard] = read_model_card
+    load_model: Callable[[ModelCard, EngineConfig, Path, TensorOps, Collectives, Shard], Model] = load_model
+    open_copies: Callable[[EngineConfig, ModelCard, int, Device, Any], HostCopies] = HostCopies
+    clock: Callable[[], float] = time.perf_counter
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What a step computed, as a `StepResult` tells it."""
+
+    token_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    broken: dict[int, str] = field(default_factory=dict)
+
+
 class ModelWorker:
     """Loads one rank's part of the model and executes the engine's batches, in order.
 
@@ -43,13 +73,20 @@ class ModelWorker:
     """
 
     def __init__(
-        self, config: EngineConfig, model_dir: Path, rank: int, comm: Communicator, device: Device | None = None
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        rank: int,
+        comm: Communicator,
+        device: Device | None = None,
+        parts: WorkerParts | None = None,
     ) -> None:
         """``device`` is the configured one, unless another is given."""
         self.rank = rank
         self._config = config
         self._model_dir = model_dir
-        self.card: ModelCard = read_model_card(config, model_dir)
+        self._parts = parts or WorkerParts()
+        self.card: ModelCard = self._parts.read_card(config, model_dir)
         self._comm = comm
         self._device = device or open_device(config, threads_per_worker(config))
         self._ops, self._kernels = self._device.ops, self._device.kernels
@@ -66,9 +103,8 @@ class ModelWorker:
 
     def _load_model(self) -> Model:
         shard = Shard(self.rank, self._config.tp_size, self.card.plan.kv_heads(self.rank))
-        model = build_model(self.card.config, Checkpoint(self._model_dir), self._ops, self._collectives, shard)
-        check_unchanged(self.card, self._config, self._model_dir)  # blocks of what is cached are named by the card
-        return model
+        where = self.card, self._config, self._model_dir
+        return self._parts.load_model(*where, self._ops, self._collectives, shard)
 
     def _head_table(self, layer: int) -> HeadTable:
         places = self.card.plan.placement(self.rank, layer)
@@ -104,7 +140,8 @@ class ModelWorker:
             self._allocate_arena()
             self._warm_up()
             if self.card.spec.num_host_blocks:
-                self._copies = HostCopies(self._config, self.card, self.rank, self._device, self._cache.arena)
+                where = self.rank, self._device, self._cache.arena
+                self._copies = self._parts.open_copies(self._config, self.card, *where)
 
     @property
     def num_blocks(self) -> int:
@@ -206,41 +243,53 @@ class ModelWorker:
     # ---- steps ----
 
     def execute(self, batch: BatchRequest) -> StepResult:
-        """Run one step. A failure is reported in the result; the worker can go on with other sequences."""
-        with self._device.current():
-            return self._execute(batch)
+        """Run one step. What fails the step alone, or some of its sequences, is reported in the result.
+
+        Raises:
+            EngineDiedError: whatever else went wrong. Copies may be under way, to blocks that the engine would give
+                to others, and other ranks may wait for this one: it must not be asked for anything more.
+        """
+        try:
+            with self._device.current():
+                return self._execute(batch)
+        except EngineDiedError:
+            raise
+        except Exception as error:
+            raise EngineDiedError(
+                f"TP rank {self.rank} failed in step {batch.step_id}: {type(error).__name__}: {first_line(error)}"
+            ) from error
 
     def _execute(self, batch: BatchRequest) -> StepResult:
-        started = time.perf_counter()
-        token_ids, logprobs, failure, forgotten = np.empty(0, np.int32), {}, None, 0
+        clock = self._parts.clock
+        started, forgotten, computed, failure = clock(), 0, _Computed(), None
         if self._copies is not None:
             self._copies.start(batch)
+        if batch.command:
+            forgotten = self._obey(batch.command)
         try:
-            if batch.command:
-                forgotten = self._obey(batch.command)
-            elif not self._is_asleep:
-                token_ids, logprobs = self._compute(batch)
+            if not self._is_asleep:
+                computed = self._compute(batch)
         except (ValueError, ArithmeticError) as error:
+            if self._comm.size > 1:
+                raise  # the others are still within the step: with the next one, this rank's part of it would be mixed
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
         copies = self._copies.finish(batch) if self._copies is not None else {}
-        elapsed = time.perf_counter() - started
         return StepResult(
             batch.step_id,
             self.rank,
-            token_ids,
-            logprobs,
+            **vars(computed),
             forgotten=forgotten,
-            compute_s=elapsed,
+            compute_s=clock() - started,
             error=failure,
             **copies,
         )
 
-    def _compute(self, batch: BatchRequest) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
+    def _compute(self, batch: BatchRequest) -> _Computed:
         self._cache.tables.open_rows(new.row for new in batch.new_sequences)
         self._cache.tables.apply(batch.table_updates)
         self._sequences.update({new.row: new for new in batch.new_sequences})
-        if not len(batch.rows):  # sent for the sake of copies
-            return np.empty(0, np.int32), {}
+        if not len(batch.rows):  # sent for the sake of copies, or of a command
+            return _Computed()
         token_ids = self._input_tokens(batch)
         if self._graphs is not None and self._is_plain_decode(batch):
             return self._sample(batch, self._decode(self._graphs, batch, token_ids))
@@ -281,35 +330,29 @@ class ModelWorker:
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()))
         return self._model.forward(tokens, places, _PagedAttention(self, step))
 
-    def _sample(
-        self, batch: BatchRequest, found: Tensor | Scored | None
-    ) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
+    def _sample(self, batch: BatchRequest, found: Tensor | Scored | None) -> _Computed:
         """Sample on rank 0 and tell the others, who need the tokens as the next step's input.
 
         ``found`` is of the sequences that sample, in order: their last hidden rows, or already their scores.
         """
-        token_ids = np.full(len(batch.rows), -1, dtype=np.int32)
+        token_ids = np.full(len(batch.rows), NO_TOKEN, dtype=np.int32)
         wanted = np.flatnonzero(batch.sample)
         if found is None:
-            return token_ids, {}
-        sampled, logprobs, broken = None, {}, None
-        try:
-            sampled, logprobs = self._draw(batch, wanted, found)
-        except ValueError as error:  # the other ranks wait for tokens: give them some before failing
-            sampled, broken = np.zeros(len(wanted), dtype=np.int32), error
-        sampled = self._comm.broadcast(sampled, (len(wanted),))
-        if broken is not None:
-            raise broken
-        self._last_sampled[batch.rows[wanted]] = sampled
+            return _Computed(token_ids)
+        drawn, logprobs = self._draw(batch, wanted, found)
+        sampled = self._comm.broadcast(drawn, (len(wanted),))
+        # A step that is on its way takes some token as the next one of a row that has none, and is not listened to.
+        self._last_sampled[batch.rows[wanted]] = np.maximum(sampled, 0)
         token_ids[wanted] = sampled
-        return token_ids, logprobs
+        broken = wanted[sampled == NO_TOKEN].tolist()
+        return _Computed(token_ids, logprobs, dict.fromkeys(broken, NOT_FINITE))
 
     def _draw(
         self, batch: BatchRequest, wanted: NDArray[np.int64], found: Tensor | Scored
     ) -> tuple[NDArray[np.int32] | None, dict[int, TokenLogprobs]]:
         """Tokens for the ``wanted`` sequences of the batch, and log-probabilities by index into the batch.
 
-        Ranks but the first have no tokens.
+        `NO_TOKEN` where the logits are not usable. Ranks but the first have no tokens.
         """
         sequences, ops = [self._sequences[row] for row in batch.rows[wanted].tolist()], self._ops
         params = [sequence.sampling for sequence in sequences]
@@ -319,11 +362,13 @@ class ModelWorker:
         if all(param.greedy and param.logprobs is None for param in params):
             likeliest = found.likeliest if isinstance(found, Scored) else ops.greedy(scores)
             tokens, best = (ops.host(array)[: len(wanted)] for array in likeliest)
-            return check_best(tokens, best), {}
+            return only_usable(tokens, best), {}
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
         tokens = self._sample_scores(scores, Draws(params, seeds, positions))
-        asked = np.array([row for row, param in enumerate(params) if param.logprobs is not None], dtype=np.int64)
+        asked = np.array(
+            [row for row, param in enumerate(params) if param.logprobs is not None and tokens[row] != NO_TOKEN], np.int64
+        )
         if not len(asked):
             return tokens, {}
         logits = self._model.capped(ops.numpy(ops.take_rows(scores, asked)))

@@ -15,14 +15,12 @@ from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.storage_tier import PROBE_S
 from headwise.cache_controller.stored_blocks import AUDIT_S
-from headwise.errors import InvalidRequestError, OverloadedError
-from headwise.runtime.batch import BatchRequest, NewSequence, StepResult
+from headwise.errors import EngineDiedError, InvalidRequestError, OverloadedError
 from headwise.runtime.client_protocol import EngineLoad
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer
-from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams, TokenLogprobs
-from headwise.runtime.sampler import Draws, sample, token_logprobs
+from headwise.runtime.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams
 from headwise.runtime.speeds import smooth
 
 BLOCK = 4
@@ -198,10 +196,65 @@ def test_a_failed_step_fails_its_requests_and_no_other() -> None:
     engine, executor = make_engine(num_blocks=32, max_batched_tokens=5, async_scheduling=False)
     engine.add(request("fails", [1] * 5, 4))
     engine.add(request("works", [2] * 5, 4))
-    executor.fail_next = "boom"
+    executor.model.fails = ValueError("boom")
     deltas = engine.step(None)
-    assert [(d.request_id, d.finish_reason, d.error) for d in deltas] == [("fails", FinishReason.ERROR, "boom")]
+    why = "ValueError in step 1: boom"
+    assert [(d.request_id, d.finish_reason, d.error) for d in deltas] == [("fails", FinishReason.ERROR, why)]
     assert run(engine)["works"].token_ids == continuation([2] * 5, 4)
+
+
+def test_a_request_whose_logits_are_no_numbers_fails_and_the_others_of_its_batch_go_on() -> None:
+    engine, executor = make_engine(num_blocks=32)
+    executor.model.breaks = lambda tokens: tokens[0] == 2 and len(tokens) == 8
+    for first in (1, 2, 3):
+        engine.add(request(f"r{first}", [first] * 5, 9))
+    deltas = [delta for _ in range(100) if engine.has_work() for delta in engine.step(None)]
+    errors = {delta.request_id: delta.error for delta in deltas if delta.finish_reason is FinishReason.ERROR}
+    assert errors == {"r2": "the logits are not finite: the model or its cache is broken"}
+    for first, count in ((1, 9), (2, 3), (3, 9)):
+        tokens = [token for delta in deltas if delta.request_id == f"r{first}" for token in delta.token_ids]
+        assert tokens == continuation([first] * 5, count)
+    assert engine.stats()["requests"]["failed"] == 1
+    assert engine.cache.pool.num_held == 0
+
+
+def late_load(waits: int) -> tuple[EngineCore, SimulatedExecutor]:
+    """An engine with a request in the works whose load is over after so many waits in vain."""
+    engine, executor = make_engine(num_blocks=16, host_blocks=64, write_policy="write_through")
+    engine.add(request("first", list(range(1, 14)), 3))
+    run(engine)
+    engine.cache.reset(("device",))
+    executor.faults.late_loads = waits
+    engine.add(request("second", list(range(1, 14)), 3))
+    return engine, executor
+
+
+def test_a_load_that_is_over_when_it_was_given_up_is_computed_anew() -> None:
+    engine, _ = late_load(1)
+    assert run(engine)["second"].token_ids == continuation(range(1, 14), 3)
+    assert engine.stats()["host"]["failed_blocks"] == 3
+
+
+def test_a_load_that_outlives_being_given_up_ends_the_worker() -> None:
+    engine, _ = late_load(2)
+    with pytest.raises(EngineDiedError, match="LayerSwapTimeoutError: a copy to the device of 3 blocks was given up"):
+        run(engine)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError("no device"), KeyError(3)])
+def test_what_a_step_raises_while_its_copies_are_under_way_ends_the_worker(error: Exception) -> None:
+    engine, executor = late_load(0)
+    executor.model.fails = error
+    with pytest.raises(EngineDiedError, match=f"TP rank 0 failed in step .*: {type(error).__name__}"):
+        run(engine)
+
+
+def test_a_result_without_word_of_the_loads_that_its_step_carried_is_not_believed() -> None:
+    engine, executor = late_load(0)
+    execute = executor._execute
+    executor._execute = lambda batch: replace(execute(batch), failed_in=None, error="it went wrong")
+    with pytest.raises(EngineDiedError, match="nothing is known of the blocks that step"):
+        run(engine)
 
 
 def test_fail_all_ends_every_request_with_the_error() -> None:
@@ -227,33 +280,6 @@ def test_what_can_never_be_served_is_refused_with_what_fits() -> None:
     assert run(engine)["one"].token_ids == continuation([1], 2)
 
 
-class SamplingExecutor(SimulatedExecutor):
-    """Draws each token by its request's own parameters, from logits that depend on every token before it."""
-
-    def __init__(self, card, **options) -> None:
-        super().__init__(card, **options)
-        self._sequences: dict[int, NewSequence] = {}
-        self._logprobs: dict[int, TokenLogprobs] = {}
-
-    def _execute(self, batch: BatchRequest) -> StepResult:
-        self._logprobs = {}
-        self._sequences.update({new.row: new for new in batch.new_sequences})
-        return replace(super()._execute(batch), logprobs=self._logprobs)
-
-    def _compute(self, batch: BatchRequest) -> np.ndarray:
-        tokens = super()._compute(batch)  # writes and checks the cache; -1 where nothing is to be sampled
-        for index, row in enumerate(batch.rows.tolist()):
-            if tokens[index] < 0:
-                continue
-            length, new = int(batch.starts[index] + batch.query_lens[index]), self._sequences[row]
-            logits = np.random.default_rng(self._read(row, length)).normal(0, 2, (1, VOCAB)).astype(np.float32)
-            drawn = sample(logits, Draws([new.sampling], np.array([new.seed], np.uint64), np.array([length])))
-            tokens[index] = self._last[row] = drawn[0]
-            if new.sampling.logprobs is not None:
-                self._logprobs[index] = token_logprobs(logits[0], int(drawn[0]), new.sampling.logprobs)
-        return tokens
-
-
 class ByteTokenizer:
     """A token is one byte: of a two-byte character, or a letter."""
 
@@ -266,7 +292,9 @@ class ByteTokenizer:
 def sampling_engine() -> EngineCore:
     card = simulated_card([FULL, HeadPolicy(window=5, sink=2)], block_size=BLOCK, num_blocks=64, max_rows=4)
     config = EngineConfig(block_size=BLOCK, max_batched_tokens=16)
-    return EngineCore(config, card, ByteTokenizer(), SamplingExecutor(card), clock=lambda: 0.0)
+    executor = SimulatedExecutor(card)
+    executor.model.logits_of = lambda tokens: np.random.default_rng(tokens).normal(0, 2, VOCAB).astype(np.float32)
+    return EngineCore(config, card, ByteTokenizer(), executor, clock=lambda: 0.0)
 
 
 CUT = {
@@ -407,33 +435,58 @@ def test_the_few_tokens_of_a_step_that_had_a_hit_are_no_measure_of_a_long_prompt
     assert engine.load().prefill_token_s == pytest.approx(8.2 / 220, rel=0.1)
 
 
+BROKEN_FAMILY, BREAKS_AT = 3, 12
+"""The model has no numbers for what comes after so many tokens of that family of prompts."""
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, steps end late, clients leave; tokens and books must be right whatever the order."""
 
     policies: ClassVar = (FULL, HeadPolicy(window=5, sink=2))
     host: ClassVar[dict[str, object]] = {}
+    tiers: ClassVar = ("device", "all")
+    num_blocks: ClassVar = 28
 
     def __init__(self) -> None:
         super().__init__()
+        self._open()
+        self.requests: dict[str, GenerateRequest] = {}
+        self.broken: set[str] = set()
+        self.paths: dict[str, list[bytes]] = {}
+        self.expected: dict[str, list[int]] = {}
+        self.got: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+
+    def _open(self) -> None:
         self.engine, self.executor = make_engine(
             self.policies,
-            num_blocks=28,
+            num_blocks=self.num_blocks,
             max_rows=3,
             eager=False,
             max_batched_tokens=9,
             **self.host,
         )
         self.heard = Heard(self.engine.cache)
-        self.paths: dict[str, list[bytes]] = {}
-        self.expected: dict[str, list[int]] = {}
-        self.got: dict[str, list[int]] = {}
-        self.ended: dict[str, FinishReason] = {}
+        self.executor.model.breaks = lambda tokens: tokens[0] // 10 == BROKEN_FAMILY and len(tokens) >= BREAKS_AT
 
-    @rule(family=st.integers(1, 2), length=st.integers(1, 30), count=st.integers(1, 12), priority=st.integers(0, 1))
+    @rule(
+        family=st.integers(1, BROKEN_FAMILY),
+        length=st.integers(1, 30),
+        count=st.integers(1, 12),
+        priority=st.integers(0, 1),
+    )
     def arrive(self, family: int, length: int, count: int, priority: int) -> None:
+        self._arrive(family, length, count, priority)
+
+    def _arrive(self, family: int, length: int, count: int, priority: int = 0) -> None:
         name = f"r{len(self.expected)}"
+        count = min(count, self.engine.card.max_model_len - length)
         prompt = [family * 10 + i % 7 for i in range(length)]
-        self.engine.add(request(name, prompt, count, priority=priority))
+        self.requests[name] = request(name, prompt, count, priority=priority)
+        self.engine.add(self.requests[name])
+        if family == BROKEN_FAMILY and length + count > BREAKS_AT:
+            self.broken.add(name)
+            count = max(0, BREAKS_AT - length)
         self.expected[name], self.got[name] = continuation(prompt, count), []
         self.paths[name] = []
         tokens = np.array([*prompt, *self.expected[name]], dtype=np.int32)
@@ -441,7 +494,24 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        self._take(self.engine.step(0))
+        self._step(0)
+
+    def _step(self, timeout_s: float | None) -> None:
+        try:
+            self._take(self.engine.step(timeout_s))
+        except EngineDiedError as error:
+            self.engine.fail_all(str(error))
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        """With new workers and an empty cache; clients send again what did not end, with what they have of it."""
+        self._open()
+        for name in self.requests.keys() - self.ended.keys():
+            self.engine.add(replace(self.requests[name], output_token_ids=tuple(self.got[name])))
+
+    @rule()
+    def the_worker_has_no_memory_for_a_step(self) -> None:
+        self.executor.model.fails = MemoryError("no room for 9 tokens")
 
     @rule()
     def nobody_looks_for_an_hour(self) -> None:
@@ -456,9 +526,9 @@ class EngineMachine(RuleBasedStateMachine):
     def sleep_or_wake(self, action: str) -> None:
         self.engine.operate(action)
 
-    @rule(tier=st.sampled_from(["device", "all"]))
-    def forget(self, tier: str) -> None:
-        self.engine.operate("reset_cache", tier)
+    @rule(data=st.data())
+    def forget(self, data) -> None:
+        self.engine.operate("reset_cache", data.draw(st.sampled_from(self.tiers)))
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -506,15 +576,22 @@ class EngineMachine(RuleBasedStateMachine):
             if delta.finish_reason:
                 self.ended[delta.request_id] = delta.finish_reason
 
-    def teardown(self) -> None:
-        self.engine.operate("wake")
+    def _come_to_rest(self) -> None:
         for _ in range(5_000):
             if not self.engine.has_work():
                 break
-            self._take(self.engine.step(None))
+            self._step(None)
+
+    def teardown(self) -> None:
+        self.engine.operate("wake")
+        self._come_to_rest()
+        if self.ended.keys() != self.expected.keys():  # an engine that was started anew while it slept
+            self._come_to_rest()
         assert self.ended.keys() == self.expected.keys()
         for name, reason in self.ended.items():
             assert reason is FinishReason.ABORT or self.got[name] == self.expected[name]
+            assert reason is not FinishReason.ERROR or name in self.broken
+            assert reason is not FinishReason.LENGTH or name not in self.broken
         assert self.engine.cache.pool.num_held == 0
 
 
@@ -529,23 +606,25 @@ class TieredMachine(EngineMachine):
 
     @rule(steps=st.integers(0, 3))
     def copies_take(self, steps: int) -> None:
-        self.executor.store_steps = steps
+        self.executor.faults.store_steps = steps
 
     @rule(data=st.randoms(use_true_random=False), load=st.sampled_from([0, 0.3]), store=st.sampled_from([0, 0.3]))
     def copies_fail(self, data, load: float, store: float) -> None:
-        self.executor.lose_load = lambda: data.random() < load
-        self.executor.lose_store = lambda: data.random() < store
+        self.executor.faults.lose_load = lambda: data.random() < load
+        self.executor.faults.lose_store = lambda: data.random() < store
+
+    @rule(waits=st.integers(1, 3))
+    def a_load_is_late(self, waits: int) -> None:
+        """Given up, and over once that is waited for; or not even then."""
+        self.executor.faults.late_loads = waits
 
     @rule()
     def all_end_and_the_device_forgets(self) -> None:
-        for _ in range(2_000):
-            if not self.engine.has_work():
-                break
-            self._take(self.engine.step(None))
+        self._come_to_rest()
         self.engine.cache.pool.evict_all()
 
     def teardown(self) -> None:
-        self.executor.lose_load = lambda: False
+        self.executor.faults.lose_load = lambda: False
         super().teardown()
         assert self.engine.cache.host.pool.num_held == 0
 
@@ -573,20 +652,24 @@ class StoredMachine(TieredMachine):
     """The same with storage behind the host, that is late, fails, loses blocks, and hangs at times."""
 
     host: ClassVar = {"host_blocks": 40, "write_policy": "write_through", "prefetch": "wait_complete"}
+    tiers: ClassVar = ("device", "storage", "all")
 
     def __init__(self) -> None:
         self.host = {**self.host, "storage": served_before(self.policies)}
         super().__init__()
-        self.lookup = self.engine._lookup
+
+    @property
+    def lookup(self) -> SimulatedLookup:
+        return self.engine._lookup
 
     @rule(steps=st.sampled_from([0, 1, 3, None]))
     def storage_takes(self, steps: int | None) -> None:
-        self.executor.storage_steps = steps
+        self.executor.faults.storage_steps = steps
 
     @rule(data=st.randoms(use_true_random=False), fetch=st.sampled_from([0, 0.3]), put=st.sampled_from([0, 0.3]))
     def storage_fails(self, data, fetch: float, put: float) -> None:
-        self.executor.lose_fetch = lambda: data.random() < fetch
-        self.executor.lose_put = lambda: data.random() < put
+        self.executor.faults.lose_fetch = lambda: data.random() < fetch
+        self.executor.faults.lose_put = lambda: data.random() < put
 
     @rule(data=st.randoms(use_true_random=False))
     def storage_loses_blocks(self, data) -> None:
@@ -606,10 +689,10 @@ class StoredMachine(TieredMachine):
 
     def teardown(self) -> None:
         EngineMachine.teardown(self)  # also while storage hangs
-        self.executor.storage_steps = 0
+        self.executor.faults.storage_steps = 0
         while self.engine.cache.host.storage.held_host_blocks():
             self.engine.add(request("last" + str(self.engine._clock()), [90], 2))
-            self.executor.lose_load = lambda: False
+            self.executor.faults.lose_load = lambda: False
             run(self.engine)
         assert self.engine.cache.host.pool.num_held == 0
         self._what_storage_is_said_to_have_is_there()
@@ -635,7 +718,40 @@ class TimeoutMachine(StoredMachine):
     host: ClassVar = {"host_blocks": 20, "write_policy": "write_back", "prefetch_timeout_s": 1.5}
 
 
-MACHINES = [TieredMachine, SelectiveMachine, WriteBackMachine, StoredMachine, BestEffortMachine, TimeoutMachine]
+class CrowdedMachine(StoredMachine):
+    """A request may take all of the device, and have to wait within the batch for what a copy holds of it."""
+
+    policies: ClassVar = (FULL,)
+    num_blocks: ClassVar = 8
+
+    @rule(family=st.integers(1, 2), length=st.integers(29, 31), forget=st.booleans())
+    def one_as_long_as_the_device_arrives(self, family: int, length: int, forget: bool) -> None:
+        self._arrive(family, length, 1)
+        self._step(0)
+        if forget:
+            self.engine.operate("reset_cache", "storage")
+            self._step(0)
+
+    @rule(length=st.integers(4, 6))
+    def a_copy_keeps_a_block(self, length: int) -> None:
+        self.all_end_and_the_device_forgets()
+        self.executor.faults.store_steps = 9
+        self._arrive(4, length, 1)
+        while self.engine.has_requests and self.engine.has_work():
+            self._step(0)
+            self.executor.finish_one()
+        self._step(0)
+
+
+MACHINES = [
+    TieredMachine,
+    SelectiveMachine,
+    WriteBackMachine,
+    StoredMachine,
+    BestEffortMachine,
+    TimeoutMachine,
+    CrowdedMachine,
+]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -669,7 +785,7 @@ def test_a_load_that_never_comes_is_computed_anew_and_forgotten() -> None:
     engine.add(request("first", prompt, 3))
     run(engine)
     engine.cache.pool.evict_all()
-    executor.lose_load = lambda: True
+    executor.faults.lose_load = lambda: True
     engine.add(request("second", prompt, 3))
     second = run(engine)["second"]
     assert second.token_ids == continuation(prompt, 3)
@@ -684,7 +800,7 @@ def test_a_prompt_that_comes_from_the_host_waits_for_the_blocks_that_copies_hold
     engine.add(request("on the host", on_host, 2))
     run(engine)
     engine.cache.reset(("device",))
-    executor.store_steps = 10_000
+    executor.faults.store_steps = 10_000
     engine.add(request("other", other, 2))
     while engine.has_requests:
         engine.step(None)
@@ -692,9 +808,34 @@ def test_a_prompt_that_comes_from_the_host_waits_for_the_blocks_that_copies_hold
     engine.add(request("again", on_host, 2))
     for _ in range(10):
         assert engine.step(None) == []
-    executor.store_steps = 0
+    executor.faults.store_steps = 0
     assert run(engine)["again"].token_ids == continuation(on_host, 2)
     assert engine.cache.stats().host_hit_tokens == 60
+
+
+def test_a_command_carries_the_tables_of_a_request_that_waits_within_the_batch() -> None:
+    engine, executor = make_engine(num_blocks=16, host_blocks=64, write_policy="write_through", storage={}, eager=False)
+    prompt = [3 + i % 7 for i in range(61)]  # 15 blocks, and one more for its last token
+    engine.add(request("on the host", prompt, 1))
+    run(engine)
+    engine.cache.reset(("device",))
+    executor.faults.store_steps = 10_000
+    engine.add(request("one block is being stored", [11, 12, 13, 14, 15], 1))
+    while engine.has_requests:
+        engine.step(0)
+        executor.finish_one()
+    engine.step(0)
+    assert len(executor.queue) == 1, "a step is under way when the next one could be sent"
+    engine.add(request("again", prompt, 3))
+    engine.step(0)
+    assert [sequence.id for sequence in engine.resources.running] == ["again"]
+    assert len(executor.queue) == 1, "there is no block for its last token"
+    reset = engine.operate("reset_cache", "storage")
+    engine.step(0)
+    assert [new.request_id for new in executor.queue[-1].new_sequences] == ["again"]
+    executor.faults.store_steps = 0
+    assert run(engine)["again"].token_ids == continuation(prompt, 3)
+    assert reset.is_done
 
 
 def test_a_load_that_fails_for_a_request_that_no_step_has_carried_stops_no_other() -> None:
@@ -709,12 +850,12 @@ def test_a_load_that_fails_for_a_request_that_no_step_has_carried_stops_no_other
     engine.add(request("other", first, 30))  # in the last row
     while len(engine.resources.running) != 1:
         engine.step(None)
-    extend, executor.lose_load = engine.cache.extend, lambda: True
+    extend, executor.faults.lose_load = engine.cache.extend, lambda: True
     engine.cache.extend = lambda rows, tokens: len(rows) != 1 and extend(rows, tokens)  # no room for a newcomer
     engine.add(request("late", second, 1))
     while not engine.cache.host.stats().failed_blocks:
         engine.step(None)
-    engine.cache.extend, executor.lose_load = extend, lambda: False
+    engine.cache.extend, executor.faults.lose_load = extend, lambda: False
     results = run(engine)
     assert results["other"].finish_reason is FinishReason.LENGTH
     assert results["late"].token_ids == continuation(second, 1)
@@ -743,7 +884,7 @@ def test_two_requests_share_one_fetch() -> None:
     first.add(request("first", prompt, 3))
     run(first)
     second, executor = make_engine(num_blocks=16, host_blocks=64, storage=storage)
-    executor.storage_steps = 3
+    executor.faults.storage_steps = 3
     for name in ("a", "b"):
         second.add(request(name, prompt, 3))
     results = run(second)
@@ -762,7 +903,7 @@ def test_storage_that_hangs_holds_up_nobody_for_long(prefetch: str, lookup_hangs
     second, executor = make_engine(
         num_blocks=16, host_blocks=64, storage=storage, prefetch=prefetch, storage_timeout_s=2.0
     )
-    executor.storage_steps = None
+    executor.faults.storage_steps = None
     second._lookup.hangs = lookup_hangs
     second.add(request("second", prompt, 3))
     result = run(second)["second"]
@@ -799,11 +940,11 @@ def test_a_stalled_storage_is_used_again_once_it_answers() -> None:
     engine, executor = make_engine(
         num_blocks=16, host_blocks=64, storage={}, write_policy="write_through", storage_timeout_s=2.0
     )
-    executor.storage_steps = None
+    executor.faults.storage_steps = None
     engine.add(request("first", list(range(1, 14)), 3))
     run(engine)
     assert engine.stats()["storage"]["is_stalled"]
-    executor.storage_steps = 0
+    executor.faults.storage_steps = 0
     engine.add(request("second", list(range(20, 33)), 3))
     run(engine)
     assert not engine.stats()["storage"]["is_stalled"]
@@ -814,11 +955,11 @@ def test_a_stalled_storage_is_used_again_once_it_answers() -> None:
 def test_a_storage_that_goes_on_while_the_engine_is_idle_is_used_at_the_next_request() -> None:
     storage: Storage = {}
     engine, executor, said = stored_engine(storage, storage_timeout_s=2.0)
-    executor.storage_steps = None
+    executor.faults.storage_steps = None
     engine.add(request("first", PROMPT, 3))
     run(engine)
     assert engine.stats()["storage"]["is_stalled"]
-    executor.storage_steps = 0
+    executor.faults.storage_steps = 0
     until = engine._clock() + 2 * PROBE_S
     while engine._clock() < until:
         said_of_storage(engine, said)
@@ -899,7 +1040,7 @@ def test_a_write_that_a_reset_overtook_is_not_believed() -> None:
     engine.add(request("first", PROMPT, 3))
     while not engine.cache.host.storage.stats().queued_puts:
         engine.step(None)
-    executor.storage_steps = 3
+    executor.faults.storage_steps = 3
     overtaken = engine.stats()["storage"]["queued_puts"]
     operation = engine.operate("reset_cache", "storage")
     run(engine)

@@ -6,7 +6,7 @@ import pytest
 from simulation import VOCAB, SimulatedExecutor, Storage, continuation
 from test_engine import make_engine, request, run
 
-from headwise.errors import ConfigError, EngineDiedError, InvalidRequestError, OverloadedError
+from headwise.errors import ConfigError, EngineDiedError, InvalidRequestError, ModelError, OverloadedError
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.operations import Operation
 from headwise.runtime.request import FinishReason, GenerationResult
@@ -124,7 +124,7 @@ def test_a_full_host_keeps_what_was_used_last() -> None:
 def test_copies_that_fail_do_not_keep_an_engine_awake() -> None:
     engine, executor = make_engine(num_blocks=16, host_blocks=16, write_policy="write_back")
     served(engine)
-    executor.lose_store = lambda: True
+    executor.faults.lose_store = lambda: True
     finish(engine, engine.operate("sleep"))
     assert engine.stats()["host"]["cached_blocks"] == 0
     engine.operate("wake")
@@ -133,12 +133,12 @@ def test_copies_that_fail_do_not_keep_an_engine_awake() -> None:
 
 def test_storage_that_hangs_does_not_keep_an_engine_awake() -> None:
     engine, executor = make_engine(num_blocks=16, host_blocks=16, write_policy="write_through", storage={})
-    executor.storage_steps = None
+    executor.faults.storage_steps = None
     engine.add(request("r", PROMPT, 3))
     while engine.stats()["storage"]["queued_puts"] < 3:
         engine.step(None)
     finish(engine, engine.operate("sleep"))
-    executor.storage_steps = 0
+    executor.faults.storage_steps = 0
     for _ in range(5):
         engine.step(None)  # asleep, what is on its way from host to storage still comes to its end
     assert len(executor.storage) == 3
@@ -167,9 +167,9 @@ def test_the_store_hears_that_nothing_is_on_the_device_any_more() -> None:
 
 def test_a_wake_that_fails_is_the_engine_s_death() -> None:
     engine, executor = asleep()
-    executor.fail_next = "the checkpoint is gone"
+    executor.fail_wake = ModelError("the checkpoint is gone")
     engine.operate("wake")
-    with pytest.raises(EngineDiedError, match="could not obey 'wake': the checkpoint is gone"):
+    with pytest.raises(EngineDiedError, match="TP rank 0 could not wake: the checkpoint is gone"):
         run(engine)
 
 
@@ -178,7 +178,8 @@ def test_a_wake_that_fails_is_the_engine_s_death() -> None:
 
 def test_a_reset_forgets_a_tier_and_leaves_the_others() -> None:
     storage: Storage = {}
-    engine, _ = make_engine(num_blocks=16, host_blocks=16, write_policy="write_through", storage=storage)
+    engine, executor = make_engine(num_blocks=16, host_blocks=16, write_policy="write_through", storage=storage)
+    executor.faults.storage_steps = 0
     served(engine)
     blocks = {}
     for tier in ("device", "host", "storage", "all"):

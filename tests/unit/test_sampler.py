@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headwise.runtime import sampler
 from headwise.runtime.request import SamplingParams
-from headwise.runtime.sampler import Draws, filtered, token_logprobs, uniform
+from headwise.runtime.sampler import NO_TOKEN, Draws, filtered, token_logprobs, uniform
 from headwise.runtime.sampler import draw as draw_token
 
 VOCAB = 40
@@ -135,9 +135,10 @@ def test_logprobs_are_those_of_the_chosen_token_and_of_the_likeliest_ones() -> N
     assert token_logprobs(logits, 5, 0).top == ()
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_a_row_without_usable_logits_is_named(value: float) -> None:
-    logits = np.zeros((3, VOCAB))
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_p=0.9)])
+def test_a_row_without_usable_logits_has_no_token_and_the_others_have_theirs(value: float, params) -> None:
+    logits = draw.standard_normal((3, VOCAB))
+    expected = sample(logits, [params] * 3, [0, 1, 2], [5, 6, 7]).tolist()
     logits[1] = value
-    with pytest.raises(ValueError, match=r"the logits of rows \[1\] are not finite"):
-        sample(logits, [SamplingParams(temperature=0)] * 3, [0] * 3, [0] * 3)
+    assert sample(logits, [params] * 3, [0, 1, 2], [5, 6, 7]).tolist() == [expected[0], NO_TOKEN, expected[2]]

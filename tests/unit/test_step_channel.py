@@ -13,7 +13,7 @@ import pytest
 from skipping_clock import SkippingClock
 from waiting import PATIENCE_S
 
-from headwise.errors import EngineDiedError
+from headwise.errors import EngineDiedError, LayerSwapTimeoutError
 from headwise.runtime.batch import BatchRequest, StepResult
 from headwise.runtime.request import TokenLogprobs
 from headwise.runtime.step_channel import ZmqExecutor, serve_steps
@@ -38,6 +38,17 @@ class Echo:
         self.seen.append(batch.step_id)
         rows = len(batch.rows) if self.rank == 0 else 0
         return StepResult(batch.step_id, self.rank, np.full(rows, batch.step_id, np.int32), compute_s=float(self.rank))
+
+
+class Hurried:
+    """A clock that goes on by half a second at every look."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def __call__(self) -> float:
+        self.now += 0.5
+        return self.now
 
 
 class Scripted:
@@ -145,9 +156,8 @@ def test_logprobs_cross_the_channel(group: Group) -> None:
 
 def test_an_error_of_any_rank_is_the_step_s_error_and_the_next_step_runs(group: Group) -> None:
     def fails_once(batch: BatchRequest) -> StepResult:
-        if batch.step_id == 0:
-            raise ValueError("row 9 has no table")
-        return StepResult(batch.step_id, 1, np.empty(0, np.int32))
+        error = "ValueError: row 9 has no table" if batch.step_id == 0 else None
+        return StepResult(batch.step_id, 1, np.empty(0, np.int32), error=error)
 
     executor = group.start([Echo(0), Scripted(fails_once)])
     executor.submit(batch(0))
@@ -159,17 +169,71 @@ def test_an_error_of_any_rank_is_the_step_s_error_and_the_next_step_runs(group: 
     assert second.error is None
 
 
-def test_a_worker_whose_peer_died_answers_and_stops(group: Group) -> None:
-    def peer_gone(batch: BatchRequest) -> StepResult:
-        raise EngineDiedError("rank 1 did not show up")
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (EngineDiedError("rank 1 did not show up"), "rank 1 did not show up"),
+        (LayerSwapTimeoutError("a copy has not ended"), "the worker failed: LayerSwapTimeoutError: a copy has not ended"),
+        (MemoryError(), "the worker failed: MemoryError: MemoryError"),
+    ],
+)
+def test_whatever_a_worker_raises_is_told_at_once_and_no_later_step_is_begun(
+    group: Group, raised: Exception, told: str
+) -> None:
+    begun: list[int] = []
 
-    executor = group.start([Scripted(peer_gone)])
+    def fails(batch: BatchRequest) -> StepResult:
+        begun.append(batch.step_id)
+        raise raised
+
+    executor = group.start([Echo(0), Scripted(fails)])
+    executor.submit(batch(0))
+    executor.submit(batch(1))
+    with pytest.raises(EngineDiedError, match=told):
+        executor.poll(PATIENCE_S)
+    group._threads[1].join(PATIENCE_S)
+    assert [str(failure) for failure in group.failures] == [told]
+    assert begun == [0]
+
+
+@pytest.mark.parametrize(("of_rank_1", "of_all"), [([4, 7], [2, 4, 7]), ([], [2, 4]), (None, None)])
+def test_loads_that_a_rank_has_no_word_of_are_not_said_to_have_come(
+    group: Group, of_rank_1: list[int] | None, of_all: list[int] | None
+) -> None:
+    def loads(rank: int, failed: list[int] | None) -> Scripted:
+        blocks = None if failed is None else np.array(failed, np.int32)
+        return Scripted(lambda b: StepResult(b.step_id, rank, np.empty(0, np.int32), failed_in=blocks))
+
+    executor = group.start([loads(0, [4, 2]), loads(1, of_rank_1)])
     executor.submit(batch(0))
     result = executor.poll(PATIENCE_S)
     assert result is not None
-    assert result.error == "EngineDiedError: rank 1 did not show up"
-    group._threads[0].join(PATIENCE_S)
-    assert [str(f) for f in group.failures] == ["rank 1 did not show up"]
+    assert (None if result.failed_in is None else result.failed_in.tolist()) == of_all
+
+
+def test_a_worker_that_hangs_is_noticed_long_before_step_timeout_s(group: Group) -> None:
+    release, clock = threading.Event(), Hurried()
+
+    def hangs_at_last(batch: BatchRequest) -> StepResult:
+        if batch.step_id == 5:
+            release.wait(PATIENCE_S)
+        return StepResult(batch.step_id, 1, np.empty(0, np.int32), compute_s=0.04)
+
+    executor = group.start([Echo(0), Scripted(hangs_at_last)], step_timeout_s=120.0, clock=clock)
+    for step_id in range(5):
+        executor.submit(replace(batch(step_id), starts=np.array([1, 2], np.int32)))
+        assert executor.poll(None) is not None
+    began = clock.now
+    executor.submit(batch(5))
+
+    def poll() -> None:
+        while executor.poll(0) is None:
+            pass
+
+    with pytest.raises(EngineDiedError, match=r"step 5 did not end within 15 s, although .* on TP rank \[1\]"):
+        poll()
+    assert clock.now - began < 20.0
+    release.set()
 
 
 def test_transfers_count_once_every_rank_has_finished_them(group: Group) -> None:
