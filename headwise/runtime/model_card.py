@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -12,10 +11,11 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.windows import GroupWindows
-from headwise.errors import ConfigError, ModelError
+from headwise.errors import ConfigError
 from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.executor import CacheSpec
+from headwise.runtime.loader.checkpoint import parse_json, read_small_file
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.registry import model_config
 
@@ -62,14 +62,8 @@ def kept_policies(plan: HeadGroupPlan, recycling: bool) -> tuple[HeadPolicy, ...
 def read_model_card(config: EngineConfig, directory: Path) -> ModelCard:
     """Read a model's geometry; raises ModelError or ConfigError if it cannot be served as configured."""
     path = directory / "config.json"
-    try:
-        raw = path.read_bytes()
-        hf_config = json.loads(raw)
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}; a model directory needs a config.json") from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from None
-    model, identity = model_config(hf_config), _identity(raw, directory)
+    raw = read_small_file(path)
+    model, identity = model_config(parse_json(path, raw)), _identity(raw, directory)
     if config.head_pattern:
         policies = _patterned(config, model, identity)
         if policies != model.policies:
