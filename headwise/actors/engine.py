@@ -19,8 +19,8 @@ from headwise.runtime.engine import EngineCore
 from headwise.runtime.engine_reports import Reporting
 from headwise.runtime.engine_server import EngineServer
 from headwise.runtime.front_door import FrontDoor
-from headwise.runtime.host_copies import check_host_cache
 from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.memory_check import check_memory
 from headwise.runtime.model_card import with_pool
 from headwise.runtime.watchdog import Watchdog
 from headwise.storage.curve import CurveKeys
@@ -130,7 +130,7 @@ class Engine:
             host = address = "127.0.0.1"
         self._front_door = FrontDoor.open(self._config)
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
-        check_host_cache(self._config, self._front_door.card)
+        check_memory(self._config, self._front_door.card)
         self._lookup = open_lookup(self._config, self._front_door.card)
         epoch = time.time_ns()
         self._flusher = Flusher(self._name, epoch, self._store_endpoint, self._front_door.namespace, self._curve)
