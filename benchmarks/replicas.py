@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class Size:
     faults:   how many of `FAULTS`
     """
 
-    policies: tuple[str, ...] = ("round_robin", "cache_aware")
+    policies: tuple[Literal["round_robin", "cache_aware"], ...] = ("round_robin", "cache_aware")
     replicas: int = 3
     kv_cache: str = "112MiB"  # 2,500 tokens; the conversations have 5,000
     max_model_len: int = 1024

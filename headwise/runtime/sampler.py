@@ -37,7 +37,7 @@ def sample(logits: Logits, draws: Draws) -> NDArray[np.int32]:
     Raises:
         ValueError: the logits of the rows that it names are not usable.
     """
-    tokens = logits.argmax(axis=1).astype(np.int32)  # the position of a NaN, if there is one
+    tokens: NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)  # the position of a NaN, if there is one
     check_best(tokens, logits[np.arange(len(tokens)), tokens])
     for row, param in enumerate(draws.params):
         if not param.greedy:

@@ -210,7 +210,7 @@ class ModelWorker:
 
     def _execute(self, batch: BatchRequest) -> StepResult:
         started = time.perf_counter()
-        token_ids, logprobs, failure, forgotten = np.empty(0, np.int32), {}, None, 0
+        token_ids, logprobs, failure, forgotten = np.empty(0, np.int32), dict[int, TokenLogprobs](), None, 0
         if self._copies is not None:
             self._copies.start(batch)
         try:
@@ -290,7 +290,7 @@ class ModelWorker:
         wanted = np.flatnonzero(batch.sample)
         if found is None:
             return token_ids, {}
-        sampled, logprobs, broken = None, {}, None
+        sampled, logprobs, broken = None, dict[int, TokenLogprobs](), None
         try:
             sampled, logprobs = self._draw(batch, wanted, found)
         except ValueError as error:  # the other ranks wait for tokens: give them some before failing
@@ -315,7 +315,7 @@ class ModelWorker:
         if scores is None:
             return None, {}
         if all(param.greedy and param.logprobs is None for param in params):
-            likeliest = found.likeliest if isinstance(found, Scored) else ops.greedy(scores)
+            likeliest = (found.likeliest if isinstance(found, Scored) else None) or ops.greedy(scores)
             tokens, best = (ops.host(array)[: len(wanted)] for array in likeliest)
             return check_best(tokens, best), {}
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
@@ -347,7 +347,8 @@ class ModelWorker:
         if self._rotating is None:
             self._kernels.write_kv(keys, values, *where)
         else:
-            self._rotating.write_kv_rope(queries, keys, values, *rotation, *where)
+            cosines, sines = rotation
+            self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
         if self._copies is not None:
             self._copies.wait_layer(layer)
         out = ops.empty_like(queries)

@@ -94,16 +94,16 @@ class Checkpoint:
                 "can be read"
             )
         weight_map = read_json(self.directory / INDEX).get("weight_map")
-        named = weight_map.values() if isinstance(weight_map, dict) else ()
-        if not named or not all(isinstance(shard, str) for shard in named):
+        weight_map = weight_map if isinstance(weight_map, dict) else {}
+        if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ModelError(f"{self.directory / INDEX} has no weight_map of file names; fetch the model again")
-        for shard in sorted(set(named)):
+        for shard in sorted(set(weight_map.values())):
             # A shard's name with a path in it would read outside the model's directory.
             if Path(shard).name != shard or not (self.directory / shard).exists():
                 raise ModelError(
                     f"{self.directory} lacks the shard {shard!r} that {INDEX} names; fetch the model again"
                 )
-        return dict(weight_map)
+        return weight_map
 
     def _load(self, file_name: str) -> SafetensorsFile:
         if file_name not in self._files:

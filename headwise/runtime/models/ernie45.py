@@ -196,7 +196,7 @@ class ErnieWeights:
         fused = f"{match['at']}.{'down' if is_down else 'gate_up'}_proj"
         if fused not in self._known:
             return None
-        matrix = self._source.rows(fused, expert, expert + 1)[0]
+        matrix: NDArray[np.float32] = self._source.rows(fused, expert, expert + 1)[0]
         if is_down:
             return matrix
         gate, up = np.split(matrix, 2)

@@ -33,7 +33,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32
 
 def _scaled(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse = (1.0 / np.power(np.float32(config.theta), exponents)).astype(np.float32)
+    inverse: NDArray[np.float32] = (1.0 / np.power(np.float32(config.theta), exponents)).astype(np.float32)
     kind = scaling_kind(config.scaling)
     if kind == "linear":
         return inverse / np.float32(_need(config.scaling, "factor"))
