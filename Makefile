@@ -1,9 +1,9 @@
-# headwise: `make demo` shows it, `make test` proves it, `make check` lints it.
+# headwise: `make demo` shows it, `make test` proves it, `make check` lints it, `make figures` measures it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test check soak clean
+.PHONY: venv demo test check soak figures clean
 venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -28,6 +28,9 @@ check: venv
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+figures: venv
+	@$(BIN)/python benchmarks/figures.py
 
 clean:
 	rm -rf $(VENV)

@@ -13,9 +13,10 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -36,11 +37,11 @@ class Workload:
     range_bytes: int
     adjacent: bool = False
 
-    def make_pairs(self, rng: np.random.Generator) -> np.ndarray:
-        """``int32 [m, 3]`` (group, source block, target block)."""
+    def make_pairs(self, rng: np.random.Generator, arena_bytes: int, copied_bytes: int) -> np.ndarray:
+        """``int32 [m, 3]`` (group, source block, target block), which copy about ``copied_bytes``."""
         run = 16 if self.adjacent else 1
-        blocks = ARENA_BYTES // self.block_bytes // run
-        count = max(1, min(COPIED_BYTES // self.range_bytes // run, blocks // 2))
+        blocks = arena_bytes // self.block_bytes // run
+        count = max(1, min(copied_bytes // self.range_bytes // run, blocks // 2))
         pairs = np.zeros((count, run, 3), dtype=np.int32)
         for column in (1, 2):
             pairs[:, :, column] = rng.permutation(blocks)[:count, None] * run + np.arange(run)
@@ -79,28 +80,29 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="9 rounds instead of 41")
+    parser.add_argument("--quick", action="store_true", help="3 rounds of an eighth of the bytes: seconds")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
-    arguments = parser.parse_args()
-    rounds = 9 if arguments.quick else 41
+    args = parser.parse_args(arguments)
+    rounds, share = (3, 8) if args.quick else (41, 1)
+    arena_bytes, copied_bytes = ARENA_BYTES // share, COPIED_BYTES // share
 
-    copy, memcpy = make_block_copy("numba", arguments.threads), PlainMemcpy(arguments.threads)
-    source, target = np.ones(ARENA_BYTES, np.uint8), np.ones(ARENA_BYTES, np.uint8)
+    copy, memcpy = make_block_copy("numba", args.threads), PlainMemcpy(args.threads)
+    source, target = np.ones(arena_bytes, np.uint8), np.ones(arena_bytes, np.uint8)
     rng = np.random.default_rng(0)
-    print(f"{arguments.threads} threads, {rounds} rounds\n")
+    print(f"{args.threads} threads, {rounds} rounds\n")
     print(f"{'workload':20}{'copies':>8}{'MiB':>6}{'copy GB/s':>11}{'memcpy GB/s':>13}{'ratio':>7}")
     ratios: dict[str, float] = {}
     for load in WORKLOADS:
-        pairs, size = load.make_pairs(rng), load.block_bytes
+        pairs, size = load.make_pairs(rng, arena_bytes, copied_bytes), load.block_bytes
         num_bytes = len(pairs) * load.range_bytes
         times = []
         for turn in range(rounds + 1):
             ranges = load.ranges(turn)
-            copied = seconds(lambda a=(source, target, pairs, ranges, size): copy(*a))
-            run = slice(at := turn * num_bytes % (ARENA_BYTES - num_bytes), at + num_bytes)
-            times.append((copied, seconds(lambda run=run: memcpy(source[run], target[run]))))
+            run = slice(at := turn * num_bytes % (arena_bytes - num_bytes), at + num_bytes)
+            copied = seconds(partial(copy, source, target, pairs, ranges, size))
+            times.append((copied, seconds(partial(memcpy, source[run], target[run]))))
         times = times[1:]
         ratios[load.name] = round(statistics.median(plain / copied for copied, plain in times), 3)
         rates = [num_bytes / statistics.median(column) / 1e9 for column in zip(*times, strict=True)]
@@ -109,7 +111,7 @@ def main() -> None:
         )
     result = {
         "benchmark": "block_copy",
-        "threads": arguments.threads,
+        "threads": args.threads,
         "block_ratio": min(ratios[f"scattered_{kib}KiB"] for kib in (48, 128, 512)),
         "layer_ratio": min(ratio for name, ratio in ratios.items() if name.startswith("layer_range")),
         **ratios,

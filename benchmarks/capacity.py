@@ -185,9 +185,23 @@ def serve(run: Run) -> Outcome:
     return SimulatedEngine(config, gpu, engine, gpu.free_memory * run.kv_share, load.longest).serve(load)
 
 
-def published(count: int) -> Callable[[], Load]:
-    """The published load, or the first part of it."""
-    return partial(random_load, count, 10_600, 4_000, 8.0)
+@dataclass(frozen=True)
+class Size:
+    """Of the load, and the share of the memory left for its cache."""
+
+    requests: int
+    input_tokens: int = 10_600
+    output_tokens: int = 4_000
+    kv_share: float = KV_SHARE
+
+
+FULL_SIZE = Size(requests=1024)
+"""The published load."""
+QUICK = Size(requests=16, output_tokens=200, kv_share=0.08)
+
+
+def published(size: Size) -> Callable[[], Load]:
+    return partial(random_load, size.requests, size.input_tokens, size.output_tokens, 8.0)
 
 
 Pairs = dict[str, tuple[Run, Run]]
@@ -198,8 +212,8 @@ def pair(**fields: Any) -> tuple[Run, Run]:
     return Run(recycling=False, **fields), Run(recycling=True, **fields)
 
 
-def main_runs(gpus: Sequence[Gpu], requests: int) -> Pairs:
-    return {gpu.name: pair(make_load=published(requests), gpu=gpu) for gpu in gpus}
+def main_runs(gpus: Sequence[Gpu], size: Size) -> Pairs:
+    return {gpu.name: pair(make_load=published(size), gpu=gpu, kv_share=size.kv_share) for gpu in gpus}
 
 
 def trace_runs(gpus: Sequence[Gpu], trace: Path, requests: int) -> Pairs:
@@ -213,7 +227,7 @@ def trace_runs(gpus: Sequence[Gpu], trace: Path, requests: int) -> Pairs:
 
 def sensitivity_runs(requests: int) -> Pairs:
     """The default's neighbours."""
-    load = published(requests)
+    load = published(Size(requests))
     pairs = {
         f"window {window}, ratio {ratio}": pair(
             make_load=load,
@@ -229,10 +243,12 @@ def sensitivity_runs(requests: int) -> Pairs:
 
 
 def simulate(pairs: Pairs, jobs: int) -> dict[str, tuple[Outcome, Outcome]]:
-    """Serve all of them, ``jobs`` at a time; progress goes to stderr."""
+    """Serve all of them, ``jobs`` at a time, one in this process; progress of several goes to stderr."""
     from rich.console import Console
     from rich.progress import Progress
 
+    if jobs == 1:
+        return {name: (serve(off), serve(on)) for name, (off, on) in pairs.items()}
     context = multiprocessing.get_context("spawn")
     with Progress(console=Console(stderr=True)) as bars, ProcessPoolExecutor(jobs, mp_context=context) as pool:
         bar = bars.add_task("simulating", total=2 * len(pairs))
@@ -298,27 +314,28 @@ def print_assumptions() -> None:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer requests, an A800 only; under a minute")
+    parser.add_argument("--quick", action="store_true", help="few, short requests on an A800 with less memory: seconds")
     parser.add_argument("--pattern", type=Path, default=PATTERN, help="DuoAttention's scores of Llama-3.1-8B")
     parser.add_argument("--trace", type=Path, default=TRACE, help="Mooncake's conversation trace")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at a time")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     # An H200 is not short of memory before several hundred requests.
-    gpus, requests, trace_requests = ([A800], 96, 200) if args.quick else ([A800, H200], 1024, 1000)
+    gpus, size, trace_requests = ([A800], QUICK, 20) if args.quick else ([A800, H200], FULL_SIZE, 1000)
 
     result = print_footprints(*pattern_or_random(args.pattern))
-    main_pairs = main_runs(gpus, requests)
+    main_pairs = main_runs(gpus, size)
     sensitivity = {} if args.quick else sensitivity_runs(128)
     traces = trace_runs(gpus, args.trace, trace_requests) if args.trace.exists() else {}
-    outcomes = simulate({**main_pairs, **sensitivity, **traces}, args.jobs)
+    outcomes = simulate({**main_pairs, **sensitivity, **traces}, 1 if args.quick else args.jobs)
 
     def of(pairs: Pairs) -> dict[str, tuple[Outcome, Outcome]]:
         return {name: outcomes[name] for name in pairs}
 
     print_assumptions()
-    print_outcomes(f"{requests:,} requests of 10.6k + 4k tokens ({PUBLISHED})", of(main_pairs))
+    lengths = f"{size.input_tokens:,} + {size.output_tokens:,} tokens"
+    print_outcomes(f"{size.requests:,} requests of {lengths} ({PUBLISHED})", of(main_pairs))
     for gpu in gpus:
         result |= simulated_keys(gpu, outcomes)
     if sensitivity:

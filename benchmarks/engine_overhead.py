@@ -17,7 +17,8 @@ import json
 import os
 import statistics
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,12 +37,28 @@ SETTLE = 4
 """Steps at the start of a round that are not counted: the pipeline fills, and caches change hands."""
 
 
+@dataclass(frozen=True)
+class Size:
+    batch: int
+    context: int
+    rounds: int
+    steps: int
+
+
+FULL = Size(batch=16, context=512, rounds=10, steps=32)
+QUICK = Size(batch=4, context=32, rounds=2, steps=6)
+
+
 class RecordingWorker:
     """Passes steps on to a worker and keeps them with their results."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.worker = worker
         self.steps: list[tuple[BatchRequest, StepResult]] = []
+
+    @property
+    def num_blocks(self) -> int:
+        return self.worker.num_blocks
 
     def execute(self, batch: BatchRequest) -> StepResult:
         result = self.worker.execute(batch)
@@ -55,7 +72,7 @@ class DecodingEngine:
     def __init__(self, model: str, batch: int, context: int, tokens: int) -> None:
         config = EngineConfig(model=model, max_num_seqs=batch)
         directory = resolve_model(config.model, config.cache_path)
-        token_bytes = read_model_card(config, directory).bytes_per_token
+        token_bytes = read_model_card(config, directory, identify=False).bytes_per_token
         room = batch * (context + tokens + 2 * config.block_size)
         config = replace(config, kv_cache=f"{room * token_bytes:.0f}")
         worker = ModelWorker(config, directory, 0, SingleRank())
@@ -103,18 +120,20 @@ class DecodingEngine:
         return np.diff(times).tolist()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--context", type=int, default=512, help="prompt tokens of each sequence")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=32, help="steps of a round that count")
-    parser.add_argument("--quick", action="store_true", help="five rounds of 16 steps, under a minute on two cores")
-    args = parser.parse_args()
-    rounds, steps = (5, 16) if args.quick else (args.rounds, args.steps)
-    print(f"prefill of {args.batch} prompts of {args.context} tokens ...", flush=True)
-    engine = DecodingEngine(args.model, args.batch, args.context, rounds * (steps + SETTLE + 2) + 8)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--context", type=int, help="prompt tokens of each sequence")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--steps", type=int, help="steps of a round that count")
+    parser.add_argument("--quick", action="store_true", help="a small batch and few steps: seconds")
+    args = parser.parse_args(arguments)
+    given = {name: value for name, value in vars(args).items() if name in vars(FULL) and value is not None}
+    size = replace(QUICK if args.quick else FULL, **given)
+    rounds, steps = size.rounds, size.steps
+    print(f"prefill of {size.batch} prompts of {size.context} tokens ...", flush=True)
+    engine = DecodingEngine(args.model, size.batch, size.context, rounds * (steps + SETTLE + 2) + 8)
     print(f"{'round':>5} {'engine, ms/step':>16} {'bare, ms/step':>14} {'ratio':>7}")
     with_engine, bare, ratios = [], [], []
     for index in range(rounds):
@@ -128,8 +147,8 @@ def main() -> None:
         "overhead_ratio": statistics.median(ratios),
         "engine_step_ms": 1000 * statistics.median(with_engine),
         "bare_step_ms": 1000 * statistics.median(bare),
-        "batch": args.batch,
-        "context": args.context,
+        "batch": size.batch,
+        "context": size.context,
         "rounds": rounds,
         "steps": steps,
         "model": args.model,

@@ -56,7 +56,7 @@ def weight_bytes(config: Mapping[str, Any]) -> int:
 
 def kv_token_bytes(config: Mapping[str, Any]) -> int:
     """Bytes of bfloat16 keys and values of a token, all layers and heads."""
-    return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return 4 * math.prod(int(config[key]) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
 
 
 def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

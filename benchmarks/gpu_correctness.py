@@ -212,10 +212,10 @@ def check_case(bench: Bench, case: Case, rng: np.random.Generator) -> None:
 
 def to_device(rig: Rig, inputs: Inputs) -> Inputs:
     batch = inputs.batch
-    arrays = [rig.upload(array) for array in (inputs.query, inputs.key, inputs.value, inputs.arena, inputs.written)]
-    tables = [rig.upload(array) for array in (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables)]
+    there = {name: rig.upload(getattr(inputs, name)) for name in ("query", "key", "value", "arena", "written")}
+    tables = {name: rig.upload(getattr(batch, name)) for name in ("cu_seqlens_q", "seq_lens", "block_tables")}
     heads = HeadTable(*(rig.upload(array) for array in vars(inputs.heads).values()))
-    return Inputs(*arrays, inputs.layout, AttentionBatch(*tables, batch.groups, batch.max_query_len), heads)
+    return replace(inputs, **there, batch=replace(batch, **tables), heads=heads)
 
 
 def distance(found: NDArray[Any], expected: NDArray[Any]) -> float:
@@ -356,7 +356,7 @@ def check_sampling(bench: Bench, device: Device, dtype: str, rng: np.random.Gene
         return
     rows, vocab = (64, 50_000) if bench.sizes.long else (4, 300)
     scores = (4 * rng.standard_normal((rows, vocab), dtype=np.float32)).astype(numpy_dtype(dtype)).astype(np.float32)
-    kinds = ({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05, "temperature": 1.5})
+    kinds: tuple[dict[str, Any], ...] = ({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05, "temperature": 1.5})
     params = [SamplingParams(**{"temperature": 0.8, **kinds[row % len(kinds)]}) for row in range(rows)]
     draws = Draws(params, rng.integers(1 << 62, size=rows).astype(np.uint64), np.arange(rows))
     found = device.sampler.sample(device.ops.tensor(scores), 0.0, draws)

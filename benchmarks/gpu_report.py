@@ -189,8 +189,8 @@ def show_table(rows: Sequence[Row], title: str) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", caption_justify="left")
-    for column, justify in (("", "left"), ("measured", "right"), ("aim", "right"), ("met", "left"), ("", "left")):
-        table.add_column(column, justify=justify, overflow="fold")
+    for column in ("", "measured", "aim", "met", ""):
+        table.add_column(column, justify="right" if column in ("measured", "aim") else "left", overflow="fold")
     previous = ""
     for row in rows:
         if row.section != previous:

@@ -166,7 +166,9 @@ class CudaRig:
         return CudaDevice(config)
 
     def block_copy(self) -> CudaBlockCopy:
-        return self._device.block_copy()
+        copy = self._device.block_copy()
+        assert isinstance(copy, CudaBlockCopy)
+        return copy
 
     def copy_stream(self, name: str) -> Stream:
         return self._device.copy_stream(name)
@@ -180,7 +182,9 @@ class CudaRig:
         return target.view(array.dtype).reshape(array.shape)
 
     def download(self, array: Array) -> NDArray[Any]:
-        return self._cupy.asnumpy(array.reshape(-1).view(np.uint8)).view(array.dtype).reshape(array.shape)
+        found: NDArray[Any] = self._cupy.asnumpy(array.reshape(-1).view(np.uint8))
+        shaped: NDArray[Any] = found.view(array.dtype).reshape(array.shape)
+        return shaped
 
     def empty(self, num_bytes: int) -> Array:
         return self._cupy.empty(num_bytes, dtype=np.uint8)

@@ -127,7 +127,7 @@ def recycling(bench: Bench) -> None:
         "max_model_len": load.input_tokens + 2 * load.output_tokens,
         "kv_cache": str(load.whole * whole * kv_token_bytes(sizes.ernie)),
     }
-    outcomes = []
+    outcomes: list[Outcome] = []
     for mode, seconds in ((True, load.seconds), (False, None)):
         with serving(bench.rig, engine_config(bench.rig, directory, **shared, recycling=mode)) as engine:
             outcomes.append(_serve(bench, engine, seconds or outcomes[0].seconds, until_none_waits=mode))

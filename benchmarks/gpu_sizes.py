@@ -17,7 +17,8 @@ class Heads:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim) ** -0.5
+        scale: float = self.head_dim**-0.5
+        return scale
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import statistics
 import time
 import tracemalloc
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,7 @@ BLOCK = 64
 SHARED, OWN = 78, 79
 BLOCKS = SHARED + OWN
 PREFIXES = 64
+SEQUENCES = 4096
 TIERS = ("device",) * 6 + ("host", "storage")
 SEED = hash_seed("model")
 draw = np.random.default_rng(0)
@@ -172,7 +174,7 @@ def ingest(stored: list[Stored]) -> float:
     publisher = context.Process(target=publish, args=(server.endpoint, stored, start), daemon=True)
     publisher.start()
     start.set()
-    applied, began = 0, 0.0
+    applied, before, began = 0, 0, 0.0
     while applied < len(stored):
         time.sleep(0.004)
         applied = server.applied
@@ -216,34 +218,34 @@ def decisions(prefixes: list[NDArray[np.int32]], stored: list[Stored], nodes: in
     return times
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, under a minute on two cores")
-    quick = parser.parse_args().quick
-    rounds = 3 if quick else 9
-    prefixes = [tokens(SHARED) for _ in range(PREFIXES)]
+    parser.add_argument("--quick", action="store_true", help="fewer sequences and rounds: seconds")
+    quick = parser.parse_args(arguments).quick
+    rounds, full = (1, 1024) if quick else (9, SEQUENCES)
+    prefixes = [tokens(SHARED) for _ in range(PREFIXES * full // SEQUENCES)]
     print(f"{'nodes':>6} {'blocks':>8}  {'operation':<12} {'per second':>11} {'p50, us':>8} {'p99, us':>8}")
     results: dict[int, dict[str, list[list[float]]]] = {}
-    for nodes, sequences in ((64, 4096), (8, 4096), (512, 4096), (64, 1024)):
+    for nodes, sequences in ((64, full),) if quick else ((64, full), (8, full), (512, full), (64, full // 4)):
         stored = workload(prefixes, nodes, sequences)
-        results.setdefault(nodes, in_process(stored, rounds if (nodes, sequences) == (64, 4096) else 3))
-        shown = results[nodes] if sequences == 4096 else in_process(stored, 3)
+        results.setdefault(nodes, in_process(stored, rounds if (nodes, sequences) == (64, full) else 3))
+        shown = results[nodes] if sequences == full else in_process(stored, 3)
         for name, times in shown.items():
             flat = list(itertools.chain.from_iterable(times))
             print(
                 f"{nodes:6} {sequences * BLOCKS:8}  {name:<12} {rate(times):11,.0f} "
                 f"{percentile(flat, 50):8.1f} {percentile(flat, 99):8.1f}"
             )
-    stored = workload(prefixes, 64, 4096)
+    stored = workload(prefixes, 64, full)
     per_block = bytes_per_block(stored, b"")
     alternating = bytes(index % 2 for index in range(BLOCKS))
     print(f"memory: {per_block:.0f} bytes a block; one by one {bytes_per_block(stored[:512], alternating):.0f}")
-    of_4096 = workload(prefixes, 64, 4096)
-    zmq_rate = statistics.median(ingest(of_4096) for _ in range(rounds))
+    sent = workload(prefixes, 64, full)
+    zmq_rate = statistics.median(ingest(sent) for _ in range(rounds))
     print(
         f"ingest: {zmq_rate:,.0f} flushes of {BLOCKS} blocks a second, {zmq_rate * BLOCKS * HASH_BYTES / 1e6:.0f} MB/s"
     )
-    decided = decisions(prefixes, stored, 64, 2000 if quick else 10_000)
+    decided = decisions(prefixes, stored, 64, 200 if quick else 10_000)
     print(
         f"decision: {len(decided) / sum(decided):,.0f} a second, p50 {percentile(decided, 50):.0f} us, "
         f"p99 {percentile(decided, 99):.0f} us"

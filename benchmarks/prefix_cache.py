@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,32 +29,36 @@ def serve(engine: LocalEngine, prompt: np.ndarray) -> GenerationResult:
     return engine.generate([prompt.tolist()], sampling)[0]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--prefix-tokens", type=int, default=1500)
-    parser.add_argument("--prefixes", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="three prefixes, under a minute on two cores")
-    args = parser.parse_args()
+    parser.add_argument("--prefix-tokens", type=int)
+    parser.add_argument("--prefixes", type=int)
+    parser.add_argument("--quick", action="store_true", help="two short prefixes: seconds")
+    args = parser.parse_args(arguments)
+    prefix_tokens = args.prefix_tokens or (256 if args.quick else 1500)
     rng = np.random.default_rng(0)
-    ratios, hits = [], []
+    cold, cached, hits = [], [], []
     with LocalEngine(EngineConfig(model=args.model, kv_cache="1GiB")) as engine:
-        serve(engine, rng.integers(1000, 30000, 600))  # first calls of the kernels at this size
+        serve(engine, rng.integers(1000, 30000, min(prefix_tokens, 600)))  # first calls of the kernels at this size
         print(f"{'prefix':>6} {'first TTFT, ms':>15} {'second TTFT, ms':>16} {'cached tokens':>14} {'ratio':>7}")
-        for index in range(3 if args.quick else args.prefixes):
-            prefix = rng.integers(1000, 30000, args.prefix_tokens)
+        for index in range(args.prefixes or (2 if args.quick else 7)):
+            prefix = rng.integers(1000, 30000, prefix_tokens)
             first, second = (serve(engine, np.append(prefix, rng.integers(1000, 30000, OWN_TOKENS))) for _ in range(2))
-            ratios.append(second.timings.ttft_s / first.timings.ttft_s)
+            cold.append(first.timings.ttft_s)
+            cached.append(second.timings.ttft_s)
             hits.append(second.usage.cached_tokens)
             print(
-                f"{index:>6} {1000 * first.timings.ttft_s:>15.1f} {1000 * second.timings.ttft_s:>16.1f} "
-                f"{second.usage.cached_tokens:>14} {ratios[-1]:>7.3f}"
+                f"{index:>6} {1000 * cold[-1]:>15.1f} {1000 * cached[-1]:>16.1f} "
+                f"{second.usage.cached_tokens:>14} {cached[-1] / cold[-1]:>7.3f}"
             )
     result = {
-        "ttft_ratio": statistics.median(ratios),
-        "prefix_tokens": args.prefix_tokens,
+        "ttft_ratio": statistics.median(second / first for first, second in zip(cold, cached, strict=True)),
+        "cold_ttft_s": statistics.median(cold),
+        "cached_ttft_s": statistics.median(cached),
+        "prefix_tokens": prefix_tokens,
         "cached_tokens": statistics.median(hits),
-        "prefixes": len(ratios),
+        "prefixes": len(cold),
         "model": args.model,
         "cores": len(os.sched_getaffinity(0)),
     }

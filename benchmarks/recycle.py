@@ -77,7 +77,8 @@ def settings(quick: bool) -> list[Setting]:
     smollm2 = replace(shared, model="smollm2-135m", head_pattern=str(PATTERN), sparsity=0.75, sink=32, window=128)
     gemma3 = replace(shared, model="gemma3-270m")
     if quick:
-        return [Setting(smollm2, requests=4, input_tokens=424, output_tokens=160, whole=2)]
+        short = replace(smollm2, sink=16, window=16)
+        return [Setting(short, requests=3, input_tokens=96, output_tokens=16, whole=2.2)]
     return [
         Setting(smollm2, requests=6, input_tokens=1060, output_tokens=400, whole=2),
         Setting(gemma3, requests=5, input_tokens=1590, output_tokens=600, whole=2),
@@ -104,7 +105,9 @@ class Run:
     def __init__(self, config: EngineConfig, prompts: Sequence[list[int]], output_tokens: int) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
         self.engine = LocalEngine(config)
-        self.engine.generate([[1000] * 200], replace(sampling, max_tokens=4))  # the kernels' first calls
+        self.engine.generate(
+            [[1000] * min(200, len(prompts[0]) // 3)], replace(sampling, max_tokens=4)
+        )  # the kernels' first calls
         self.core = self.engine.core
         self.total = len(prompts) * output_tokens
         self.done = 0
@@ -239,12 +242,12 @@ def figures(rounds: Sequence[Mapping[str, Outcome]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="this one alone")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="SmolLM2 alone, shorter: about a minute on two cores")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="SmolLM2 alone, short requests: seconds")
+    args = parser.parse_args(arguments)
     chosen = [setting for setting in settings(args.quick) if args.model in (None, setting.engine.model)]
     if not chosen:
         known = ", ".join(setting.engine.model for setting in settings(args.quick))

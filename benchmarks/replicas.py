@@ -24,12 +24,12 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,19 +37,48 @@ from headwise import Client, EngineConfig, SamplingParams
 from headwise.errors import HeadwiseError
 from headwise.runtime.bootstrap import Deployment
 
-REPLICAS = 3
-CONVERSATIONS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 9, 450, 24, 8
-USERS = 3
-"""Conversations that have a request under way at a time."""
-STREAMS, STREAM_TOKENS = 9, 24
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    kv_cache: of each engine: half of what the conversations take
+    users:    conversations that have a request under way at a time
+    faults:   how many of `FAULTS`
+    """
+
+    policies: tuple[Literal["round_robin", "cache_aware"], ...] = ("round_robin", "cache_aware")
+    replicas: int = 3
+    kv_cache: str = "112MiB"  # 2,500 tokens; the conversations have 5,000
+    max_model_len: int = 1024
+    conversations: int = 9
+    document_tokens: int = 450
+    turns: int = 6
+    users: int = 3
+    streams: int = 9
+    faults: int = 5
+
+
+FULL = Size()
+QUICK = Size(
+    policies=("cache_aware",),
+    replicas=2,
+    kv_cache="24MiB",
+    max_model_len=256,
+    conversations=4,
+    document_tokens=96,
+    turns=2,
+    users=2,
+    streams=2,
+    faults=1,
+)
+QUESTION_TOKENS, ANSWER_TOKENS = 24, 8
+STREAM_TOKENS = 24
 CONFIG = EngineConfig(
     model="smollm2-135m",
     port=0,
-    replicas=REPLICAS,
     cpu_threads=1,
     block_size=16,
-    kv_cache="112MiB",  # 2,500 tokens; the conversations have 5,000
-    max_model_len=1024,
     engine_timeout_s=5.0,
 )
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -74,15 +103,16 @@ class Turns:
         return float(np.quantile(self.ttft_s, share))
 
 
-def converse(client: Client, turns: int, seed: int) -> Turns:
+def converse(client: Client, size: Size, seed: int) -> Turns:
     """The same conversations in the same order for every deployment."""
+    turns, whom = size.turns, range(size.conversations)
     draw, order, seen = np.random.default_rng(seed), random.Random(seed), [Turns() for _ in range(turns)]
-    histories = [tokens(draw, DOCUMENT_TOKENS) for _ in range(CONVERSATIONS)]
-    questions = [[tokens(draw, QUESTION_TOKENS) for _ in range(turns)] for _ in range(CONVERSATIONS)]
+    histories = [tokens(draw, size.document_tokens) for _ in whom]
+    questions = [[tokens(draw, QUESTION_TOKENS) for _ in range(turns)] for _ in whom]
     client.generate(tokens(draw, 64), GREEDY, max_tokens=2)  # the kernels' first calls
     for turn in range(turns):
-        whose = order.sample(range(CONVERSATIONS), CONVERSATIONS)
-        with ThreadPoolExecutor(USERS) as users:
+        whose = order.sample(whom, len(whom))
+        with ThreadPoolExecutor(size.users) as users:
             asked = [questions[who][turn] for who in whose]
             list(users.map(partial(ask, client, seen[turn]), [histories[who] for who in whose], asked))
     return sum_of(seen[1:])
@@ -119,15 +149,15 @@ def tokens(draw: np.random.Generator, count: int) -> list[int]:
 class Load:
     """Streams that are asked for again and again, and what they should say."""
 
-    def __init__(self, client: Client, seed: int) -> None:
+    def __init__(self, client: Client, streams: int, seed: int) -> None:
         draw = np.random.default_rng(seed)
         self.client = client
-        self.prompts = [tokens(draw, 24) for _ in range(STREAMS)]
+        self.prompts = [tokens(draw, 24) for _ in range(streams)]
         self.expected = [self.said(prompt) for prompt in self.prompts]
         self.moments: list[list[float]] = [[] for _ in self.prompts]
         self.served = self.lost = 0
         self._ending = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(STREAMS)]
+        self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(streams)]
         for thread in self._threads:
             thread.start()
 
@@ -162,13 +192,13 @@ class Load:
 
 
 def is_whole(deployment: Deployment, client: Client) -> bool:
-    """Whether three engines serve, and the index agrees with each."""
+    """Whether all engines serve, and the index agrees with each."""
     try:
         nodes, stats = deployment.store_stats()["nodes"], client.stats()
     except HeadwiseError:  # who is asked is being started again
         return False
     engines = stats["engines"]
-    return len(engines) == REPLICAS and all(
+    return len(engines) == deployment.config.replicas and all(
         engine["work"]["accepts"]
         and engine["silent_s"] < 1.0
         and nodes.get(name, {}).get("agrees")
@@ -192,9 +222,9 @@ FAULTS: dict[str, Callable[[Deployment, Client], tuple[int, int]]] = {
 """Which process gets which signal."""
 
 
-def break_things(deployment: Deployment, client: Client, faults: list[str], seed: int) -> dict[str, Any]:
-    load, recovery = Load(client, seed), {}
-    for fault in faults:
+def break_things(deployment: Deployment, client: Client, size: Size, seed: int) -> dict[str, Any]:
+    load, recovery = Load(client, size.streams, seed), dict[str, Any]()
+    for fault in list(FAULTS)[: size.faults]:
         time.sleep(3.0)
         pid, number = FAULTS[fault](deployment, client)
         os.kill(pid, number)
@@ -221,28 +251,31 @@ def rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer turns and faults, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="two engines, one policy, one fault: half a minute")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    size = QUICK if options.quick else FULL
+    config = replace(CONFIG, replicas=size.replicas, kv_cache=size.kv_cache, max_model_len=size.max_model_len)
     seen: dict[str, Turns] = {}
     broken: dict[str, Any] = {}
     show("policy", "hit rate", "TTFT p50 s", "TTFT p90 s")
-    for policy in ("round_robin", "cache_aware"):
+    for policy in size.policies:
         with (
-            Deployment.start(replace(CONFIG, routing=policy)) as deployment,
+            Deployment.start(replace(config, routing=policy)) as deployment,
             Client(deployment.client_address) as client,
         ):
-            seen[policy] = converse(client, 2 if options.quick else 6, options.seed)
+            seen[policy] = converse(client, size, options.seed)
             show(policy, seen[policy].hit_rate, seen[policy].quantile(0.5), seen[policy].quantile(0.9))
             if policy == "cache_aware":
                 show("fault", "longest pause s", "new request s", "whole after s")
-                broken = break_things(deployment, client, list(FAULTS)[: 2 if options.quick else None], options.seed)
+                broken = break_things(deployment, client, size, options.seed)
     report: dict[str, Any] = {"hit_rate": {policy: turns.hit_rate for policy, turns in seen.items()}}
     for name, share in (("p50", 0.5), ("p90", 0.9)):
         report[f"ttft_{name}_s"] = {policy: turns.quantile(share) for policy, turns in seen.items()}
-        report[f"ttft_{name}_ratio"] = seen["round_robin"].quantile(share) / seen["cache_aware"].quantile(share)
+        if len(seen) == 2:
+            report[f"ttft_{name}_ratio"] = seen["round_robin"].quantile(share) / seen["cache_aware"].quantile(share)
     print(json.dumps(rounded({**report, **broken})))
 
 

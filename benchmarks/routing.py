@@ -312,22 +312,22 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the first 2,000 requests; under 40 s")
+    parser.add_argument("--quick", action="store_true", help="the first 60 requests: seconds")
     parser.add_argument("--trace", type=Path, default=TRACE, help="Mooncake's conversation trace")
     parser.add_argument(
         "--load", type=float, default=1.0, help="how many times as fast as in the trace requests arrive"
     )
     parser.add_argument("--plot", type=Path, help="draw TTFT and hit rates into this PNG")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at a time")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if not args.trace.exists():
         print(f"{args.trace} is not there: nothing was served; give a trace with --trace")
         print(json.dumps({"hit_rate": {}, "ttft_p90_s": {}}))
         return
-    count = 2000 if args.quick else 1 << 30
-    outcomes = simulate(POLICIES, args.trace, count, args.load, args.jobs)
+    count = 60 if args.quick else 1 << 30
+    outcomes = simulate(POLICIES, args.trace, count, args.load, 1 if args.quick else args.jobs)
     print_assumptions()
     print(f"\n{len(outcomes[0].ttft_s):,} requests of {args.trace.name}, arriving {args.load:g} times as fast")
     print_table(outcomes)

@@ -117,11 +117,12 @@ def seen_pairs(policy: HeadPolicy, starts: Tokens, counts: Tokens) -> Tokens:
 
 def keys_read(policy: HeadPolicy, starts: Tokens, counts: Tokens) -> Tokens:
     """Keys of a head that those queries see between them, each counted once."""
-    return np.minimum(starts + counts, _span(policy) + counts - 1)
+    read: Tokens = np.minimum(starts + counts, _span(policy) + counts - 1)
+    return read
 
 
 def _pairs_before(policy: HeadPolicy, tokens: Tokens) -> Tokens:
-    rising = np.minimum(tokens, _span(policy))
+    rising: Tokens = np.minimum(tokens, _span(policy))
     return rising * (rising + 1) // 2 + (tokens - rising) * rising
 
 

@@ -78,7 +78,7 @@ def trace_load(records: Iterable[dict[str, Any]], stretch: float) -> Load:
     requests, arrivals = [], []
     for record in records:
         first = np.array(record["hash_ids"], dtype=np.int32) * TRACE_BLOCK
-        tokens = (first[:, None] + np.arange(TRACE_BLOCK, dtype=np.int32)).ravel()
+        tokens = (first[:, None] + np.arange(TRACE_BLOCK, dtype=np.int32)).ravel().astype(np.int32, copy=False)
         requests.append(BenchRequest(tokens[: record["input_length"]], max(1, record["output_length"])))
         arrivals.append(record["timestamp"] / 1000 * stretch)
     return Load(requests, np.array(arrivals))

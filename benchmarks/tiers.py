@@ -22,25 +22,68 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from headwise.kernels.block_copy import make_block_copy
 from headwise.runtime.config import EngineConfig
-from headwise.runtime.host_copies import COPY_THREADS, layer_ranges
+from headwise.runtime.device import COPY_THREADS
+from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.host_copies import HostCopies, layer_ranges
 from headwise.runtime.local import LocalEngine
 from headwise.runtime.request import GenerationResult, SamplingParams
 from headwise.runtime.worker import ModelWorker
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.transfer_manager import TransferManager
 
-PREFIX_TOKENS = 4000
-OWN_TOKENS = 128
-"""Tokens of each request behind its prefix."""
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    prefix_tokens: of each prefix
+    own_tokens:    of each request behind its prefix
+    prefixes:      of which the medians are taken
+    turns_s:       seconds of a turn of decoding, with copies and without
+    turns:         such turns, of either kind
+    decoding:      sequences that decode, each with a prompt of ``decoding_tokens``
+    conversations: each has a prefix of ``history_tokens``, and asks ``questions`` times
+                   for ``answer_tokens``
+    """
+
+    prefix_tokens: int = 4000
+    own_tokens: int = 128
+    prefixes: int = 5
+    turns_s: float = 1.0
+    turns: int = 20
+    decoding: int = 8
+    decoding_tokens: int = 512
+    conversations: int = 8
+    history_tokens: int = 1024
+    questions: int = 3
+    answer_tokens: int = 16
+
+
+FULL = Size()
+QUICK = Size(
+    prefix_tokens=192,
+    own_tokens=16,
+    prefixes=1,
+    turns_s=0.2,
+    turns=2,
+    decoding=2,
+    decoding_tokens=16,
+    conversations=4,
+    history_tokens=64,
+    questions=1,
+    answer_tokens=4,
+)
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -65,20 +108,20 @@ def show(*cells: object) -> None:
 # ---- 1. time to first token ----
 
 
-def time_tiers(config: EngineConfig, name: str, prefixes: int, seed: int) -> dict[str, float]:
+def time_tiers(config: EngineConfig, name: str, size: Size, seed: int) -> dict[str, float]:
     """Seconds to the first token, medians over prefixes: cold, device, host, and ``name``, the storage."""
     rng = np.random.default_rng(seed)
-    emptied = {"cold": [], "device": [], "host": ["device"], name: ["device", "host"]}
+    emptied: dict[str, list[str]] = {"cold": [], "device": [], "host": ["device"], name: ["device", "host"]}
     seconds: dict[str, list[float]] = {tier: [] for tier in emptied}
     with LocalEngine(config) as engine:
-        serve(engine, tokens(rng, 600))  # the kernels' first calls
-        for _ in range(prefixes):
-            prefix = tokens(rng, PREFIX_TOKENS)
+        serve(engine, tokens(rng, min(600, size.prefix_tokens)))  # the kernels' first calls
+        for _ in range(size.prefixes):
+            prefix = tokens(rng, size.prefix_tokens)
             for tier, tiers in emptied.items():
                 for emptied_tier in tiers:
                     engine.reset_cache(emptied_tier)
-                result = serve(engine, prefix + tokens(rng, OWN_TOKENS))
-                expected = 0 if tier == "cold" else PREFIX_TOKENS // config.block_size * config.block_size
+                result = serve(engine, prefix + tokens(rng, size.own_tokens))
+                expected = 0 if tier == "cold" else size.prefix_tokens // config.block_size * config.block_size
                 if result.usage.cached_tokens != expected:
                     raise SystemExit(f"{tier}: {result.usage.cached_tokens} of {expected} tokens came from the cache")
                 seconds[tier].append(result.timings.ttft_s)
@@ -88,31 +131,31 @@ def time_tiers(config: EngineConfig, name: str, prefixes: int, seed: int) -> dic
 # ---- 2. layer by layer ----
 
 
-@contextmanager
-def load_then_compute(engine: LocalEngine) -> Iterator[None]:
+def load_then_compute(engine: LocalEngine) -> AbstractContextManager[object]:
     """Let every layer wait for the last one's load: the first does, so nothing is computed before all is loaded."""
-    copies = engine._worker._copies
-    wait_layer, last = copies.wait_layer, engine.core.card.config.num_layers - 1
-    copies.wait_layer = lambda layer: wait_layer(last)
-    try:
-        yield
-    finally:
-        copies.wait_layer = wait_layer
+    copies, last = copies_of(engine._worker), engine.core.card.config.num_layers - 1
+    wait_layer = copies.wait_layer
+    return patch.object(copies, "wait_layer", lambda layer: wait_layer(last))
 
 
-def time_overlap(prefixes: int, seed: int) -> dict[str, float]:
+def copies_of(worker: ModelWorker) -> HostCopies:
+    assert worker._copies is not None, "configured with a host cache"
+    return worker._copies
+
+
+def time_overlap(size: Size, seed: int) -> dict[str, float]:
     """Seconds of loading and of waiting for it, and to the first token, for both ways, medians over prefixes."""
     rng = np.random.default_rng(seed)
     rows: dict[str, list[tuple[float, float, float]]] = {"layers": [], "whole": []}
     with LocalEngine(base_config()) as engine:
-        serve(engine, tokens(rng, 600))
-        for _ in range(prefixes):
-            prefix = tokens(rng, PREFIX_TOKENS)
+        serve(engine, tokens(rng, min(600, size.prefix_tokens)))
+        for _ in range(size.prefixes):
+            prefix = tokens(rng, size.prefix_tokens)
             serve(engine, prefix)
             for way in rows:
                 engine.reset_cache("device")
                 before = engine.core.resources.transfers.get("load")
-                prompt = prefix + tokens(rng, OWN_TOKENS)
+                prompt = prefix + tokens(rng, size.own_tokens)
                 if way == "whole":
                     with load_then_compute(engine):
                         result = serve(engine, prompt)
@@ -132,8 +175,8 @@ COLUMNS = ("load_s", "waited_s", "ttft_s")
 # ---- 3. a batch that decodes meanwhile ----
 
 
-def time_decoding(seconds: float, seed: int) -> dict[str, float]:
-    """Seconds of a decode step of 8 sequences, quiet and beside loads and stores, in turns of a second.
+def time_decoding(size: Size, seed: int) -> dict[str, float]:
+    """Seconds of a decode step of some sequences, quiet and beside loads and stores, in turns.
 
     The copies are those of a second transfer manager, so that no request of their own takes part in the steps.
     """
@@ -141,23 +184,24 @@ def time_decoding(seconds: float, seed: int) -> dict[str, float]:
     sampling = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
     with LocalEngine(base_config()) as engine:
         core, worker = engine.core, engine._worker
-        for _ in range(8):
-            core.add(engine.front_door.prepare(prompt=tokens(rng, 512), sampling=sampling))
+        for _ in range(size.decoding):
+            core.add(engine.front_door.prepare(prompt=tokens(rng, size.decoding_tokens), sampling=sampling))
         while min(len(sequence.output) for sequence in core._live.values()) < 2:
             core.step(None)
-        blocks = PREFIX_TOKENS // core.config.block_size
+        blocks = size.prefix_tokens // core.config.block_size
+        assert core.cache.host is not None, "configured with a host cache"
         device, host = core.cache.pool.allocate(2 * blocks), core.cache.host.pool.allocate(2 * blocks)
         loads = np.stack([np.zeros(blocks, np.int32), host[:blocks], device[:blocks]], axis=1)
         stores = np.stack([device[blocks:], host[blocks:]], axis=1)
         copies = second_manager(worker)
         steps: dict[str, list[float]] = {"quiet": [], "busy": []}
-        for way in ["quiet", "busy"] * int(seconds / 2):
+        for way in ["quiet", "busy"] * size.turns:
             began = time.perf_counter()
             if way == "busy":
                 copies.load(loads)
                 copies.store(stores)
             count = 0
-            while time.perf_counter() - began < 1.0:
+            while time.perf_counter() - began < size.turns_s:
                 core.step(None)
                 count += 1
             steps[way].append((time.perf_counter() - began) / count)
@@ -177,7 +221,7 @@ def time_decoding(seconds: float, seed: int) -> dict[str, float]:
 
 
 def second_manager(worker: ModelWorker) -> TransferManager:
-    card, copies = worker.card, worker._copies
+    card, copies = worker.card, copies_of(worker)
     return TransferManager(
         card.layout,
         layer_ranges(card.plan, card.layout, 0),
@@ -192,42 +236,43 @@ def second_manager(worker: ModelWorker) -> TransferManager:
 # ---- 4. more prefixes than the device holds ----
 
 
-def time_conversations(sessions: int, turns: int, seed: int) -> dict[str, float]:
+def time_conversations(size: Size, seed: int) -> dict[str, float]:
     """Requests per second with each cache, which take turns by request; the working set is four times the device's."""
     rng = np.random.default_rng(seed)
-    prefix_tokens = 1024
-    with LocalEngine(base_config()) as engine:
-        card = engine.core.card
-    columns = -(-(prefix_tokens + OWN_TOKENS + 16) // card.layout.block_size)
+    sessions, card = size.conversations, FrontDoor.open(base_config()).card
+    columns = -(-(size.history_tokens + size.own_tokens + size.answer_tokens) // card.layout.block_size)
     device = f"{-(-sessions * columns // 4) * len(card.plan.groups) * card.layout.block_bytes}B"
     ways = {
         "host": base_config(kv_cache=device),
         "device": base_config(kv_cache=device, host_cache="0"),
         "none": base_config(kv_cache=device, host_cache="0", prefix_caching=False),
     }
-    prefixes = [tokens(rng, prefix_tokens) for _ in range(sessions)]
-    order = [session for _ in range(turns) for session in random.Random(seed).sample(range(sessions), sessions)]
-    engines = {way: LocalEngine(config) for way, config in ways.items()}
-    spent = dict.fromkeys(ways, 0.0)
-    for engine in engines.values():
-        for prefix in prefixes:
-            serve(engine, prefix)
-    for session in order:
-        prompt = prefixes[session] + tokens(rng, OWN_TOKENS)
-        for way, engine in engines.items():
-            began = time.perf_counter()
-            engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
-            spent[way] += time.perf_counter() - began
-    for engine in engines.values():
-        engine.close()
+    prefixes = [tokens(rng, size.history_tokens) for _ in range(sessions)]
+    order = [
+        session for _ in range(size.questions) for session in random.Random(seed).sample(range(sessions), sessions)
+    ]
+    spent, sampling = dict.fromkeys(ways, 0.0), replace(FIRST, max_tokens=size.answer_tokens)
+    with ExitStack() as stack:
+        engines = {way: stack.enter_context(LocalEngine(config)) for way, config in ways.items()}
+        for engine in engines.values():
+            for prefix in prefixes:
+                serve(engine, prefix)
+        for session in order:
+            prompt = prefixes[session] + tokens(rng, size.own_tokens)
+            for way, engine in engines.items():
+                began = time.perf_counter()
+                engine.generate([prompt], sampling)
+                spent[way] += time.perf_counter() - began
     return {way: len(order) / seconds for way, seconds in spent.items()}
 
 
 # ---- all ----
 
 
-def show_ttft(title: str, seconds: dict[str, float]) -> dict[str, float]:
-    print(f"\n{title}: seconds to the first token, prefix of {PREFIX_TOKENS} tokens and {OWN_TOKENS} of its own")
+def show_ttft(title: str, seconds: dict[str, float], size: Size) -> dict[str, float]:
+    print(
+        f"\n{title}: seconds to the first token, prefix of {size.prefix_tokens} tokens and {size.own_tokens} of its own"
+    )
     show("", *seconds)
     show("seconds", *seconds.values())
     ratios = {tier: value / seconds["cold"] for tier, value in seconds.items()}
@@ -235,35 +280,37 @@ def show_ttft(title: str, seconds: dict[str, float]) -> dict[str, float]:
     return ratios
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, help="directory for the file storage; default: a temporary one")
     parser.add_argument("--mooncake", help="HOST:PORT of a mooncake_master, to measure that storage, too")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, about a minute on two cores")
-    args = parser.parse_args()
-    prefixes, result = (1 if args.quick else 5), {}
+    parser.add_argument("--quick", action="store_true", help="short prefixes, and one of each: seconds")
+    args = parser.parse_args(arguments)
+    size, result = QUICK if args.quick else FULL, dict[str, float]()
     with tempfile.TemporaryDirectory(dir=args.storage) as directory:
         storages: dict[str, str] = {"file": f"file://{directory}?capacity=8GiB"}
         if args.mooncake:
             storages["mooncake"] = f"mooncake://{args.mooncake}?segment=4GiB"
         for name, url in storages.items():
-            ratios = show_ttft(name, time_tiers(base_config(storage=url), name, prefixes, seed=1))
-            result |= {f"{tier}_over_cold": ratio for tier, ratio in ratios.items() if tier != "cold"}
+            seconds = time_tiers(base_config(storage=url), name, size, seed=1)
+            ratios = show_ttft(name, seconds, size)
+            found = {f"{tier}_over_cold": ratio for tier, ratio in ratios.items() if tier != "cold"}
+            result = {"cold_s": seconds["cold"], **found, **result}
 
-    overlap = time_overlap(prefixes, seed=2)
+    overlap = time_overlap(size, seed=2)
     print("\nthe same prefixes from the host: layer by layer, and load-then-compute")
     show("", *COLUMNS)
     for way in ("layers", "whole"):
         show(way, *(overlap[f"{way}_{name}"] for name in COLUMNS))
     result["waited_over_load"] = overlap["layers_waited_s"] / overlap["layers_load_s"]
 
-    decoding = time_decoding(6 if args.quick else 40, seed=3)
-    print(f"\n8 sequences decode; every second a prefix of {PREFIX_TOKENS} tokens is loaded and one is stored")
+    decoding = time_decoding(size, seed=3)
+    print(f"\n{size.decoding} sequences decode; every other turn a prefix is loaded and one is stored")
     show("", "quiet, s", "busy, s", "copying, s", "ratio")
     show("step", *decoding.values())
     result["tpot_ratio"] = decoding["ratio"]
 
-    rates = time_conversations(8, 1 if args.quick else 3, seed=4)
+    rates = time_conversations(size, seed=4)
     print("\nconversations that take four times the device's cache: requests per second")
     show("", *rates)
     show("rate", *rates.values())
@@ -271,7 +318,7 @@ def main() -> None:
         "host_over_device_rate": rates["host"] / rates["device"],
         "host_over_none_rate": rates["host"] / rates["none"],
     }
-    print(json.dumps({**result, "prefix_tokens": PREFIX_TOKENS, "cores": len(os.sched_getaffinity(0))}))
+    print(json.dumps({**result, "prefix_tokens": size.prefix_tokens, "cores": len(os.sched_getaffinity(0))}))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ import os
 import threading
 import time
 from hashlib import sha256
+from typing import Any
 
 import ray
 
 from headwise.actors.placement import is_loopback, node_address
+from headwise.actors.remote import remote
 from headwise.actors.worker_group import WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
 from headwise.runtime.block_storage import open_lookup
@@ -19,8 +21,8 @@ from headwise.runtime.engine import EngineCore
 from headwise.runtime.engine_reports import Reporting
 from headwise.runtime.engine_server import EngineServer
 from headwise.runtime.front_door import FrontDoor
-from headwise.runtime.host_copies import check_host_cache
 from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.memory_check import check_memory
 from headwise.runtime.model_card import with_pool
 from headwise.runtime.watchdog import Watchdog
 from headwise.storage.curve import CurveKeys
@@ -36,7 +38,7 @@ MAX_FAILED_STARTS = 3
 _WATCH_S = 1.0
 
 
-@ray.remote(max_restarts=MAX_RESTARTS, max_concurrency=4)
+@remote(max_restarts=MAX_RESTARTS, max_concurrency=4)
 class Engine:
     """Serves by itself from the moment it is made, and again after Ray restarted it.
 
@@ -138,7 +140,7 @@ class Engine:
                 "on all nodes"
             )
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
-        check_host_cache(self._config, self._front_door.card)
+        check_memory(self._config, self._front_door.card)
         self._lookup = open_lookup(self._config, self._front_door.card)
         epoch = time.time_ns()
         lookup, namespace = self._lookup, self._namespace
@@ -162,6 +164,7 @@ class Engine:
         """One group of workers after the other, until stopped or until none can be started."""
         failed_starts = 0
         while not self._stopping.is_set():
+            assert self._placement is not None, "started in its placement group"
             group = WorkerGroup(self._config, self._model_dir, self._placement, self._token)
             try:
                 group.wait_ready()
@@ -184,7 +187,7 @@ class Engine:
         card = with_pool(card, self._config, group.executor.num_blocks * card.layout.block_bytes)
         core = EngineCore(self._config, card, tokenizer, group.executor, lookup=self._lookup)
         self._core_died.clear()
-        wakers = group.executor.sockets if self._lookup is None else (*group.executor.sockets, self._lookup)
+        wakers: list[Any] = [*group.executor.sockets, *([] if self._lookup is None else [self._lookup])]
         self._server.attach(core, wakers)
         self._group = group
 

@@ -11,6 +11,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from headwise.errors import DeploymentError
 from headwise.runtime.config import EngineConfig
 
+_ray: Any = ray
+"""For its functions that have no types."""
 ENGINE_CPUS = 0.1
 WORKER_CPUS = 0.2
 """CPU ranks share their machine's cores by threads, not by Ray's count: a two-core machine must hold TP 3."""
@@ -26,7 +28,7 @@ def reserve(config: EngineConfig, timeout_s: float) -> list[PlacementGroup]:
     groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(config.replicas)]
     for index, group in enumerate(groups):
         if not group.wait(timeout_s):
-            free = ray.available_resources()
+            free = _ray.available_resources()
             release(groups)
             needed = f"{ENGINE_CPUS + WORKER_CPUS * config.tp_size:.1f} CPUs"
             left = f"{free.get('CPU', 0.0):.1f}"
@@ -41,7 +43,7 @@ def reserve(config: EngineConfig, timeout_s: float) -> list[PlacementGroup]:
 
 def could_fit(config: EngineConfig) -> bool:
     """Whether the cluster has the resources in all, in use or not: else it must grow before it can give them."""
-    total = ray.cluster_resources()
+    total = _ray.cluster_resources()
     cpus = config.replicas * (ENGINE_CPUS + WORKER_CPUS * config.tp_size)
     gpus = config.replicas * config.tp_size if config.on_gpu else 0
     return bool(cpus <= total.get("CPU", 0.0) and gpus <= total.get("GPU", 0.0))
@@ -56,7 +58,7 @@ def release(groups: list[PlacementGroup]) -> None:
 
 def cluster_gpus() -> int:
     """GPUs of the Ray cluster, in use or not."""
-    return int(ray.cluster_resources().get("GPU", 0))
+    return int(_ray.cluster_resources().get("GPU", 0))
 
 
 def in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def on_this_node() -> dict[str, Any]:
 
 def node_address() -> str:
     """The address under which other nodes reach this one."""
-    return str(ray.util.get_node_ip_address())
+    return str(_ray.util.get_node_ip_address())
 
 
 def is_loopback(host: str) -> bool:

@@ -10,6 +10,7 @@ import ray
 
 from headwise.actors.names import NAMESPACE, actor_name
 from headwise.actors.placement import node_address
+from headwise.actors.remote import remote
 from headwise.errors import DeploymentError
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.front_door import FrontDoor
@@ -23,7 +24,7 @@ _BIND_TIMEOUT_S = 10.0
 """Longest wait of a restarted scheduler for the process before it to let go of the port."""
 
 
-@ray.remote(max_restarts=20, max_concurrency=4)
+@remote(max_restarts=20, max_concurrency=4)
 class GlobalScheduler:
     """Serves at a port that a restarted one binds again: clients and engines find it by themselves."""
 

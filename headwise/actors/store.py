@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from headwise.actors.remote import remote
 from headwise.runtime.config import EngineConfig
 from headwise.storage.curve import CurveKeys
 from headwise.storage.store_server import StoreServer
@@ -16,7 +17,7 @@ _BIND_TIMEOUT_S = 10.0
 """Longest wait for the process that had the endpoint before to let go of it."""
 
 
-@ray.remote(max_restarts=20, max_concurrency=4)
+@remote(max_restarts=20, max_concurrency=4)
 class AttentionStore:
     """Serves the index at ``endpoint``, which a restarted one binds again: the engines find it by themselves and tell
     it all they hold.

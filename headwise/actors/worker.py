@@ -7,8 +7,7 @@ import os
 import threading
 from pathlib import Path
 
-import ray
-
+from headwise.actors.remote import remote
 from headwise.runtime.comm import Communicator, SingleRank
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.shared_memory_comm import SharedMemoryComm
@@ -18,7 +17,7 @@ from headwise.runtime.worker import ModelWorker
 log = logging.getLogger(__name__)
 
 
-@ray.remote(max_concurrency=4)
+@remote(max_concurrency=4)
 class Worker:
     """Holds a `ModelWorker`; `serve` keeps one thread, so that the other methods stay responsive."""
 

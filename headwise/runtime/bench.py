@@ -183,7 +183,7 @@ def bench_deployment(address: str, workload: Workload, load: Load, progress: Pro
 
         def stream(request: BenchRequest) -> AsyncIterator[OutputDelta]:
             sampling = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)
-            return client.astream(request.prompt, sampling)
+            return client.astream(request.prompt.tolist(), sampling)
 
         progress.stage(f"sending {len(requests)} requests: {load}")
         measured = asyncio.run(run_load(stream, requests, load, workload.seed, on_done))

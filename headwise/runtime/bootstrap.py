@@ -188,7 +188,7 @@ class Deployment:
         Raises `DeploymentError` when an actor is dead for good.
         """
         failing: set[str] = set()
-        while not self._stopped:
+        while not self._is_stopped():
             for role, actor in self._actors.items():
                 try:
                     ray.get(actor.__ray_ready__.remote(), timeout=_WATCH_S)
@@ -205,6 +205,10 @@ class Deployment:
                         log.warning("%s answers again", role)
                     failing.discard(role)
             time.sleep(_WATCH_S)
+
+    def _is_stopped(self) -> bool:
+        """Another thread may stop it at any moment."""
+        return self._stopped
 
     def worker_pids(self) -> list[list[int]]:
         """Process ids of the workers: per engine, by rank. An engine that is restarting its workers has none."""
@@ -359,7 +363,7 @@ def resolve_client_address(cluster: str, name: str) -> str:
     """
     with _connection(cluster):
         try:
-            scheduler = ray.get_actor(actor_name(name, "scheduler"), namespace=NAMESPACE)
+            scheduler: Any = ray.get_actor(actor_name(name, "scheduler"), namespace=NAMESPACE)
         except ValueError:
             raise DeploymentError(
                 f"no deployment named {name!r} runs on the Ray cluster at {cluster}; start one with `headwise serve`"
@@ -383,7 +387,7 @@ def _read_authentication() -> None:
     Processes that Ray starts read them at their own start, and would disagree with this one.
     """
     with contextlib.suppress(ImportError):  # releases of Ray without tokens
-        from ray._raylet import AuthenticationTokenLoader, Config
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()

@@ -255,7 +255,8 @@ def info(
 
     config = resolve_device(options.load(), count_cards())
     with progress() as bars:
-        directory = resolve_model(config.model, config.cache_path, bars)
+        # A head pattern may have been measured on these very weights: only with them the two can be compared.
+        directory = resolve_model(config.model, config.cache_path, bars, weights=bool(config.head_pattern))
     rows = list(describe(config, read_model_card(config, directory, identify=False), length or ()))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

@@ -73,8 +73,8 @@ def match(
 ) -> None:
     """Show which engine holds how much of a prompt, on which tier.
 
-    A tier's number is what it serves together with faster ones. Only whole blocks count, and only engines that have
-    some of it are listed. What a request computes is in the index once the request ends.
+    A tier's number is what it serves together with faster ones. Only whole blocks count. Only engines that have some
+    of it are listed, and only tiers that the deployment has. What a request computes is in the index once it ends.
 
     \b
     Examples:
@@ -84,7 +84,7 @@ def match(
     from rich.console import Console
 
     from headwise.runtime.client import Client
-    from headwise.runtime.status import prefix_table
+    from headwise.runtime.status import prefix_table, tiers_of
 
     with Client(address) as client:
         found = (
@@ -92,4 +92,5 @@ def match(
             if chat
             else (client.find_prefix(prompt, cache_salt=cache_salt))
         )
-    Console().print(prefix_table(found["tokens"], found["engines"]))
+        tiers = tiers_of(client.stats())
+    Console().print(prefix_table(found["tokens"], found["engines"], tiers))

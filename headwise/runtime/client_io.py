@@ -158,9 +158,9 @@ class ClientIO:
                 self._check_connection(peer)
         self._check_silence()
 
-    def _poll_ms(self) -> float | None:
+    def _poll_ms(self) -> int | None:
         waiting = any(peer.awaiting for peer in (self._scheduler, *self._engines.values()))
-        return PING_INTERVAL_S * 250 if waiting else None
+        return int(PING_INTERVAL_S * 250) if waiting else None
 
     def _run_commands(self) -> None:
         while True:

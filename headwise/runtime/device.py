@@ -35,8 +35,12 @@ class Device(Protocol):
 
     name: str
     ops: TensorOps
-    kernels: AttentionKernels
-    sampler: DeviceSampler | None
+
+    @property
+    def kernels(self) -> AttentionKernels: ...
+
+    @property
+    def sampler(self) -> DeviceSampler | None: ...
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """Look whether the model can be served here, before its weights are loaded; make the kernels ready for it.

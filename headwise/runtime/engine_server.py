@@ -180,7 +180,7 @@ class EngineServer:
             poller = zmq.Poller()
             for socket in (self._socket, *self._core_sockets):
                 poller.register(socket, zmq.POLLIN)
-            ready = dict(poller.poll(0 if busy else IDLE_S * 1000))
+            ready = dict(poller.poll(0 if busy else int(IDLE_S * 1000)))
             self._run_commands()
             if self._socket in ready:
                 self._take_messages()

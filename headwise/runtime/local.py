@@ -14,10 +14,10 @@ from headwise.runtime.config import EngineConfig
 from headwise.runtime.device import Device, resolve_device
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.front_door import FrontDoor
-from headwise.runtime.host_copies import check_host_cache
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.local_calls import LocalCalls
 from headwise.runtime.local_executor import LocalExecutor
+from headwise.runtime.memory_check import check_memory
 from headwise.runtime.request import GenerationResult, OutputDelta, SamplingParams
 from headwise.runtime.worker import ModelWorker
 
@@ -38,7 +38,7 @@ class LocalEngine:
         self.config = config = resolve_device(config, count_cards())
         self.front_door = FrontDoor.open(config)
         card, tokenizer = self.front_door.card, self.front_door.tokenizer
-        check_host_cache(config, card)
+        check_memory(config, card)
         self._lookup = open_lookup(config, card)
         self._worker = ModelWorker(config, resolve_model(config.model, config.cache_path), 0, SingleRank(), device)
         self._worker.initialize_cache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +15,7 @@ from headwise.errors import ConfigError, ModelError
 from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.executor import CacheSpec
+from headwise.runtime.loader.checkpoint import parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.models.base import ModelConfig
@@ -73,12 +73,8 @@ def read_model_card(
     identify: also find out which model it is. That takes reading all of its weights, the first time (see
               `digest_weights`); blocks cannot be hashed without
     """
-    raw = _read_config(directory)
-    try:
-        hf_config = json.loads(raw)
-    except ValueError as error:
-        raise ModelError(f"{directory / 'config.json'} is not valid JSON: {error}") from None
-    model, weights = model_config(hf_config), ""
+    raw = read_small_file(directory / "config.json")
+    model, weights = model_config(parse_json(directory / "config.json", raw)), ""
     if identify:
         weights = _weights(raw, directory, config, progress)
     if config.head_pattern:
@@ -123,14 +119,6 @@ def with_pool(card: ModelCard, config: EngineConfig, num_bytes: int) -> ModelCar
     return replace(card, spec=spec, max_model_len=max_model_len)
 
 
-def _read_config(directory: Path) -> bytes:
-    path = directory / "config.json"
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}; a model directory needs a config.json") from None
-
-
 def load_pattern(path: str | Path) -> HeadPattern:
     """Read a head pattern's file; raises ConfigError naming it."""
     try:
@@ -144,7 +132,7 @@ def load_pattern(path: str | Path) -> HeadPattern:
 
 def check_unchanged(card: ModelCard, config: EngineConfig, directory: Path) -> None:
     """Raise ModelError unless the weights in ``directory`` are still those of the card."""
-    if _weights(_read_config(directory), directory, config) != card.weights:
+    if _weights(read_small_file(directory / "config.json"), directory, config) != card.weights:
         raise ModelError(
             f"the model in {directory} is no longer the one that the deployment was started with: start it again"
         )

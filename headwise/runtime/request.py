@@ -57,7 +57,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        given: Any = self.stop
+        stop = (given,) if isinstance(given, str) else given
         object.__setattr__(self, "stop", _tuple("stop", stop))
         object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         _number("temperature", self.temperature, 0.0, 100.0)

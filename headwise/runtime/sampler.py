@@ -39,7 +39,7 @@ def sample(logits: Logits, draws: Draws) -> NDArray[np.int32]:
     A draw depends on seed, position and the row's own logits alone, never on the rest of the batch: where these are
     not usable, the row has `NO_TOKEN`. Filters and greedy choice take the lowest id of equally likely tokens.
     """
-    tokens = logits.argmax(axis=1).astype(np.int32)  # the position of a NaN, if there is one
+    tokens: NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)  # the position of a NaN, if there is one
     tokens = only_usable(tokens, logits[np.arange(len(tokens)), tokens])
     for row, param in enumerate(draws.params):
         if not param.greedy and tokens[row] != NO_TOKEN:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headwise.units import format_bytes
@@ -104,11 +104,17 @@ def _index(stats: Stats) -> Table:
     return table
 
 
-def prefix_table(tokens: int, engines: Mapping[str, Mapping[str, int]]) -> Table:
+def tiers_of(stats: Stats) -> tuple[str, ...]:
+    """The tiers that a deployment's engines have, fastest first."""
+    engines = stats["engines"].values()
+    return tuple(tier for tier in TIERS if tier == "device" or any(engine.get(tier) for engine in engines))
+
+
+def prefix_table(tokens: int, engines: Mapping[str, Mapping[str, int]], tiers: Sequence[str] = TIERS) -> Table:
     """Which engine holds how much of a prompt: tokens that each tier serves, together with faster ones."""
-    table = _table(f"of {tokens} tokens", *TIERS)
-    for name, served in sorted(engines.items(), key=lambda item: [-item[1][tier] for tier in TIERS]):
-        table.add_row(name, *(str(served[tier]) for tier in TIERS))
+    table = _table(f"of {tokens} tokens", *tiers)
+    for name, served in sorted(engines.items(), key=lambda item: [-item[1][tier] for tier in tiers]):
+        table.add_row(name, *(str(served[tier]) for tier in tiers))
     return table
 
 

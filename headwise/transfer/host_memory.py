@@ -43,8 +43,11 @@ class MemoryLimit:
     source: str
 
 
-def check_host_memory(num_bytes: int, root: Path = Path("/")) -> None:
-    """Refuse to ask for more host memory than this process may have. ``root`` is where ``proc`` and ``sys`` are found.
+def check_host_memory(num_bytes: int, root: Path = Path("/"), what: str = "host cache") -> None:
+    """Refuse to ask for more host memory than this process may have.
+
+    root: where ``proc`` and ``sys`` are found
+    what: the memory is for
 
     Raises:
         ValueError: ``num_bytes`` is more than the machine, or a cgroup this process is in, has left.
@@ -55,8 +58,8 @@ def check_host_memory(num_bytes: int, root: Path = Path("/")) -> None:
     usable = int(limit.bytes * USABLE)
     if num_bytes > usable:
         raise ValueError(
-            f"a host cache of {num_bytes} bytes does not fit: {limit.source} leaves {limit.bytes} bytes, of which "
-            f"{usable} may be used; choose a smaller host cache, or raise that limit"
+            f"a {what} of {num_bytes} bytes does not fit: {limit.source} leaves {limit.bytes} bytes, of which "
+            f"{usable} may be used; choose a smaller {what}, or raise that limit"
         )
 
 

@@ -324,3 +324,27 @@ def test_metadata_reads_as_the_gguf_package_reads_it(llama: Path) -> None:
     ours = GgufFile(llama).metadata
     assert ours == {name: value for name, value in theirs.items() if not name.startswith("GGUF.")}
     assert json.dumps(ours)
+
+
+class Stages(SilentProgress):
+    """Remembers what was begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def stage(self, text: str) -> None:
+        self.begun.append(text)
+
+
+def test_what_cannot_be_served_is_told_before_its_weights_are_converted(tmp_path: Path) -> None:
+    scaling = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 32}
+    path, stages = write_llama_gguf(tmp_path / "yarn.gguf", extra=scaling), Stages()
+    with pytest.raises(ModelError, match=r"yarn\.gguf cannot be served: rope scaling 'yarn' is not supported"):
+        converted_directory(path, tmp_path, stages)
+    assert stages.begun == ["reading yarn.gguf"]
+
+
+def test_more_layers_than_tensors_are_refused_before_anything_is_made_of_them(tmp_path: Path) -> None:
+    path = write_gemma3_gguf(tmp_path / "deep.gguf", extra={"gemma3.block_count": 10**9})
+    with pytest.raises(ModelError, match=r"block_count says 1000000000 layers, and there are \d+ tensors"):
+        convert(path, tmp_path)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console, RenderableType
+from typer.testing import CliRunner
 
+from headwise.runtime.cli import app
 from headwise.runtime.status import prefix_table, render
 
 SCHEDULER = {"routed": 12, "refused": 1, "rerouted": 2, "queued": 3, "policy": "cache_aware"}
@@ -122,3 +125,37 @@ def test_the_engine_that_has_most_of_a_prompt_comes_first() -> None:
     assert "of 700 tokens" in shown
     assert shown.index("engine-1") < shown.index("engine-0")
     assert "320" in line_with(shown, "engine-1")
+
+
+@pytest.mark.parametrize(
+    ("engines", "tiers"),
+    [
+        ({"engine-0": engine()}, ["device"]),
+        ({"engine-0": engine(host={"free_blocks": 1})}, ["device", "host"]),
+        ({"engine-0": engine(), "engine-1": engine(host={"a": 1}, storage={"a": 1})}, ["device", "host", "storage"]),
+        ({"engine-0": {"state": "starting"}}, ["device"]),
+    ],
+)
+def test_index_match_shows_only_tiers_that_there_are(
+    engines: dict[str, Any], tiers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deployment:
+        def __init__(self, address: str) -> None:
+            assert address == "127.0.0.1:1"
+
+        def __enter__(self) -> Deployment:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def find_prefix(self, prompt: str, cache_salt: str) -> dict[str, Any]:
+            return {"tokens": 700, "engines": {"engine-0": {"device": 64, "host": 64, "storage": 64}}}
+
+        def stats(self) -> dict[str, Any]:
+            return stats(engines=engines)
+
+    monkeypatch.setattr("headwise.runtime.client.Client", Deployment)
+    shown = CliRunner().invoke(app, ["index", "match", "--address", "127.0.0.1:1", "text"]).stdout
+    assert [tier for tier in ("device", "host", "storage") if tier in shown] == tiers
+    assert line_with(shown, "engine-0").split() == ["engine-0", *["64"] * len(tiers)]

@@ -16,6 +16,8 @@ from headwise.errors import ModelError
 from headwise.runtime.loader.safetensors_file import SafetensorsFile
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_JSON_BYTES = 64 << 20
+"""Of a file that is read whole: an index of 400,000 tensors has less."""
 
 
 class Checkpoint:
@@ -114,8 +116,9 @@ def weight_files(directory: Path) -> list[Path]:
 def _weight_map(directory: Path) -> dict[str, str]:
     """Which shard holds each tensor, by the index of ``directory``."""
     weight_map = read_json(directory / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{directory / INDEX} has no weight_map; fetch the model again")
+    weight_map = weight_map if isinstance(weight_map, dict) else {}
+    if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ModelError(f"{directory / INDEX} has no weight_map of file names; fetch the model again")
     for shard in sorted(set(weight_map.values())):
         # A shard's name with a path in it would read outside the model's directory.
         if Path(shard).name != shard or not (directory / shard).exists():
@@ -125,14 +128,31 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a model's directory; raises `ModelError` if it is missing or malformed."""
+    return parse_json(path, read_small_file(path))
+
+
+def read_small_file(path: Path) -> bytes:
+    """A file of a model's directory that is no weights; raises `ModelError` if it is missing, or far too long."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(MOST_JSON_BYTES + 1)
     except FileNotFoundError:
         raise ModelError(f"{path.parent} lacks {path.name}; give a complete Hugging Face model directory") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    if len(raw) > MOST_JSON_BYTES:
+        raise ModelError(f"{path} is more than {MOST_JSON_BYTES} bytes long; fetch the model again")
+    return raw
+
+
+def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+    """The JSON object that ``path`` holds; raises `ModelError` if it is malformed."""
+    try:
+        values = json.loads(raw.decode("utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON ({error}); fetch the model again") from None
+    except RecursionError:
+        raise ModelError(f"{path} is nested too deeply to be read; fetch the model again") from None
     if not isinstance(values, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(values).__name__}; fetch the model again")
     return values

@@ -79,6 +79,11 @@ def build_config(source: GgufFile) -> dict[str, Any]:
     embedding = source.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{source.path} lacks the tensor 'token_embd.weight'; download it again")
+    if _integer(source, f"{name}.block_count") > len(source.tensors):
+        raise ModelError(
+            f"{source.path}: {name}.block_count says {source.get(f'{name}.block_count')} layers, and there are "
+            f"{len(source.tensors)} tensors; download it again"
+        )
     common = {
         "dtype": "float32",
         "hidden_size": hidden,

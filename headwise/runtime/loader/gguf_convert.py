@@ -18,6 +18,7 @@ from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.safetensors_file import write_safetensors
+from headwise.runtime.models.registry import model_config
 
 CONVERTER_VERSION = 1
 """Goes up whenever the same file would be converted differently: older results are then converted again."""
@@ -67,6 +68,10 @@ def _convert(source: Path, directory: Path, progress: Progress) -> None:
     file = GgufFile(source)
     architecture_of(file)
     config = build_config(file)
+    try:
+        model_config(config)
+    except ModelError as error:  # told before minutes go into its weights
+        raise ModelError(f"{source} cannot be served: {error}") from None
     progress.stage(f"converting the tokenizer of {source.name}")
     build_tokenizer(file).save(str(directory / "tokenizer.json"), pretty=False)
     _write_json(directory / "tokenizer_config.json", build_tokenizer_config(file))

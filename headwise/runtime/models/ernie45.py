@@ -17,6 +17,7 @@ from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig, Sha
 from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear, Weights
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
 from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
+from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import Tensor, TensorOps
 
 DENSE = "Ernie4_5ForCausalLM"
@@ -111,7 +112,7 @@ def _swa_ratio(config: HfConfig) -> float:
     if ratio is None:
         return 1.0
     if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 <= ratio <= 1:
-        raise ModelError(f"config.json: 'head_wise_swa_ratio' must be a number from 0 to 1, got {ratio!r}")
+        raise ModelError(f"config.json: 'head_wise_swa_ratio' must be a number from 0 to 1, got {shown(ratio)}")
     return float(ratio)
 
 
@@ -124,13 +125,13 @@ def _windowed(config: HfConfig, num_layers: int) -> list[bool]:
         if len(skip) != num_layers or any(flag not in (0, 1) for flag in skip):
             raise ModelError(
                 f"config.json: 'window_attn_skip_freq' must be a list of one 0 or 1 for each of {num_layers} layers, "
-                f"got {skip!r}"
+                f"got {shown(skip)}"
             )
         return [bool(flag) for flag in skip]
     if not isinstance(skip, int) or isinstance(skip, bool) or skip < 1:
         raise ModelError(
             "config.json: 'window_attn_skip_freq' must be a positive integer, or a list of one 0 or 1 a layer, "
-            f"got {skip!r}"
+            f"got {shown(skip)}"
         )
     return [(layer + 1) % skip != 0 for layer in range(num_layers)]
 
@@ -195,7 +196,7 @@ class ErnieWeights:
         fused = f"{match['at']}.{'down' if is_down else 'gate_up'}_proj"
         if fused not in self._known:
             return None
-        matrix = self._source.rows(fused, expert, expert + 1)[0]
+        matrix: NDArray[np.float32] = self._source.rows(fused, expert, expert + 1)[0]
         if is_down:
             return matrix
         gate, up = np.split(matrix, 2)

@@ -6,6 +6,7 @@ from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder, Layer, Stream
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, positive, rope
+from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
@@ -25,7 +26,9 @@ def parse(config: HfConfig) -> ModelConfig:
     kinds = text.get("layer_types")
     pattern = positive(text, "sliding_window_pattern", default=6)
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != text.get("num_hidden_layers")):
-        raise ModelError(f"config.json: 'layer_types' must name {text.get('num_hidden_layers')} layers, got {kinds!r}")
+        raise ModelError(
+            f"config.json: 'layer_types' must name {shown(text.get('num_hidden_layers'))} layers, got {shown(kinds)}"
+        )
 
     def layer_type(layer: int) -> str:
         if kinds is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.rope import inverse_frequencies
+from headwise.runtime.models.values import finite_number, shown
 
 HfConfig = Mapping[str, Any]
 
@@ -20,15 +20,20 @@ _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change what a decoder computes, and the values that are served: others would be silently wrong."""
 
+MOST_LAYERS, MOST_HEAD_DIM, MOST_MEMBERS = 4096, 4096, 16384
+"""No model has as many; members are (layer, KV head) pairs. What claims more would take minutes and gigabytes."""
+_MOST = 2**31 - 1
+"""Of every other integer: what token ids and sizes of arrays go up to."""
 
-def positive(config: HfConfig, key: str, default: int | None = None) -> int:
-    """A positive integer field; raises ModelError naming it."""
+
+def positive(config: HfConfig, key: str, default: int | None = None, most: int = _MOST) -> int:
+    """A positive integer field, of at most ``most``; raises ModelError naming it."""
     value = config.get(key)
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {key!r} must be a positive integer, got {value!r}")
-    return value
+        raise ModelError(f"config.json: {key!r} must be a positive integer, got {shown(value)}")
+    return _at_most(most, key, value)
 
 
 def integer(config: HfConfig, key: str, default: int, least: int = 0) -> int:
@@ -37,8 +42,8 @@ def integer(config: HfConfig, key: str, default: int, least: int = 0) -> int:
     if value is None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ModelError(f"config.json: {key!r} must be an integer of at least {least}, got {value!r}")
-    return value
+        raise ModelError(f"config.json: {key!r} must be an integer of at least {least}, got {shown(value)}")
+    return _at_most(_MOST, key, value)
 
 
 def number(config: HfConfig, key: str, default: float | None = None, *, optional: bool = False) -> float:
@@ -46,17 +51,23 @@ def number(config: HfConfig, key: str, default: float | None = None, *, optional
     value = config.get(key)
     if value is None:
         value = 0.0 if optional else default
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not valid or value < 0 or (value == 0 and not optional):
-        raise ModelError(f"config.json: {key!r} must be a positive number, got {value!r}")
-    return float(value)
+    found = finite_number(value)
+    if found is None or found < 0 or (found == 0 and not optional):
+        raise ModelError(f"config.json: {key!r} must be a positive number, got {shown(value)}")
+    return found
+
+
+def _at_most(most: int, key: str, value: int) -> int:
+    if value > most:
+        raise ModelError(f"config.json: {key!r} must be at most {most}, got {shown(value)}")
+    return value
 
 
 def mapping(config: HfConfig, key: str) -> HfConfig:
     """A field that holds an object, empty if it is missing; raises ModelError naming it."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ModelError(f"config.json: {key!r} must be an object, got {value!r}")
+        raise ModelError(f"config.json: {key!r} must be an object, got {shown(value)}")
     return value
 
 
@@ -74,8 +85,10 @@ def rope(config: HfConfig, layer_type: str | None = None, default_theta: float =
 def token_ids(value: Any) -> tuple[int, ...]:
     """``eos_token_id`` may be missing, one id or several."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise ModelError(f"config.json: token ids must be integers from 0 on, got {value!r}")
+    if not all(isinstance(i, int) and 0 <= i <= _MOST for i in ids):
+        raise ModelError(
+            f"config.json: token ids must be integers from 0 on, got {shown(value)}; the largest is {_MOST}"
+        )
     return ids
 
 
@@ -100,20 +113,26 @@ def decoder_config(
     named = config.get("hidden_activation") or config.get("hidden_act") or activation
     if named != activation:
         raise ModelError(
-            f"config.json: {architecture} is served with the activation {activation!r} only, got {named!r}"
+            f"config.json: {architecture} is served with the activation {activation!r} only, got {shown(named)}"
         )
     heads, hidden = positive(config, "num_attention_heads"), positive(config, "hidden_size")
     kv_heads = positive(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
-    head_dim = positive(config, "head_dim", default=hidden // heads)
+    head_dim = positive(config, "head_dim", default=hidden // heads, most=MOST_HEAD_DIM)
     if head_dim % 2:
         raise ModelError(f"config.json: rotary embedding needs an even 'head_dim', got {head_dim}")
-    types = [layer_types(layer) for layer in range(positive(config, "num_hidden_layers"))]
+    num_layers = positive(config, "num_hidden_layers", most=MOST_LAYERS)
+    if num_layers * kv_heads > MOST_MEMBERS:
+        raise ModelError(
+            f"config.json: {num_layers} layers of {kv_heads} KV heads make {num_layers * kv_heads} heads; "
+            f"at most {MOST_MEMBERS} can be served"
+        )
+    types = [layer_types(layer) for layer in range(num_layers)]
     policies = {"full_attention": FULL, "sliding_attention": HeadPolicy(window=window)}
     unknown = sorted(set(types) - set(policies))
     if unknown:
-        raise ModelError(f"config.json: layer types {unknown} are not supported; known are {sorted(policies)}")
+        raise ModelError(f"config.json: layer types {shown(unknown)} are not supported; known are {sorted(policies)}")
     rope_of = {kind: rope(config) if ropes is None else ropes(kind) for kind in set(types)}
     for rope_config in rope_of.values():
         inverse_frequencies(rope_config, head_dim)  # raises on a scaling that cannot be computed
@@ -144,4 +163,6 @@ def check_served(config: HfConfig, served_values: Mapping[str, tuple[Any, ...]] 
     """Raise ModelError if a field has a value that is not among the served ones."""
     for key, served in served_values.items():
         if config.get(key) not in served:
-            raise ModelError(f"config.json: {key!r} is {config[key]!r}, which cannot be served; use a model without it")
+            raise ModelError(
+                f"config.json: {key!r} is {shown(config[key])}, which cannot be served; use a model without it"
+            )

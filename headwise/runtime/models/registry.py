@@ -11,6 +11,7 @@ from headwise.runtime.models import ernie45, gemma3, llama, mistral
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder, Weights
 from headwise.runtime.models.hf_config import HfConfig
+from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import TensorOps
 
 
@@ -32,12 +33,13 @@ _MODELS = {
 def model_config(config: HfConfig) -> ModelConfig:
     """Read a ``config.json`` mapping; raises ModelError on an architecture or a value that is not supported."""
     names = config.get("architectures") or []
-    if not isinstance(names, list):
-        raise ModelError(f"config.json: 'architectures' must be a list of names, got {names!r}")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"config.json: 'architectures' must be a list of names, got {shown(names)}")
     entry = next((_MODELS[name] for name in names if name in _MODELS), None)
     if entry is None:
+        named = ", ".join(name if name.isidentifier() and len(name) < 80 else shown(name) for name in names[:4])
         raise ModelError(
-            f"architecture {', '.join(map(str, names)) or 'missing from config.json'} is not supported; "
+            f"architecture {named or 'missing from config.json'} is not supported; "
             f"supported are {', '.join(sorted(_MODELS))}"
         )
     return entry.parse(config)

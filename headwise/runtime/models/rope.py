@@ -15,14 +15,25 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.models.base import RopeConfig
+from headwise.runtime.models.values import finite_number, shown
 
 SUPPORTED = ("default", "linear", "llama3")
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
-    """``float32 [head_dim / 2]``; raises ModelError on a scaling that is not supported."""
+    """``float32 [head_dim / 2]``; raises ModelError on a scaling that is not supported, or out of float32's range."""
+    with np.errstate(all="ignore"):
+        scaled = _scaled(config, head_dim)
+    if not np.isfinite(scaled).all():
+        raise ModelError(
+            f"rope theta {config.theta:g} and scaling {shown(config.scaling)} in config.json give no finite frequencies"
+        )
+    return scaled
+
+
+def _scaled(config: RopeConfig, head_dim: int) -> NDArray[np.float32]:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse = (1.0 / np.power(np.float32(config.theta), exponents)).astype(np.float32)
+    inverse: NDArray[np.float32] = (1.0 / np.power(np.float32(config.theta), exponents)).astype(np.float32)
     kind = scaling_kind(config.scaling)
     if kind == "linear":
         return inverse / np.float32(_need(config.scaling, "factor"))
@@ -35,7 +46,7 @@ def scaling_kind(scaling: Mapping[str, Any] | None) -> str:
     """The type of a ``rope_scaling`` mapping, checked to be supported."""
     kind = "default" if not scaling else scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in SUPPORTED:
-        raise ModelError(f"rope scaling {kind!r} is not supported; supported are {', '.join(SUPPORTED)}")
+        raise ModelError(f"rope scaling {shown(kind)} is not supported; supported are {', '.join(SUPPORTED)}")
     return str(kind)
 
 
@@ -54,6 +65,7 @@ def _llama3(inverse: NDArray[np.float32], scaling: Mapping[str, Any]) -> NDArray
 
 def _need(scaling: Mapping[str, Any] | None, key: str) -> float:
     value = (scaling or {}).get(key)
-    if not isinstance(value, int | float) or not value > 0:
-        raise ModelError(f"rope scaling needs a positive number {key!r} in config.json, got {value!r}")
-    return float(value)
+    found = finite_number(value)
+    if found is None or found <= 0:
+        raise ModelError(f"rope scaling needs a positive number {key!r} in config.json, got {shown(value)}")
+    return found

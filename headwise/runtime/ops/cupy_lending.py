@@ -51,4 +51,5 @@ class CupyLending:
 
     def host(self, array: cupy.ndarray) -> NDArray[Any]:
         """The array in host memory, when all that writes it is done."""
-        return cupy.asnumpy(array)
+        values: NDArray[Any] = cupy.asnumpy(array)
+        return values

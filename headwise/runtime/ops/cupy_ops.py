@@ -68,7 +68,8 @@ class CupyOps(GpuOps):
         return replay
 
     def host(self, array: Any) -> NDArray[Any]:
-        return cupy.asnumpy(array)
+        values: NDArray[Any] = cupy.asnumpy(array)
+        return values
 
     def give_back_memory(self) -> None:
         self._graph_memory.free_all_blocks()
@@ -76,7 +77,7 @@ class CupyOps(GpuOps):
         cupy.get_default_memory_pool().free_all_blocks()
 
     def numpy(self, tensor: Any) -> NDArray[Any]:
-        return cupy.asnumpy(self._wide(tensor))
+        return self.host(self._wide(tensor))
 
 
 def _borrowed(array: Any) -> Any:

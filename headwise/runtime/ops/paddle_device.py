@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headwise.errors import ConfigError, first_line
 
 INSTALL = "install paddlepaddle-gpu in place of paddlepaddle (https://www.paddlepaddle.org.cn/install/quick)"
@@ -15,11 +17,12 @@ def open_paddle(gpu: int) -> int:
         ConfigError: Paddle cannot be imported, is made for CPUs only, or cannot use the GPU.
     """
     try:
-        from headwise.runtime.ops.paddle_import import paddle
+        from headwise.runtime.ops.paddle_import import paddle as installed
     except ImportError as error:
         raise ConfigError(
             f"tensor_ops paddle on device cuda cannot import Paddle ({first_line(error)}): {INSTALL}, {INSTEAD}"
         ) from None
+    paddle: Any = installed  # its types are those of one build of several
     if not paddle.is_compiled_with_cuda():
         raise ConfigError(
             f"tensor_ops paddle on device cuda needs a Paddle that is compiled with CUDA, and the installed one, "

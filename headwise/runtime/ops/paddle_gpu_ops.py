@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,9 @@ from headwise.runtime.ops.paddle_import import paddle
 from headwise.runtime.ops.step_upload import PinnedUpload
 
 _functional = paddle.nn.functional
-_fused = paddle.incubate.nn.functional
+_fused: Any = paddle.incubate.nn.functional
+_untyped: Any = paddle
+"""For what its types do not know: dtypes by name, functions without types."""
 
 _NAMES = {
     getattr(paddle, name): name
@@ -51,7 +53,7 @@ class PaddleGpuOps:
         return self.kernel_array(self._on_device(array))
 
     def _on_device(self, array: NDArray[Any]) -> paddle.Tensor:
-        tensor = paddle.empty(array.shape, array.dtype.name)
+        tensor: paddle.Tensor = _untyped.empty(array.shape, array.dtype.name)
         self._lending.fill(self.kernel_array(tensor), np.ascontiguousarray(array))
         return tensor
 
@@ -73,16 +75,17 @@ class PaddleGpuOps:
         Raises:
             TypeError: the array is not a contiguous part of what these operations made.
         """
-        lender = self._lending.lender(array)
+        lender: Any = self._lending.lender(array)
         if lender is None or not array.flags.c_contiguous or array.dtype.name != _NAMES[lender.dtype]:
             raise TypeError(
                 f"{array.dtype} {list(array.shape)} cannot become a tensor: only kernel arrays that came of these "
                 "operations can, and contiguous parts of them"
             )
         if array.shape == tuple(lender.shape):
-            return lender
+            return cast("paddle.Tensor", lender)
         start = (address_of(array) - lender.data_ptr()) // array.dtype.itemsize
-        return lender.reshape([-1])[start : start + array.size].reshape(array.shape)
+        part = lender.reshape([-1])[start : start + array.size].reshape(array.shape)
+        return cast("paddle.Tensor", part)
 
     def empty_like(self, array: KernelArray) -> KernelArray:
         return self.kernel_array(paddle.empty(array.shape, array.dtype.name))
@@ -102,7 +105,7 @@ class PaddleGpuOps:
         return table[start:stop]
 
     def linear(self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        y = paddle.matmul(x, weight, transpose_y=True)
+        y: paddle.Tensor = _untyped.matmul(x, weight, transpose_y=True)
         return y if bias is None else y + bias
 
     def embedding(self, table: paddle.Tensor, ids: KernelArray, scale: float = 1.0) -> paddle.Tensor:
@@ -160,4 +163,4 @@ class PaddleGpuOps:
         return x if x.dtype == paddle.float32 else x.astype("float32")
 
     def _narrow(self, x: paddle.Tensor) -> paddle.Tensor:
-        return x if self._dtype == "float32" else x.astype(self._dtype)
+        return x if self._dtype == "float32" else cast("paddle.Tensor", cast(Any, x).astype(self._dtype))

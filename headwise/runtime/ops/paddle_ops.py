@@ -17,8 +17,9 @@ from headwise.runtime.ops.base import StepUpload
 from headwise.runtime.ops.numpy_ops import NumpyOps, in_place, trim_heap
 from headwise.runtime.ops.paddle_import import paddle
 
-_C_ops = paddle._C_ops
-fused_rms_norm, swiglu = paddle.incubate.nn.functional.fused_rms_norm, paddle.nn.functional.swiglu
+_C_ops: Any = paddle._C_ops
+fused_rms_norm: Any = paddle.incubate.nn.functional.fused_rms_norm
+swiglu = paddle.nn.functional.swiglu
 
 _numpy = NumpyOps()
 
@@ -54,7 +55,7 @@ class PaddleOps:
     itemsize = 4
 
     def __init__(self, threads: int = 1) -> None:
-        paddle.set_device("cpu")
+        paddle.device.set_device("cpu")
         paddle.base.core.set_num_threads(threads)
         paddle.set_grad_enabled(False)
         self._borrowed: WeakValueDictionary[int, paddle.Tensor] = WeakValueDictionary()  # by address
@@ -120,7 +121,7 @@ class PaddleOps:
         return self.from_kernel_array(self.numpy(table)[start:stop])
 
     def linear(self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        y = _C_ops.matmul(x, weight, False, True)
+        y: paddle.Tensor = _C_ops.matmul(x, weight, False, True)
         return y if bias is None else y + bias
 
     def embedding(self, table: paddle.Tensor, ids: NDArray[np.int32], scale: float = 1.0) -> paddle.Tensor:
@@ -129,7 +130,8 @@ class PaddleOps:
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
         if x.size < FEW_ELEMENTS:
             return self.from_kernel_array(_numpy.rms_norm(self.numpy(x), self.numpy(weight), eps))
-        return fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
+        normed: paddle.Tensor = fused_rms_norm(x, weight, None, eps, len(x.shape) - 1)[0]
+        return normed
 
     def add_rms_norm(
         self, x: paddle.Tensor, addend: paddle.Tensor, weight: paddle.Tensor, eps: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 EXPECTED_S = 120.0
 """Engines tell the index of a request's blocks when it *ends*: entries live for a long generation, and half of that at
@@ -102,6 +102,10 @@ def _depth(generation: _Generation, from_last: Sequence[bytes]) -> int:
     return len(from_last) - bisect_left(from_last, True, key=generation.__contains__)
 
 
+def _is_of(generation: _Generation, bits: int, block: bytes) -> bool:
+    return generation[block] == bits
+
+
 def _depths(generation: _Generation, kept: Sequence[bytes], step: int) -> dict[int, int]:
     """By slot, of the path of which these blocks are kept."""
     found: dict[int, int] = {}
@@ -113,7 +117,7 @@ def _depths(generation: _Generation, kept: Sequence[bytes], step: int) -> dict[i
         depth = count if count <= step else (count - step + 1) * step
         found.update(dict.fromkeys(_slots(bits & ~deeper), depth))
         # Where the same engines are expected already, nobody's path ends.
-        same = bisect_left(kept, True, 0, count - 1, key=lambda each, bits=bits: generation[each] == bits)
+        same = bisect_left(kept, True, 0, count - 1, key=partial(_is_of, generation, bits))
         count, deeper = same, bits
     return found
 

@@ -1,0 +1,173 @@
+"""README's table "Measured": which rows each benchmark has, and how a row is written from the script's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    result: Callable[[Figures], str]
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def listed(*values: str) -> str:
+    return "; ".join(values)
+
+
+def _tiers(f: Figures) -> str:
+    names = [name for name in ("device", "host", "file", "mooncake") if f"{name}_over_cold" in f]
+    ratios = ", ".join(f"{name} {f[f'{name}_over_cold']:.3f}" for name in names)
+    return f"{ratios} (without: {f['cold_s']:.1f} s)"
+
+
+def _recycle(f: Figures) -> str:
+    models = f["models"].items()
+    return listed(*(f"{name} {m['throughput_ratio']:.2f} ({m['of_unlimited']:.2f})" for name, m in models))
+
+
+def _policies(f: Figures) -> str:
+    words = {"cache_aware": "by prefix", "round_robin": "in turn"}
+    ttft, hits = f["ttft_p50_s"], f["hit_rate"]
+    return listed(*(f"{words[policy]} {ttft[policy]:.2f} s, {percent(hits[policy])}" for policy in sorted(hits)))
+
+
+def _pauses(f: Figures) -> str:
+    pauses = ", ".join(f"{fault} {seen['pause_s']:.1f} s" for fault, seen in f["recovery"].items())
+    return f"{pauses}; {f['lost']} of {f['served']} lost"
+
+
+def _routing(f: Figures) -> str:
+    p90 = f["ttft_p90_s"]
+    return listed(*(f"{p90[policy]:.1f} s" for policy in ("cache_aware", "least_loaded", "round_robin", "oracle")))
+
+
+def _decode(f: Figures) -> str:
+    rates = {one["workload"]: one["kv_gb_s"] for one in f["results"]}
+    return f"{rates['decode 16 x 2048']:.0f} GB/s of KV"
+
+
+SCRIPTS: dict[str, tuple[Row, ...]] = {
+    "engine_overhead": (
+        Row(
+            "Engine's decode step over the bare model's",
+            lambda f: (
+                f"{f['overhead_ratio']:.2f} (batch {f['batch']}, context {f['context']}, {f['rounds']} rounds of "
+                f"{f['steps']} steps)"
+            ),
+        ),
+    ),
+    "prefix_cache": (
+        Row(
+            "TTFT with a cached prefix over that without",
+            lambda f: (
+                f"{f['ttft_ratio']:.2f} ({f['cached_ttft_s']:.2f} s, {f['cold_ttft_s']:.2f} s; {f['prefixes']} "
+                f"prefixes of {f['prefix_tokens']} tokens)"
+            ),
+        ),
+    ),
+    "recycle": (
+        Row(
+            "Throughput with window blocks recycled over that without, same memory, same requests (over that with "
+            "unlimited memory)",
+            _recycle,
+        ),
+    ),
+    "capacity": (
+        Row(
+            "Simulated ERNIE-4.5-21B-A3B on an A800, 10,600 tokens in and 4,000 out: throughput and mean TTFT with "
+            "recycling over without (published: 1.76; 0.52)",
+            lambda f: listed(f"{f['simulated_ratio_a800']:.2f}", f"{f['simulated_ttft_ratio_a800']:.2f}"),
+        ),
+    ),
+    "tiers": (
+        Row("TTFT with a long prefix on a tier over that without", _tiers),
+        Row(
+            "Time that forward passes waited for loads over the time of the loads; a decode step beside copies over a "
+            "quiet one",
+            lambda f: listed(f"{f['waited_over_load']:.2f}", f"{f['tpot_ratio']:.2f}"),
+        ),
+        Row(
+            "Requests per second of conversations that take 4 times the device's cache, with a host tier over without",
+            lambda f: f"{f['host_over_device_rate']:.1f}",
+        ),
+    ),
+    "replicas": (
+        Row(
+            "Three engines, conversations that take twice one engine's cache: median TTFT, and prompt tokens served "
+            "from the cache",
+            _policies,
+        ),
+        Row("Longest pause of a stream when a process is killed (hung: stopped)", _pauses),
+    ),
+    "routing": (
+        Row(
+            "Simulated: a trace of conversations on 8 engines, p90 TTFT by prefix; by load; in turn; one shared cache",
+            _routing,
+        ),
+    ),
+    "index": (
+        Row(
+            "Index of 643,000 blocks on 64 nodes: 157-block stores; lookups; whole routing decisions, hashing "
+            "included; memory",
+            lambda f: listed(
+                f"{f['stores_per_s']:,.0f} a second",
+                f"{f['lookup_p50_us']:.1f} us",
+                f"{f['decision_p50_us']:.0f} us",
+                f"{f['bytes_per_block']:.0f} bytes a block",
+            ),
+        ),
+    ),
+    "block_copy": (
+        Row(
+            "Copying scattered blocks of 48 KiB and more; layers of blocks; over plain memcpy",
+            lambda f: listed(f"{f['block_ratio']:.2f}", f"{f['layer_ratio']:.2f}"),
+        ),
+    ),
+    "control_plane": (
+        Row(
+            "Admitting a 10,000-token request, half of it cached, into a full pool, hashing included; freeing it",
+            lambda f: listed(f"{f['admit_us']:.0f} us", f"{f['free_us']:.0f} us"),
+        ),
+        Row(
+            "Planning and committing a decode step of 256 sequences with 8 head groups, windows recycled",
+            lambda f: f"{f['decode_step_us']:.0f} us",
+        ),
+    ),
+    "kernels": (Row("Attention, decode, 16 sequences of 2,048 tokens, 9 query and 3 KV heads of 64", _decode),),
+}
+"""By script, in README's order."""
+
+
+def rows(name: str, figures: Figures) -> list[str]:
+    """A script's rows; raises KeyError where its figures lack one that README shows."""
+    return [f"| {row.what} | {row.result(figures)} | `benchmarks/{name}.py` |" for row in SCRIPTS[name]]
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The table of what was measured, and below it when, of which commit and on what."""
+    measured = [name for name in SCRIPTS if name in results]
+    lines = ["| What | Result | Command |", "| --- | --- | --- |"]
+    for name in measured:
+        lines += rows(name, results[name]["figures"])
+    return "\n".join([*lines, "", *_sources({name: results[name] for name in measured})])
+
+
+def _sources(results: Mapping[str, Any]) -> list[str]:
+    """One line for all scripts that ran alike: the same day, commit and machine."""
+    alike: dict[str, list[str]] = {}
+    for name, one in results.items():
+        machine = one["machine"]
+        where = f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}"
+        alike.setdefault(f"{one['date']}, commit {one['commit']}, {where}", []).append(name)
+    if len(alike) == 1:
+        return [f"Measured on {next(iter(alike))}."]
+    return [f"Measured on {source}: {', '.join(names)}." for source, names in alike.items()]

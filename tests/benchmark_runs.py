@@ -1,0 +1,22 @@
+"""Runs a benchmark as ``--quick`` does, in this process, and takes its last line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import pytest
+from figures_table import rows
+
+
+def quick_figures(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The figures of ``python benchmarks/NAME.py --quick``, which must have all that README's table shows."""
+    importlib.import_module(name).main(["--quick", *arguments])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3, "a table comes before the figures"
+    figures: dict[str, Any] = json.loads(lines[-1])
+    for row in rows(name, figures):
+        assert "nan" not in row
+        assert "inf" not in row
+    return figures

@@ -1,0 +1,38 @@
+"""Benchmarks of real engines run in their quick mode and say what README shows of them."""
+
+from __future__ import annotations
+
+import pytest
+from benchmark_runs import quick_figures
+
+pytestmark = pytest.mark.model
+
+
+def test_the_overhead_of_the_engine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("engine_overhead", capsys)
+    assert found["engine_step_ms"] > 0 < found["bare_step_ms"]
+
+
+def test_a_cached_prefix_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("prefix_cache", capsys)
+    assert found["cached_tokens"] == found["prefix_tokens"]
+
+
+def test_recycling_is_measured_and_lets_more_requests_run(capsys: pytest.CaptureFixture[str]) -> None:
+    (model,) = quick_figures("recycle", capsys)["models"].values()
+    assert model["on"]["pool_blocks"] == model["off"]["pool_blocks"]
+    assert model["on"]["peak_running"] > model["off"]["peak_running"]
+
+
+def test_tiers_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("tiers", capsys)
+    assert {"device_over_cold", "host_over_cold", "file_over_cold", "tpot_ratio", "waited_over_load"} <= set(found)
+
+
+@pytest.mark.ray
+def test_replicas_are_measured_and_lose_no_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("replicas", capsys)
+    assert found["hit_rate"]["cache_aware"] > 0
+    assert list(found["recovery"]) == ["store"]
+    assert found["served"] > 0
+    assert found["lost"] == 0
