@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -225,7 +224,7 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
 
 def as_integer(name: str, value: Any, low: int, high: int) -> int:
     """An integer of Python's or NumPy's as Python's; raises `InvalidRequestError` on anything else, or out of range."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, got {value!r:.80}")
     return int(value)
 
@@ -247,7 +246,7 @@ def _optional(name: str, value: Any, low: int, high: int) -> int | None:
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    ok = isinstance(value, Real) and not isinstance(value, bool)
+    ok = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not ok or not low <= value <= high or (open_low and value == low):  # also catches NaN
         bracket = "(" if open_low else "["
         raise InvalidRequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r:.80}")
