@@ -41,6 +41,7 @@ from headwise.runtime.client_protocol import (
     failure,
 )
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.entrance import Entrance
 from headwise.runtime.front_door import FrontDoor
 from headwise.runtime.index_view import IndexView, Store
 from headwise.runtime.placement import Call, Placed, Placement
@@ -83,7 +84,7 @@ def router_options(config: EngineConfig, front_door: FrontDoor) -> RouterOptions
 
 
 class SchedulerServer:
-    """Serves at ``tcp://host:port`` on one thread; tokenises on a few others.
+    """Serves at ``tcp://host:port`` on one thread, behind an `Entrance`; tokenises on a few others.
 
     secret:     of the deployment; engines report with it
     replicas:   engines of the deployment
@@ -98,7 +99,7 @@ class SchedulerServer:
                 `InvalidRequestError` if they cannot fit. Called on the server's thread
     tokenizers: prompts that are tokenised at once, each on a thread
     instance:   tells clients this scheduler from the one before it; empty: drawn at random
-    turns:      counts up for as long as the server's thread gets on
+    turns:      counts up for as long as the server's thread gets on, and clients can reach it
     """
 
     def __init__(
@@ -153,20 +154,23 @@ class SchedulerServer:
     def _open_sockets(self, host: str, port: int) -> None:
         import zmq
 
+        try:
+            self._entrance = Entrance(host, port)
+        except OSError as error:
+            raise DeploymentError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one) or "
+                "--host"
+            ) from None
+        self.port = self._entrance.port
         self._context = open_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 2 * self._max_queued)  # no ticket is lost to a client that is slow
-        try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            close_context(self._context)
-            raise DeploymentError(
-                f"cannot listen on {host}:{port}: {error}; choose another --port (0 takes a free one) or --host"
-            ) from None
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._socket.bind("tcp://127.0.0.1:*")
+        self._inner_port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def start(self) -> None:
+        self._entrance.start(self._inner_port)
         self._thread.start()
 
     def stop(self) -> None:
@@ -175,6 +179,7 @@ class SchedulerServer:
             self._thread.join()
         self._preparer.close()
         close_context(self._context, linger_ms=100)
+        self._entrance.close()
 
     # ---- the loop ----
 
@@ -192,7 +197,7 @@ class SchedulerServer:
                 self._take_prepared(call, outcome)
             self._place()
             self._watch()
-            self.turns += 1
+            self.turns += self._entrance.is_open
         for call in list(self._calls.values()):
             self._close(call)
             self._fail(call, DeploymentError("the deployment is stopping"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import socket
 import threading
@@ -677,6 +678,16 @@ def test_what_is_no_message_is_answered_counted_and_dropped(make: Make, data: by
     client.socket.send(data)
     assert isinstance(client.receive(), Failed)
     assert client.stats()["scheduler"]["malformed"] == 1
+
+
+def test_http_on_the_port_is_told_what_the_port_is_and_disturbs_nobody(make: Make) -> None:
+    deployment = make()
+    client = deployment.peer()
+    connection = http.client.HTTPConnection("127.0.0.1", deployment.server.port, timeout=PATIENCE_S)
+    connection.request("POST", "/v1/chat/completions", body="{}")
+    assert "over ZeroMQ and not HTTP: connect with headwise.Client" in connection.getresponse().read().decode()
+    connection.close()
+    assert client.stats()["scheduler"]["malformed"] == 0
 
 
 def test_a_status_with_another_secret_is_counted_and_ignored(make: Make) -> None:
