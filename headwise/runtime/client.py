@@ -49,7 +49,10 @@ class Client:
     def generate(
         self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
     ) -> GenerationResult | list[GenerationResult]:
-        """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others."""
+        """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others.
+
+        Control tokens that a text holds count as such; what strangers wrote belongs in a chat.
+        """
         if _is_one(prompt):
             return self.stream(prompt, sampling, **options).read()  # type: ignore[arg-type]
         streams: list[Stream] = []
@@ -65,7 +68,9 @@ class Client:
         return Stream(self._io, _route(prompt, None, sampling, options))
 
     def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
-        """Answer a chat: messages of ``role`` and ``content``."""
+        """Answer a chat: messages of ``role`` (system, developer, user, assistant or tool) and ``content``: a string, or
+        a list of text parts. It stays text, also where it looks like a control token.
+        """
         return self.stream_chat(messages, sampling, **options).read()
 
     def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> Stream:

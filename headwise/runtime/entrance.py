@@ -6,11 +6,14 @@ ZeroMQ cannot tell them: its listener speaks first, in bytes that no other proto
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import threading
 from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
+
+from headwise.errors import DeploymentError
 
 HELLO_S = 30.0
 """Longest wait for what a connection says first."""
@@ -24,7 +27,7 @@ _PORTION = 1 << 16
 
 
 class Entrance:
-    """Listens at ``host:port`` at once, 0 for a free port; raises `OSError`.
+    """Listens at ``host:port`` at once, 0 for a free port; raises `DeploymentError` if that cannot be.
 
     Between `start` and `close`, a thread of its own hands bytes on. No more of them are in memory than a connection's
     two buffers hold: a side that does not read keeps the other from writing.
@@ -32,7 +35,14 @@ class Entrance:
 
     def __init__(self, host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        except OSError as error:
+            reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+            raise DeploymentError(
+                f"cannot listen on {host}:{port}: {reason}; choose another --port (0 takes a free one) or "
+                "another --host"
+            ) from None
         self.port = int(self._listener.getsockname()[1])
         self._inner_port = 0
         self._loop = asyncio.new_event_loop()

@@ -14,7 +14,7 @@ from headwise.errors import InvalidRequestError
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.request import as_token_ids
 
-_ENTRY_BYTES = 32
+_ENTRY_BYTES = 128
 """What an entry of a list or mapping counts for, beside its text."""
 _SLICE = 4
 """Characters per token that fits: longer texts, by far the most of which cannot fit, are counted in slices first."""

@@ -154,13 +154,7 @@ class SchedulerServer:
     def _open_sockets(self, host: str, port: int) -> None:
         import zmq
 
-        try:
-            self._entrance = Entrance(host, port)
-        except OSError as error:
-            raise DeploymentError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0 takes a free one) or "
-                "--host"
-            ) from None
+        self._entrance = Entrance(host, port)
         self.port = self._entrance.port
         self._context = open_context()
         self._socket = self._context.socket(zmq.ROUTER)

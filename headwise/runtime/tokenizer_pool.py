@@ -126,8 +126,8 @@ class _Process:
     def _start(self) -> None:
         """No fork of this process, which has threads and may be Ray's: a fresh interpreter with the same path."""
         self._is_ready = False
-        mine, theirs = socket.socketpair()
-        mine.setblocking(False)
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
         environment = {
             **os.environ,
             "PYTHONSAFEPATH": "1",  # not what lies in the working directory
@@ -140,7 +140,6 @@ class _Process:
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()]
             )
-        self._socket = mine
 
     def _stop(self) -> None:
         self._child.kill()

@@ -10,6 +10,7 @@ import pytest
 import zmq
 from waiting import PATIENCE_S
 
+from headwise.errors import DeploymentError
 from headwise.runtime import entrance as entrance_module
 from headwise.runtime.entrance import Entrance
 
@@ -130,7 +131,11 @@ def test_where_nobody_is_behind_the_entrance_the_connection_ends(inner: socket.s
 
 def test_an_entrance_that_was_never_opened_can_be_closed_and_its_port_taken_again() -> None:
     first = Entrance("127.0.0.1", 0)
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(
+        DeploymentError, match=f"cannot listen on 127.0.0.1:{first.port}: Address already in use; choose"
+    ):
         Entrance("127.0.0.1", first.port)
+    with pytest.raises(DeploymentError, match="cannot listen on no host:0"):
+        Entrance("no host", 0)
     first.close()
     Entrance("127.0.0.1", first.port).close()

@@ -244,6 +244,8 @@ def test_what_is_no_plain_data_in_a_message_is_refused(chatty: Path, value: Any)
 
 
 NAMED_TEMPLATE = CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.name }}{{ message.content | trim }}")
+NAMED = Tokenizer(byte_level_tokenizer(), {}, NAMED_TEMPLATE, None, ())
+PLAIN = Tokenizer(byte_level_tokenizer(), {}, CHAT_TEMPLATE, None, ())
 PIECES_OF_CONTROL_TOKENS = st.lists(
     st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|>", ">", " ", "\n", "the", "\U00100000"])
 ).map("".join)
@@ -252,22 +254,19 @@ PIECES_OF_CONTROL_TOKENS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(PIECES_OF_CONTROL_TOKENS, PIECES_OF_CONTROL_TOKENS), min_size=1, max_size=3))
 def test_users_text_never_becomes_control_tokens(texts: list[tuple[str, str]]) -> None:
-    backend = byte_level_tokenizer()
-    tokenizer = Tokenizer(backend, {}, NAMED_TEMPLATE, None, ())
-    ids = tokenizer.encode_chat(tokenizer.render([{"role": "user", "name": n, "content": c} for n, c in texts]))
+    ids = NAMED.encode_chat(NAMED.render([{"role": "user", "name": n, "content": c} for n, c in texts]))
     control = [token for token in ids if token < 3]
     assert control == [1, 2] * len(texts) + [1]
     written = "".join(f"<|im_start|>user\n{n}{c.strip()}<|im_end|>\n" for n, c in texts) + "<|im_start|>assistant\n"
-    assert backend.decode(ids, skip_special_tokens=False) == written
+    assert NAMED._backend.decode(ids, skip_special_tokens=False) == written
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), min_size=1, max_size=3))
 def test_ordinary_chats_have_the_token_ids_of_their_text(texts: list[str]) -> None:
-    tokenizer = Tokenizer(byte_level_tokenizer(), {}, CHAT_TEMPLATE, None, ())
     messages = [{"role": "user", "content": text} for text in texts]
     text = "".join(f"<|im_start|>user\n{text}<|im_end|>\n" for text in texts) + "<|im_start|>assistant\n"
-    assert tokenizer.encode_chat(tokenizer.render(messages)) == tokenizer.encode(text, add_special_tokens=False)
+    assert PLAIN.encode_chat(PLAIN.render(messages)) == PLAIN.encode(text, add_special_tokens=False)
 
 
 def test_users_text_that_is_a_control_token_only_once_normalised_stays_text() -> None:

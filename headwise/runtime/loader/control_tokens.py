@@ -46,7 +46,7 @@ class Marks:
         self._longest = max(self._lengths, default=0)
 
     def positions(self, text: str) -> Iterator[int]:
-        """Where in a user's text are characters that are to be marked, ascending; some may come twice."""
+        """Where in a user's text are characters that are to be marked; some may come twice."""
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())  # templates strip
         if any(text[start : start + length] in self._tails for length in range(1, min(self._longest, end - start) + 1)):
             yield start
@@ -77,10 +77,9 @@ class Marks:
 
     def _on_text(self, text: str, marks: dict[str, str]) -> str:
         parts, done = [], 0
-        for at in self.positions(text):
-            if at >= done:
-                parts += (text[done:at], _mark(text[at], marks))
-                done = at + 1
+        for at in sorted(set(self.positions(text))):
+            parts += (text[done:at], _mark(text[at], marks))
+            done = at + 1
         return "".join((*parts, text[done:])) if parts else text
 
 
