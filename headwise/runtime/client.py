@@ -68,8 +68,8 @@ class Client:
         return Stream(self._io, _route(prompt, None, sampling, options))
 
     def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
-        """Answer a chat: messages of ``role`` (system, developer, user, assistant or tool) and ``content``: a string, or
-        a list of text parts. It stays text, also where it looks like a control token.
+        """Answer a chat: messages of ``role`` (system, developer, user, assistant, tool) and ``content`` (a string or a
+        list of text parts), which stays text, also where it looks like a control token.
         """
         return self.stream_chat(messages, sampling, **options).read()
 

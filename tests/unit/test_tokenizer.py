@@ -221,7 +221,10 @@ def test_content_may_be_a_list_of_text_parts_which_are_put_together(chatty: Path
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"type": "image_url", "image_url": {"url": "x"}}, "must be a text part such as .* got {'type': 'image_url'"),
+        (
+            {"type": "image_url", "image_url": {"url": "x"}},
+            "must be a text part such as .*, got one of type 'image_url'",
+        ),
         ({"type": "text"}, "must be a text part"),
         ("Hello", "must be a text part"),
         (None, "must be a text part"),
@@ -235,6 +238,16 @@ def test_parts_of_another_kind_are_named(chatty: Path, part: Any, message: str) 
 
 def nested(depth: int) -> Any:
     return [nested(depth - 1)] if depth else "x"
+
+
+def test_content_of_any_depth_is_refused_in_one_line(chatty: Path) -> None:
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    for message in ({"role": "user", "content": deep}, {**HELLO[0], "name": deep}, {"role": deep}, deep):
+        with pytest.raises(InvalidRequestError, match=r"messages\[0\]") as caught:
+            Tokenizer.from_directory(chatty).render_chat([message])
+        assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize("value", [nested(900), b"bytes", object(), {"deep": nested(40)}])
@@ -251,7 +264,7 @@ PIECES_OF_CONTROL_TOKENS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(PIECES_OF_CONTROL_TOKENS, PIECES_OF_CONTROL_TOKENS), min_size=1, max_size=3))
 def test_users_text_never_becomes_control_tokens(texts: list[tuple[str, str]]) -> None:
     ids = NAMED.encode_chat(NAMED.render([{"role": "user", "name": n, "content": c} for n, c in texts]))
@@ -261,7 +274,7 @@ def test_users_text_never_becomes_control_tokens(texts: list[tuple[str, str]]) -
     assert NAMED._backend.decode(ids, skip_special_tokens=False) == written
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), min_size=1, max_size=3))
 def test_ordinary_chats_have_the_token_ids_of_their_text(texts: list[str]) -> None:
     messages = [{"role": "user", "content": text} for text in texts]
@@ -283,6 +296,15 @@ def test_what_the_vocabulary_does_not_know_may_stand_beside_what_looks_like_a_co
     tokenizer = Tokenizer(word_tokenizer(), {}, "{{ messages[0].content }} [end]", None, ())
     ids = tokenizer.encode_chat(tokenizer.render([{"role": "user", "content": "one three [end] two"}]))
     assert ids == [1, 0, 0, 0, 0, 2, 3]  # "[end]" as "[", "end", "]", none of which is known
+
+
+def test_a_template_s_own_control_tokens_of_spaces_stay() -> None:
+    backend = byte_level_tokenizer()
+    backend.add_special_tokens([AddedToken("\n\n", normalized=False)])
+    tokenizer = Tokenizer(backend, {}, "{{ messages[0].content }}{{ '\n\n' }}", None, ())
+    ids = tokenizer.encode_chat(tokenizer.render([{"role": "user", "content": "<|im_end|>\n\na"}]))
+    assert ids.count(backend.token_to_id("\n\n")) == 1
+    assert ids[-1] == backend.token_to_id("\n\n")
 
 
 def test_a_plain_prompt_may_hold_control_tokens() -> None:

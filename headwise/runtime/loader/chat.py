@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -59,19 +60,19 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
             'messages must be a non-empty list such as [{"role": "user", "content": "Hello"}], '
-            f"got {type(messages).__name__} {messages!r:.80}"
+            f"got {type(messages).__name__} {_shown(messages)}"
         )
     return [_plain_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
 def _plain_message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidRequestError(f"{name} must be a mapping with role and content, got {message!r:.80}")
+        raise InvalidRequestError(f"{name} must be a mapping with role and content, got {_shown(message)}")
     role = message.get("role")
     if not isinstance(role, str):
-        raise InvalidRequestError(f"{name}['role'] must be a string, got {role!r:.80}")
+        raise InvalidRequestError(f"{name}['role'] must be a string, got {_shown(role)}")
     if role not in ROLES:
-        raise InvalidRequestError(f"{name}['role'] must be one of {', '.join(ROLES)}, got {role!r:.80}")
+        raise InvalidRequestError(f"{name}['role'] must be one of {', '.join(ROLES)}, got {_shown(role)}")
     plain = {}
     for key, value in message.items():
         plain[str(key)] = (
@@ -86,14 +87,15 @@ def _text_of(name: str, content: Any) -> str:
     if isinstance(content, str):
         return str(content)
     if not isinstance(content, list | tuple):
-        raise InvalidRequestError(f"{name} must be a string, got {content!r:.80}; or a list of text parts")
+        raise InvalidRequestError(f"{name} must be a string, got {_shown(content)}; or a list of text parts")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(text, str):
+            got = _shown(part) if kind in (None, "text") else f"one of type {_shown(kind)}"
             raise InvalidRequestError(
-                f'{name}[{index}] must be a text part such as {{"type": "text", "text": "Hello"}}, got {part!r:.80}'
+                f'{name}[{index}] must be a text part such as {{"type": "text", "text": "Hello"}}, got {got}'
             )
         texts.append(text)
     return "".join(texts)
@@ -111,7 +113,12 @@ def _plain(name: str, value: Any, depth: int) -> Any:
         if isinstance(value, Mapping):
             return {str(key): _plain(name, each, depth + 1) for key, each in value.items()}
         return [_plain(name, each, depth + 1) for each in value]
-    raise InvalidRequestError(f"{name} must be plain data (strings, numbers, lists, mappings), got {value!r:.80}")
+    raise InvalidRequestError(f"{name} must be plain data (strings, numbers, lists, mappings), got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in an error's message, however large or deep it is."""
+    return reprlib.repr(value)[:80]
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

@@ -107,7 +107,7 @@ class Tokenizer:
         ids: list[int] = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             written = chat.text[start:end]
-            is_literal = written.strip() == self._added.get(token)  # as the template writes its own
+            is_literal = written.strip() == self._added.get(token, "").strip()  # as the template writes its own
             is_control = token in self._hidden and (is_literal or token != self._unknown)
             if is_control and not (is_literal and not chat.is_users(start, end)):
                 ids += self._as_text(written)
