@@ -223,7 +223,7 @@ def test_content_may_be_a_list_of_text_parts_which_are_put_together(chatty: Path
     [
         (
             {"type": "image_url", "image_url": {"url": "x"}},
-            "must be a text part such as .*, got one of type 'image_url'",
+            "must be a text part .*, got one of type 'image_url'",
         ),
         ({"type": "text"}, "must be a text part"),
         ("Hello", "must be a text part"),
