@@ -15,6 +15,7 @@ from headwise.errors import DeploymentError
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.front_door import FrontDoor
 from headwise.runtime.scheduler_server import SchedulerServer, router_options
+from headwise.runtime.tokenizer_pool import TokenizerPool
 from headwise.storage.curve import CurveKeys
 from headwise.storage.store_client import StoreClient
 
@@ -39,6 +40,7 @@ class GlobalScheduler:
         self._front_door: FrontDoor | None = None
         self._store: StoreClient | None = None  # the server's, while that runs
         self._server: SchedulerServer | None = None
+        self._tokenizers: TokenizerPool | None = None
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._start_again()
 
@@ -47,9 +49,10 @@ class GlobalScheduler:
         config = self._config
         front_door = self._front_door = self._front_door or FrontDoor.open(config)
         store = self._store = StoreClient(self._store_endpoint, front_door.namespace, self._curve)
+        tokenising, self._tokenizers = front_door.with_pool(config)
         try:
             self._server = SchedulerServer(
-                front_door,
+                tokenising,
                 config.host,
                 self._port,
                 secret=self._secret,
@@ -61,8 +64,11 @@ class GlobalScheduler:
                 store=store,
                 index_timeout_s=config.index_timeout_s,
                 on_silent=self._replace,
+                size=front_door.limits.size,
+                tokenizers=config.tokenizer_processes,
             )
         except DeploymentError:
+            self._tokenizers.close()
             store.close()
             raise
         self._server.start()
@@ -99,6 +105,8 @@ class GlobalScheduler:
         return self._server.turns
 
     def stop(self) -> None:
+        if self._tokenizers is not None:
+            self._tokenizers.close()  # first: the server's end waits for what is being tokenised
         if self._server is not None:
             self._server.stop()
         if self._store is not None:

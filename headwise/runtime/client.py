@@ -6,7 +6,6 @@ import asyncio
 import queue
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client_io import ClientIO
 from headwise.runtime.client_protocol import FindPrefix, GetStats, Route
-from headwise.runtime.request import GenerationResult, SamplingParams, as_token_ids
+from headwise.runtime.loader.chat import plain_messages
+from headwise.runtime.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.streams import AsyncStream, Stream
 
 Prompt = str | Sequence[int]
@@ -49,7 +49,10 @@ class Client:
     def generate(
         self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
     ) -> GenerationResult | list[GenerationResult]:
-        """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others."""
+        """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others.
+
+        Control tokens that a text holds count as such; what strangers wrote belongs in a chat.
+        """
         if _is_one(prompt):
             return self.stream(prompt, sampling, **options).read()  # type: ignore[arg-type]
         streams: list[Stream] = []
@@ -65,7 +68,9 @@ class Client:
         return Stream(self._io, _route(prompt, None, sampling, options))
 
     def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
-        """Answer a chat: messages of ``role`` and ``content``."""
+        """Answer a chat: messages of ``role`` (system, developer, user, assistant, tool) and ``content`` (a string or a
+        list of text parts), which stays text, also where it looks like a control token.
+        """
         return self.stream_chat(messages, sampling, **options).read()
 
     def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> Stream:
@@ -86,10 +91,10 @@ class Client:
         return self._find_prefix(None, messages, cache_salt)
 
     def _find_prefix(self, prompt: Prompt | None, messages: Messages | None, cache_salt: str) -> dict[str, Any]:
-        text, token_ids = _text_or_tokens(prompt)
-        _check_string("cache_salt", cache_salt)
+        text, token_ids, plain = _prompt(prompt, messages)
+        salt = as_string("cache_salt", cache_salt)
         return _answer_to(
-            lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, messages, cache_salt), deliver)
+            lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, plain, salt), deliver)
         )
 
     # ---- operations: of all engines; they return when all are done ----
@@ -114,7 +119,8 @@ class Client:
         return self._operate("reset_cache", tier)
 
     def _operate(self, action: str, tier: str = "all") -> dict[str, int]:
-        return _answer_to(lambda deliver: self._io.operate(action, tier, deliver))
+        named = as_string("tier", tier)  # a message with anything else would be none, and end the engine's other calls
+        return _answer_to(lambda deliver: self._io.operate(action, named, deliver))
 
     # ---- asynchronous ----
 
@@ -165,6 +171,8 @@ class Client:
 
 def _resolve(address: str) -> str:
     """The ZeroMQ endpoint of an address; raises `DeploymentError`."""
+    if not isinstance(address, str):
+        raise _no_address(address)
     if address.startswith("ray:"):
         from headwise.runtime.bootstrap import resolve_client_address
 
@@ -172,10 +180,14 @@ def _resolve(address: str) -> str:
         return resolve_client_address(cluster, name or "headwise")
     match = re.fullmatch(r"(?:tcp://)?([^/:\s]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
     if match is None or not 0 < int(match[2]) < 65536:
-        raise DeploymentError(
-            f"{address!r} is no address; write HOST:PORT, tcp://HOST:PORT, ray:auto or ray:HOST:PORT[/NAME]"
-        )
+        raise _no_address(address)
     return f"tcp://{match[1]}:{match[2]}"
+
+
+def _no_address(address: object) -> DeploymentError:
+    return DeploymentError(
+        f"{address!r:.80} is no address; write HOST:PORT, tcp://HOST:PORT, ray:auto or ray:HOST:PORT[/NAME]"
+    )
 
 
 def _answer_to(ask: Callable[[Callable[[dict[str, Any] | HeadwiseError], None]], None]) -> dict[str, Any]:
@@ -199,27 +211,22 @@ def _is_one(prompt: Any) -> bool:
 
 def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Route:
     """The message for a call; raises `InvalidRequestError` on values that no deployment would take."""
-    priority, cache_salt = options.pop("priority", 0), options.pop("cache_salt", "")
-    session = options.pop("session", "")
-    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) >= 2**31:
-        raise InvalidRequestError(f"priority must be an integer from -2**31 + 1 to 2**31 - 1, got {priority!r}")
-    _check_string("cache_salt", cache_salt)
-    _check_string("session", session)
-    text, token_ids = _text_or_tokens(prompt)
-    return Route(0, text, token_ids, messages, _sampling(sampling, options), priority, cache_salt, session)
+    priority = as_priority(options.pop("priority", 0))
+    cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
+    session = as_string("session", options.pop("session", ""))
+    text, token_ids, plain = _prompt(prompt, messages)
+    chosen = SamplingParams.of(sampling, options).to_wire()
+    return Route(0, text, token_ids, plain, chosen, priority, cache_salt, session)
 
 
-def _text_or_tokens(prompt: Prompt | None) -> tuple[str | None, NDArray[np.int32] | None]:
-    if prompt is None or isinstance(prompt, str):
-        return prompt, None
-    return None, as_token_ids(prompt)
-
-
-def _check_string(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{name} must be a string, got {value!r}")
-
-
-def _sampling(sampling: Sampling, options: dict[str, Any]) -> dict[str, Any]:
-    given = asdict(sampling) if isinstance(sampling, SamplingParams) else dict(sampling or {})
-    return SamplingParams.from_wire({**given, **options}).to_wire()
+def _prompt(
+    prompt: Prompt | None, messages: Messages | None
+) -> tuple[str | None, NDArray[np.int32] | None, list[dict[str, Any]] | None]:
+    """A prompt's three forms, one of them given: text, token ids, a chat. Raises `InvalidRequestError`."""
+    if messages is not None:
+        return None, None, plain_messages(messages)
+    if prompt is None:
+        raise InvalidRequestError("give a prompt, as a string or as token ids, or messages for a chat; got None")
+    if isinstance(prompt, str):
+        return str(prompt), None, None
+    return None, as_token_ids(prompt), None

@@ -120,6 +120,9 @@ class EngineConfig:
         1,
     )
     max_queued: int = _option(4096, "Most requests waiting in the scheduler, and in an engine; more are refused.", 1)
+    tokenizer_processes: int = _option(
+        2, "Processes that tokenise for the scheduler; of several, one is for short prompts only.", 1, 64
+    )
     engine_queue: int = _option(
         64, "Requests waiting in an engine from which on it gets no more; they wait in the scheduler.", 1
     )

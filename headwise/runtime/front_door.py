@@ -19,23 +19,39 @@ from headwise.runtime.config import EngineConfig
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.model_card import ModelCard, read_model_card
-from headwise.runtime.request import GenerateRequest, SamplingParams, as_token_ids
+from headwise.runtime.prompts import LocalPromptEncoder, PromptEncoder, TextLimits
+from headwise.runtime.request import GenerateRequest, SamplingParams, as_priority, as_string, as_token_ids
+from headwise.runtime.tokenizer_pool import TokenizerPool
 
 TYPICAL_PROMPT = 4096
 """Tokens; windowed heads keep a part of longer prompts only."""
 
 
 class FrontDoor:
-    """Checks and tokenises requests. Holds no state between calls; safe to use from several threads."""
+    """Checks and tokenises requests. Holds no state between calls; safe to use from several threads.
 
-    def __init__(self, card: ModelCard, tokenizer: Tokenizer) -> None:
+    encoder: makes tokens of texts, in another process or (None) in this one
+    """
+
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer, encoder: PromptEncoder | None = None) -> None:
         self.card = card
         self.tokenizer = tokenizer
+        self._encoder = encoder or LocalPromptEncoder(tokenizer, self.limits)
 
     @classmethod
     def open(cls, config: EngineConfig) -> FrontDoor:
         directory = resolve_model(config.model, config.cache_path)
         return cls(read_model_card(config, directory), Tokenizer.from_directory(directory))
+
+    def with_pool(self, config: EngineConfig) -> tuple[FrontDoor, TokenizerPool]:
+        """One that tokenises in processes of its own, which the pool has and ends."""
+        directory = resolve_model(config.model, config.cache_path)
+        pool = TokenizerPool(directory, self.limits, config.tokenizer_processes)
+        return FrontDoor(self.card, self.tokenizer, pool), pool
+
+    @property
+    def limits(self) -> TextLimits:
+        return TextLimits(self.card.max_model_len, self.tokenizer.longest_token)
 
     @property
     def namespace(self) -> str:
@@ -76,9 +92,9 @@ class FrontDoor:
         """
         if (prompt is None) == (messages is None):
             raise InvalidRequestError("give either a prompt or messages")
+        sampling, priority = SamplingParams.of(sampling), as_priority(priority)
+        cache_salt = as_string("cache_salt", cache_salt)
         tokens = self._tokens(prompt, messages)
-        if not isinstance(sampling, SamplingParams):
-            sampling = SamplingParams.from_wire(dict(sampling or {}))
         room = self.card.max_model_len - len(tokens)
         if room < (sampling.max_tokens or 1):
             raise InvalidRequestError(
@@ -96,12 +112,11 @@ class FrontDoor:
         self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
     ) -> NDArray[np.int32]:
         if messages is not None:
-            text = self.tokenizer.render_chat(messages)
-            return as_token_ids(self.tokenizer.encode(text, add_special_tokens=False))
+            return self._encoder.chat(messages)
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError("the prompt is empty")
-            return as_token_ids(self.tokenizer.encode(prompt))
+            return self._encoder.text(prompt)
         tokens = as_token_ids(prompt if prompt is not None else [])
         if not len(tokens):
             raise InvalidRequestError("the prompt is empty")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -15,6 +14,7 @@ from headwise.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 
 
@@ -57,29 +57,29 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        """Every value becomes one of Python's own: the wire takes no others."""
         given: Any = self.stop
         stop = (given,) if isinstance(given, str) else given
-        object.__setattr__(self, "stop", _tuple("stop", stop))
-        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, 2**63 - 1)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1)
+        values = {
+            "temperature": _number("temperature", self.temperature, 0.0, 100.0),
+            "top_p": _number("top_p", self.top_p, 0.0, 1.0, open_low=True),
+            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
+            "top_k": as_integer("top_k", self.top_k, 0, 2**31 - 1),
+            "seed": _optional("seed", self.seed, 0, 2**63 - 1),
+            "max_tokens": _optional("max_tokens", self.max_tokens, 1, 2**31 - 1),
+            "logprobs": _optional("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "stop": _tuple("stop", stop, "stop strings", MAX_STOP_STRINGS),
+            "stop_token_ids": tuple(
+                as_integer("stop_token_ids", token, 0, 2**31 - 1)
+                for token in _tuple("stop_token_ids", self.stop_token_ids, "stop token ids", MAX_STOP_TOKEN_IDS)
+            ),
+            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         self._check_stop()
 
     def _check_stop(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(
-                f"{len(self.stop)} stop strings were given; at most {MAX_STOP_STRINGS} are allowed"
-            )
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"a stop string must be a non-empty string, got {text!r}")
@@ -96,15 +96,33 @@ class SamplingParams:
         return asdict(self)
 
     @classmethod
-    def from_wire(cls, data: dict[str, Any]) -> SamplingParams:
+    def from_wire(cls, data: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping; raises `InvalidRequestError` on unknown names or bad values."""
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(data) - known)
+        unknown = sorted(str(name) for name in set(data) - known)
         if unknown:
             raise InvalidRequestError(
                 f"unknown sampling parameter {', '.join(unknown)}; known are {', '.join(sorted(known))}"
             )
         return cls(**data)
+
+    @classmethod
+    def of(cls, sampling: object, options: Mapping[str, Any] | None = None) -> SamplingParams:
+        """From what a user gave: nothing, parameters, or a mapping of some; ``options`` come before those.
+
+        Raises `InvalidRequestError`.
+        """
+        if sampling is None:
+            given: Mapping[str, Any] = {}
+        elif isinstance(sampling, SamplingParams):
+            given = asdict(sampling)
+        elif isinstance(sampling, Mapping):
+            given = sampling
+        else:
+            raise InvalidRequestError(
+                f'sampling must be SamplingParams or a mapping such as {{"temperature": 0}}, got {sampling!r:.80}'
+            )
+        return cls.from_wire({**given, **(options or {})})
 
 
 @dataclass(frozen=True)
@@ -205,19 +223,48 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
     return array.astype(np.int32)
 
 
-def _tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise InvalidRequestError(f"{name} must be a list, got {value!r}")
-    return tuple(value)
+def as_integer(name: str, value: Any, low: int, high: int) -> int:
+    """An integer of Python's or NumPy's as Python's; raises `InvalidRequestError` on anything else, or out of range."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, got {value!r:.80}")
+    return int(value)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not (low <= value <= high) or (open_low and value == low):
+def as_priority(value: Any) -> int:
+    """A request's priority; raises `InvalidRequestError`."""
+    return as_integer("priority", value, -(2**31) + 1, 2**31 - 1)
+
+
+def as_string(name: str, value: Any) -> str:
+    """A string as Python's own kind; raises `InvalidRequestError`."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}")
+    return str(value)
+
+
+def _optional(name: str, value: Any, low: int, high: int) -> int | None:
+    return None if value is None else as_integer(name, value, low, high)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    ok = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not ok or not low <= value <= high or (open_low and value == low):  # also catches NaN
         bracket = "(" if open_low else "["
-        raise InvalidRequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}")
+        raise InvalidRequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r:.80}")
+    return float(value)
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidRequestError(f"{name} must be True or False, got {value!r:.80}")
+    return bool(value)
+
+
+def _tuple(name: str, value: Any, what: str, most: int) -> tuple[Any, ...]:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise InvalidRequestError(f"{name} must be a list, got {value!r:.80}")
+    if len(value) > most:
+        raise InvalidRequestError(f"{len(value)} {what} were given; at most {most} are allowed")
+    return tuple(str(each) if isinstance(each, str) else each for each in value)

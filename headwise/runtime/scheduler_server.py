@@ -41,10 +41,12 @@ from headwise.runtime.client_protocol import (
     failure,
 )
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.entrance import Entrance
 from headwise.runtime.front_door import FrontDoor
 from headwise.runtime.index_view import IndexView, Store
 from headwise.runtime.placement import Call, Placed, Placement
-from headwise.runtime.preparing import Door, Prepared, Preparer
+from headwise.runtime.preparing import Door, Job, Prepared, Preparer
+from headwise.runtime.prompts import any_size
 from headwise.runtime.request import GenerateRequest
 from headwise.runtime.routing import Matches, Router, RouterOptions
 from headwise.runtime.routing.base import RESERVATION_S, Choice
@@ -82,7 +84,7 @@ def router_options(config: EngineConfig, front_door: FrontDoor) -> RouterOptions
 
 
 class SchedulerServer:
-    """Serves at ``tcp://host:port`` on one thread; tokenises on a few others.
+    """Serves at ``tcp://host:port`` on one thread, behind an `Entrance`; tokenises on a few others.
 
     secret:     of the deployment; engines report with it
     replicas:   engines of the deployment
@@ -93,8 +95,11 @@ class SchedulerServer:
     index_timeout_s: longest wait of a request for what the index knows of it
     on_silent:  called with the name of an engine that has been silent for ``routing.engine_timeout_s``, once per
                 silence, on the server's thread: it must not wait
+    size:       at least how many bytes of text a prompt or messages have to be tokenised; raises
+                `InvalidRequestError` if they cannot fit. Called on the server's thread
+    tokenizers: prompts that are tokenised at once, each on a thread
     instance:   tells clients this scheduler from the one before it; empty: drawn at random
-    turns:      counts up for as long as the server's thread gets on
+    turns:      counts up for as long as the server's thread gets on, and clients can reach it
     """
 
     def __init__(
@@ -112,6 +117,8 @@ class SchedulerServer:
         store: Store | None = None,
         index_timeout_s: float = 0.1,
         on_silent: Callable[[str], None] = lambda engine: None,
+        size: Callable[[Any, Any], int] = any_size,
+        tokenizers: int = 2,
         clock: Callable[[], float] = time.monotonic,
         instance: str = "",
     ) -> None:
@@ -129,7 +136,8 @@ class SchedulerServer:
         self.instance = instance or secrets.token_hex(8)
         self.turns = 0
         self._open_sockets(host, port)
-        self._preparer = Preparer(self._context)
+        self._size = size
+        self._preparer = Preparer(self._context, tokenizers)
         self._numbers = itertools.count(1)
         self._calls: dict[tuple[bytes, int], Call] = {}
         self._placement = Placement(self._router, self._index, self._clock)
@@ -146,20 +154,17 @@ class SchedulerServer:
     def _open_sockets(self, host: str, port: int) -> None:
         import zmq
 
+        self._entrance = Entrance(host, port)
+        self.port = self._entrance.port
         self._context = open_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 2 * self._max_queued)  # no ticket is lost to a client that is slow
-        try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            close_context(self._context)
-            raise DeploymentError(
-                f"cannot listen on {host}:{port}: {error}; choose another --port (0 takes a free one) or --host"
-            ) from None
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._socket.bind("tcp://127.0.0.1:*")
+        self._inner_port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def start(self) -> None:
+        self._entrance.start(self._inner_port)
         self._thread.start()
 
     def stop(self) -> None:
@@ -168,6 +173,7 @@ class SchedulerServer:
             self._thread.join()
         self._preparer.close()
         close_context(self._context, linger_ms=100)
+        self._entrance.close()
 
     # ---- the loop ----
 
@@ -185,7 +191,7 @@ class SchedulerServer:
                 self._take_prepared(call, outcome)
             self._place()
             self._watch()
-            self.turns += 1
+            self.turns += self._entrance.is_open
         for call in list(self._calls.values()):
             self._close(call)
             self._fail(call, DeploymentError("the deployment is stopping"))
@@ -222,20 +228,9 @@ class SchedulerServer:
     # ---- requests in ----
 
     def _route(self, identity: bytes, route: Route) -> None:
-        def prepare() -> Prepared:
-            return self._prepared(
-                self._front_door.prepare(
-                    prompt=route.text if route.token_ids is None else route.token_ids,
-                    messages=route.messages,
-                    sampling=route.sampling,
-                    priority=route.priority,
-                    cache_salt=route.cache_salt,
-                )
-            )
-
         call = self._new_call(identity, route.key, (route.priority, 1))
         call.session = route.session
-        self._prepare(call, prepare, self._max_queued)
+        self._prepare_prompt(call, route, route.sampling, route.priority)
 
     def _reroute(self, identity: bytes, reroute: Reroute) -> None:
         """It was admitted once: it goes before what is new, also where that is refused."""
@@ -246,21 +241,22 @@ class SchedulerServer:
         self._prepare(call, lambda: self._prepared(reroute.request), 2 * self._max_queued)
 
     def _find_prefix(self, identity: bytes, find: FindPrefix) -> None:
+        call = self._new_call(identity, find.key, (0, 1))
+        call.finds = True
+        self._prepare_prompt(call, find, {"max_tokens": 1}, 0)
+
+    def _prepare_prompt(self, call: Call, asked: Route | FindPrefix, sampling: dict[str, Any], priority: int) -> None:
+        prompt = asked.text if asked.token_ids is None else asked.token_ids
+        messages, salt = asked.messages, asked.cache_salt
+
         def prepare() -> Prepared:
-            prompt = find.text if find.token_ids is None else find.token_ids
             return self._prepared(
                 self._front_door.prepare(
-                    prompt=prompt,
-                    messages=find.messages,
-                    sampling={"max_tokens": 1},
-                    priority=0,
-                    cache_salt=find.cache_salt,
+                    prompt=prompt, messages=messages, sampling=sampling, priority=priority, cache_salt=salt
                 )
             )
 
-        call = self._new_call(identity, find.key, (0, 1))
-        call.finds = True
-        self._prepare(call, prepare, self._max_queued)
+        self._prepare(call, prepare, self._max_queued, prompt, messages)
 
     def _prepared(self, request: GenerateRequest) -> Prepared:
         return Prepared(request, self._front_door.hashes(request))
@@ -268,14 +264,23 @@ class SchedulerServer:
     def _new_call(self, identity: bytes, key: int, rank: tuple[int, int]) -> Call:
         return Call(identity, key, self._clock(), (*rank, next(self._numbers)))
 
-    def _prepare(self, call: Call, work: Callable[[], Prepared], limit: int) -> None:
+    def _prepare(
+        self, call: Call, work: Callable[[], Prepared], limit: int, prompt: Any = None, messages: Any = None
+    ) -> None:
         if (call.identity, call.key) in self._calls:
             return  # asked again by a client that did not know whether it was heard
         if len(self._calls) >= limit:
             self._fail(call, self._overloaded())
-        else:
+            return
+        try:
+            num_bytes = self._size(prompt, messages)
+        except HeadwiseError as error:
+            self._fail(call, error)
+            return
+        if self._preparer.submit(Job(call, work, num_bytes, lambda: not call.is_over)):
             self._calls[call.identity, call.key] = call
-            self._preparer.submit(call, work)
+        else:
+            self._fail(call, OverloadedError("too much text waits to be tokenised already; try again later"))
 
     def _take_prepared(self, call: Call, outcome: Prepared | HeadwiseError) -> None:
         if call.is_over:

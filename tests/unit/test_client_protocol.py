@@ -389,6 +389,8 @@ def test_a_client_that_was_suspended_gives_up_neither_engine_nor_deployment(
         ({"stop": "x" * 10_000_000}, "10000000 characters"),
         ({"priority": "high"}, "priority must be an integer"),
         ({"cache_salt": b"x"}, "cache_salt must be a string"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
+        ({"sampling": "greedy"}, "sampling must be SamplingParams or a mapping"),
     ],
 )
 def test_bad_options_are_named(client: Client, options: dict[str, Any], says: str) -> None:
@@ -405,7 +407,29 @@ def test_bad_prompts_are_refused(client: Client, prompt: Any) -> None:
 
 def test_a_request_that_no_message_can_hold_is_refused_here(client: Client) -> None:
     with pytest.raises(InvalidRequestError, match="cannot be sent"):
-        client.chat([{"role": "user", "content": object()}])
+        client.chat([{"role": "user", "content": "\ud800"}])
+
+
+@pytest.mark.parametrize(
+    "messages", [None, [], "hi", [{"role": "robot", "content": "x"}], [{"role": "user", "content": object()}]]
+)
+def test_chats_that_no_model_takes_are_refused_here(client: Client, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="messages"):
+        client.chat(messages)
+    with pytest.raises(InvalidRequestError, match="messages"):
+        client.find_chat_prefix(messages)
+
+
+def test_numpy_s_numbers_are_taken_as_numbers(client: Client) -> None:
+    result = client.generate("abc", max_tokens=np.int64(2), ignore_eos=np.bool_(True), priority=np.int32(1))
+    assert result.text == "0 1 "
+
+
+def test_an_operation_on_what_is_no_tier_disturbs_no_other_call(client: Client) -> None:
+    stream = client.stream("abc", max_tokens=3)
+    with pytest.raises(InvalidRequestError, match="tier must be a string, got 5"):
+        client.reset_cache(5)  # type: ignore[arg-type]
+    assert stream.read().text == "0 1 2 "
 
 
 def test_an_overloaded_engine_says_so(deployment: Deployment) -> None:
@@ -616,8 +640,8 @@ def test_stopping_a_deployment_ends_the_calls_that_wait_for_an_engine(deployment
 # ---- addresses ----
 
 
-@pytest.mark.parametrize("address", ["", "localhost", "http://a:1", "a:99999", "a:0", "a b:80"])
-def test_what_is_no_address_is_said_to_be_none(address: str) -> None:
+@pytest.mark.parametrize("address", ["", "localhost", "http://a:1", "a:99999", "a:0", "a b:80", None, 8700])
+def test_what_is_no_address_is_said_to_be_none(address: Any) -> None:
     with pytest.raises(DeploymentError, match=r"write HOST:PORT"):
         Client(address)
 

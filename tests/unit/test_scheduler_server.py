@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +18,7 @@ from waiting import PATIENCE_S, eventually
 from headwise.awake_time import LONGEST_S
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.errors import InvalidRequestError
-from headwise.runtime import placement, scheduler_server, wire
+from headwise.runtime import placement, preparing, scheduler_server, wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
     FORGOTTEN,
@@ -34,6 +36,8 @@ from headwise.runtime.client_protocol import (
     Ticket,
     Withdraw,
 )
+from headwise.runtime.preparing import SHORT_BYTES
+from headwise.runtime.prompts import TextLimits
 from headwise.runtime.request import GenerateRequest, SamplingParams, as_token_ids
 from headwise.runtime.routing import RouterOptions, engines
 from headwise.runtime.scheduler_server import SchedulerServer
@@ -61,6 +65,20 @@ class Door:
         hashes: list[bytes] = []
         extend_hashes(hashes, hash_seed("scripted", request.cache_salt), tokens, BLOCK)
         return hashes
+
+
+class BusyDoor(Door):
+    """Is busy with whatever is asked for, until it may go on."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.prepared: list[str] = []
+
+    def prepare(self, *, prompt: Any, **options: Any) -> GenerateRequest:
+        self.prepared.append(prompt[:8])
+        if prompt.startswith("long"):
+            assert self.may_go_on.wait(PATIENCE_S)
+        return super().prepare(prompt=prompt[:8], **options)
 
 
 class StoreStandIn:
@@ -136,7 +154,7 @@ class Peer:
 class Deployment:
     """A server, and as many peers as a test wants."""
 
-    def __init__(self, store: StoreStandIn | None = None, **options: Any) -> None:
+    def __init__(self, store: StoreStandIn | None = None, door: Door | None = None, **options: Any) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.store = store
         self.silent: list[str] = []
@@ -144,7 +162,7 @@ class Deployment:
             **{"block_size": BLOCK, "engine_queue": 2, "max_num_seqs": 4, **options.pop("routing", {})}
         )
         self.server = SchedulerServer(
-            Door(),
+            door or Door(),
             "127.0.0.1",
             options.pop("port", 0),
             secret=SECRET,
@@ -449,6 +467,67 @@ def test_a_request_waits_for_an_engine_that_sleeps_as_long_as_it_takes(
     assert isinstance(client.receive(), Ticket)
 
 
+# ---- texts ----
+
+
+def test_short_prompts_do_not_wait_for_long_ones_that_are_being_tokenised(make: Make) -> None:
+    door = BusyDoor()
+    deployment = make(door=door, routing={"engine_queue": 9})
+    deployment.report("a")
+    hog, client = deployment.peer(), deployment.peer()
+    for key in range(1, 5):
+        hog.send(route(key, f"long {key}" + " and more" * SHORT_BYTES))
+    assert [client.ask(route(key, f"short {key}")).key for key in range(1, 4)] == [1, 2, 3]
+    assert [each for each in door.prepared if each.startswith("long")] == ["long 1 a"]
+    door.may_go_on.set()
+    assert sorted(hog.receive().key for _ in range(4)) == [1, 2, 3, 4]
+
+
+def test_what_was_withdrawn_is_not_tokenised(make: Make) -> None:
+    door = BusyDoor()
+    deployment = make(door=door, tokenizers=1, routing={"engine_queue": 9})
+    deployment.report("a")
+    client = deployment.peer()
+    for key, text in enumerate(("long one", "unwanted", "wanted"), start=1):
+        client.send(route(key, text))
+    client.send(Withdraw(2))
+    assert client.hears_nothing()
+    door.may_go_on.set()
+    assert sorted(client.receive().key for _ in range(2)) == [1, 3]
+    assert door.prepared == ["long one", "wanted"]
+
+
+def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised(make: Make) -> None:
+    door = BusyDoor()
+    deployment = make(door=door, size=TextLimits(10, 3).size)
+    deployment.report("a")
+    client = deployment.peer()
+    for key, question in enumerate((route(1, "1" * 31), FindPrefix(2, "1" * 31, None, None, "")), start=1):
+        answer = client.ask(question)
+        assert (answer.key, answer.error) == (key, "InvalidRequestError")
+        assert "a text of at least 31 bytes cannot fit: send at most 30, as 10 tokens fit" in answer.message
+    assert isinstance(client.ask(route(3, "1" * 30)), Ticket)
+    assert door.prepared == ["1" * 8]
+    assert client.stats()["scheduler"]["pending"] == 0
+
+
+def test_too_much_text_at_once_is_refused_until_some_is_tokenised(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "MAX_WAITING_BYTES", 20)
+    door = BusyDoor()
+    deployment = make(door=door, tokenizers=1, routing={"engine_queue": 9})
+    deployment.report("a")
+    client = deployment.peer()
+    client.send(route(1, "long one"))
+    eventually(lambda: door.prepared == ["long one"])
+    client.send(route(2, "it waits with 20 b."))
+    answer = client.ask(route(3, "one too many"))
+    assert (answer.key, answer.error) == (3, "OverloadedError")
+    assert "too much text waits to be tokenised" in answer.message
+    door.may_go_on.set()
+    assert sorted(client.receive().key for _ in range(2)) == [1, 2]
+    assert isinstance(client.ask(route(4, "fits again")), Ticket)
+
+
 # ---- engines come and go ----
 
 
@@ -599,6 +678,16 @@ def test_what_is_no_message_is_answered_counted_and_dropped(make: Make, data: by
     client.socket.send(data)
     assert isinstance(client.receive(), Failed)
     assert client.stats()["scheduler"]["malformed"] == 1
+
+
+def test_http_on_the_port_is_told_what_the_port_is_and_disturbs_nobody(make: Make) -> None:
+    deployment = make()
+    client = deployment.peer()
+    connection = http.client.HTTPConnection("127.0.0.1", deployment.server.port, timeout=PATIENCE_S)
+    connection.request("POST", "/v1/chat/completions", body="{}")
+    assert "over ZeroMQ and not HTTP: connect with headwise.Client" in connection.getresponse().read().decode()
+    connection.close()
+    assert client.stats()["scheduler"]["malformed"] == 0
 
 
 def test_a_status_with_another_secret_is_counted_and_ignored(make: Make) -> None:

@@ -206,6 +206,128 @@ def test_malformed_messages_are_named(chatty: Path, messages: Any, message: str)
         Tokenizer.from_directory(chatty).render_chat(messages)
 
 
+@pytest.mark.parametrize("role", ["usr", "user<|im_end|>", "System", ""])
+def test_an_unknown_role_is_refused_with_the_known_ones(chatty: Path, role: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\]\['role'\] must be one of system, developer, user"):
+        Tokenizer.from_directory(chatty).render_chat([{"role": role, "content": "x"}])
+
+
+def test_content_may_be_a_list_of_text_parts_which_are_put_together(chatty: Path) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    tokenizer = Tokenizer.from_directory(chatty)
+    assert tokenizer.render_chat([{"role": "user", "content": parts}]) == tokenizer.render_chat(HELLO)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            {"type": "image_url", "image_url": {"url": "x"}},
+            "must be a text part .*, got one of type 'image_url'",
+        ),
+        ({"type": "text"}, "must be a text part"),
+        ("Hello", "must be a text part"),
+        (None, "must be a text part"),
+    ],
+)
+def test_parts_of_another_kind_are_named(chatty: Path, part: Any, message: str) -> None:
+    content = [{"type": "text", "text": "Hello"}, part]
+    with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\['content'\]\[1\] {message}"):
+        Tokenizer.from_directory(chatty).render_chat([{"role": "user", "content": content}])
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else "x"
+
+
+def test_content_of_any_depth_is_refused_in_one_line(chatty: Path) -> None:
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    for message in ({"role": "user", "content": deep}, {**HELLO[0], "name": deep}, {"role": deep}, deep):
+        with pytest.raises(InvalidRequestError, match=r"messages\[0\]") as caught:
+            Tokenizer.from_directory(chatty).render_chat([message])
+        assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("value", [nested(900), b"bytes", object(), {"deep": nested(40)}])
+def test_what_is_no_plain_data_in_a_message_is_refused(chatty: Path, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\]\['name'\]"):
+        Tokenizer.from_directory(chatty).render_chat([{**HELLO[0], "name": value}])
+
+
+NAMED_TEMPLATE = CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.name }}{{ message.content | trim }}")
+NAMED = Tokenizer(byte_level_tokenizer(), {}, NAMED_TEMPLATE, None, ())
+PLAIN = Tokenizer(byte_level_tokenizer(), {}, CHAT_TEMPLATE, None, ())
+PIECES_OF_CONTROL_TOKENS = st.lists(
+    st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|>", ">", " ", "\n", "the", "\U00100000"])
+).map("".join)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(PIECES_OF_CONTROL_TOKENS, PIECES_OF_CONTROL_TOKENS), min_size=1, max_size=3))
+def test_users_text_never_becomes_control_tokens(texts: list[tuple[str, str]]) -> None:
+    ids = NAMED.encode_chat(NAMED.render([{"role": "user", "name": n, "content": c} for n, c in texts]))
+    control = [token for token in ids if token < 3]
+    assert control == [1, 2] * len(texts) + [1]
+    written = "".join(f"<|im_start|>user\n{n}{c.strip()}<|im_end|>\n" for n, c in texts) + "<|im_start|>assistant\n"
+    assert NAMED._backend.decode(ids, skip_special_tokens=False) == written
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), min_size=1, max_size=3))
+def test_ordinary_chats_have_the_token_ids_of_their_text(texts: list[str]) -> None:
+    messages = [{"role": "user", "content": text} for text in texts]
+    text = "".join(f"<|im_start|>user\n{text}<|im_end|>\n" for text in texts) + "<|im_start|>assistant\n"
+    assert PLAIN.encode_chat(PLAIN.render(messages)) == PLAIN.encode(text, add_special_tokens=False)
+
+
+def test_users_text_that_is_a_control_token_only_once_normalised_stays_text() -> None:
+    backend = byte_level_tokenizer()
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_special_tokens([AddedToken("<end>", normalized=True)])
+    end = backend.token_to_id("<end>")
+    tokenizer = Tokenizer(backend, {}, "{{ messages[0].content }}<end>", None, ())
+    ids = tokenizer.encode_chat(tokenizer.render([{"role": "user", "content": "<END>"}]))
+    assert (ids.count(end), ids[-1], len(ids)) == (1, end, 6)
+
+
+def test_what_the_vocabulary_does_not_know_may_stand_beside_what_looks_like_a_control_token() -> None:
+    tokenizer = Tokenizer(word_tokenizer(), {}, "{{ messages[0].content }} [end]", None, ())
+    ids = tokenizer.encode_chat(tokenizer.render([{"role": "user", "content": "one three [end] two"}]))
+    assert ids == [1, 0, 0, 0, 0, 2, 3]  # "[end]" as "[", "end", "]", none of which is known
+
+
+def test_a_template_s_own_control_tokens_of_spaces_stay() -> None:
+    backend = byte_level_tokenizer()
+    backend.add_special_tokens([AddedToken("\n\n", normalized=False)])
+    tokenizer = Tokenizer(backend, {}, "{{ messages[0].content }}{{ '\n\n' }}", None, ())
+    ids = tokenizer.encode_chat(tokenizer.render([{"role": "user", "content": "<|im_end|>\n\na"}]))
+    assert ids.count(backend.token_to_id("\n\n")) == 1
+    assert ids[-1] == backend.token_to_id("\n\n")
+
+
+def test_a_plain_prompt_may_hold_control_tokens() -> None:
+    assert TINY["byte_level"].encode("<|im_end|>") == [2]
+
+
+def test_a_token_has_at_most_as_many_bytes_of_text_as_the_longest() -> None:
+    assert TINY["byte_level"].longest_token == len("<|endoftext|>")
+    assert TINY["sentencepiece"].longest_token == len("<0x00>")
+    for text in ("ab abc é€", "the the12", "  two words"):
+        for name in ("byte_level", "sentencepiece"):
+            assert len(TINY[name].encode(text)) * TINY[name].longest_token >= len(text.encode())
+
+
+def test_a_normaliser_that_may_shorten_texts_raises_the_longest_token() -> None:
+    backend = byte_level_tokenizer()
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    assert wrap(backend).longest_token == 4 * TINY["byte_level"].longest_token
+    for shorter in (normalizers.Replace("ab", "a"), normalizers.Strip()):
+        backend.normalizer = shorter
+        assert wrap(backend).longest_token == 4 * TINY["byte_level"].longest_token
+
+
 def test_a_template_that_fails_on_messages_is_the_requests_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="refuses these messages"):
         with_template(tmp_path, "{{ messages[0].content + 5 }}").render_chat(HELLO)

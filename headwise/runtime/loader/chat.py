@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 from headwise.errors import InvalidRequestError, ModelError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_DEPTH = 32
+"""Of lists and mappings within one another in a message."""
 
 
 class ChatTemplate:
@@ -35,10 +40,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The conversation's text. Raises `InvalidRequestError` on messages the template cannot take."""
+        """The text of messages from `plain_messages`; raises `InvalidRequestError` if the template cannot take them."""
         from jinja2 import TemplateError
 
-        _check_messages(messages)
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
@@ -48,18 +52,73 @@ class ChatTemplate:
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from None
 
 
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages as templates and the wire take them: plain data, each with a known role and its content as one string.
+
+    Text parts (``{"type": "text", "text": ...}``) are put together as they are. Raises `InvalidRequestError`.
+    """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
             'messages must be a non-empty list such as [{"role": "user", "content": "Hello"}], '
-            f"got {type(messages).__name__} {messages!r:.80}"
+            f"got {type(messages).__name__} {_shown(messages)}"
         )
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(f"messages[{index}] must be a mapping with role and content, got {message!r:.80}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise InvalidRequestError(f"messages[{index}][{key!r}] must be a string, got {message.get(key)!r:.80}")
+    return [_plain_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _plain_message(name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{name} must be a mapping with role and content, got {_shown(message)}")
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise InvalidRequestError(f"{name}['role'] must be a string, got {_shown(role)}")
+    if role not in ROLES:
+        raise InvalidRequestError(f"{name}['role'] must be one of {', '.join(ROLES)}, got {_shown(role)}")
+    plain = {}
+    for key, value in message.items():
+        plain[str(key)] = (
+            _text_of(f"{name}['content']", value) if key == "content" else _plain(f"{name}[{key!r:.80}]", value, 1)
+        )
+    if "content" not in plain:
+        raise InvalidRequestError(f"{name}['content'] must be a string, got None; or a list of text parts")
+    return plain
+
+
+def _text_of(name: str, content: Any) -> str:
+    if isinstance(content, str):
+        return str(content)
+    if not isinstance(content, list | tuple):
+        raise InvalidRequestError(f"{name} must be a string, got {_shown(content)}; or a list of text parts")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(text, str):
+            got = _shown(part) if kind in (None, "text") else f"one of type {_shown(kind)}"
+            raise InvalidRequestError(
+                f'{name}[{index}] must be a text part such as {{"type": "text", "text": "Hello"}}, got {got}'
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _plain(name: str, value: Any, depth: int) -> Any:
+    """What else a message has (a name, tool calls): strings, numbers, lists and mappings."""
+    if value is None or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping | list | tuple):
+        if depth > MAX_DEPTH:
+            raise InvalidRequestError(f"{name} has more than {MAX_DEPTH} lists and mappings within one another")
+        if isinstance(value, Mapping):
+            return {str(key): _plain(name, each, depth + 1) for key, each in value.items()}
+        return [_plain(name, each, depth + 1) for each in value]
+    raise InvalidRequestError(f"{name} must be plain data (strings, numbers, lists, mappings), got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value in an error's message, however large or deep it is."""
+    return reprlib.repr(value)[:80]
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

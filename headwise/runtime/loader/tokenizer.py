@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InvalidRequestError, ModelError
-from headwise.runtime.loader.chat import ChatTemplate
+from headwise.runtime.loader.chat import ChatTemplate, plain_messages
 from headwise.runtime.loader.checkpoint import read_json
-from headwise.runtime.loader.detokenizer import IncrementalDetokenizer, detokenizer_factory
+from headwise.runtime.loader.control_tokens import Marks, Rendered, unmarked
+from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer, detokenizer_factory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+_SHRINKS = 4
+"""Most bytes of a text that become one when it is normalised: a character has at most four."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -43,6 +47,10 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         added = backend.get_added_tokens_decoder()
         self._hidden = frozenset(token for token, entry in added.items() if entry.special)
+        self._normalises_control_tokens = backend.normalizer is not None and any(
+            entry.special and entry.normalized for entry in added.values()
+        )
+        self._added = {token: entry.content for token, entry in added.items()}
         decoder = backend.decoder.__getstate__() if backend.decoder is not None else b"null"
         self._make_detokenizer = detokenizer_factory(json.loads(decoder), self._piece)
 
@@ -75,9 +83,60 @@ class Tokenizer:
         """Number of entries, added tokens included; the model's embedding may have more rows."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Most bytes of a text, in UTF-8, that become one token."""
+        entries = self._backend.get_vocab(with_added_tokens=False)
+        is_bytes = isinstance(self.detokenizer(), ByteLevelDetokenizer)  # whose entries have one character per byte
+        longest = max((len(entry) if is_bytes else len(entry.encode()) for entry in entries), default=1)
+        added = max((len(content.encode()) for content in self._added.values()), default=1)
+        return max(longest, added) * (_SHRINKS if _may_shorten(self._backend) else 1)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Text from `render_chat` already has its special tokens: encode it without more."""
+        """Token ids of a text, in which control tokens count as such: whoever writes it writes the model's input.
+
+        Text from `render_chat` already has its special tokens: encode it without more.
+        """
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, chat: Rendered) -> list[int]:
+        """Token ids of a conversation from `render`, in which what users wrote stays text."""
+        if not chat.user_at and not self._normalises_control_tokens:
+            return self.encode(chat.text, add_special_tokens=False)
+        encoding = self._backend.encode(chat.text, add_special_tokens=False)
+        ids: list[int] = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            written = chat.text[start:end]
+            is_literal = written.strip() == self._added.get(token, "").strip()  # as the template writes its own
+            is_control = token in self._hidden and (is_literal or token != self._unknown)
+            if is_control and not (is_literal and not chat.is_users(start, end)):
+                ids += self._as_text(written)
+            else:
+                ids.append(token)
+        return ids
+
+    def _as_text(self, text: str) -> list[int]:
+        """Token ids of what would be a control token."""
+        ids = self._plain_backend.encode(text, add_special_tokens=False).ids
+        if self._hidden.isdisjoint(ids):
+            return list(ids)
+        characters = [self._plain_backend.encode(character, add_special_tokens=False).ids for character in text]
+        return [token for each in characters for token in each if token not in self._hidden or token == self._unknown]
+
+    @cached_property
+    def _plain_backend(self) -> Backend:
+        """Takes control tokens for the text that they are written with."""
+        from tokenizers import Tokenizer as Backend
+
+        plain = Backend.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        """Stands for what the vocabulary has no token for."""
+        unknown = getattr(self._backend.model, "unk_token", None)
+        return None if unknown is None else self._backend.token_to_id(unknown)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The ids' text, without special tokens."""
@@ -89,16 +148,42 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; raises `InvalidRequestError` if the model has no template or refuses it."""
+        return self.render(messages, add_generation_prompt).text
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> Rendered:
+        """A conversation's text, and where in it users' text could pass for control tokens; raises as `render_chat`."""
         if self._template is None:
             raise InvalidRequestError("this model has no chat template: send a plain prompt instead of messages")
-        return self._template.render(messages, add_generation_prompt)
+        marked, marks = self._marks.on(plain_messages(messages))
+        return unmarked(self._template.render(marked, add_generation_prompt), marks)
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
         return ChatTemplate(self._template_source, self._special_tokens) if self._template_source else None
 
+    @cached_property
+    def _marks(self) -> Marks:
+        return Marks([self._added[token] for token in self._hidden])
+
     def _piece(self, token: int) -> str | None:
         return None if token in self._hidden else self._backend.id_to_token(token)
+
+
+def _may_shorten(backend: Backend) -> bool:
+    """Whether a text may have fewer bytes, or fewer words' worth of tokens, once it is normalised."""
+    if backend.normalizer is None:
+        return False
+    state = json.loads(backend.normalizer.__getstate__())
+    steps = state["normalizers"] if state["type"] == "Sequence" else [state]
+    return not all(
+        step["type"] == "Prepend"
+        or (
+            step["type"] == "Replace"
+            and "String" in step["pattern"]
+            and len(step["content"].encode()) >= len(step["pattern"]["String"].encode())
+        )
+        for step in steps
+    )
 
 
 def _optional(path: Path) -> dict[str, Any]:

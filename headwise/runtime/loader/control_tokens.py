@@ -1,0 +1,99 @@
+"""What users wrote stays text: control tokens in a rendered chat are the template's own."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.errors import InvalidRequestError
+
+_FIRST, _LAST = 0x100000, 0x10FFFD  # the last private-use plane: no model's text has its characters
+_MARK = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A chat's text. user_at: ascending, where a user's text could be, begin or end a control token."""
+
+    text: str
+    user_at: tuple[int, ...]
+
+    def is_users(self, start: int, end: int) -> bool:
+        """Whether a control token found in ``[start, end)`` has characters that a user wrote."""
+        index = bisect_left(self.user_at, start)
+        return index < len(self.user_at) and self.user_at[index] < end
+
+
+class Marks:
+    """Marks users' characters before a template is rendered and finds them afterwards: each is replaced by one of its
+    own, which is no character of control tokens, and stays one character whatever the template does with it.
+
+    Only characters are marked with which a control token could begin within the text, or which could complete one that
+    begins before it: other text comes to the template as it is.
+    """
+
+    def __init__(self, control_tokens: Collection[str]) -> None:
+        tokens = [token for token in control_tokens if token]
+        self._tokens = frozenset(tokens)
+        self._lengths = sorted({len(token) for token in tokens})
+        self._heads = frozenset(token[:cut] for token in tokens for cut in range(1, len(token)))
+        self._tails = frozenset(token[cut:] for token in tokens for cut in range(1, len(token)))
+        firsts = "".join(sorted({token[0] for token in tokens}))
+        self._first = re.compile(f"[{re.escape(firsts)}{chr(_FIRST)}-{chr(_LAST)}]")
+        self._longest = max(self._lengths, default=0)
+
+    def positions(self, text: str) -> Iterator[int]:
+        """Where in a user's text are characters that are to be marked; some may come twice."""
+        start, end = len(text) - len(text.lstrip()), len(text.rstrip())  # templates strip
+        if any(text[start : start + length] in self._tails for length in range(1, min(self._longest, end - start) + 1)):
+            yield start
+        for match in self._first.finditer(text):
+            at = match.start()
+            is_mark = ord(text[at]) >= _FIRST
+            is_token = is_mark or any(text[at : at + length] in self._tokens for length in self._lengths)
+            if is_token or (end - at < self._longest and text[at:end] in self._heads):
+                yield at
+
+    def on(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, str]]:
+        """The messages with marks, and what each mark stands for. Roles are the template's words, not the user's."""
+        marks: dict[str, str] = {}
+        marked = [
+            {key: value if key == "role" else self._on(value, marks) for key, value in message.items()}
+            for message in messages
+        ]
+        return marked, {ord(mark): character for character, mark in marks.items()}
+
+    def _on(self, value: Any, marks: dict[str, str]) -> Any:
+        if isinstance(value, str):
+            return self._on_text(value, marks)
+        if isinstance(value, Mapping):
+            return {self._on_text(key, marks): self._on(each, marks) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._on(each, marks) for each in value]
+        return value
+
+    def _on_text(self, text: str, marks: dict[str, str]) -> str:
+        parts: list[str] = []
+        done = 0
+        for at in sorted(set(self.positions(text))):
+            parts += (text[done:at], _mark(text[at], marks))
+            done = at + 1
+        return "".join((*parts, text[done:])) if parts else text
+
+
+def unmarked(text: str, marks: Mapping[int, str]) -> Rendered:
+    """The text that users and template wrote, from a rendering of marked messages."""
+    if not marks:
+        return Rendered(text, ())
+    return Rendered(text.translate(dict(marks)), tuple(match.start() for match in _MARK.finditer(text)))
+
+
+def _mark(character: str, marks: dict[str, str]) -> str:
+    if character not in marks:
+        if _FIRST + len(marks) > _LAST:
+            raise InvalidRequestError("the messages have too many different private-use characters")
+        marks[character] = chr(_FIRST + len(marks))
+    return marks[character]
