@@ -22,6 +22,7 @@ from headwise.runtime.client_protocol import (
     FIRST_ANSWER_S,
     FORGOTTEN,
     MAX_MESSAGE_BYTES,
+    MAX_PING_REQUESTS,
     PEER_TIMEOUT_S,
     PING_INTERVAL_S,
     Abort,
@@ -331,7 +332,9 @@ class ClientIO:
                 self._fail_peer(peer, self._silence(peer))
             elif now - peer.pinged >= PING_INTERVAL_S:
                 peer.pinged = now
-                peer.send(Ping(tuple(key for key in peer.awaiting if isinstance(key, str))))
+                named = [key for key in peer.awaiting if isinstance(key, str)]
+                for first in range(0, max(1, len(named)), MAX_PING_REQUESTS):
+                    peer.send(Ping(tuple(named[first : first + MAX_PING_REQUESTS])))
 
     def _patience(self, peer: Peer) -> float:
         if peer is not self._scheduler:

@@ -49,6 +49,7 @@ from headwise.runtime.request import GenerateRequest
 from headwise.runtime.routing import Matches, Router, RouterOptions
 from headwise.runtime.routing.base import RESERVATION_S, Choice
 from headwise.storage.base import ANYONE, TIERS
+from headwise.storage.listener import Listener
 from headwise.storage.zmq_context import close_context, open_context
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ _IDLE_MS, _ASKING_MS = 100, 10
 _WATCH_S, _SWEEP_S = 0.25, 1.0
 _BURST = 256
 """Messages taken in before anything else is done."""
+_SEND_QUEUE = 100_000
+"""Answers that a client may leave unread; then its connection is closed, and it asks again."""
 
 
 def router_options(config: EngineConfig, front_door: FrontDoor) -> RouterOptions:
@@ -147,17 +150,19 @@ class SchedulerServer:
         import zmq
 
         self._context = open_context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 2 * self._max_queued)  # no ticket is lost to a client that is slow
         try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
+            self._listener = Listener(
+                self._context,
+                f"tcp://{host}:{port or '*'}",
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                send_queue=_SEND_QUEUE,
+            )
         except zmq.ZMQError as error:
             close_context(self._context)
             raise DeploymentError(
                 f"cannot listen on {host}:{port}: {error}; choose another --port (0 takes a free one) or --host"
             ) from None
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.port = int(self._listener.endpoint.rpartition(":")[2])
 
     def start(self) -> None:
         self._thread.start()
@@ -167,6 +172,7 @@ class SchedulerServer:
         if self._thread.is_alive():
             self._thread.join()
         self._preparer.close()
+        self._listener.close()
         close_context(self._context, linger_ms=100)
 
     # ---- the loop ----
@@ -175,7 +181,7 @@ class SchedulerServer:
         import zmq
 
         poller = zmq.Poller()
-        for socket in (self._socket, self._preparer.socket, self._index.socket):
+        for socket in (self._listener.socket, self._preparer.socket, self._index.socket):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         while not self._stopping.is_set():
@@ -191,13 +197,7 @@ class SchedulerServer:
             self._fail(call, DeploymentError("the deployment is stopping"))
 
     def _receive(self) -> None:
-        import zmq
-
-        for _ in range(_BURST):
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for identity, frames in self._listener.receive(_BURST):
             self._heard[identity] = self._clock()
             try:
                 if len(frames) != 1:
@@ -206,6 +206,15 @@ class SchedulerServer:
             except HeadwiseError as error:
                 self._counts["malformed"] += 1
                 self._send(identity, failure(error))
+        if ended := self._listener.ended():
+            self._part(frozenset(ended))
+
+    def _part(self, ended: frozenset[bytes]) -> None:
+        """Nothing can be answered over connections that have ended: whoever had them asks again over another."""
+        for identity in ended:
+            self._heard.pop(identity, None)
+        for call in [call for call in self._calls.values() if call.identity in ended]:
+            self._close(call)
 
     def _take(self, identity: bytes, message: Any) -> None:
         self._TAKES[type(message)](self, identity, message)
@@ -422,10 +431,8 @@ class SchedulerServer:
         self._send(identity, Stats(get.key, stats))
 
     def _send(self, identity: bytes, message: Any) -> None:
-        """Clients that are gone, or do not read, lose the message."""
-        import zmq
-
-        self._socket.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
+        """To clients that are gone, nothing. One that does not read is cut off, which tells it to ask again."""
+        self._listener.send(identity, wire.encode(message))
 
     _TAKES: ClassVar[dict[type, Callable[[SchedulerServer, bytes, Any], None]]] = {
         Route: _route,

@@ -137,12 +137,14 @@ class Listener:
 
     def receive(self, most: int) -> Iterator[tuple[Identity, list[bytes]]]:
         """At most so many messages, of all peers in turn, each as its frames. To be called every turn of the server's
-        thread, and to be used up or closed before anything else is asked of the listener.
+        thread. May be left before its end.
         """
         import zmq
 
         receive, no_wait = self.socket.recv, int(zmq.NOBLOCK)
         self._take_events()
+        if self._num_read > 2 * len(self._connections):  # peers are read in turn
+            self._judge()
         self._look()
         for _ in range(most):
             if self._is_skipping:
@@ -162,8 +164,6 @@ class Listener:
                 frames.append(frame.bytes)
             self._is_skipping = frame.more
             yield identity, frames
-        if self._num_read > 2 * len(self._connections):
-            self._judge()
 
     def _note_read(self, identity: Identity, frame: zmq.Frame) -> None:
         self._num_read += 1

@@ -33,7 +33,19 @@ from headwise.runtime import client_io, scheduler_server, wire
 from headwise.runtime.cli import app
 from headwise.runtime.client import Client
 from headwise.runtime.client_io import ClientIO
-from headwise.runtime.client_protocol import EngineStatus, Failed, GetStats, Outputs, Ping, Pong, Route, Stats, Submit
+from headwise.runtime.client_protocol import (
+    MAX_PING_REQUESTS,
+    Abort,
+    EngineStatus,
+    Failed,
+    GetStats,
+    Outputs,
+    Ping,
+    Pong,
+    Route,
+    Stats,
+    Submit,
+)
 from headwise.runtime.engine_reports import Reporting
 from headwise.runtime.engine_server import EngineServer
 from headwise.runtime.request import FinishReason, GenerateRequest, SamplingParams, Usage, as_token_ids
@@ -592,6 +604,56 @@ def test_a_client_that_does_not_read_is_dropped_and_the_others_go_on(deployment:
         eventually(lambda: len(core.aborted) == 50)
         assert client.generate("abc", max_tokens=1).text == "0 "
     context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("message", [Abort("nobody's"), Ping(("nobody's",) * MAX_PING_REQUESTS)], ids=["many", "costly"])
+def test_a_client_that_floods_an_engine_does_not_keep_the_others_from_their_tokens(
+    deployment: Deployment, message: Any
+) -> None:
+    count, steps = (20_000, 200) if isinstance(message, Abort) else (400, 20)
+    core = ScriptedCore()
+    server = deployment.add_engine(core, send_queue=0)
+    client = Client(deployment.address)
+    stream = client.stream("abc", max_tokens=10**9)
+    next(stream)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(server.endpoint)
+        socket.send(wire.encode(GetStats(1)))
+        assert isinstance(wire.decode(socket.recv()), Stats)
+        release = threading.Event()
+        server.call(lambda: release.wait(PATIENCE_S) and None)
+        for _ in range(count):
+            socket.send(wire.encode(message))
+        socket.send(wire.encode(GetStats(2)))
+        before = core.steps
+        release.set()
+        while not isinstance(wire.decode(socket.recv()), Stats):
+            pass
+    assert core.steps - before > steps
+    client.close()
+
+
+def test_a_ping_that_names_more_requests_than_are_answered_at_once_is_refused(
+    deployment: Deployment, core: ScriptedCore
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(deployment.servers[0].endpoint)
+        socket.send(wire.encode(Ping(("r",) * (MAX_PING_REQUESTS + 1))))
+        assert "at most 100 " in wire.decode(socket.recv(), Failed).message
+
+
+def test_requests_are_aborted_as_soon_as_their_client_s_connection_has_ended(deployment: Deployment) -> None:
+    core = ScriptedCore()
+    core.gate.clear()
+    server = deployment.add_engine(core, client_timeout_s=1000.0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(server.endpoint)
+        socket.send(wire.encode(Submit(1, GenerateRequest("gone", np.ones(1, np.int32), SamplingParams()))))
+        eventually(lambda: "gone" in core.live)
+    eventually(lambda: core.aborted == ["gone"])
 
 
 def test_stopping_an_engine_fails_what_it_serves(deployment: Deployment, core: ScriptedCore, client: Client) -> None:

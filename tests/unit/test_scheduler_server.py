@@ -388,6 +388,26 @@ def test_a_full_queue_refuses_with_numbers(make: Make) -> None:
     assert "of 2 engines 2 are full (engine_queue 2)" in answer.message
 
 
+def test_each_of_many_calls_at_once_is_answered_however_short_the_queue_is(make: Make) -> None:
+    deployment = make(max_queued=2)
+    client = deployment.peer()
+    client.socket.setsockopt(zmq.RCVHWM, 0)
+    for key in range(3000):
+        client.send(route(key, "a"))
+    refused = [client.receive() for _ in range(2998)]
+    assert all(isinstance(answer, Failed) and "max_queued 2" in answer.message for answer in refused)
+    assert len({answer.key for answer in refused}) == 2998
+
+
+def test_calls_of_a_connection_that_has_ended_leave_the_queue(make: Make) -> None:
+    deployment = make()
+    client, gone = deployment.peer(), deployment.peer()
+    gone.send(route(1, "a"))
+    assert gone.hears_nothing()
+    gone.socket.close(linger=0)
+    eventually(lambda: client.stats()["scheduler"]["pending"] == 0)
+
+
 def test_a_request_that_was_withdrawn_leaves_the_queue(make: Make) -> None:
     deployment = make()
     deployment.report("a", waiting=2)
