@@ -45,6 +45,7 @@ from headwise.runtime.client_protocol import (
 )
 from headwise.runtime.engine_reports import EngineReports, Reporting
 from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta
+from headwise.runtime.request_checks import check_request
 from headwise.storage.listener import Listener
 from headwise.storage.zmq_context import close_context, open_context
 
@@ -195,6 +196,7 @@ class EngineServer:
                 self._reports.service(self._status)
             if self._flusher is not None:
                 self._flusher.service()
+                self._epoch = self._flusher.epoch  # it may have had to exceed what the index knows
             self.turns += 1
         self._end_all(_STOPPING)
 
@@ -295,10 +297,10 @@ class EngineServer:
                     self._send(identity, failure(_NOT_SERVED, request_id=request_id))
 
     def _submit(self, identity: bytes, key: int, request: GenerateRequest) -> None:
-        if self._reports is not None:
-            self._reports.received(request.request_id)
         try:
-            _check_request(request)
+            check_request(request)
+            if self._reports is not None:
+                self._reports.received(request.request_id)
             if request.request_id in self._owners:
                 raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
             if self._core is None:
@@ -405,15 +407,3 @@ class EngineServer:
     def _fault(self, text: str) -> None:
         if self._reports is not None:
             self._reports.fault(text)
-
-
-def _check_request(request: GenerateRequest) -> None:
-    """What the types on the wire do not say."""
-    if not 0 < len(request.request_id) <= 128:
-        raise InvalidRequestError("a request id must have 1 to 128 characters")
-    if request.prompt_token_ids.ndim != 1:
-        raise InvalidRequestError(f"prompt_token_ids must be one row, got shape {request.prompt_token_ids.shape}")
-    if request.prompt_token_ids.size and int(request.prompt_token_ids.min()) < 0:
-        raise InvalidRequestError(f"prompt_token_ids must not be negative, got {request.prompt_token_ids.min()}")
-    if request.output_token_ids and not 0 <= min(request.output_token_ids) <= max(request.output_token_ids) < 2**31:
-        raise InvalidRequestError("output_token_ids must be from 0 to 2**31 - 1")

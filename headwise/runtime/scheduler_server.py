@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from headwise.awake_time import AwakeTime
-from headwise.errors import DeploymentError, HeadwiseError, OverloadedError
+from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
@@ -46,6 +46,7 @@ from headwise.runtime.index_view import IndexView, Store
 from headwise.runtime.placement import Call, Placed, Placement
 from headwise.runtime.preparing import Door, Prepared, Preparer
 from headwise.runtime.request import GenerateRequest
+from headwise.runtime.request_checks import check_request
 from headwise.runtime.routing import Matches, Router, RouterOptions
 from headwise.runtime.routing.base import RESERVATION_S, Choice
 from headwise.storage.base import ANYONE, TIERS
@@ -138,6 +139,7 @@ class SchedulerServer:
         self._placement = Placement(self._router, self._index, self._clock)
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._heard: dict[bytes, float] = {}
+        self._reporters: dict[str, bytes] = {}  # by an engine's endpoint, whose connection its statuses come over
         self._counts = dict.fromkeys(
             ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
         )
@@ -213,6 +215,9 @@ class SchedulerServer:
         """Nothing can be answered over connections that have ended: whoever had them asks again over another."""
         for identity in ended:
             self._heard.pop(identity, None)
+        for endpoint in [endpoint for endpoint, identity in self._reporters.items() if identity in ended]:
+            del self._reporters[endpoint]
+            self._router.lose(endpoint, self._clock(), "has lost its connection to the scheduler")
         for call in [call for call in self._calls.values() if call.identity in ended]:
             self._close(call)
 
@@ -222,6 +227,7 @@ class SchedulerServer:
     def _take_status(self, identity: bytes, status: EngineStatus) -> None:
         if status.secret == self._secret:
             self._router.update(status, self._clock())
+            self._reporters[status.endpoint] = identity
         else:
             self._counts["strangers"] += 1
 
@@ -248,9 +254,14 @@ class SchedulerServer:
 
     def _reroute(self, identity: bytes, reroute: Reroute) -> None:
         """It was admitted once: it goes before what is new, also where that is refused."""
-        if reroute.lost:
-            self._router.lose(reroute.lost, self._clock())
         call = self._new_call(identity, reroute.key, (reroute.request.priority, 0))
+        try:
+            check_request(reroute.request)
+        except InvalidRequestError as error:
+            self._fail(call, error)
+            return
+        if reroute.lost:
+            self._router.doubt(reroute.lost, self._clock())
         call.lost = reroute.lost
         self._prepare(call, lambda: self._prepared(reroute.request), 2 * self._max_queued)
 

@@ -179,7 +179,7 @@ class Listener:
 
         self._take_events()
         try:
-            connection = self._connections.get(int(frame.get(zmq.SRCFD)))  # type: ignore[arg-type,call-overload]
+            connection = self._connections.get(int(frame.get(zmq.SRCFD)))
         except (zmq.ZMQError, KeyError):  # within this process there are no descriptors
             return None
         if connection is not None and not connection.identity:
@@ -278,7 +278,7 @@ class Listener:
             owes = connection.unfinished
             if owes > self._max_bytes + _SLACK_BYTES:
                 self._close(connection, f"sent {owes} bytes of a message that does not end")
-            elif total > MAX_UNFINISHED_BYTES:
+            elif total > max(MAX_UNFINISHED_BYTES, 2 * self._max_bytes):
                 self._close(connection, f"sent {owes} bytes of a message, and all together {total} of such ones")
             else:
                 return

@@ -49,6 +49,7 @@ from headwise.runtime.client_protocol import (
 from headwise.runtime.engine_reports import Reporting
 from headwise.runtime.engine_server import EngineServer
 from headwise.runtime.request import FinishReason, GenerateRequest, SamplingParams, Usage, as_token_ids
+from headwise.runtime.request_checks import check_request
 from headwise.runtime.scheduler_server import SchedulerServer
 
 SECRET = "of-this-deployment"
@@ -466,6 +467,12 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
         GenerateRequest("r", np.array([-5], np.int32), SamplingParams()),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), output_token_ids=(-1,)),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), output_token_ids=(2**40,)),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), cache_salt="s" * 2000),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="adapter"),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h"),) * 2000),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 2, "h"),)),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h" * 200),)),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(stop_token_ids=(1,) * 2000)),
     ]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(deployment.servers[0].endpoint)
@@ -474,6 +481,12 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
         answers = [wire.decode(socket.recv(), Failed) for _ in bad]
     assert all(answer.error == "InvalidRequestError" for answer in answers)
     assert not core.live
+
+
+def test_a_lora_adapter_is_refused_with_a_remedy() -> None:
+    request = GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="adapter")
+    with pytest.raises(InvalidRequestError, match=r"lora_id 'adapter' .* not served; leave it empty"):
+        check_request(request)
 
 
 def test_a_request_id_of_another_client_can_be_neither_taken_nor_aborted(
@@ -606,7 +619,9 @@ def test_a_client_that_does_not_read_is_dropped_and_the_others_go_on(deployment:
     context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("message", [Abort("nobody's"), Ping(("nobody's",) * MAX_PING_REQUESTS)], ids=["many", "costly"])
+@pytest.mark.parametrize(
+    "message", [Abort("nobody's"), Ping(("nobody's",) * MAX_PING_REQUESTS)], ids=["many", "costly"]
+)
 def test_a_client_that_floods_an_engine_does_not_keep_the_others_from_their_tokens(
     deployment: Deployment, message: Any
 ) -> None:
