@@ -185,7 +185,7 @@ class EngineServer:
             poller = zmq.Poller()
             for socket in (self._listener.socket, *self._core_sockets):
                 poller.register(socket, zmq.POLLIN)
-            ready = dict(poller.poll(0 if busy else IDLE_S * 1000))
+            ready = dict(poller.poll(0 if busy else int(IDLE_S * 1000)))
             self._run_commands()
             self._take_messages()
             # A step may have been collected without an output: as long as something happens, look again at once.

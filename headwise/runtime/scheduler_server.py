@@ -24,7 +24,6 @@ from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
     FORGOTTEN,
-    MAX_MESSAGE_BYTES,
     Engines,
     EngineStatus,
     FindPrefix,
@@ -42,6 +41,7 @@ from headwise.runtime.client_protocol import (
 )
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.front_socket import listen
 from headwise.runtime.index_view import IndexView, Store
 from headwise.runtime.placement import Call, Placed, Placement
 from headwise.runtime.preparing import Door, Prepared, Preparer
@@ -50,7 +50,6 @@ from headwise.runtime.request_checks import check_request
 from headwise.runtime.routing import Matches, Router, RouterOptions
 from headwise.runtime.routing.base import RESERVATION_S, Choice
 from headwise.storage.base import ANYONE, TIERS
-from headwise.storage.listener import Listener
 from headwise.storage.zmq_context import close_context, open_context
 
 log = logging.getLogger(__name__)
@@ -67,8 +66,6 @@ _IDLE_MS, _ASKING_MS = 100, 10
 _WATCH_S, _SWEEP_S = 0.25, 1.0
 _BURST = 256
 """Messages taken in before anything else is done."""
-_SEND_QUEUE = 100_000
-"""Answers that a client may leave unread; then its connection is closed, and it asks again."""
 
 
 def router_options(config: EngineConfig, front_door: FrontDoor) -> RouterOptions:
@@ -132,7 +129,9 @@ class SchedulerServer:
         self._clock = AwakeTime(clock)
         self.instance = instance or secrets.token_hex(8)
         self.turns = 0
-        self._open_sockets(host, port)
+        self._context = open_context()
+        self._listener = listen(self._context, host, port)
+        self.port = int(self._listener.endpoint.rpartition(":")[2])
         self._preparer = Preparer(self._context)
         self._numbers = itertools.count(1)
         self._calls: dict[tuple[bytes, int], Call] = {}
@@ -147,24 +146,6 @@ class SchedulerServer:
         self._watch_at = self._sweep_at = self._started
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-scheduler", daemon=True)
-
-    def _open_sockets(self, host: str, port: int) -> None:
-        import zmq
-
-        self._context = open_context()
-        try:
-            self._listener = Listener(
-                self._context,
-                f"tcp://{host}:{port or '*'}",
-                max_message_bytes=MAX_MESSAGE_BYTES,
-                send_queue=_SEND_QUEUE,
-            )
-        except zmq.ZMQError as error:
-            close_context(self._context)
-            raise DeploymentError(
-                f"cannot listen on {host}:{port}: {error}; choose another --port (0 takes a free one) or --host"
-            ) from None
-        self.port = int(self._listener.endpoint.rpartition(":")[2])
 
     def start(self) -> None:
         self._thread.start()
@@ -194,9 +175,12 @@ class SchedulerServer:
             self._place()
             self._watch()
             self.turns += 1
+        stopping = DeploymentError("the deployment is stopping")
         for call in list(self._calls.values()):
             self._close(call)
-            self._fail(call, DeploymentError("the deployment is stopping"))
+            self._fail(call, stopping)
+        for identity in self._listener.peers():  # also those that wait for nothing now: they need not wait later
+            self._send(identity, failure(stopping))
 
     def _receive(self) -> None:
         for identity, frames in self._listener.receive(_BURST):

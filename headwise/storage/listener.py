@@ -215,6 +215,10 @@ class Listener:
 
     # ---- who comes and goes ----
 
+    def peers(self) -> list[Identity]:
+        """Whoever has spoken and is still connected."""
+        return list(self._peers)
+
     def is_connected(self, identity: Identity) -> bool:
         """Whether the connection is there over which this peer has spoken."""
         return identity in self._peers

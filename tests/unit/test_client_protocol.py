@@ -690,7 +690,28 @@ def test_stopping_a_deployment_ends_the_calls_that_wait_for_an_engine(deployment
             next(waiting)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is noticed is not noticed by silence."""
+    monkeypatch.setattr(client_io, "FIRST_ANSWER_S", 10**6)
+    monkeypatch.setattr(client_io, "RECONNECT_S", 10**6)
+
+
+def test_a_deployment_that_has_stopped_is_told_at_once_also_to_a_client_that_waited_for_nothing(
+    deployment: Deployment, client: Client, patient: None
+) -> None:
+    deployment.scheduler.stop()
+    for _ in range(2):
+        with pytest.raises(DeploymentError, match=r"no deployment answers .*headwise serve|stopping"):
+            client.generate("abc")
+
+
 # ---- addresses ----
+
+
+def test_an_address_where_nothing_listens_is_told_at_once(patient: None) -> None:
+    with pytest.raises(DeploymentError, match=r"tcp://127\.0\.0\.1:9 \(no connection .*headwise serve"):
+        Client("127.0.0.1:9")
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "http://a:1", "a:99999", "a:0", "a b:80"])

@@ -630,6 +630,8 @@ def test_another_scheduler_at_the_same_port_serves_the_same_peers(make: Make) ->
     assert client.ask(route(1, "before")).endpoint == "tcp://a"
     pong = client.ask(Ping())
     first.server.stop()
+    farewell = client.receive()
+    assert (farewell.key, farewell.error, farewell.message) == (0, "DeploymentError", "the deployment is stopping")
     second = make(port=first.server.port)
     second.report("a")
     assert client.ask(route(2, "after")).endpoint == "tcp://a"

@@ -218,7 +218,7 @@ class EngineTable:
         return self.heard >= now - STATUS_TIMEOUT_S
 
     def lose(self, endpoint: str, now: float) -> list[str]:
-        """The engine there is lost: it gets nothing until it reports again. The names of those of which that is news."""
+        """The engine there is lost: it gets nothing until it reports again. The names for which that is news."""
         news = []
         for row, engine in enumerate(self.engines):
             if engine.status.endpoint == endpoint:
