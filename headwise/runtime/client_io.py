@@ -22,6 +22,7 @@ from headwise.runtime.client_protocol import (
     FIRST_ANSWER_S,
     FORGOTTEN,
     MAX_MESSAGE_BYTES,
+    MAX_PING_REQUESTS,
     PEER_TIMEOUT_S,
     PING_INTERVAL_S,
     Abort,
@@ -227,7 +228,9 @@ class ClientIO:
             if what is not None:
                 _deliver(what, error_of(failed))
         elif not failed.request_id:
-            self._fail_peer(peer, error_of(failed))
+            error = error_of(failed)
+            self._fail_peer(peer, error)
+            peer.has_answered &= not isinstance(error, DeploymentError)  # it has stopped: nobody comes in its place
 
     def _reroute(self, call: Call, error: HeadwiseError, was_served: bool = True) -> None:
         """Have a call go on elsewhere; if it has lost too many engines that served it, it ends with ``error``."""
@@ -312,14 +315,32 @@ class ClientIO:
     # ---- peers ----
 
     def _check_connection(self, peer: Peer) -> None:
-        """An engine whose connection ends is lost, at once. A scheduler comes back, and knows of nothing then."""
+        """An engine whose connection ends is lost, at once. A scheduler comes back, and knows of nothing then; where
+        none has been so far, none is on its way.
+        """
         has_ended, is_refused = peer.lost_connection()
         if peer is not self._scheduler:
             if has_ended or is_refused:
-                self._fail_peer(peer, EngineDiedError(f"the engine at {peer.endpoint} is gone: its connection ended"))
+                self._fail_peer(peer, self._lost(peer, "its connection ended"))
         elif has_ended:
             peer.reconnect()
             peer.ask_again()
+        elif is_refused and not peer.has_answered:
+            self._fail_peer(peer, self._absence("no connection could be made"))
+
+    def _lost(self, peer: Peer, how: str) -> EngineDiedError:
+        """The error of an engine; where there was never a word from it, the network may be to blame."""
+        if peer.has_answered:
+            return EngineDiedError(f"the engine at {peer.endpoint} is gone: {how}")
+        return EngineDiedError(
+            f"the engine at {peer.endpoint} cannot be reached from here, or is gone: clients of {self.endpoint} must "
+            "be able to connect to the engines, too"
+        )
+
+    def _absence(self, how: str) -> DeploymentError:
+        return DeploymentError(
+            f"no deployment answers at {self.endpoint} ({how}); check the address, or start one with `headwise serve`"
+        )
 
     def _check_silence(self) -> None:
         """Ping the peers of which something is awaited; one that stays silent is dead."""
@@ -331,7 +352,9 @@ class ClientIO:
                 self._fail_peer(peer, self._silence(peer))
             elif now - peer.pinged >= PING_INTERVAL_S:
                 peer.pinged = now
-                peer.send(Ping(tuple(key for key in peer.awaiting if isinstance(key, str))))
+                named = [key for key in peer.awaiting if isinstance(key, str)]
+                for first in range(0, max(1, len(named)), MAX_PING_REQUESTS):
+                    peer.send(Ping(tuple(named[first : first + MAX_PING_REQUESTS])))
 
     def _patience(self, peer: Peer) -> float:
         if peer is not self._scheduler:
@@ -339,14 +362,12 @@ class ClientIO:
         return RECONNECT_S if peer.has_answered else FIRST_ANSWER_S
 
     def _silence(self, peer: Peer) -> HeadwiseError:
-        waited = f"(waited {self._patience(peer):g} s)"
+        waited = f"waited {self._patience(peer):g} s"
         if peer is not self._scheduler:
-            return EngineDiedError(f"the engine at {peer.endpoint} stopped answering {waited}")
+            return self._lost(peer, f"it stopped answering ({waited})")
         if peer.has_answered:
-            return DeploymentError(f"the deployment at {peer.endpoint} stopped answering {waited}")
-        return DeploymentError(
-            f"no deployment answers at {peer.endpoint} {waited}; check the address, or start one with `headwise serve`"
-        )
+            return DeploymentError(f"the deployment at {peer.endpoint} stopped answering ({waited})")
+        return self._absence(waited)
 
     def _fail_peer(self, peer: Peer, error: HeadwiseError) -> None:
         """A peer is not to be talked to any more: its requests go elsewhere, whatever else is awaited of it ends.

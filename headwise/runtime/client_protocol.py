@@ -34,7 +34,10 @@ FIRST_ANSWER_S = 10.0
 CLIENT_TIMEOUT_S = 10.0
 """A client that says nothing for so long has its requests aborted."""
 STATUS_INTERVAL_S = 0.5
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 16 << 20
+"""Four million token ids. Every stranger may have the servers keep so much for it."""
+MAX_PING_REQUESTS = 100
+"""That one `Ping` names; there are as many answers to it."""
 FORGOTTEN = ""
 
 
@@ -126,7 +129,9 @@ class Failed:
 @register
 @dataclass(frozen=True)
 class Ping:
-    """A sign of life, naming the requests whose output is awaited: the engine fails those that it does not serve."""
+    """A sign of life, naming the requests whose output is awaited, at most `MAX_PING_REQUESTS`: the engine fails those
+    that it does not serve.
+    """
 
     request_ids: tuple[str, ...] = ()
 

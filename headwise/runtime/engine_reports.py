@@ -19,6 +19,8 @@ RETRY_S = 0.05
 """While the scheduler is away: it is told of the engine as soon as it is back."""
 MAX_FAULTS = 16
 """In one status; the first ones."""
+MAX_RECEIVED = 65_536
+"""Requests named in one status; those beyond are counted as on their way until their reservations end."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class EngineReports:
         self._is_away = False
 
     def received(self, request_id: str) -> None:
-        self._received.append(request_id)
+        if len(self._received) < MAX_RECEIVED:
+            self._received.append(request_id)
 
     def fault(self, text: str) -> None:
         """Something went wrong: tell of it at once."""

@@ -29,6 +29,7 @@ from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
+    MAX_PING_REQUESTS,
     Abort,
     EngineLoad,
     EngineStatus,
@@ -44,6 +45,8 @@ from headwise.runtime.client_protocol import (
 )
 from headwise.runtime.engine_reports import EngineReports, Reporting
 from headwise.runtime.request import FinishReason, GenerateRequest, OutputDelta
+from headwise.runtime.request_checks import check_request
+from headwise.storage.listener import Listener
 from headwise.storage.zmq_context import close_context, open_context
 
 if TYPE_CHECKING:
@@ -56,6 +59,10 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.05
 """Longest wait for a message: stops, lost workers and silent clients are noticed that fast."""
+
+_BURST, _BURST_S = 64, 0.005
+"""Messages taken in before the next step, and the time after which no further one is begun: clients that flood the
+engine, and those whose messages take long, keep the others' tokens waiting for so long and no longer."""
 
 _NO_WORKERS = EngineDiedError("the engine has no workers at the moment: they are being started")
 _STOPPING = DeploymentError("the deployment is stopping")
@@ -115,17 +122,14 @@ class EngineServer:
         on_died: Callable[[EngineDiedError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        import zmq
-
         self._context = open_context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, send_queue)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.bind(endpoint)
-        self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._listener = Listener(
+            self._context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=send_queue, clock=clock
+        )
+        self.endpoint = self._listener.endpoint
         self.turns = 0
         self._instance = uuid.uuid4().hex
+        self._burst_clock = clock
         self._clock = AwakeTime(clock)
         self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
         self._flusher = flusher
@@ -168,6 +172,7 @@ class EngineServer:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._listener.close()
         close_context(self._context, linger_ms=100)
 
     # ---- the loop ----
@@ -178,12 +183,11 @@ class EngineServer:
         busy = False
         while not self._stopping.is_set():
             poller = zmq.Poller()
-            for socket in (self._socket, *self._core_sockets):
+            for socket in (self._listener.socket, *self._core_sockets):
                 poller.register(socket, zmq.POLLIN)
             ready = dict(poller.poll(0 if busy else int(IDLE_S * 1000)))
             self._run_commands()
-            if self._socket in ready:
-                self._take_messages()
+            self._take_messages()
             # A step may have been collected without an output: as long as something happens, look again at once.
             busy = self._step() or bool(ready)
             self._answer_operations()
@@ -192,6 +196,7 @@ class EngineServer:
                 self._reports.service(self._status)
             if self._flusher is not None:
                 self._flusher.service()
+                self._epoch = self._flusher.epoch  # it may have had to exceed what the index knows
             self.turns += 1
         self._end_all(_STOPPING)
 
@@ -255,13 +260,8 @@ class EngineServer:
     # ---- messages in ----
 
     def _take_messages(self) -> None:
-        import zmq
-
-        while True:
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        until = self._burst_clock() + _BURST_S
+        for identity, frames in self._listener.receive(_BURST):
             client = self._clients.setdefault(identity, _Client(self._clock()))
             client.heard = self._clock()
             try:
@@ -271,6 +271,10 @@ class EngineServer:
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))
+            if self._burst_clock() >= until:
+                break
+        for identity in self._listener.ended():
+            self._drop(identity, "is gone")
 
     def _take(self, identity: bytes, message: Any) -> None:
         if isinstance(message, Submit):
@@ -283,16 +287,20 @@ class EngineServer:
         elif isinstance(message, Operate):
             self._operate(identity, message)
         else:
+            if len(message.request_ids) > MAX_PING_REQUESTS:
+                raise wire.WireError(
+                    f"a ping names {len(message.request_ids)} requests; at most {MAX_PING_REQUESTS} are allowed"
+                )
             self._send(identity, Pong(self._instance))
             for request_id in message.request_ids:
                 if self._owners.get(request_id) != identity:
                     self._send(identity, failure(_NOT_SERVED, request_id=request_id))
 
     def _submit(self, identity: bytes, key: int, request: GenerateRequest) -> None:
-        if self._reports is not None:
-            self._reports.received(request.request_id)
         try:
-            _check_request(request)
+            check_request(request)
+            if self._reports is not None:
+                self._reports.received(request.request_id)
             if request.request_id in self._owners:
                 raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
             if self._core is None:
@@ -347,13 +355,9 @@ class EngineServer:
             self._send(identity, failure(error, request_id=request_id))
 
     def _send(self, identity: bytes, message: Any) -> None:
-        """Send without waiting; a client that is gone or does not read is dropped."""
-        import zmq
-
-        try:
-            self._socket.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            self._drop(identity, "does not read its messages" if isinstance(error, zmq.Again) else "is gone")
+        """Send without waiting; a client that is gone or does not read is dropped. Its connection tells it so."""
+        if not self._listener.send(identity, wire.encode(message)):
+            self._drop(identity, "is gone, or does not read its messages")
 
     # ---- clients ----
 
@@ -403,15 +407,3 @@ class EngineServer:
     def _fault(self, text: str) -> None:
         if self._reports is not None:
             self._reports.fault(text)
-
-
-def _check_request(request: GenerateRequest) -> None:
-    """What the types on the wire do not say."""
-    if not 0 < len(request.request_id) <= 128:
-        raise InvalidRequestError("a request id must have 1 to 128 characters")
-    if request.prompt_token_ids.ndim != 1:
-        raise InvalidRequestError(f"prompt_token_ids must be one row, got shape {request.prompt_token_ids.shape}")
-    if request.prompt_token_ids.size and int(request.prompt_token_ids.min()) < 0:
-        raise InvalidRequestError(f"prompt_token_ids must not be negative, got {request.prompt_token_ids.min()}")
-    if request.output_token_ids and not 0 <= min(request.output_token_ids) <= max(request.output_token_ids) < 2**31:
-        raise InvalidRequestError("output_token_ids must be from 0 to 2**31 - 1")

@@ -157,8 +157,11 @@ class Placement:
         room, passed_over = self._router.room(self._clock()) - len(self._asking), []
         uses_index = self._router.uses_index and self._router.num_engines > 1
         while room > 0 and self._queue:
-            room -= 1
             call = self._queue.pop()
+            if call.lost and not self._router.can_take(call.lost, call.since, self._clock()):
+                passed_over.append(call)  # all the room is at the engine that lost it
+                continue
+            room -= 1
             if not (uses_index and self._ask(call)) and not self._place(call, None):
                 passed_over.append(call)
         for call in passed_over:
@@ -176,6 +179,7 @@ class Placement:
             max(1, left),
             call.session,
             call.lost,
+            call.since,
         )
         choice = self._router.select_and_reserve(routed, matches, self._clock())
         if choice is None:

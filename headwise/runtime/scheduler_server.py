@@ -19,12 +19,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from headwise.awake_time import AwakeTime
-from headwise.errors import DeploymentError, HeadwiseError, OverloadedError
+from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.runtime import wire
 from headwise.runtime.client_protocol import (
     CLIENT_TIMEOUT_S,
     FORGOTTEN,
-    MAX_MESSAGE_BYTES,
     Engines,
     EngineStatus,
     FindPrefix,
@@ -43,11 +42,13 @@ from headwise.runtime.client_protocol import (
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.entrance import Entrance
 from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.front_socket import listen
 from headwise.runtime.index_view import IndexView, Store
 from headwise.runtime.placement import Call, Placed, Placement
 from headwise.runtime.preparing import Door, Job, Prepared, Preparer
 from headwise.runtime.prompts import any_size
 from headwise.runtime.request import GenerateRequest
+from headwise.runtime.request_checks import check_request
 from headwise.runtime.routing import Matches, Router, RouterOptions
 from headwise.runtime.routing.base import RESERVATION_S, Choice
 from headwise.storage.base import TIERS
@@ -135,7 +136,10 @@ class SchedulerServer:
         self._clock = AwakeTime(clock)
         self.instance = instance or secrets.token_hex(8)
         self.turns = 0
-        self._open_sockets(host, port)
+        self._entrance = Entrance(host, port)
+        self.port = self._entrance.port
+        self._context = open_context()
+        self._listener = listen(self._context, "127.0.0.1", 0)  # what strangers say is turned away before
         self._size = size
         self._preparer = Preparer(self._context, tokenizers)
         self._numbers = itertools.count(1)
@@ -143,6 +147,7 @@ class SchedulerServer:
         self._placement = Placement(self._router, self._index, self._clock)
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._heard: dict[bytes, float] = {}
+        self._reporters: dict[str, bytes] = {}  # by an engine's endpoint, whose connection its statuses come over
         self._counts = dict.fromkeys(
             ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
         )
@@ -151,20 +156,8 @@ class SchedulerServer:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-scheduler", daemon=True)
 
-    def _open_sockets(self, host: str, port: int) -> None:
-        import zmq
-
-        self._entrance = Entrance(host, port)
-        self.port = self._entrance.port
-        self._context = open_context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 2 * self._max_queued)  # no ticket is lost to a client that is slow
-        self._socket.bind("tcp://127.0.0.1:*")
-        self._inner_port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-
     def start(self) -> None:
-        self._entrance.start(self._inner_port)
+        self._entrance.start(int(self._listener.endpoint.rpartition(":")[2]))
         self._thread.start()
 
     def stop(self) -> None:
@@ -172,6 +165,7 @@ class SchedulerServer:
         if self._thread.is_alive():
             self._thread.join()
         self._preparer.close()
+        self._listener.close()
         close_context(self._context, linger_ms=100)
         self._entrance.close()
 
@@ -181,7 +175,7 @@ class SchedulerServer:
         import zmq
 
         poller = zmq.Poller()
-        for socket in (self._socket, self._preparer.socket, self._index.socket):
+        for socket in (self._listener.socket, self._preparer.socket, self._index.socket):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         while not self._stopping.is_set():
@@ -192,18 +186,15 @@ class SchedulerServer:
             self._place()
             self._watch()
             self.turns += self._entrance.is_open
+        stopping = DeploymentError("the deployment is stopping")
         for call in list(self._calls.values()):
             self._close(call)
-            self._fail(call, DeploymentError("the deployment is stopping"))
+            self._fail(call, stopping)
+        for identity in self._listener.peers():  # also those that wait for nothing now: they need not wait later
+            self._send(identity, failure(stopping))
 
     def _receive(self) -> None:
-        import zmq
-
-        for _ in range(_BURST):
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for identity, frames in self._listener.receive(_BURST):
             self._heard[identity] = self._clock()
             try:
                 if len(frames) != 1:
@@ -212,6 +203,18 @@ class SchedulerServer:
             except HeadwiseError as error:
                 self._counts["malformed"] += 1
                 self._send(identity, failure(error))
+        if ended := self._listener.ended():
+            self._part(frozenset(ended))
+
+    def _part(self, ended: frozenset[bytes]) -> None:
+        """Nothing can be answered over connections that have ended: whoever had them asks again over another."""
+        for identity in ended:
+            self._heard.pop(identity, None)
+        for endpoint in [endpoint for endpoint, identity in self._reporters.items() if identity in ended]:
+            del self._reporters[endpoint]
+            self._router.lose(endpoint, self._clock(), "has lost its connection to the scheduler")
+        for call in [call for call in self._calls.values() if call.identity in ended]:
+            self._close(call)
 
     def _take(self, identity: bytes, message: Any) -> None:
         self._TAKES[type(message)](self, identity, message)
@@ -219,6 +222,7 @@ class SchedulerServer:
     def _take_status(self, identity: bytes, status: EngineStatus) -> None:
         if status.secret == self._secret:
             self._router.update(status, self._clock())
+            self._reporters[status.endpoint] = identity
         else:
             self._counts["strangers"] += 1
 
@@ -234,9 +238,14 @@ class SchedulerServer:
 
     def _reroute(self, identity: bytes, reroute: Reroute) -> None:
         """It was admitted once: it goes before what is new, also where that is refused."""
-        if reroute.lost:
-            self._router.lose(reroute.lost, self._clock())
         call = self._new_call(identity, reroute.key, (reroute.request.priority, 0))
+        try:
+            check_request(reroute.request)
+        except InvalidRequestError as error:
+            self._fail(call, error)
+            return
+        if reroute.lost:
+            self._router.doubt(reroute.lost, self._clock())
         call.lost = reroute.lost
         self._prepare(call, lambda: self._prepared(reroute.request), 2 * self._max_queued)
 
@@ -427,10 +436,8 @@ class SchedulerServer:
         self._send(identity, Stats(get.key, stats))
 
     def _send(self, identity: bytes, message: Any) -> None:
-        """Clients that are gone, or do not read, lose the message."""
-        import zmq
-
-        self._socket.send_multipart((identity, wire.encode(message)), zmq.NOBLOCK)
+        """To clients that are gone, nothing. One that does not read is cut off, which tells it to ask again."""
+        self._listener.send(identity, wire.encode(message))
 
     _TAKES: ClassVar[dict[type, Callable[[SchedulerServer, bytes, Any], None]]] = {
         Route: _route,

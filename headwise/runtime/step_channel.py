@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_RESULT_BYTES = 256 << 20
+"""Of a worker's message. Strangers do not reach the channel: its socket lies in a directory of the user's own."""
+
 _SLICE_S = 0.1
 """Longest wait without a look at whether a worker was reported lost, or a stop asked for."""
 
@@ -95,6 +98,7 @@ class ZmqExecutor:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_RESULT_BYTES)
         self._socket.bind(endpoint)
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._ranks = [_identity(rank) for rank in range(size)]
@@ -195,8 +199,11 @@ class ZmqExecutor:
 
         if not self._socket.poll(int(timeout_s * 1000)):
             return False
-        identity, data = self._socket.recv_multipart(zmq.NOBLOCK)
-        message = wire.decode(data, WorkerReady, StepResult, WorkerFailed)
+        identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        if len(frames) != 1:
+            self.lost(f"{identity!r} sent a message of {len(frames)} frames; a worker's has one")
+            return True
+        message = wire.decode(frames[0], WorkerReady, StepResult, WorkerFailed)
         rank = self._ranks.index(identity) if identity in self._ranks else -1
         if message.rank != rank:
             self.lost(f"a worker sent a message as TP rank {message.rank} over the connection of {identity!r}")

@@ -83,6 +83,15 @@ class AttentionStore:
             self._behind.discard(statement.node)
         return True
 
+    def epoch(self, node: str) -> int:
+        """The highest epoch in which the node spoke, or that is void; -1: it is not known."""
+        known = self._nodes.get(node)
+        return max(-1 if known is None else known.epoch, self._gone.get(node, -1))
+
+    def has(self, node: str) -> bool:
+        """Whether there is a node of this name."""
+        return node in self._nodes
+
     def wanting(self) -> list[str]:
         """Nodes of which something was missed: a snapshot of theirs is wanted."""
         return list(self._behind)

@@ -87,6 +87,27 @@ class SnapshotRequest:
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """From the store: the node's statements of this epoch count from now on."""
+
+    node: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Outdated:
+    """From the store: the node is not heard.
+
+    epoch:       it must take a higher one
+    is_replaced: that one is of a node in its place, which is heard; else the node was said to be gone
+    """
+
+    node: str
+    epoch: int
+    is_replaced: bool
+
+
+@dataclass(frozen=True)
 class Query:
     """From the scheduler: who holds how much of this path?
 
@@ -125,7 +146,9 @@ class Rejected:
 
 
 Statement = Flush | Snapshot | Heartbeat
-Message = Statement | Gone | SnapshotRequest | Query | Matches | GetIndexStats | IndexStats | Rejected
+Message = (
+    Statement | Gone | SnapshotRequest | Accepted | Outdated | Query | Matches | GetIndexStats | IndexStats | Rejected
+)
 
 
 def digest_of(block_hashes: bytes) -> int:

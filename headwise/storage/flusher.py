@@ -7,7 +7,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from headwise.storage.base import TIERS, Digest, Flush, Heartbeat, Message, Rejected, Snapshot, SnapshotRequest
+from headwise.storage.base import (
+    TIERS,
+    Accepted,
+    Digest,
+    Flush,
+    Heartbeat,
+    Message,
+    Outdated,
+    Rejected,
+    Snapshot,
+    SnapshotRequest,
+)
 from headwise.storage.connection import Connection
 from headwise.storage.curve import CurveKeys
 from headwise.storage.protocol import MAX_FRAMES
@@ -68,6 +79,10 @@ class Ledger:
         self.seq = -1
         self.blocks: dict[str, dict[bytes, int]] = {tier: {} for tier in TIERS}
         self._digests = {tier: (Digest(), Digest()) for tier in TIERS}
+
+    def exceed(self, epoch: int) -> None:
+        """Say what is held in an epoch that is higher than this one, as far as it is not."""
+        self.epoch = max(self.epoch, epoch + 1)
 
     def flush(self, update: IndexUpdate) -> list[Flush]:
         """The next flushes, for a change of the cache: one where all its blocks change alike, none if none does.
@@ -159,6 +174,10 @@ class Flusher:
     """Sends an engine's index updates to the store. Never blocks: what cannot be sent is dropped, and the store
     then sees the gap and asks for a snapshot. Owned by one thread.
 
+    Epochs are taken from a clock that may be set back. A node that was started in another's place and finds that the
+    store knows a higher epoch takes one above that. Once its own epoch has counted, a higher one that is heard is of
+    the node in its own place, and is left alone.
+
     ledger:  what was said
     channel: to the store, instead of a connection to ``endpoint``
     volume:  tells the name of the node's storage: see `Heartbeat`
@@ -183,6 +202,12 @@ class Flusher:
         self._beat_at = self._warn_at = self._snapshot_at = clock()
         self._is_snapshot_wanted = False
         self._volume = volume
+        self._is_accepted = False
+
+    @property
+    def epoch(self) -> int:
+        """Of the cache; see `restart`."""
+        return self.ledger.epoch
 
     @property
     def dropped(self) -> int:
@@ -208,6 +233,10 @@ class Flusher:
         for message in self._channel.receive():
             if isinstance(message, SnapshotRequest):
                 self._is_snapshot_wanted |= message.node == self.ledger.node
+            elif isinstance(message, Accepted):
+                self._is_accepted |= (message.node, message.epoch) == (self.ledger.node, self.ledger.epoch)
+            elif isinstance(message, Outdated):
+                self._take_outdated(message, now)
             elif isinstance(message, Rejected) and now >= self._warn_at:
                 self._warn_at = now + _WARN_INTERVAL_S
                 log.warning("the attention store at %s rejected: %s", self._endpoint, message.reason)
@@ -217,6 +246,18 @@ class Flusher:
         if now >= self._beat_at:
             is_sent = self._channel.send([self.ledger.heartbeat(self._volume())])
             self._beat_at = now + (HEARTBEAT_S if is_sent else RETRY_S)
+
+    def _take_outdated(self, outdated: Outdated, now: float) -> None:
+        ledger = self.ledger
+        if outdated.node != ledger.node or outdated.epoch < ledger.epoch:
+            return  # late
+        if not (outdated.is_replaced and self._is_accepted):
+            log.warning("%s goes on behind epoch %d: %d was not heard", ledger.node, outdated.epoch, ledger.epoch)
+            ledger.exceed(outdated.epoch)
+            self._beat_at = now
+        elif now >= self._warn_at:
+            self._warn_at = now + _WARN_INTERVAL_S
+            log.warning("another has taken the place of %s in the index, with epoch %d", ledger.node, outdated.epoch)
 
     def close(self) -> None:
         self._channel.close()

@@ -15,6 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.storage.base import (
     HASH_BYTES,
     TIERS,
+    Accepted,
     Flush,
     GetIndexStats,
     Gone,
@@ -22,6 +23,7 @@ from headwise.storage.base import (
     IndexStats,
     Matches,
     Message,
+    Outdated,
     Query,
     Rejected,
     Snapshot,
@@ -119,10 +121,13 @@ def _tier(kind: str, value: Any) -> str:
     return str(value)
 
 
-def _flag(kind: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ProtocolError(f"{kind}: resident must be true or false, got {value!r:.40}")
-    return value
+def _flag(name: str) -> Callable[[str, Any], bool]:
+    def check(kind: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ProtocolError(f"{kind}: {name} must be true or false, got {value!r:.40}")
+        return value
+
+    return check
 
 
 def _hashes(kind: str, value: Any) -> bytes:
@@ -187,11 +192,13 @@ def _reason(kind: str, value: Any) -> str:
 _natural, _seq = _integer(0), _integer(-1)
 
 _FIELDS: dict[str, tuple[Callable[..., Message], tuple[Callable[[str, Any], Any], ...]]] = {
-    "Flush": (Flush, (_name, _natural, _natural, _tier, _natural, _hashes, _flag, _flags)),
+    "Flush": (Flush, (_name, _natural, _natural, _tier, _natural, _hashes, _flag("resident"), _flags)),
     "Snapshot": (Snapshot, (_name, _natural, _seq, _by_tier)),
     "Heartbeat": (Heartbeat, (_name, _natural, _seq, _digests, _volume)),
     "Gone": (Gone, (_name, _natural)),
     "SnapshotRequest": (SnapshotRequest, (_name,)),
+    "Accepted": (Accepted, (_name, _natural)),
+    "Outdated": (Outdated, (_name, _natural, _flag("is_replaced"))),
     "Query": (Query, (_natural, _hashes)),
     "Matches": (Matches, (_natural, _depths)),
     "GetIndexStats": (GetIndexStats, (_natural,)),

@@ -10,6 +10,7 @@ from typing import Any
 from headwise.awake_time import AwakeTime
 from headwise.storage.attention_store import AttentionStore
 from headwise.storage.base import (
+    Accepted,
     Flush,
     GetIndexStats,
     Gone,
@@ -17,10 +18,12 @@ from headwise.storage.base import (
     IndexStats,
     Matches,
     Message,
+    Outdated,
     Query,
     Rejected,
     Snapshot,
     SnapshotRequest,
+    Statement,
 )
 from headwise.storage.protocol import MAX_FRAMES, ProtocolError, decode, encode
 
@@ -110,12 +113,7 @@ class StoreDesk:
 
     def _take(self, identity: Identity, message: Message) -> None:
         if isinstance(message, Flush | Snapshot | Heartbeat):
-            # Of a node whose clock was set back, and with it its epochs, nothing is heard until the old one is dropped.
-            if self.store.apply(message):
-                self._peers[message.node] = identity
-                self._heard[message.node] = self._clock()
-                if isinstance(message, Heartbeat) and self._volumes.get(message.node, "") != message.volume:
-                    self._note_volume(message.node, message.volume)
+            self._take_statement(identity, message)
         elif isinstance(message, Query):
             self._queries += 1
             self._send(identity, Matches(message.key, self.store.match(message.block_hashes)))
@@ -127,6 +125,18 @@ class StoreDesk:
             self.count("unexpected", f"a peer rejected what it was sent: {message.reason}")
         else:
             raise ProtocolError(f"{type(message).__name__} goes from the store, not to it", "unexpected")
+
+    def _take_statement(self, identity: Identity, statement: Statement) -> None:
+        known = self.store.epoch(statement.node)
+        if self.store.apply(statement):
+            self._peers[statement.node] = identity
+            self._heard[statement.node] = self._clock()
+            if known != statement.epoch:
+                self._send(identity, Accepted(statement.node, statement.epoch))
+            if isinstance(statement, Heartbeat) and self._volumes.get(statement.node, "") != statement.volume:
+                self._note_volume(statement.node, statement.volume)
+        elif isinstance(statement, Heartbeat):
+            self._send(identity, Outdated(statement.node, known, is_replaced=self.store.has(statement.node)))
 
     def _note_volume(self, node: str, volume: str) -> None:
         """A node's storage is this one now: have people told where it is not the others'."""

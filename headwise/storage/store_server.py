@@ -7,21 +7,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwise.storage.attention_store import AttentionStore
 from headwise.storage.connection import ALIVE_MS, LOST_MS
 from headwise.storage.curve import CurveKeys, Doorkeeper, secure_server
+from headwise.storage.listener import Listener
 from headwise.storage.prefix_index import MAX_BLOCKS
-from headwise.storage.protocol import MAX_MESSAGE_BYTES
-from headwise.storage.store_desk import Identity, StoreDesk
+from headwise.storage.protocol import MAX_FRAMES, MAX_MESSAGE_BYTES
+from headwise.storage.store_desk import StoreDesk
 from headwise.storage.zmq_context import close_context, open_context
+
+if TYPE_CHECKING:
+    import zmq
 
 log = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _BATCH = 256
 """Messages taken in before other things get their turn."""
+_QUEUE = 1000
+"""Messages from a peer, or for it, that may wait."""
 
 
 class StoreServer:
@@ -49,7 +55,7 @@ class StoreServer:
         self._empty_store = partial(AttentionStore, max_blocks)
         self._desk = StoreDesk(
             self._empty_store(),
-            self._send,
+            lambda identity, data: self._listener.send(identity, data),
             clock,
             namespace=namespace,
             node_timeout_s=node_timeout_s,
@@ -65,25 +71,30 @@ class StoreServer:
         import zmq
 
         self._context = open_context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, 2 * max_message_bytes),  # up to there, the sender gets an answer
-            (zmq.HEARTBEAT_IVL, ALIVE_MS),
-            (zmq.HEARTBEAT_TIMEOUT, LOST_MS),
-        ):
-            self._socket.setsockopt(option, value)
         self._doorkeeper = Doorkeeper(self._context, curve) if curve else None
-        if curve is not None:
-            secure_server(self._socket, curve)
-        failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._failed_handshakes = self._socket.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+        def prepare(socket: zmq.Socket[bytes]) -> None:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
+            if curve is not None:
+                secure_server(socket, curve)
+
         try:
-            self._socket.bind(endpoint)
+            self._listener = Listener(
+                self._context,
+                endpoint,
+                max_message_bytes=2 * max_message_bytes,  # up to there, the sender gets an answer
+                max_frames=MAX_FRAMES,
+                send_queue=_QUEUE,
+                receive_queue=_QUEUE,
+                prepare=prepare,
+            )
         except zmq.ZMQError:
-            self._close()
+            close_context(self._context)
             raise
-        self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.endpoint = self._listener.endpoint
+        self._failed_handshakes = 0
 
     def start(self) -> None:
         self._thread.start()
@@ -115,19 +126,17 @@ class StoreServer:
         import zmq
 
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._failed_handshakes, zmq.POLLIN)
+        poller.register(self._listener.socket, zmq.POLLIN)
+        poller.register(self._listener.monitor, zmq.POLLIN)
         if self._doorkeeper is not None:
             poller.register(self._doorkeeper.socket, zmq.POLLIN)
         while not self._stopping.is_set():
-            ready = dict(poller.poll(_POLL_MS))
+            poller.poll(_POLL_MS)
             try:
-                if self._socket in ready:
-                    self._take_messages()
+                self._take_messages()
                 if self._doorkeeper is not None:
                     self._doorkeeper.answer()
-                if self._failed_handshakes in ready:
-                    self._count_strangers()
+                self._count_strangers()
                 with self._lock:
                     self._desk.turn()
             except Exception:
@@ -137,41 +146,17 @@ class StoreServer:
             self.turns += 1
 
     def _take_messages(self) -> None:
-        import zmq
-
-        receive, no_wait = self._socket.recv, int(zmq.NOBLOCK)
-        for _ in range(_BATCH):
-            try:
-                identity = receive(no_wait)
-            except zmq.Again:
-                return
-            # As `recv_multipart`, in half its time: asking a frame whether it is the last is faster than the socket.
-            frames, more = [], True
-            while more:
-                frame = receive(no_wait, copy=False)
-                frames.append(frame.bytes)
-                more = frame.more
+        for identity, frames in self._listener.receive(_BATCH):
             with self._lock:
                 self._desk.take(identity, frames)
+        self._listener.ended()
 
     def _count_strangers(self) -> None:
-        import zmq
-        from zmq.utils.monitor import recv_monitor_message
-
-        while self._failed_handshakes.poll(0, zmq.POLLIN):
-            recv_monitor_message(self._failed_handshakes)
+        while self._failed_handshakes < self._listener.failed_handshakes:
+            self._failed_handshakes += 1
             with self._lock:
                 self._desk.count("stranger", "a peer that lacks the deployment's keys, or speaks something else")
 
-    def _send(self, identity: Identity, data: bytes) -> bool:
-        import zmq
-
-        try:
-            self._socket.send_multipart((identity, data), zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
-
     def _close(self) -> None:
-        self._socket.disable_monitor()
+        self._listener.close()
         close_context(self._context)

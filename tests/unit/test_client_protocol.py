@@ -33,10 +33,23 @@ from headwise.runtime import client_io, scheduler_server, wire
 from headwise.runtime.cli import app
 from headwise.runtime.client import Client
 from headwise.runtime.client_io import ClientIO
-from headwise.runtime.client_protocol import EngineStatus, Failed, GetStats, Outputs, Ping, Pong, Route, Stats, Submit
+from headwise.runtime.client_protocol import (
+    MAX_PING_REQUESTS,
+    Abort,
+    EngineStatus,
+    Failed,
+    GetStats,
+    Outputs,
+    Ping,
+    Pong,
+    Route,
+    Stats,
+    Submit,
+)
 from headwise.runtime.engine_reports import Reporting
 from headwise.runtime.engine_server import EngineServer
 from headwise.runtime.request import FinishReason, GenerateRequest, SamplingParams, Usage, as_token_ids
+from headwise.runtime.request_checks import check_request
 from headwise.runtime.scheduler_server import SchedulerServer
 
 SECRET = "of-this-deployment"
@@ -478,6 +491,12 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
         GenerateRequest("r", np.array([-5], np.int32), SamplingParams()),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), output_token_ids=(-1,)),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), output_token_ids=(2**40,)),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), cache_salt="s" * 2000),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="adapter"),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h"),) * 2000),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 2, "h"),)),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h" * 200),)),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(stop_token_ids=(1,) * 2000)),
     ]
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(deployment.servers[0].endpoint)
@@ -486,6 +505,12 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
         answers = [wire.decode(socket.recv(), Failed) for _ in bad]
     assert all(answer.error == "InvalidRequestError" for answer in answers)
     assert not core.live
+
+
+def test_a_lora_adapter_is_refused_with_a_remedy() -> None:
+    request = GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="adapter")
+    with pytest.raises(InvalidRequestError, match=r"lora_id 'adapter' .* not served; leave it empty"):
+        check_request(request)
 
 
 def test_a_request_id_of_another_client_can_be_neither_taken_nor_aborted(
@@ -618,6 +643,58 @@ def test_a_client_that_does_not_read_is_dropped_and_the_others_go_on(deployment:
     context.destroy(linger=0)
 
 
+@pytest.mark.parametrize(
+    "message", [Abort("nobody's"), Ping(("nobody's",) * MAX_PING_REQUESTS)], ids=["many", "costly"]
+)
+def test_a_client_that_floods_an_engine_does_not_keep_the_others_from_their_tokens(
+    deployment: Deployment, message: Any
+) -> None:
+    count, steps = (20_000, 200) if isinstance(message, Abort) else (400, 20)
+    core = ScriptedCore()
+    server = deployment.add_engine(core, send_queue=0)
+    client = Client(deployment.address)
+    stream = client.stream("abc", max_tokens=10**9)
+    next(stream)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(server.endpoint)
+        socket.send(wire.encode(GetStats(1)))
+        assert isinstance(wire.decode(socket.recv()), Stats)
+        release = threading.Event()
+        server.call(lambda: release.wait(PATIENCE_S) and None)
+        for _ in range(count):
+            socket.send(wire.encode(message))
+        socket.send(wire.encode(GetStats(2)))
+        before = core.steps
+        release.set()
+        while not isinstance(wire.decode(socket.recv()), Stats):
+            pass
+    assert core.steps - before > steps
+    client.close()
+
+
+def test_a_ping_that_names_more_requests_than_are_answered_at_once_is_refused(
+    deployment: Deployment, core: ScriptedCore
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(deployment.servers[0].endpoint)
+        socket.send(wire.encode(Ping(("r",) * (MAX_PING_REQUESTS + 1))))
+        assert "at most 100 " in wire.decode(socket.recv(), Failed).message
+
+
+def test_requests_are_aborted_as_soon_as_their_client_s_connection_has_ended(deployment: Deployment) -> None:
+    core = ScriptedCore()
+    core.gate.clear()
+    server = deployment.add_engine(core, client_timeout_s=1000.0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(server.endpoint)
+        socket.send(wire.encode(Submit(1, GenerateRequest("gone", np.ones(1, np.int32), SamplingParams()))))
+        eventually(lambda: "gone" in core.live)
+    eventually(lambda: core.aborted == ["gone"])
+
+
 def test_stopping_an_engine_fails_what_it_serves(deployment: Deployment, core: ScriptedCore, client: Client) -> None:
     core.gate.clear()
     stream = client.stream("abc")
@@ -637,7 +714,28 @@ def test_stopping_a_deployment_ends_the_calls_that_wait_for_an_engine(deployment
             next(waiting)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is noticed is not noticed by silence."""
+    monkeypatch.setattr(client_io, "FIRST_ANSWER_S", 10**6)
+    monkeypatch.setattr(client_io, "RECONNECT_S", 10**6)
+
+
+def test_a_deployment_that_has_stopped_is_told_at_once_also_to_a_client_that_waited_for_nothing(
+    deployment: Deployment, client: Client, patient: None
+) -> None:
+    deployment.scheduler.stop()
+    for _ in range(2):
+        with pytest.raises(DeploymentError, match=r"no deployment answers .*headwise serve|stopping"):
+            client.generate("abc")
+
+
 # ---- addresses ----
+
+
+def test_an_address_where_nothing_listens_is_told_at_once(patient: None) -> None:
+    with pytest.raises(DeploymentError, match=r"tcp://127\.0\.0\.1:9 \(no connection .*headwise serve"):
+        Client("127.0.0.1:9")
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "http://a:1", "a:99999", "a:0", "a b:80", None, 8700])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from index_truth import block
 
 from headwise.storage.base import (
+    Accepted,
     Flush,
     GetIndexStats,
     Gone,
@@ -18,6 +19,7 @@ from headwise.storage.base import (
     IndexStats,
     Matches,
     Message,
+    Outdated,
     Query,
     Rejected,
     Snapshot,
@@ -36,6 +38,8 @@ MESSAGES: list[Message] = [
     Heartbeat("n", 1, 4, (2**127 + 1, 0, 0, 5, 0, 0), "volume"),
     Gone("n", 2),
     SnapshotRequest("n"),
+    Accepted("n", 2**62),
+    Outdated("n", 7, True),
     Query(7, RUN),
     Matches(7, {"n": (1, 2, 3)}),
     GetIndexStats(8),

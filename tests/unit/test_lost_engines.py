@@ -270,6 +270,15 @@ def test_a_request_that_loses_four_engines_is_given_up(place: Place, client: Cli
     assert [reroute.request.request_id for reroute in place.scheduler.of(Reroute)] == ["r2~1", "r2~2", "r2~3"]
 
 
+def test_a_client_that_reaches_no_engine_is_told_which_address_it_cannot_reach(
+    place: Place, client: Client, patient: None
+) -> None:
+    place.scheduler.tickets = ["tcp://127.0.0.1:9"] * 4
+    with pytest.raises(EngineDiedError, match=r"tcp://127\.0\.0\.1:9 cannot be reached .* connect to the engines"):
+        client.generate("abc", max_tokens=3)
+    assert [reroute.lost for reroute in place.scheduler.of(Reroute)] == ["tcp://127.0.0.1:9"] * 3
+
+
 def test_engines_without_workers_send_requests_away_and_are_not_lost_by_them(
     place: Place, client: Client, patient: None
 ) -> None:

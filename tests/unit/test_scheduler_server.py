@@ -406,6 +406,26 @@ def test_a_full_queue_refuses_with_numbers(make: Make) -> None:
     assert "of 2 engines 2 are full (engine_queue 2)" in answer.message
 
 
+def test_each_of_many_calls_at_once_is_answered_however_short_the_queue_is(make: Make) -> None:
+    deployment = make(max_queued=2)
+    client = deployment.peer()
+    client.socket.setsockopt(zmq.RCVHWM, 0)
+    for key in range(3000):
+        client.send(route(key, "a"))
+    refused = [client.receive() for _ in range(2998)]
+    assert all(isinstance(answer, Failed) and "max_queued 2" in answer.message for answer in refused)
+    assert len({answer.key for answer in refused}) == 2998
+
+
+def test_calls_of_a_connection_that_has_ended_leave_the_queue(make: Make) -> None:
+    deployment = make()
+    client, gone = deployment.peer(), deployment.peer()
+    gone.send(route(1, "a"))
+    assert gone.hears_nothing()
+    gone.socket.close(linger=0)
+    eventually(lambda: client.stats()["scheduler"]["pending"] == 0)
+
+
 def test_a_request_that_was_withdrawn_leaves_the_queue(make: Make) -> None:
     deployment = make()
     deployment.report("a", waiting=2)
@@ -576,6 +596,53 @@ def test_an_engine_that_was_lost_gets_nothing_before_its_next_status(make: Make)
     assert client.receive().endpoint == "tcp://a"
 
 
+def test_one_client_s_word_does_not_take_an_engine_that_reports_from_the_others(make: Make) -> None:
+    deployment = make()
+    deployment.report("a")
+    client, other = deployment.peer(), deployment.peer()
+    request = GenerateRequest("r", as_token_ids([1]), SamplingParams(max_tokens=9))
+    for key in range(3):
+        client.send(Reroute(key, request, "tcp://a"))
+    assert client.hears_nothing()
+    assert other.ask(route(1, "x")).endpoint == "tcp://a"
+    faults = [text for _, text in client.stats()["faults"]]
+    assert faults == ["a was lost by a client, but reports: can all clients reach tcp://a?"]
+
+
+def test_an_engine_that_a_client_has_lost_and_that_does_not_report_in_time_is_lost_to_all(make: Make) -> None:
+    now = [1e9]
+    deployment = make(clock=lambda: now[0])
+    deployment.report("a", "b")
+    client = deployment.peer()
+    request = GenerateRequest("r", as_token_ids([1]), SamplingParams(max_tokens=9))
+    assert client.ask(Reroute(1, request, "tcp://a")).endpoint == "tcp://b"
+    pass_time(now, deployment, client, 1.0)
+    deployment.report("b", received=("r",))
+    pass_time(now, deployment, client, 0.5)
+    assert [client.ask(route(key, f"x{key}")).endpoint for key in (2, 3)] == ["tcp://b"] * 2
+    assert [text for _, text in client.stats()["faults"]][-1] == "a was lost by a client"
+
+
+def test_an_engine_whose_connection_to_the_scheduler_has_ended_is_lost_without_anybody_s_word(make: Make) -> None:
+    deployment = make()
+    deployment.report("a")
+    deployment.engines.socket.close(linger=0)
+    client = deployment.peer()
+    eventually(lambda: "a has lost its connection to the scheduler" in str(client.stats()["faults"]))
+    client.send(route(1, "x"))
+    assert client.hears_nothing()
+    deployment.engines = deployment.peer()
+    deployment.report("a", epoch=1)
+    assert client.receive().endpoint == "tcp://a"
+
+
+def test_a_reroute_of_what_is_no_request_is_an_error_of_that_call(make: Make) -> None:
+    client = make().peer()
+    request = GenerateRequest("r", as_token_ids([1]), SamplingParams(), lora_id="adapter")
+    failed = client.ask(Reroute(5, request, "tcp://a"))
+    assert (failed.key, failed.error) == (5, "InvalidRequestError")
+
+
 def test_a_silent_engine_is_given_up_once_and_the_index_told(make: Make) -> None:
     now = [1e9]
     deployment = make(store=StoreStandIn(), clock=lambda: now[0], routing={"engine_timeout_s": 20.0})
@@ -642,6 +709,8 @@ def test_another_scheduler_at_the_same_port_serves_the_same_peers(make: Make) ->
     assert client.ask(route(1, "before")).endpoint == "tcp://a"
     pong = client.ask(Ping())
     first.server.stop()
+    farewell = client.receive()
+    assert (farewell.key, farewell.error, farewell.message) == (0, "DeploymentError", "the deployment is stopping")
     second = make(port=first.server.port)
     second.report("a")
     assert client.ask(route(2, "after")).endpoint == "tcp://a"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from skipping_clock import SkippingClock
 from waiting import PATIENCE_S
 
@@ -324,6 +325,16 @@ def test_a_step_for_a_worker_that_left_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineDiedError, match="TP rank 0 cannot be reached"):
         submit_until_it_is_noticed()
     group.close()
+
+
+def test_what_no_worker_sends_loses_the_workers_with_a_reason() -> None:
+    executor = ZmqExecutor("tcp://127.0.0.1:*", 1, step_timeout_s=PATIENCE_S)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(executor.endpoint)
+        socket.send_multipart([b"a", b"b"])
+        with pytest.raises(EngineDiedError, match="a message of 2 frames"):
+            executor.wait_ready(PATIENCE_S)
+    executor.close()
 
 
 def test_tcp_endpoints_take_a_free_port(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ class RoutedRequest:
     num_tokens: of the same, in all
     max_tokens: most tokens to be generated
     session:    requests of one session stay together while that costs little; empty: of none
-    exclude:    endpoint of an engine that lost the request: taken only if no other can take it; empty: none
+    exclude:    endpoint of an engine that lost the request: taken only if no other can take it, and only once it has
+                reported since; empty: none
+    lost_at:    when the router was told of that
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class RoutedRequest:
     max_tokens: int = TYPICAL_OUTPUT
     session: str = ""
     exclude: str = ""
+    lost_at: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
@@ -10,12 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.client_protocol import EngineStatus
+from headwise.runtime.client_protocol import STATUS_INTERVAL_S, EngineStatus
 from headwise.runtime.routing.base import RESERVATION_S, STATUS_TIMEOUT_S, TYPICAL_OUTPUT, RouterOptions
 from headwise.runtime.routing.expected import EXPECTED_TOKENS, ExpectedBlocks
 
 IN_FLIGHT_S = 0.25
 """A status that comes so soon after an engine was lost may have been sent before."""
+
+OVERDUE_S = 2.5 * STATUS_INTERVAL_S
+"""An engine that a client says is lost, and that has not reported for so long, is."""
+
+DOUBT_NOTED_S = 60.0
+"""Of clients that say that an engine is lost that is not, one line in so long."""
 
 DEFAULT_SPEEDS = {"prefill_token_s": 1e-3, "decode_step_s": 3e-2, "host_token_s": 1e-4, "storage_token_s": 4e-4}
 """Until an engine has measured its own, and no other has: only their proportions matter then."""
@@ -35,13 +42,19 @@ class Engine:
 
     slot:    its place in `ExpectedBlocks`
     slowness: its seconds per token of a prompt over the median of all, averaged over `SLOWNESS_S`; 0: not measured
-    lost_at: when a client said that it is lost; None: not since the last status
+    lost_at: when it was found to be lost; None: not since the last status
+    doubted_at: when a client said that it is; None: not since the last status
+    noted_at: when people were told last that one has said so, and is wrong
+    began:    when the first status of its epoch came
     """
 
     status: EngineStatus
     slot: int
     slowness: float = 0.0
     lost_at: float | None = None
+    doubted_at: float | None = None
+    noted_at: float = -math.inf
+    began: float = -math.inf
     is_silent: bool = False
     is_given_up: bool = False
 
@@ -116,10 +129,11 @@ class EngineTable:
             faults.append(f"{status.engine} came back with an empty cache (epoch {status.epoch})")
             self.forget_cache(row)
             self._drop_reservations(status.engine)
-            engine.lost_at = None
+            engine.lost_at, engine.began = None, now
         elif engine.is_silent:
             faults.append(f"{status.engine} reports again after {silent_s:.1f} s")
         engine.status, engine.is_silent, engine.is_given_up = status, False, False
+        engine.doubted_at = None
         if engine.lost_at is not None and now - engine.lost_at > IN_FLIGHT_S:
             engine.lost_at = None
         self._learn_slowness(engine, min(silent_s, STATUS_TIMEOUT_S) / SLOWNESS_S)
@@ -204,8 +218,7 @@ class EngineTable:
         return self.heard >= now - STATUS_TIMEOUT_S
 
     def lose(self, endpoint: str, now: float) -> list[str]:
-        """A client lost the engine there: it gets nothing until it reports again. The names
-        of those of which that is news."""
+        """The engine there is lost: it gets nothing until it reports again. The names for which that is news."""
         news = []
         for row, engine in enumerate(self.engines):
             if engine.status.endpoint == endpoint:
@@ -214,6 +227,31 @@ class EngineTable:
                 engine.lost_at = now
                 self.room[row] = 0
         return news
+
+    def doubt(self, endpoint: str, now: float) -> list[str]:
+        """A client says that the engine there is lost: it is, unless it reports. The names of those that do, and of
+        which people have not been told lately."""
+        wrong = []
+        for row, engine in enumerate(self.engines):
+            if engine.status.endpoint == endpoint:
+                engine.doubted_at = now
+                if now - self.heard[row] <= OVERDUE_S and now - engine.noted_at > DOUBT_NOTED_S:
+                    engine.noted_at = now
+                    wrong.append(self.names[row])
+        return wrong
+
+    def overdue(self, now: float) -> list[str]:
+        """The endpoints of the engines that clients say are lost, and that have not reported in time."""
+        return [
+            engine.status.endpoint
+            for engine, heard in zip(self.engines, self.heard, strict=True)
+            if engine.doubted_at is not None and engine.lost_at is None and now - heard > OVERDUE_S
+        ]
+
+    def reported_since(self, then: float) -> NDArray[np.bool_]:
+        """Which engines have sent a status since."""
+        began = np.array([engine.began for engine in self.engines], np.float64)
+        return (self.heard > then + IN_FLIGHT_S) | (began > then)
 
     # ---- what is expected of their caches ----
 

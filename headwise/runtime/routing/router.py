@@ -70,16 +70,28 @@ class Router:
         for fault in self.table.update(status, now):
             self.note(fault)
 
-    def lose(self, endpoint: str, now: float) -> None:
-        """A client lost the engine at ``endpoint``: it gets nothing until its next status."""
+    def lose(self, endpoint: str, now: float, how: str = "was lost by a client") -> None:
+        """The engine at ``endpoint`` is lost: it gets nothing until its next status."""
         for name in self.table.lose(endpoint, now):
-            self.note(f"{name} was lost by a client")
+            self.note(f"{name} {how}")
+
+    def doubt(self, endpoint: str, now: float) -> None:
+        """A client says that the engine at ``endpoint`` is lost, and may be the only one that cannot reach it. So the
+        engine's own reports decide: it is lost as soon as one is overdue."""
+        for name in self.table.doubt(endpoint, now):
+            self.note(f"{name} was lost by a client, but reports: can all clients reach {endpoint}?")
+        self._lose_overdue(now)
+
+    def _lose_overdue(self, now: float) -> None:
+        for endpoint in self.table.overdue(now):
+            self.lose(endpoint, now)
 
     def watch(self, now: float) -> list[Silence]:
         """Engines that have just become silent, or have just been silent for so long that they are to be replaced:
         each once a silence. To be called a few times a second."""
         table = self.table
         table.expire(now)
+        self._lose_overdue(now)
         silences = []
         for name in list(table.names):
             engine, for_s = table.engines[table.rows[name]], now - float(table.heard[table.rows[name]])
@@ -142,7 +154,7 @@ class Router:
         An engine can take it if it has reported in the last `STATUS_TIMEOUT_S`, was not lost since, accepts requests,
         and has fewer than ``engine_queue`` waiting, those on their way included.
         """
-        rows = self._able(request, now)
+        rows = self._able(request.exclude, request.lost_at, now)
         if not len(rows):
             return None
         estimated = self._policy.estimate(self.table, request, matches, now)
@@ -155,16 +167,20 @@ class Router:
         self._remember(request, choice)
         return choice
 
+    def can_take(self, exclude: str, lost_at: float, now: float) -> bool:
+        """Whether any engine can take a request that this engine lost at that time: see `RoutedRequest`."""
+        return bool(len(self._able(exclude, lost_at, now)))
+
     def release(self, request_id: str) -> None:
         """The request will not come; unknown ids are ignored."""
         self.table.release(request_id)
 
-    def _able(self, request: RoutedRequest, now: float) -> NDArray[np.intp]:
+    def _able(self, exclude: str, lost_at: float, now: float) -> NDArray[np.intp]:
         table = self.table
         able = table.alive(now) & (table.reserved < table.room)
-        if request.exclude:
-            others = able & np.array([engine.status.endpoint != request.exclude for engine in table.engines], bool)
-            able = others if others.any() else able
+        if exclude:
+            others = able & np.array([engine.status.endpoint != exclude for engine in table.engines], bool)
+            able = others if others.any() else able & table.reported_since(lost_at)
         return np.flatnonzero(able)
 
     def _select(self, request: RoutedRequest, estimated: Estimate, rows: NDArray[np.intp]) -> tuple[int, str]:

@@ -1,0 +1,316 @@
+"""The bound socket of a server that strangers can reach: nobody fills its memory, and no answer is lost in silence.
+
+libzmq bounds a frame (MAXMSGSIZE) and counts whole messages (RCVHWM, SNDHWM). The frames of a message that does not end
+it keeps without a bound, and tells nobody. So what each connection has brought, as the kernel counts it, is compared
+with what could be read of it; a connection that owes more than a message is closed. A peer that does not read its
+answers is treated likewise: it notices that its connection has ended, and asks again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket as sockets
+import struct
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+Identity = bytes
+"""Whom a message is from, or for: the socket's name for a connection."""
+
+MAX_UNREAD_BYTES = 64 << 20
+"""Of what was sent to a peer. A longest message more is allowed."""
+MAX_UNFINISHED_BYTES = 256 << 20
+"""Of messages that have not ended yet, over all connections."""
+RECEIVE_QUEUE = 16
+"""Whole messages of a connection that wait to be read; then the peer waits."""
+
+_SLACK_BYTES = 64 << 10
+"""More than libzmq reads in one go, and than its greetings and signs of life add to what a peer sends."""
+_LOOK_S = 0.05
+_LOOK_SHARE = 20
+"""Looking at all connections takes at most one part in so many of the time."""
+
+_COUNTS = struct.Struct("=QQ")
+_COUNTS_AT = 120
+"""Of tcpi_bytes_acked and tcpi_bytes_received in Linux' ``struct tcp_info``."""
+
+
+@dataclass(eq=False)
+class _Connection:
+    """An accepted connection. Bytes are those on the wire, since it was made.
+
+    inode:    tells the descriptor's socket from a later one of the same number
+    identity: of the peer, once it has said something
+    begun:    bytes that had come when something of it could last be read: the present message began behind them
+    come:     bytes that had come at the last look
+    was_read: whether something of it has been read since
+    sent:     bytes that were given to libzmq to be sent
+    """
+
+    fd: int
+    inode: int
+    identity: Identity = b""
+    begun: int = 0
+    come: int = 0
+    was_read: bool = False
+    sent: int = 0
+
+    @property
+    def unfinished(self) -> int:
+        return self.come - self.begun
+
+
+class Listener:
+    """A ROUTER socket, bound to ``endpoint`` (then the one taken, where port 0 or ``*`` was asked for). One thread's.
+
+    max_message_bytes: of one frame; more ends the connection
+    max_frames:   of one message; of a longer one so many and one more are given, the rest is thrown away
+    send_queue:   messages that a peer may leave unread, before its connection is closed; 0: any number
+    receive_queue: see `RECEIVE_QUEUE`
+    prepare:      sets further options of the socket before it is bound
+    failed_handshakes: connections of peers that spoke something else, or lacked the keys
+
+    Raises `zmq.ZMQError` if the endpoint cannot be bound.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        max_message_bytes: int,
+        max_frames: int = 1,
+        send_queue: int = 0,
+        receive_queue: int = RECEIVE_QUEUE,
+        prepare: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        import zmq
+
+        self.failed_handshakes = 0
+        self._max_bytes = max_message_bytes
+        self._max_frames = max_frames
+        self._clock = clock
+        self._connections: dict[int, _Connection] = {}  # by descriptor
+        self._peers: dict[Identity, _Connection] = {}
+        self._ended: list[Identity] = []
+        self._is_skipping = False
+        self._look_at = clock()
+        self._looked_at: float | None = None
+        self._num_read = 0
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self.socket.setsockopt(zmq.SNDHWM, send_queue)
+        self.socket.setsockopt(zmq.RCVHWM, receive_queue)
+        prepare(self.socket)
+        failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        failed |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        self._failed = int(failed)
+        self.monitor = self.socket.get_monitor_socket(failed | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.endpoint = str(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def close(self) -> None:
+        """Stop watching the socket, which is closed with its context."""
+        if not self.socket.closed and not self.monitor.closed:
+            self._take_events()
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+
+    # ---- in ----
+
+    def receive(self, most: int) -> Iterator[tuple[Identity, list[bytes]]]:
+        """At most so many messages, of all peers in turn, each as its frames. To be called every turn of the server's
+        thread. May be left before its end.
+        """
+        import zmq
+
+        receive, no_wait = self.socket.recv, int(zmq.NOBLOCK)
+        self._take_events()
+        if self._num_read > 2 * len(self._connections):  # peers are read in turn
+            self._judge()
+        self._look()
+        for _ in range(most):
+            if self._is_skipping:
+                self._is_skipping = receive(no_wait, copy=False).more
+                continue
+            try:
+                identity = receive(no_wait)
+            except zmq.Again:
+                self._judge()
+                return
+            # As `recv_multipart`, in half its time: asking a frame whether it is the last is faster than the socket.
+            frame = receive(no_wait, copy=False)
+            self._note_read(identity, frame)
+            frames = [frame.bytes]
+            while frame.more and len(frames) <= self._max_frames:
+                frame = receive(no_wait, copy=False)
+                frames.append(frame.bytes)
+            self._is_skipping = frame.more
+            yield identity, frames
+
+    def _note_read(self, identity: Identity, frame: zmq.Frame) -> None:
+        self._num_read += 1
+        connection = self._peers.get(identity)
+        if connection is None:
+            connection = self._introduce(identity, frame)
+        if connection is not None:
+            connection.was_read = True
+
+    def _introduce(self, identity: Identity, frame: zmq.Frame) -> _Connection | None:
+        """Learn whose connection it is that the first message of a peer came over."""
+        import zmq
+
+        self._take_events()
+        try:
+            connection = self._connections.get(int(frame.get(zmq.SRCFD)))
+        except (zmq.ZMQError, KeyError):  # within this process there are no descriptors
+            return None
+        if connection is not None and not connection.identity:
+            connection.identity = identity
+            self._peers[identity] = connection
+        return connection
+
+    # ---- out ----
+
+    def send(self, identity: Identity, data: bytes) -> bool:
+        """Send without waiting. False: the peer is gone, or has left too much unread: then its connection is closed,
+        which tells it that what it waits for does not come.
+        """
+        import zmq
+
+        try:
+            self.socket.send_multipart((identity, data), zmq.NOBLOCK)
+        except zmq.Again:
+            self.drop(identity, "does not read what it is sent")
+            return False
+        except zmq.ZMQError:
+            return False
+        connection = self._peers.get(identity)
+        if connection is not None:
+            connection.sent += len(data)
+        return True
+
+    def drop(self, identity: Identity, why: str) -> None:
+        """Close a peer's connection; unknown ones are ignored."""
+        connection = self._peers.get(identity)
+        if connection is not None:
+            self._close(connection, why)
+
+    # ---- who comes and goes ----
+
+    def peers(self) -> list[Identity]:
+        """Whoever has spoken and is still connected."""
+        return list(self._peers)
+
+    def is_connected(self, identity: Identity) -> bool:
+        """Whether the connection is there over which this peer has spoken."""
+        return identity in self._peers
+
+    def ended(self) -> list[Identity]:
+        """The peers whose connections have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _take_events(self) -> None:
+        import zmq
+        from zmq.utils.monitor import recv_monitor_message
+
+        while self.monitor.poll(0, zmq.POLLIN):
+            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            kind, fd = int(event["event"]), int(event["value"])
+            if kind & self._failed:
+                self.failed_handshakes += 1
+                continue
+            known = self._connections.pop(fd, None)
+            if known is not None and known.identity:
+                del self._peers[known.identity]
+                self._ended.append(known.identity)
+            if kind == zmq.EVENT_ACCEPTED:
+                with suppress(OSError):  # it is closed already
+                    self._connections[fd] = _Connection(fd, os.fstat(fd).st_ino)
+
+    # ---- what they owe ----
+
+    def _look(self) -> None:
+        """Note what every connection has brought by now, if that is due. What of it was whole is read next."""
+        started = self._clock()
+        if self._looked_at is not None or started < self._look_at:
+            return
+        for connection in list(self._connections.values()):
+            counts = _counts(connection)
+            if counts is None:
+                continue
+            acked, connection.come = counts
+            if connection.sent - acked > MAX_UNREAD_BYTES + self._max_bytes:
+                self._close(connection, f"left {connection.sent - acked} bytes unread that it was sent")
+        self._looked_at = started
+        self._num_read = 0
+        self._look_at = started + max(_LOOK_S, _LOOK_SHARE * (self._clock() - started))
+
+    def _judge(self) -> None:
+        """All that was whole at the last look has been read, or something of everybody who had something: what the
+        others have brought since they were last read is of one message."""
+        if self._looked_at is None:
+            return
+        self._looked_at = None
+        unfinished: list[_Connection] = []
+        for connection in self._connections.values():
+            if connection.was_read:
+                connection.begun, connection.was_read = connection.come, False
+            elif connection.unfinished > _SLACK_BYTES:
+                connection.come -= _unread_by_us(connection)
+                unfinished.append(connection)
+        total = sum(connection.unfinished for connection in unfinished)
+        for connection in sorted(unfinished, key=lambda each: each.unfinished, reverse=True):
+            owes = connection.unfinished
+            if owes > self._max_bytes + _SLACK_BYTES:
+                self._close(connection, f"sent {owes} bytes of a message that does not end")
+            elif total > max(MAX_UNFINISHED_BYTES, 2 * self._max_bytes):
+                self._close(connection, f"sent {owes} bytes of a message, and all together {total} of such ones")
+            else:
+                return
+            total -= owes
+
+    def _close(self, connection: _Connection, why: str) -> None:
+        with suppress(OSError), sockets.socket(fileno=os.dup(connection.fd)) as own:
+            if os.fstat(own.fileno()).st_ino == connection.inode:
+                log.warning("a peer at %s %s: its connection is closed", own.getpeername(), why)
+                own.shutdown(sockets.SHUT_RDWR)
+
+
+def _counts(connection: _Connection) -> tuple[int, int] | None:
+    """Bytes that the peer has taken, and that it has brought; None where that is not known."""
+    if not hasattr(sockets, "TCP_INFO"):
+        return None
+    data = b""
+    with suppress(OSError), sockets.socket(fileno=os.dup(connection.fd)) as own:
+        data = own.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _COUNTS_AT + _COUNTS.size)
+    if len(data) < _COUNTS_AT + _COUNTS.size:
+        return None
+    counts: tuple[Any, Any] = _COUNTS.unpack_from(data, _COUNTS_AT)
+    return int(counts[0]), int(counts[1])
+
+
+def _unread_by_us(connection: _Connection) -> int:
+    """Bytes that the kernel holds still: libzmq has not read them."""
+    count = bytearray(4)
+    with suppress(OSError):
+        fcntl.ioctl(connection.fd, termios.FIONREAD, count)
+    return int.from_bytes(count, "little", signed=True)
