@@ -55,6 +55,7 @@ class _Connection:
     begun:    bytes that had come when something of it could last be read: the present message began behind them
     come:     bytes that had come at the last look
     was_read: whether something of it has been read since
+    is_suspect: it owed more than a message; libzmq may have had the end of that in its hands just then
     sent:     bytes that were given to libzmq to be sent
     """
 
@@ -64,6 +65,7 @@ class _Connection:
     begun: int = 0
     come: int = 0
     was_read: bool = False
+    is_suspect: bool = False
     sent: int = 0
 
     @property
@@ -232,7 +234,7 @@ class Listener:
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
-        while self.monitor.poll(0, zmq.POLLIN):
+        while self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             kind, fd = int(event["event"]), int(event["value"])
             if kind & self._failed:
@@ -273,14 +275,16 @@ class Listener:
         unfinished: list[_Connection] = []
         for connection in self._connections.values():
             if connection.was_read:
-                connection.begun, connection.was_read = connection.come, False
+                connection.begun, connection.was_read, connection.is_suspect = connection.come, False, False
             elif connection.unfinished > _SLACK_BYTES:
                 connection.come -= _unread_by_us(connection)
                 unfinished.append(connection)
         total = sum(connection.unfinished for connection in unfinished)
         for connection in sorted(unfinished, key=lambda each: each.unfinished, reverse=True):
             owes = connection.unfinished
-            if owes > self._max_bytes + _SLACK_BYTES:
+            if owes > self._max_bytes + _SLACK_BYTES and not connection.is_suspect:
+                connection.is_suspect = True
+            elif owes > self._max_bytes + _SLACK_BYTES:
                 self._close(connection, f"sent {owes} bytes of a message that does not end")
             elif total > max(MAX_UNFINISHED_BYTES, 2 * self._max_bytes):
                 self._close(connection, f"sent {owes} bytes of a message, and all together {total} of such ones")

@@ -19,8 +19,9 @@ from headwise import EngineConfig, LocalEngine
 from headwise.cache_controller.block_tables import TableShape
 from headwise.runtime.device_block_tables import DeviceBlockTables
 from headwise.runtime.models.registry import model_config
-from headwise.runtime.request import SamplingParams
-from headwise.runtime.sampler import Draws
+from headwise.runtime.request import GenerateRequest, GenerationResult, SamplingParams
+from headwise.runtime.sampler import NOT_FINITE, Draws
+from headwise.runtime.worker import ModelWorker
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -70,6 +71,36 @@ def answers(engine: LocalEngine) -> list[tuple[list[int], int]]:
         results = engine.generate([PROMPT, PROMPT[:9], PROMPT[5:40]], greedy)
         results += engine.generate([[*PROMPT, 7, 8, 9]], greedy)
     return [(list(result.token_ids), result.usage.cached_tokens if result.usage else -1) for result in results]
+
+
+SHORT_PROMPTS = [PROMPT[:9], PROMPT[20:31], PROMPT[40:45]]
+
+
+def lose_numbers(worker: ModelWorker) -> None:
+    """Let the second of the three sequences that decode together have no logits, once."""
+    real, lost = worker._model.scores, []
+
+    def scores(hidden: np.ndarray) -> np.ndarray | None:
+        found = real(hidden)
+        if found is not None and hidden.shape[0] >= 3 and not lost:
+            lost.append(True)
+            found[1] = np.nan
+        return found
+
+    worker._model.scores = scores  # type: ignore[method-assign]
+
+
+def tokens_and_errors(engine: LocalEngine, params: SamplingParams) -> list[tuple[list[int], str | None]]:
+    """What becomes of `SHORT_PROMPTS`, served together."""
+    results = {f"r{index}": GenerationResult(f"r{index}") for index in range(len(SHORT_PROMPTS))}
+    errors: dict[str, str | None] = {}
+    for name, prompt in zip(results, SHORT_PROMPTS, strict=True):
+        engine.core.add(GenerateRequest(name, np.array(prompt, np.int32), params, cache_salt="another"))
+    while engine.core.has_work():
+        for delta in engine.core.step(None):
+            results[delta.request_id].add(delta)
+            errors[delta.request_id] = delta.error
+    return [(result.token_ids, errors[name]) for name, result in results.items()]
 
 
 def configuration(model: Path, **changes: object) -> EngineConfig:
@@ -164,6 +195,29 @@ def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(model: Pat
     for one, other in zip(found[2].logprobs, expected[2].logprobs, strict=True):
         assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_row_without_numbers_fails_its_request_alone(
+    model: Path, libraries: Path, device: str, temperature: float
+) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, seed=1, logprobs=None)
+    if device == "cpu":
+        engine = LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference"))
+    else:
+        gpu = EmulatedGpu(libraries, "float32")
+        engine = LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu)
+    with engine:
+        expected = engine.generate(SHORT_PROMPTS, params)
+        lose_numbers(engine._worker)
+        found = tokens_and_errors(engine, params)
+    assert found == [
+        (expected[0].token_ids, None),
+        (expected[1].token_ids[: len(found[1][0])], NOT_FINITE),
+        (expected[2].token_ids, None),
+    ]
+    assert len(found[1][0]) < 6
 
 
 def count_draws(gpu: EmulatedGpu) -> list[int]:

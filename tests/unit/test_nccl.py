@@ -21,7 +21,7 @@ import pytest
 from cuda_shim import LIBRARIES
 from emulated_gpu import EmulatedGpu, SerialPrograms, poisoned
 from host_nccl import HostNccl, NcclError, host_cupy_with, way
-from test_gpu_engine import PROMPT, configuration, write_model
+from test_gpu_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
 from waiting import PATIENCE_S
 
 from headwise import EngineConfig, LocalEngine
@@ -35,6 +35,7 @@ from headwise.runtime.batch import BatchRequest, StepResult
 from headwise.runtime.cuda_device import CudaDevice
 from headwise.runtime.model_card import ModelCard
 from headwise.runtime.request import SamplingParams
+from headwise.runtime.sampler import NOT_FINITE
 from headwise.runtime.shared_memory_comm import SharedMemoryComm
 from headwise.runtime.worker import ModelWorker
 
@@ -255,7 +256,7 @@ class RanksAsThreads:
     def __init__(self, ranks: Ranks, gpus: list[RankGpu], config: EngineConfig, model_dir: Path) -> None:
         self._ranks = ranks
         self.workers = ranks.each(
-            lambda rank: ModelWorker(config, model_dir, rank, ranks.comms[rank], gpus[rank])  # type: ignore[arg-type]
+            lambda rank: ModelWorker(config, model_dir, rank, ranks.comms[rank], gpus[rank] if gpus else None)  # type: ignore[arg-type]
         )
         self.describe = self.workers[0].describe
 
@@ -311,10 +312,11 @@ def expected(model: Path, libraries: Path) -> Callable[[str], list[list[int]]]:
 
 
 def two_ranks(
-    nccl: HostNccl, libraries: Path, config: EngineConfig, gpus: int = 2
+    nccl: HostNccl, libraries: Path | None, config: EngineConfig, gpus: int = 2
 ) -> tuple[LocalEngine, list[RankGpu], RanksAsThreads]:
+    """``libraries``: of emulated GPUs; None: the ranks compute on the configured device."""
     ranks = Ranks(nccl, 2, gpus)
-    devices = [RankGpu(nccl, libraries, config.dtype_name) for _ in range(2)]
+    devices = [] if libraries is None else [RankGpu(nccl, libraries, config.dtype_name) for _ in range(2)]
     made: list[RanksAsThreads] = []
 
     def make(config: EngineConfig, model_dir: Path, *others: Any) -> RanksAsThreads:
@@ -338,6 +340,44 @@ def test_two_ranks_say_what_one_says(
     assert {launched[0] for launched in nccl.log[0]} == ({"eager", "recorded", "graph"} if graphs else {"eager"})
     reduced = [[launched for launched in nccl.log[rank] if launched[1] == "allReduce"] for rank in range(2)]
     assert reduced[0] == reduced[1]
+
+
+@pytest.fixture
+def two_on_a_cpu(nccl: HostNccl, model: Path) -> tuple[LocalEngine, RanksAsThreads]:
+    config = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference", tp_size=2, cpu_threads=1)
+    engine, _, worker = two_ranks(nccl, None, config)
+    return engine, worker
+
+
+def test_a_row_without_numbers_fails_its_request_alone_and_all_ranks_go_on(
+    two_on_a_cpu: tuple[LocalEngine, RanksAsThreads],
+) -> None:
+    engine, worker = two_on_a_cpu
+    with engine:
+        expected = engine.generate(SHORT_PROMPTS, GREEDY)
+        lose_numbers(worker.workers[0])
+        found = tokens_and_errors(engine, GREEDY)
+    assert [error for _, error in found] == [None, NOT_FINITE, None]
+    assert [tokens for tokens, _ in found] == [
+        expected[0].token_ids,
+        expected[1].token_ids[: len(found[1][0])],
+        expected[2].token_ids,
+    ]
+    assert len(found[1][0]) < 5
+
+
+def test_a_rank_that_fails_within_a_step_ends_the_engine_for_its_peers_are_still_in_it(
+    two_on_a_cpu: tuple[LocalEngine, RanksAsThreads],
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise ValueError("boom")
+
+    engine, worker = two_on_a_cpu
+    with engine:
+        for each in worker.workers:
+            each._model.forward = fails
+        with pytest.raises(EngineDiedError, match="failed in step 1: ValueError: boom"):
+            engine.generate([PROMPT[:9]], GREEDY)
 
 
 @pytest.mark.parametrize("unable", [0, 1])
