@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,19 +17,29 @@ _BIND_TIMEOUT_S = 10.0
 """Longest wait for the process that had the endpoint before to let go of it."""
 
 
-@ray.remote(max_restarts=20, max_concurrency=4)
+@ray.remote(max_concurrency=5)
 class AttentionStore:
-    """Serves the index at ``endpoint``, which a restarted one binds again: the engines find it by themselves and tell
-    it all they hold.
+    """Serves the index at ``endpoint``, which the one that takes its place binds again: the engines find it by
+    themselves and tell it all they hold.
+
+    start: 0, and one more for each one after
     """
 
-    def __init__(self, config: EngineConfig, endpoint: str, namespace: str, curve: CurveKeys | None) -> None:
+    def __init__(
+        self, config: EngineConfig, endpoint: str, namespace: str, curve: CurveKeys | None, start: int = 0
+    ) -> None:
         options = {"max_blocks": config.index_blocks, "curve": curve, "shared_storage": bool(config.storage)}
+        self._stopped = threading.Event()
         self._server = _bind(endpoint, namespace, options)
         self._server.start()
 
-    def endpoint(self) -> str:
+    def ready(self) -> str:
+        """The endpoint, once it serves."""
         return self._server.endpoint
+
+    def ended(self) -> None:
+        """Return when it is stopped: whoever waits learns at once when the process dies."""
+        self._stopped.wait()
 
     def stats(self) -> dict[str, Any]:
         return self._server.stats()
@@ -43,6 +54,7 @@ class AttentionStore:
 
     def stop(self) -> None:
         self._server.stop()
+        self._stopped.set()
 
 
 def _bind(endpoint: str, namespace: str, options: dict[str, Any]) -> StoreServer:

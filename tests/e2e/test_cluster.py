@@ -285,8 +285,8 @@ def test_a_free_port_that_is_taken_before_it_is_bound_is_given_up_for_another(
         chosen.append([port, 0] if not chosen else free(*hosts))
         return chosen[-1]
 
-    free = bootstrap._free_ports
-    monkeypatch.setattr(bootstrap, "_free_ports", free_ports)
+    free = bootstrap.free_ports
+    monkeypatch.setattr(bootstrap, "free_ports", free_ports)
     config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "replicas": 50, "start_timeout_s": 1.0})
     with pytest.raises(DeploymentError, match="no room for engine"):  # that far it came
         Deployment.start(config, address="auto")
