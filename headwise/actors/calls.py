@@ -9,6 +9,7 @@ import ray
 from headwise.errors import DeploymentError, HeadwiseError, first_line
 
 _DEAD_BECAUSE = "The actor is dead because "
+_NOT_MADE = "in its creation task"
 _GUESSES = "Some common causes"
 _LONGEST = 400
 """Characters of a cause in a log line."""
@@ -32,7 +33,10 @@ def cause_of(error: BaseException) -> str:
         cause = error.cause
         text = first_line(cause) if isinstance(cause, HeadwiseError) else repr(cause)
         return _shortened(text)
-    for line in str(error).splitlines():
+    lines = str(error).strip().splitlines()
+    if lines and _NOT_MADE in lines[0]:
+        return _shortened(lines[-1])
+    for line in lines:
         if line.startswith(_DEAD_BECAUSE):
             return _shortened(line.removeprefix(_DEAD_BECAUSE).partition(_GUESSES)[0].strip(" ."))
     return _shortened(first_line(error))

@@ -222,10 +222,10 @@ def cluster_of_this_job() -> str | None:
 
 
 @contextlib.contextmanager
-def connection(address: str) -> Iterator[None]:
-    """A connection to a running cluster for as long as the block takes."""
+def connection(address: str) -> Iterator[str]:
+    """A connection to a running cluster for as long as the block takes; its ``HOST:PORT``."""
     cluster = Cluster.connect(address)
     try:
-        yield
+        yield str(ray.get_runtime_context().gcs_address)
     finally:
         cluster.disconnect()

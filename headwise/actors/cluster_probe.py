@@ -34,16 +34,16 @@ def find_cluster(address: str) -> str:
     if address != "auto":
         _check(address)
         return address
-    until, problem = time.monotonic() + SEARCH_S, None
+    until, problems = time.monotonic() + SEARCH_S, []
     for candidate in _candidates():
         try:
             _check(candidate)
             return candidate
         except DeploymentError as error:
-            problem = problem or error
+            problems.append(str(error))
         if time.monotonic() > until:
             break
-    raise problem or DeploymentError(f"no Ray cluster at auto: this machine is part of none; {_REMEDY}")
+    raise DeploymentError("; ".join(problems) or f"no Ray cluster at auto: this machine is part of none; {_REMEDY}")
 
 
 def can_connect(address: str) -> bool:
@@ -133,7 +133,7 @@ def _nodes(address: str) -> list[str] | None:
 
 
 def _refusal(address: str, code: str, details: str) -> DeploymentError:
-    reason = (details or code).strip().partition("\n")[0]
+    reason = (details or code).strip().partition("\n")[0].partition(". ")[0]
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         return DeploymentError(
             f"the Ray cluster at {address} refuses this process's token: set RAY_AUTH_MODE=token and "

@@ -284,12 +284,12 @@ def resolve_client_address(cluster: str, name: str) -> str:
 
     Raises `DeploymentError` if there is no such cluster or deployment.
     """
-    with connection(cluster):
+    with connection(cluster) as found:
         try:
             scheduler = ray.get_actor(actor_name(name, "scheduler"), namespace=NAMESPACE)
         except ValueError:
             raise DeploymentError(
-                f"no deployment named {name!r} runs on the Ray cluster at {cluster}; start one with `headwise serve`"
+                f"no deployment named {name!r} runs on the Ray cluster at {found}; start one with `headwise serve`"
             ) from None
         address: str = get(scheduler.client_address.remote())
         return address
