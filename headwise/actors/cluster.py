@@ -51,7 +51,7 @@ class Cluster:
         self.owned = scratch is not None
         self._scratch = scratch
         self._environment: dict[str, str | None] | None = None
-        self._watch: ClusterWatch | None = None
+        self._watches: list[ClusterWatch] = []
 
     @classmethod
     def start(cls) -> Cluster:
@@ -115,19 +115,25 @@ class Cluster:
             raise
 
     def watch(self, on_lost: Callable[[DeploymentError], None]) -> None:
-        """Have it noticed when the cluster is gone; ``on_lost`` is called once, on a thread of its own."""
-        address = str(ray.get_runtime_context().gcs_address)
-        self._watch = ClusterWatch(address, on_lost)
-        self._watch.start()
+        """Have it noticed when the cluster is gone, or this node's part of it; ``on_lost`` is called on a thread."""
+        context = ray.get_runtime_context()
+        here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        raylet = f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}"
+        self._watches = [
+            ClusterWatch("control service (GCS)", str(context.gcs_address), on_lost),
+            ClusterWatch("process on this node (raylet)", raylet, on_lost),
+        ]
+        for watch in self._watches:
+            watch.start()
 
     @property
     def is_lost(self) -> bool:
-        return self._watch is not None and self._watch.is_lost
+        return any(watch.is_lost for watch in self._watches)
 
     def disconnect(self) -> None:
         """Leave no trace of a connection made here, nor of an instance started here."""
-        if self._watch is not None:
-            self._watch.stop()
+        for watch in self._watches:
+            watch.stop()
         if self._environment is not None:
             ray.shutdown()
             for name, value in self._environment.items():
@@ -141,16 +147,24 @@ class Cluster:
 
 
 class ClusterWatch:
-    """Notices that a Ray cluster's control service is gone: calls to Ray wait for it, and then end the process."""
+    """Notices that a process without which Ray does not go on is gone: calls to Ray wait for it, and then end this
+    process with words of their own.
+
+    what:    which process it is
+    address: ``HOST:PORT`` at which it listens
+    on_lost: called once
+    """
 
     def __init__(
         self,
+        what: str,
         address: str,
         on_lost: Callable[[DeploymentError], None],
         is_there: Callable[[str], bool] = can_connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_lost = False
+        self._what = what
         self._address = address
         self._on_lost = on_lost
         self._is_there = is_there
@@ -174,11 +188,11 @@ class ClusterWatch:
         now = self._clock()
         if was_there:
             if self._is_away:
-                log.warning("the Ray cluster at %s answers again", self._address)
+                log.warning("Ray's %s at %s answers again", self._what, self._address)
             self._heard_at, self._is_away = now, False
         elif not self._is_away:
             self._is_away = True
-            log.warning("the Ray cluster at %s does not answer", self._address)
+            log.warning("Ray's %s at %s does not answer", self._what, self._address)
         return now - self._heard_at > LOST_S
 
     def _run(self) -> None:
@@ -192,8 +206,8 @@ class ClusterWatch:
                 self.is_lost = True
                 self._on_lost(
                     DeploymentError(
-                        f"the Ray cluster at {self._address} is gone: its control service (GCS) has not answered for "
-                        f"{LOST_S:g} s, and the deployment ends with it; start the cluster and the deployment again"
+                        f"the Ray cluster is lost: its {self._what} at {self._address} has not answered for "
+                        f"{LOST_S:g} s; the deployment ends with it: start both again"
                     )
                 )
                 return

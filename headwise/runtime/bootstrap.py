@@ -204,7 +204,7 @@ class Deployment:
             raise self._failure
 
     def _on_lost(self, error: DeploymentError) -> None:
-        self._failure = error
+        self._failure = self._failure or error
         self._over.set()
 
     @property

@@ -127,7 +127,7 @@ def test_auto_takes_the_cluster_that_the_environment_names(monkeypatch: pytest.M
 
 
 def test_auto_on_a_machine_without_ray_says_so() -> None:
-    with pytest.raises(DeploymentError, match="part of none.*ray start --head"):
+    with pytest.raises(DeploymentError, match=r"part of none.*ray start --head"):
         find_cluster("auto")
 
 

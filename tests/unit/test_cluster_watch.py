@@ -10,7 +10,9 @@ class Time:
 
     def __init__(self) -> None:
         self.now, self.is_there = 9_000.0, True
-        self.watch = ClusterWatch("10.0.0.1:6379", lambda error: None, lambda address: self.is_there, lambda: self.now)
+        self.watch = ClusterWatch(
+            "control service", "10.0.0.1:6379", lambda error: None, lambda address: self.is_there, lambda: self.now
+        )
 
     def passes(self, seconds: float) -> bool:
         """Whether the cluster counts as lost at any look."""
