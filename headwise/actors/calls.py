@@ -36,10 +36,9 @@ def cause_of(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     if lines and _NOT_MADE in lines[0]:
         return _shortened(lines[-1])
-    for line in lines:
-        if line.startswith(_DEAD_BECAUSE):
-            return _shortened(line.removeprefix(_DEAD_BECAUSE).partition(_GUESSES)[0].strip(" ."))
-    return _shortened(first_line(error))
+    told = [line for line in lines[1:] if line and not line.startswith("\t")]  # behind the actor's particulars
+    line = told[-1] if told else first_line(error)
+    return _shortened(line.removeprefix(_DEAD_BECAUSE).partition(_GUESSES)[0].strip(" ."))
 
 
 def _shortened(text: str) -> str:

@@ -67,12 +67,12 @@ class Cluster:
         sweep("/tmp", _PREFIX)
         scratch = ScratchDirectory("/tmp", _PREFIX)
         cluster = cls(scratch)
-        token = scratch.path / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
         # Without a token of its own Ray would write one to ~/.ray, and every later Ray of this user would ask for it.
+        token = scratch.path / "token"
         variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK_VARIABLE: "0"}
         try:
+            token.touch(mode=0o600)
+            token.write_text(secrets.token_hex(32))
             cluster._connect(
                 variables,
                 address="local",
@@ -82,6 +82,7 @@ class Cluster:
                 _system_config={"worker_niceness": 0},  # serving is no background work
             )
         except Exception as error:
+            cluster.disconnect()
             raise DeploymentError(f"a local Ray instance could not be started: {error}") from error
         return cluster
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import time
@@ -61,11 +62,10 @@ def read_authentication() -> None:
 
     Processes that Ray starts read them at their own start, and would disagree with this one.
     """
-    with contextlib.suppress(ImportError):  # releases of Ray without tokens
-        from ray._raylet import AuthenticationTokenLoader, Config
-
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
+    raylet: Any = importlib.import_module("ray._raylet")
+    if hasattr(raylet, "AuthenticationTokenLoader"):  # releases of Ray before that have no tokens
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _candidates() -> Iterator[str]:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from typing import Any
 
 import ray
 
@@ -197,7 +198,7 @@ class Engine:
         card = with_pool(card, self._config, group.executor.num_blocks * card.layout.block_bytes)
         core = EngineCore(self._config, card, tokenizer, group.executor, lookup=self._lookup)
         self._core_died.clear()
-        wakers = group.executor.sockets if self._lookup is None else (*group.executor.sockets, self._lookup)
+        wakers: list[Any] = [*group.executor.sockets, *([] if self._lookup is None else [self._lookup])]
         self._server.attach(core, wakers)
         self._group = group
 

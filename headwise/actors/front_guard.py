@@ -55,5 +55,5 @@ def _ask(current: Callable[[str], Any | None], role: str) -> Future[int] | None:
     actor = current(role)
     if actor is None or not ray.is_initialized():
         return None
-    question: Future[int] = actor.turns.remote().future()
+    question: Future[int] = actor.turns.options(enable_task_events=False).remote().future()
     return question

@@ -94,13 +94,16 @@ class EngineSite:
 
     def choose(self, life: Life) -> None:
         """Stay, or ask Ray for room on the node that is next."""
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        target = life.next_node(self.node, alive, _nodes_with_room(self._config))
+        target = life.next_node(self.node, _alive_nodes(), _nodes_with_room(self._config))
         if target and target == self.node and self.group is not None:
             return
         if self.group is not None:
             release([self.group])
         self.group, self.node = _request(self._config, target), ""
+
+    def is_alive(self) -> bool:
+        """Whether the node lives, as far as Ray knows by now."""
+        return self.node in _alive_nodes()
 
     def is_placed(self) -> bool:
         """Whether there is room now."""
@@ -139,6 +142,9 @@ class FrontSite:
     def choose(self, life: Life) -> None:
         pass
 
+    def is_alive(self) -> bool:
+        return True  # this process lives there; whether Ray does is watched by `Cluster`
+
     def is_placed(self) -> bool:
         return True
 
@@ -157,6 +163,10 @@ def _request(config: EngineConfig, node: str) -> PlacementGroup:
     worker = {"CPU": WORKER_CPUS, **({"GPU": 1} if config.on_gpu else {})}
     bundles = [{"CPU": ENGINE_CPUS}, *[worker] * config.tp_size]
     return placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=node or None)
+
+
+def _alive_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def _nodes_with_room(config: EngineConfig) -> set[str]:

@@ -90,6 +90,11 @@ class Life:
         self._enter(Phase.DOWN, now)
         return delay
 
+    def displaced(self, now: float) -> None:
+        """It ended because its node did: no fault of its own, and no reason to wait."""
+        self._due = now
+        self._enter(Phase.DOWN, now)
+
     def is_due(self, now: float) -> bool:
         """Whether it is to be started."""
         return self.phase is Phase.DOWN and now >= self._due

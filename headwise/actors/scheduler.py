@@ -102,7 +102,6 @@ class GlobalScheduler:
         host, port = self.address()
         return f"tcp://{client_host(self._config.host, host)}:{port}"
 
-    @ray.method(enable_task_events=False)
     def turns(self) -> int:
         """See `SchedulerServer`."""
         assert self._server is not None
@@ -115,7 +114,6 @@ class GlobalScheduler:
             self._store.close()
         self._stopped.set()
 
-    @ray.method(enable_task_events=False)
     def take_silent(self) -> list[str]:
         """Engines that have become silent for ``engine_timeout_s`` since the last call: whoever made them replaces
         them, if it was they who were to be heard.

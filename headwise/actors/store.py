@@ -47,7 +47,6 @@ class AttentionStore:
     def match(self, block_hashes: Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
         return self._server.match(block_hashes)
 
-    @ray.method(enable_task_events=False)
     def turns(self) -> int:
         """See `StoreServer`."""
         return self._server.turns

@@ -33,6 +33,7 @@ class Site(Protocol):
     address: str
 
     def choose(self, life: Life) -> None: ...
+    def is_alive(self) -> bool: ...
     def is_placed(self) -> bool: ...
     def options(self) -> dict[str, Any]: ...
     def needs(self) -> str: ...
@@ -69,7 +70,13 @@ class Role:
         self._starts += 1
         self.handle = handle
         self.cause, self.is_told = "", False
-        self.is_ready, self.is_over = handle.ready.remote(), handle.ended.remote()
+        self.is_ready = handle.ready.remote()
+
+    def serves(self, now: float) -> None:
+        """The actor is ready: from now on its end is waited for."""
+        assert self.handle is not None
+        self.is_over = self.handle.ended.remote()
+        self.life.ready(now)
 
     def kill(self) -> None:
         """End the process, if it still lives, and free its name: Ray keeps that of one that died by itself."""
@@ -113,7 +120,7 @@ class Supervisor:
 
     def add(self, role: Role) -> None:
         """From now on see to this role, whose actor serves."""
-        role.life.ready(self._clock())
+        role.serves(self._clock())
         self._roles[role.name] = role
 
     def serving(self, name: str) -> Any | None:
@@ -164,7 +171,7 @@ class Supervisor:
             return
         if role.life.phase is Phase.STARTING:
             role.site.is_placed()  # Ray may have moved it
-            role.life.ready(now)
+            role.serves(now)
             log.warning("%s serves again", role)
         else:
             self._end(role, role.cause or "it has stopped", now)
@@ -173,7 +180,11 @@ class Supervisor:
         who, start = str(role), "did not start" if role.life.phase is Phase.STARTING else "has ended"
         role.kill()
         role.handle = None
-        delay = role.life.ended(now, role.site.node)
+        if role.site.is_alive():
+            delay = role.life.ended(now, role.site.node)
+        else:
+            delay, cause = 0.0, f"its node has died ({cause})"
+            role.life.displaced(now)
         log.error("%s %s: %s; it is started again%s", who, start, cause, f" in {delay:.0f} s" if delay else "")
 
     def _advance(self, role: Role, now: float) -> None:
@@ -200,7 +211,8 @@ class Supervisor:
         if self._silent is None:
             scheduler = self.serving("scheduler")
             if scheduler is not None and now >= self._ask_at:
-                self._silent, self._ask_at = scheduler.take_silent.remote(), now + _ASK_S
+                self._silent = scheduler.take_silent.options(enable_task_events=False).remote()
+                self._ask_at = now + _ASK_S
             return
         if not ray.wait([self._silent], timeout=0)[0]:
             return

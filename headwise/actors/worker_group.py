@@ -6,6 +6,7 @@ import tempfile
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -44,8 +45,9 @@ class WorkerGroup:
         threads = str(threads_per_worker(config))
         # Read by the libraries at import, hence before the worker's process imports anything.
         env = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
+        worker_class: Any = Worker
         self._workers = [
-            Worker.options(**in_bundle(placement, rank + 1), runtime_env={"env_vars": env}).remote(
+            worker_class.options(**in_bundle(placement, rank + 1), runtime_env={"env_vars": env}).remote(
                 config, model_dir, rank
             )
             for rank in range(config.tp_size)

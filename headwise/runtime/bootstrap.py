@@ -16,7 +16,7 @@ from headwise.actors.calls import get
 from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
 from headwise.actors.names import NAMESPACE, actor_name
 from headwise.actors.restarts import Life
-from headwise.errors import DeploymentError
+from headwise.errors import DeploymentError, HeadwiseError
 from headwise.runtime.addresses import check_free, free_ports, is_loopback
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.loader.progress import Progress, SilentProgress
@@ -134,8 +134,13 @@ class Deployment:
         while starting:
             progress.update(len(self._sites) - len(starting), len(self._sites))
             (ready, *_), _ = ray.wait(list(starting))
-            get(ready)
-            self._supervisor.add(starting.pop(ready))
+            role = starting.pop(ready)
+            try:
+                get(ready)
+            except HeadwiseError:
+                log.error("%s did not start", role)
+                raise
+            self._supervisor.add(role)
 
     def _start_front(self, secret: str, curve: CurveKeys | None) -> tuple[tuple[str, int], str]:
         """Start the scheduler and the store; the scheduler's node and port, and the store's endpoint.

@@ -17,6 +17,14 @@ def test_the_cause_of_an_actor_s_death_is_one_line_without_ray_s_guesses() -> No
     )
 
 
+def test_the_cause_of_an_actor_whose_node_died_is_that() -> None:
+    error = ray.exceptions.RayActorError(
+        error_msg="The actor died unexpectedly before finishing this task.\n\tclass_name: Engine\n\tip: 10.0.0.5\n"
+        "The actor died because its node has died. Node Id: 12ab"
+    )
+    assert cause_of(error) == "The actor died because its node has died. Node Id: 12ab"
+
+
 def test_the_cause_of_an_actor_that_was_never_made_is_what_its_making_raised() -> None:
     error = ray.exceptions.RayActorError(
         error_msg="The actor died because of an error raised in its creation task, ray::Store.__init__() (pid=1)\n"

@@ -64,6 +64,16 @@ def test_the_silence_of_the_process_before_is_not_that_of_the_one_that_has_just_
     assert life.has_run_for(20.0, START + 20.0)
 
 
+def test_an_end_with_the_node_is_not_counted_and_starts_at_once() -> None:
+    life = running()
+    for _ in range(100):
+        life.displaced(START)
+        assert life.is_due(START)
+        life.created(START)
+    assert not life.avoided
+    assert [life.ended(START, "b") for _ in range(4)] == [0.0, 0.0, 0.0, 1.0]
+
+
 def test_what_served_and_ended_starts_where_it_was() -> None:
     life = running()
     life.ended(START, "a")
