@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 import time
-from hashlib import sha256
 from typing import Any
 
 import ray
 
-from headwise.actors.placement import is_loopback, node_address
+from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
-from headwise.actors.worker_group import WorkerGroup
+from headwise.actors.restarts import Restarts
+from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
+from headwise.runtime.addresses import check_reachable, engine_host, is_loopback, scheduler_host
 from headwise.runtime.block_storage import open_lookup
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
@@ -24,6 +26,7 @@ from headwise.runtime.front_door import FrontDoor
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.memory_check import check_memory
 from headwise.runtime.model_card import with_pool
+from headwise.runtime.scratch import sweep
 from headwise.runtime.watchdog import Watchdog
 from headwise.storage.curve import CurveKeys
 from headwise.storage.flusher import Flusher
@@ -31,19 +34,20 @@ from headwise.storage.lookup import StorageLookup
 
 log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 20
-"""Restarts of an engine's process before Ray gives it up."""
-MAX_FAILED_STARTS = 3
-"""Times in a row that new workers may fail to start before the engine's process gives up."""
 _WATCH_S = 1.0
+_LAST_WORDS_S = 5.0
+"""For the driver to hear why the process ends, before it does."""
+_REACH_S = 10.0
+"""Longest wait of a deployment's first engines for a way to its scheduler."""
 
 
-@remote(max_restarts=MAX_RESTARTS, max_concurrency=4)
+@remote(max_concurrency=5)
 class Engine:
-    """Serves by itself from the moment it is made, and again after Ray restarted it.
+    """Serves by itself from the moment it is made. Whoever made it learns by `ended` when it cannot go on, and why.
 
     With a lost worker its requests leave for other engines; then all ranks are started anew, with an empty cache and
-    a new epoch. A server whose thread stands still ends the process.
+    a new epoch. An engine that loses workers again and again, or cannot start new ones, ends: its node may be bad.
+    A server whose thread stands still ends the process.
     """
 
     def __init__(
@@ -55,17 +59,17 @@ class Engine:
         store_endpoint: str,
         curve: CurveKeys | None,
         namespace: str,
+        start: int = 0,
     ) -> None:
-        """``front`` is the scheduler's node and port, ``namespace`` whose cache blocks it takes the engines' to be.
-
-        No handles: an actor whose arguments hold references cannot be restarted once they are lost.
+        """``front`` is the scheduler's node and port, ``namespace`` whose cache blocks it takes the engines' to be;
+        ``start`` tells how many engines it takes the place of.
         """
         self._config = config
         self._name = f"engine-{index}"
         self._placement = ray.util.get_current_placement_group()
         self._front = front
         self._secret = secret
-        self._token = sha256(f"{secret}/{index}".encode()).hexdigest()[:16]
+        self._start = start
         self._store_endpoint = store_endpoint
         self._curve = curve
         self._namespace = namespace
@@ -77,7 +81,9 @@ class Engine:
         self._core_died = threading.Event()
         self._stopping = threading.Event()
         self._settled = threading.Event()
+        self._over = threading.Event()
         self._failure: HeadwiseError | None = None
+        self._lost: EngineDiedError | None = None  # why the last group of workers is no more
         self._thread = threading.Thread(target=self._supervise, name="headwise-supervisor", daemon=True)
         self._thread.start()
 
@@ -90,6 +96,12 @@ class Engine:
             raise self._failure
         assert self._server is not None
         return self._server.endpoint
+
+    def ended(self) -> None:
+        """Return when it is stopped; raises why it cannot go on."""
+        self._over.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, by rank; empty while they are being started."""
@@ -120,18 +132,15 @@ class Engine:
                 self._flusher.close()
             if self._lookup is not None:
                 self._lookup.close()
+            self._settled.set()
+            self._over.set()
 
     def _open(self) -> None:
         """Everything that outlives the workers: model, flusher, server and who watches over it."""
-        host, port = self._front
-        address = node_address()
-        if is_loopback(self._config.host):
-            if host != address:
-                raise DeploymentError(
-                    f"{self._name} was placed on node {address}, which cannot reach {self._config.host} of node "
-                    f"{host}: set host to 0.0.0.0"
-                )
-            host = address = "127.0.0.1"
+        node, port = self._front
+        host, address = scheduler_host(self._config.host, node), engine_host(self._config.host, node_address())
+        self._check_way(node, host, port)
+        sweep(tempfile.gettempdir(), SOCKETS_PREFIX)
         self._front_door = FrontDoor.open(self._config)
         if self._front_door.namespace != self._namespace:
             raise DeploymentError(
@@ -153,33 +162,49 @@ class Engine:
             epoch=epoch,
             on_died=self._on_died,
         )
-        if _was_restarted():
+        if self._start:
             self._server.fault("the engine's process was started again")
         self._server.start()
         server = self._server
         self._watchdog = Watchdog(lambda: server.turns, self._config.engine_timeout_s, self._exit_stuck)
         self._watchdog.start()
 
+    def _check_way(self, node: str, host: str, port: int) -> None:
+        """Raise `DeploymentError` if the scheduler of a deployment that starts cannot be reached from here.
+
+        Later it may be away just now, and comes back.
+        """
+        if is_loopback(host) and node_address() != node:
+            raise DeploymentError(
+                f"{self._name} was placed on node {node_address()}, which cannot reach {host} of node {node}: set host "
+                "to 0.0.0.0"
+            )
+        if self._start:
+            return
+        try:
+            check_reachable(host, port, _REACH_S)
+        except OSError as error:
+            raise DeploymentError(
+                f"{self._name} on node {node_address()} cannot reach the scheduler at {host}:{port}: {error}; set host "
+                "to an address that every node reaches, or to 0.0.0.0"
+            ) from None
+
     def _serve(self) -> None:
-        """One group of workers after the other, until stopped or until none can be started."""
-        failed_starts = 0
+        """One group of workers after the other, until stopped. Raises what keeps it from going on."""
+        restarts = Restarts()
         while not self._stopping.is_set():
             assert self._placement is not None, "started in its placement group"
-            group = WorkerGroup(self._config, self._model_dir, self._placement, self._token)
+            group = WorkerGroup(self._config, self._model_dir, self._placement)
             try:
                 group.wait_ready()
-                failed_starts = 0
                 self._attach(group)
                 self._settled.set()
                 self._watch(group)
-            except HeadwiseError as error:
-                failed_starts += 1
-                log.error("%s: workers did not start: %s", self._name, error)
-                if not self._settled.is_set() or failed_starts == MAX_FAILED_STARTS:
-                    raise
             finally:
                 self._group = None
                 group.close()
+            if self._lost is not None and restarts.ended(time.monotonic()):
+                raise EngineDiedError(f"its workers are lost again and again, the last time: {self._lost}")
 
     def _attach(self, group: WorkerGroup) -> None:
         assert self._server is not None
@@ -194,6 +219,7 @@ class Engine:
     def _watch(self, group: WorkerGroup) -> None:
         """Return once the engine's thread has let go of a group that lost a worker, or when stopped."""
         assert self._server is not None
+        self._lost = None
         while not self._core_died.is_set():
             if self._stopping.is_set():
                 self._server.stop()
@@ -207,24 +233,19 @@ class Engine:
     def _on_died(self, error: EngineDiedError) -> None:
         """On the server's thread: it uses the executor no more."""
         log.error("%s: %s", self._name, error)
+        self._lost = error
         self._core_died.set()
 
     def _exit_stuck(self) -> None:
-        """Ray starts the engine again; the workers end with this process."""
+        """The workers end with this process."""
         if self._stopping.is_set():
             return
-        log.error("%s has not got on for %g s: its process ends", self._name, self._config.engine_timeout_s)
+        self._give_up(DeploymentError(f"it has not got on for {self._config.engine_timeout_s:g} s"))
+        self._over.set()
+        time.sleep(_LAST_WORDS_S)
         os._exit(1)
 
     def _give_up(self, error: HeadwiseError) -> None:
-        """At the first start the driver is told, by `ready`. Later nobody asks: exit, so that Ray starts it again."""
-        first_start = not self._settled.is_set() and not _was_restarted()
+        log.error("%s ends: %s", self._name, error)
         self._failure = error
         self._settled.set()
-        if not first_start:
-            time.sleep(_WATCH_S)
-            os._exit(1)
-
-
-def _was_restarted() -> bool:
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)

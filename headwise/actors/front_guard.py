@@ -1,10 +1,9 @@
-"""Has Ray replace a scheduler or a store that lives and does nothing: Ray itself only notices those that die."""
+"""Notices a scheduler or a store that lives and does nothing: Ray itself only notices those that die."""
 
 from __future__ import annotations
 
 import atexit
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -13,24 +12,30 @@ import ray
 
 from headwise.runtime.watchdog import RemoteTurns, Watchdog
 
-log = logging.getLogger(__name__)
-
 
 class FrontGuard:
-    """Asks the actors how many turns their servers' threads have taken; ends the process of one that takes none for
-    ``timeout_s``, so that Ray starts it again. It may be stopped as a whole, or one of its threads stands still.
+    """Asks the actors how many turns their servers' threads have taken; has one replaced that takes none for
+    ``timeout_s``. It may be stopped as a whole, or one of its threads stands still.
 
     Lives in the process that started the deployment: that is on the node of both, and the only one to judge them, so
     nobody else replaces what has just been replaced.
 
-    actors: their handles, by role
+    roles:    of the actors
+    current:  the handle of a role's actor; None while there is none that serves
+    on_stuck: called with the role and what is wrong with it, on a thread of the guard
     """
 
-    def __init__(self, actors: Mapping[str, Any], timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        roles: Sequence[str],
+        current: Callable[[str], Any | None],
+        timeout_s: float,
+        on_stuck: Callable[[str, str], None],
+    ) -> None:
+        cause = f"it has done nothing for {timeout_s:g} s"
         self._watchdogs = [
-            Watchdog(RemoteTurns(partial(_ask, actor)), timeout_s, partial(self._replace, role, actor))
-            for role, actor in actors.items()
+            Watchdog(RemoteTurns(partial(_ask, current, role)), timeout_s, partial(on_stuck, role, cause))
+            for role in roles
         ]
 
     def start(self) -> None:
@@ -44,17 +49,11 @@ class FrontGuard:
         for watchdog in self._watchdogs:
             watchdog.stop()
 
-    def _replace(self, role: str, actor: Any) -> None:
-        log.error("the %s has done nothing for %g s: its process is replaced", role, self._timeout_s)
-        try:
-            ray.kill(actor, no_restart=False)
-        except (ValueError, ray.exceptions.RayError) as error:
-            log.error("the %s could not be replaced: %s", role, error)
 
-
-def _ask(actor: Any) -> Future[int] | None:
-    """None if this process has left its cluster: a call would make it start another one."""
-    if not ray.is_initialized():
+def _ask(current: Callable[[str], Any | None], role: str) -> Future[int] | None:
+    """None if there is nobody to be asked, or this process has left its cluster: a call would start another one."""
+    actor = current(role)
+    if actor is None or not ray.is_initialized():
         return None
-    question: Future[int] = actor.turns.remote().future()
+    question: Future[int] = actor.turns.options(enable_task_events=False).remote().future()
     return question

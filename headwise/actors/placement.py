@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
 from headwise.runtime.config import EngineConfig
 
@@ -23,17 +25,14 @@ def reserve(config: EngineConfig, timeout_s: float) -> list[PlacementGroup]:
 
     Raises `DeploymentError` if the cluster does not give the resources within ``timeout_s``.
     """
-    worker = {"CPU": WORKER_CPUS, **({"GPU": 1} if config.on_gpu else {})}
-    bundles = [{"CPU": ENGINE_CPUS}, *[worker] * config.tp_size]
-    groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(config.replicas)]
+    groups = [_request(config, "") for _ in range(config.replicas)]
     for index, group in enumerate(groups):
         if not group.wait(timeout_s):
             free = _ray.available_resources()
             release(groups)
-            needed = f"{ENGINE_CPUS + WORKER_CPUS * config.tp_size:.1f} CPUs"
-            left = f"{free.get('CPU', 0.0):.1f}"
+            needed, left = _needs(config), f"{free.get('CPU', 0.0):.1f}"
             if config.on_gpu:
-                needed, left = f"{needed} and {config.tp_size} GPUs", f"{left} and {free.get('GPU', 0.0):g}"
+                left = f"{left} and {free.get('GPU', 0.0):g}"
             raise DeploymentError(
                 f"the Ray cluster has no room for engine {index} of {config.replicas}: it needs {needed} on one node, "
                 f"{left} are free in all (waited {timeout_s:g} s); lower replicas or tp_size, or add nodes"
@@ -82,5 +81,103 @@ def node_address() -> str:
     return str(_ray.util.get_node_ip_address())
 
 
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+class EngineSite:
+    """Where an engine runs: a placement group, given up for another one elsewhere when its node is dead or bad.
+
+    node:    Ray's id of the node; empty while there is none
+    address: the node's address
+    """
+
+    def __init__(self, config: EngineConfig, group: PlacementGroup) -> None:
+        self.group: PlacementGroup | None = group
+        self.node = self.address = ""
+        self._config = config
+        self.is_placed()
+
+    def choose(self, life: Life) -> None:
+        """Stay, or ask Ray for room on the node that is next."""
+        target = life.next_node(self.node, _alive_nodes(), _nodes_with_room(self._config))
+        if target and target == self.node and self.group is not None:
+            return
+        if self.group is not None:
+            release([self.group])
+        self.group, self.node = _request(self._config, target), ""
+
+    def is_alive(self) -> bool:
+        """Whether the node lives, as far as Ray knows by now."""
+        return self.node in _alive_nodes()
+
+    def is_placed(self) -> bool:
+        """Whether there is room now."""
+        if self.group is None:
+            return False
+        table = placement_group_table(self.group)
+        if table.get("state") == "REMOVED":
+            self.group = _request(self._config, "")
+        if table.get("state") != "CREATED":
+            return False
+        self.node = str(table["bundles_to_node_id"][0])
+        self.address = next((node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self.node), "")
+        return True
+
+    def options(self) -> dict[str, Any]:
+        """Actor options of the engine."""
+        assert self.group is not None
+        return in_bundle(self.group, 0)
+
+    def needs(self) -> str:
+        return _needs(self._config)
+
+    def release(self) -> None:
+        if self.group is not None:
+            release([self.group])
+            self.group = None
+
+
+class FrontSite:
+    """Where the scheduler and the store run: on the node of the process that started the deployment, for good."""
+
+    def __init__(self) -> None:
+        self.node = str(ray.get_runtime_context().get_node_id())
+        self.address = node_address()
+
+    def choose(self, life: Life) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return True  # this process lives there; whether Ray does is watched by `Cluster`
+
+    def is_placed(self) -> bool:
+        return True
+
+    def options(self) -> dict[str, Any]:
+        return on_this_node()
+
+    def needs(self) -> str:
+        return "nothing"
+
+    def release(self) -> None:
+        pass
+
+
+def _request(config: EngineConfig, node: str) -> PlacementGroup:
+    """A placement group for an engine and its ranks, on ``node`` if that has room; empty: wherever there is."""
+    worker = {"CPU": WORKER_CPUS, **({"GPU": 1} if config.on_gpu else {})}
+    bundles = [{"CPU": ENGINE_CPUS}, *[worker] * config.tp_size]
+    group: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=node or None)
+    return group
+
+
+def _alive_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _nodes_with_room(config: EngineConfig) -> set[str]:
+    cpus, gpus = ENGINE_CPUS + WORKER_CPUS * config.tp_size, config.tp_size if config.on_gpu else 0
+    free = available_resources_per_node()
+    return {node for node, has in free.items() if has.get("CPU", 0.0) >= cpus and has.get("GPU", 0.0) >= gpus}
+
+
+def _needs(config: EngineConfig) -> str:
+    needed = f"{ENGINE_CPUS + WORKER_CPUS * config.tp_size:.1f} CPUs"
+    return f"{needed} and {config.tp_size} GPUs" if config.on_gpu else needed

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 
-import ray
-
-from headwise.actors.names import NAMESPACE, actor_name
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.errors import DeploymentError
+from headwise.runtime.addresses import client_host
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.front_door import FrontDoor
 from headwise.runtime.scheduler_server import SchedulerServer, router_options
@@ -19,18 +16,25 @@ from headwise.runtime.tokenizer_pool import TokenizerPool
 from headwise.storage.curve import CurveKeys
 from headwise.storage.store_client import StoreClient
 
-log = logging.getLogger(__name__)
-
 _BIND_TIMEOUT_S = 10.0
-"""Longest wait of a restarted scheduler for the process before it to let go of the port."""
+"""Longest wait of a scheduler for the process before it to let go of the port."""
 
 
-@remote(max_restarts=20, max_concurrency=4)
+@remote(max_concurrency=5)
 class GlobalScheduler:
-    """Serves at a port that a restarted one binds again: clients and engines find it by themselves."""
+    """Serves at a port that the one that takes its place binds again: clients and engines find it by themselves.
+
+    start: 0, and one more for each one after
+    """
 
     def __init__(
-        self, config: EngineConfig, secret: str, port: int, store_endpoint: str, curve: CurveKeys | None
+        self,
+        config: EngineConfig,
+        secret: str,
+        port: int,
+        store_endpoint: str,
+        curve: CurveKeys | None,
+        start: int = 0,
     ) -> None:
         self._config = config
         self._secret = secret
@@ -41,11 +45,27 @@ class GlobalScheduler:
         self._store: StoreClient | None = None  # the server's, while that runs
         self._server: SchedulerServer | None = None
         self._tokenizers: TokenizerPool | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            self._start_again()
+        self._silent: set[str] = set()
+        self._silent_lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._patience_s = _BIND_TIMEOUT_S if start else 0.0
 
-    def start(self) -> tuple[str, int]:
+    def ready(self) -> tuple[str, int]:
         """Open the model and serve; the node's address and the port. Raises `DeploymentError`, `ModelError`."""
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self._serve()
+            except DeploymentError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.1)
+
+    def ended(self) -> None:
+        """Return when it is stopped: whoever waits learns at once when the process dies."""
+        self._stopped.wait()
+
+    def _serve(self) -> tuple[str, int]:
         config = self._config
         front_door = self._front_door = self._front_door or FrontDoor.open(config)
         store = self._store = StoreClient(self._store_endpoint, front_door.namespace, self._curve)
@@ -63,7 +83,7 @@ class GlobalScheduler:
                 hold_s=config.start_timeout_s,
                 store=store,
                 index_timeout_s=config.index_timeout_s,
-                on_silent=self._replace,
+                on_silent=self._note_silent,
                 size=front_door.limits.size,
                 tokenizers=config.tokenizer_processes,
             )
@@ -73,17 +93,6 @@ class GlobalScheduler:
             raise
         self._server.start()
         return self.address()
-
-    def _start_again(self) -> None:
-        deadline = time.monotonic() + _BIND_TIMEOUT_S
-        while True:
-            try:
-                self.start()
-                return
-            except DeploymentError:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(0.1)
 
     def namespace(self) -> str:
         """Of the index: what its blocks are of."""
@@ -96,9 +105,8 @@ class GlobalScheduler:
     def client_address(self) -> str:
         """Where clients connect to: ``tcp://HOST:PORT``."""
         host, port = self.address()
-        return f"tcp://{host if self._config.host == '0.0.0.0' else self._config.host}:{port}"
+        return f"tcp://{client_host(self._config.host, host)}:{port}"
 
-    @ray.method(enable_task_events=False)
     def turns(self) -> int:
         """See `SchedulerServer`."""
         assert self._server is not None
@@ -111,15 +119,17 @@ class GlobalScheduler:
             self._server.stop()
         if self._store is not None:
             self._store.close()
+        self._stopped.set()
 
-    def _replace(self, engine: str) -> None:
-        """On the server's thread, which must not wait: have Ray end a process that does not run, and start another."""
-        threading.Thread(target=self._kill, args=(engine,), name=f"headwise-replace-{engine}", daemon=True).start()
+    def take_silent(self) -> list[str]:
+        """Engines that have become silent for ``engine_timeout_s`` since the last call: whoever made them replaces
+        them, if it was they who were to be heard.
+        """
+        with self._silent_lock:
+            silent, self._silent = sorted(self._silent), set()
+        return silent
 
-    def _kill(self, engine: str) -> None:
-        log.error("%s has said nothing for %g s: its process is replaced", engine, self._config.engine_timeout_s)
-        try:
-            actor = ray.get_actor(actor_name(self._config.name, engine), namespace=NAMESPACE)
-            ray.kill(actor, no_restart=False)
-        except (ValueError, ray.exceptions.RayError) as error:
-            log.error("%s could not be replaced: %s", engine, error)
+    def _note_silent(self, engine: str) -> None:
+        """On the server's thread."""
+        with self._silent_lock:
+            self._silent.add(engine)

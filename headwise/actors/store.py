@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
-
-import ray
 
 from headwise.actors.remote import remote
 from headwise.runtime.config import EngineConfig
@@ -17,19 +16,29 @@ _BIND_TIMEOUT_S = 10.0
 """Longest wait for the process that had the endpoint before to let go of it."""
 
 
-@remote(max_restarts=20, max_concurrency=4)
+@remote(max_concurrency=5)
 class AttentionStore:
-    """Serves the index at ``endpoint``, which a restarted one binds again: the engines find it by themselves and tell
-    it all they hold.
+    """Serves the index at ``endpoint``, which the one that takes its place binds again: the engines find it by
+    themselves and tell it all they hold.
+
+    start: 0, and one more for each one after
     """
 
-    def __init__(self, config: EngineConfig, endpoint: str, namespace: str, curve: CurveKeys | None) -> None:
+    def __init__(
+        self, config: EngineConfig, endpoint: str, namespace: str, curve: CurveKeys | None, start: int = 0
+    ) -> None:
         options = {"max_blocks": config.index_blocks, "curve": curve}
+        self._stopped = threading.Event()
         self._server = _bind(endpoint, namespace, options)
         self._server.start()
 
-    def endpoint(self) -> str:
+    def ready(self) -> str:
+        """The endpoint, once it serves."""
         return self._server.endpoint
+
+    def ended(self) -> None:
+        """Return when it is stopped: whoever waits learns at once when the process dies."""
+        self._stopped.wait()
 
     def stats(self) -> dict[str, Any]:
         return self._server.stats()
@@ -37,13 +46,13 @@ class AttentionStore:
     def match(self, block_hashes: Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
         return self._server.match(block_hashes)
 
-    @ray.method(enable_task_events=False)
     def turns(self) -> int:
         """See `StoreServer`."""
         return self._server.turns
 
     def stop(self) -> None:
         self._server.stop()
+        self._stopped.set()
 
 
 def _bind(endpoint: str, namespace: str, options: dict[str, Any]) -> StoreServer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import uuid
 from contextlib import suppress
@@ -16,29 +15,29 @@ from headwise.actors.placement import in_bundle
 from headwise.actors.worker import Worker
 from headwise.errors import EngineDiedError, HeadwiseError, first_line
 from headwise.runtime.config import EngineConfig
+from headwise.runtime.scratch import ScratchDirectory
 from headwise.runtime.step_channel import ZmqExecutor
 from headwise.runtime.worker import threads_per_worker
 
 COMM_BUFFER_BYTES = 4 << 20
 """Of each of a rank's two buffers in shared memory, of which containers have little; larger payloads go in pieces."""
 
+SOCKETS_PREFIX = "headwise-"
+"""Of the directories of groups' sockets, in the node's directory for temporary files."""
+
 
 class WorkerGroup:
     """Actors of all ranks, and the executor that reaches them. A group that lost a worker is closed, not mended.
 
-    token: unguessable and the same for all groups of an engine; names the directory of its socket, so that a group
-           removes what one left behind whose engine was killed
-    pids:  process ids by rank, once the group is ready
+    pids: process ids by rank, once the group is ready
     """
 
-    def __init__(self, config: EngineConfig, model_dir: Path, placement: PlacementGroup, token: str) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, placement: PlacementGroup) -> None:
         self._config = config
         self.pids: list[int] = []
-        self._directory = Path(tempfile.gettempdir()) / f"headwise-{token}"
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(mode=0o700)
+        self._scratch = ScratchDirectory(tempfile.gettempdir(), SOCKETS_PREFIX)
         self.executor = ZmqExecutor(
-            f"ipc://{self._directory}/steps",
+            f"ipc://{self._scratch.path}/steps",
             config.tp_size,
             config.step_timeout_s,
             start_timeout_s=config.start_timeout_s,
@@ -47,9 +46,9 @@ class WorkerGroup:
         threads = str(threads_per_worker(config))
         # Read by the libraries at import, hence before the worker's process imports anything.
         env = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
-        actor: Any = Worker
+        worker_class: Any = Worker
         self._workers = [
-            actor.options(**in_bundle(placement, rank + 1), runtime_env={"env_vars": env}).remote(
+            worker_class.options(**in_bundle(placement, rank + 1), runtime_env={"env_vars": env}).remote(
                 config, model_dir, rank
             )
             for rank in range(config.tp_size)
@@ -93,4 +92,4 @@ class WorkerGroup:
         for worker in self._workers:
             ray.kill(worker)
         self.executor.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._scratch.close()

@@ -164,6 +164,10 @@ class EngineConfig:
         self._check_device()
         if self.storage and not self.host_cache_bytes:
             raise ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
+        if self.storage:
+            from headwise.storage.backends.select import check_storage  # not for `--help`
+
+            check_storage(self.storage)
         if self.head_pattern:
             from headwise.cache_controller.head_pattern import check_streaming  # numpy: not for `--help`
 

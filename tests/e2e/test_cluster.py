@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ import pytest
 from waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
+from headwise.actors.cluster import Cluster
 from headwise.errors import (
     ConfigError,
     DeploymentError,
@@ -257,7 +259,6 @@ def test_a_second_deployment_of_the_name_is_refused_and_the_first_goes_on(client
         ({"model": "/nowhere/model"}, ModelError, "/nowhere/model"),
         ({"replicas": 50, "start_timeout_s": 3.0}, DeploymentError, "no room for engine"),
         ({"host_cache": "10TiB"}, ConfigError, "does not fit"),
-        ({"host_cache": "1GiB", "storage": "ftp://host/cache"}, ConfigError, "unknown scheme"),
     ],
 )
 def test_what_cannot_be_served_is_an_error_of_the_caller(
@@ -285,8 +286,8 @@ def test_a_free_port_that_is_taken_before_it_is_bound_is_given_up_for_another(
         chosen.append([port, 0] if not chosen else free(*hosts))
         return chosen[-1]
 
-    free = bootstrap._free_ports
-    monkeypatch.setattr(bootstrap, "_free_ports", free_ports)
+    free = bootstrap.free_ports
+    monkeypatch.setattr(bootstrap, "free_ports", free_ports)
     config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "replicas": 50, "start_timeout_s": 1.0})
     with pytest.raises(DeploymentError, match="no room for engine"):  # that far it came
         Deployment.start(config, address="auto")
@@ -302,7 +303,8 @@ def test_clients_find_a_deployment_by_its_ray_cluster(deployment: Deployment) ->
 
 def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_two_starts(tmp_path: Path) -> None:
     script = """
-        import os, sys, threading
+        import os, re, sys, threading
+        from pathlib import Path
         sys.path.append(sys.argv[2])
         from waiting import eventually
         from headwise import Client, EngineConfig
@@ -321,6 +323,29 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_tw
         def is_alive(pid):
             return os.path.exists(f"/proc/{pid}")
 
+        def started_here():
+            parents = {}
+            for stat in Path("/proc").glob("[0-9]*/stat"):
+                try:
+                    parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+                except OSError:
+                    pass
+            found = {os.getpid()}
+            while more := {pid for pid, parent in parents.items() if parent in found} - found:
+                found |= more
+            return found
+
+        def listening_addresses():
+            sockets = set()
+            for pid in started_here():
+                for file in Path(f"/proc/{pid}/fd").glob("*"):
+                    try:
+                        sockets |= set(re.findall(r"socket:\\[(\\d+)\\]", os.readlink(file)))
+                    except OSError:
+                        pass
+            lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")][1:]
+            return {each[1].rpartition(":")[0] for each in lines if each[3] == "0A" and each[9] in sockets}
+
         config = EngineConfig(port=0, max_model_len=128, kv_cache="32MiB", cache_dir=sys.argv[1])
         before = left()
         shared = segments()
@@ -329,6 +354,9 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_tw
             with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
                 assert client.generate("Hello", max_tokens=2).token_ids
                 pids = deployment.worker_pids()[0]
+                addresses = listening_addresses()
+                assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F"}, addresses  # 127.0.0.1
+                assert len(addresses) == 2  # ours, and Ray's
             eventually(lambda: left() == before, otherwise=left)
             eventually(lambda: not any(map(is_alive, pids)), otherwise=lambda: pids)
             new = segments() - shared  # those of other deployments of this machine go, too
@@ -341,10 +369,11 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_tw
             assert "headwise serve" in str(error)
         else:
             raise AssertionError("a stopped deployment answers")
+        assert not (Path.home() / ".ray").exists()
         print("clean")
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["HOME"] = str(tmp_path)  # no token there: Ray makes one at the first start and finds it at the second
+    environment["HOME"] = str(tmp_path)  # no token there: by itself Ray makes one at the first start
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(CONFIG.cache_path), str(Path(__file__).parent.parent)],
         env=environment,
@@ -353,6 +382,14 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_tw
         timeout=500,
     )
     assert done.stdout.strip() == "clean", done.stderr
+
+
+def test_a_port_that_is_taken_is_told_before_ray_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "start", lambda: pytest.fail("Ray was started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(DeploymentError, match=rf"127.0.0.1:{port}.*--port"):
+            Deployment.start(replace(CONFIG, port=port))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere", "ray://127.0.0.1:10001"])

@@ -85,3 +85,22 @@ def test_sizes_are_read_with_their_units(text: str, count: int) -> None:
 def test_a_configuration_survives_being_written_down() -> None:
     config = EngineConfig(model="gemma3-270m", tp_size=2, prefix_caching=False)
     assert EngineConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("storage", "says"),
+    [
+        ("ftp://host/cache", "unknown scheme"),
+        ("/var/cache", "unknown scheme"),
+        ("file:///var/cache", "gives no capacity"),
+        ("file:///var/cache?capacity=much", "capacity="),
+        ("file://var/cache?capacity=1GiB", "three slashes"),
+        ("mooncake://10.0.0.1", "host and port"),
+        ("mooncake://10.0.0.1:port", "not a URL"),
+        ("mooncake://10.0.0.1:50051?colour=red", "nothing else"),
+        ("mooncake://10.0.0.1:50051?protocol=pigeon", "pigeon"),
+    ],
+)
+def test_a_bad_storage_url_is_told_where_it_is_given(storage: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(host_cache="1GiB", storage=storage)

@@ -1,0 +1,46 @@
+"""What a call to an actor returns or raises, and why an actor ended, in headwise's own words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from headwise.errors import DeploymentError, HeadwiseError, first_line
+
+_DEAD_BECAUSE = "The actor is dead because "
+_NOT_MADE = "in its creation task"
+_GUESSES = "Some common causes"
+_LONGEST = 400
+"""Characters of a cause in a log line."""
+
+
+def get(reference: Any) -> Any:
+    """`ray.get`, raising headwise's own errors as they were raised and Ray's as `DeploymentError`."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, HeadwiseError):
+            raise error.cause from None
+        raise DeploymentError(f"an actor failed: {error.cause!r}") from error
+    except ray.exceptions.RayError as error:
+        raise DeploymentError(f"an actor of the deployment died: {cause_of(error)}") from error
+
+
+def cause_of(error: BaseException) -> str:
+    """Why an actor's call ended so, in one line."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        text = first_line(cause) if isinstance(cause, HeadwiseError) else repr(cause)
+        return _shortened(text)
+    lines = str(error).strip().splitlines()
+    if lines and _NOT_MADE in lines[0]:
+        return _shortened(lines[-1])
+    told = [line for line in lines[1:] if line and not line.startswith("\t")]  # behind the actor's particulars
+    line = told[-1] if told else first_line(error)
+    return _shortened(line.removeprefix(_DEAD_BECAUSE).partition(_GUESSES)[0].strip(" ."))
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."

@@ -1,0 +1,93 @@
+"""At which addresses the processes of a deployment listen, and under which they are told to each other."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+from headwise.errors import DeploymentError
+
+EVERY_INTERFACE = "0.0.0.0"
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def scheduler_host(host: str, node: str) -> str:
+    """Where engines reach a scheduler that listens at ``host`` on the node of Ray's address ``node``."""
+    return node if host == EVERY_INTERFACE else host
+
+
+def client_host(host: str, node: str) -> str:
+    """Where clients reach it. A local Ray knows its node by the loopback address only."""
+    if host != EVERY_INTERFACE:
+        return host
+    return outward_address() if is_loopback(node) else node
+
+
+def engine_host(host: str, node: str) -> str:
+    """Where an engine listens on a node of Ray's address ``node``: where whoever reaches the scheduler reaches it.
+
+    With several networks, that is the one of the scheduler's address ``host``, and not the one of Ray.
+    """
+    if is_loopback(host):
+        return "127.0.0.1"
+    if host == EVERY_INTERFACE:
+        return client_host(host, node)
+    return address_towards(host)
+
+
+def outward_address() -> str:
+    """This machine's address on the way to other networks; the loopback address where there is none."""
+    try:
+        return address_towards("192.0.2.1")  # reserved for documentation: nobody's
+    except DeploymentError:
+        return "127.0.0.1"
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to ``host``; nothing is sent. Raises `DeploymentError` if there is no way."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise DeploymentError(f"no way leads from this node to {host}: {error}; choose another --host") from None
+
+
+def check_reachable(host: str, port: int, patience_s: float) -> None:
+    """Return once something listens there; raise `OSError` if it cannot be reached for so long."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(0.1, left)).close()
+            return
+        except OSError:
+            if time.monotonic() >= deadline - 0.1:
+                raise
+        time.sleep(0.1)
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise `DeploymentError` unless ``host`` is an address of this machine and the port is free; 0: any is."""
+    with contextlib.ExitStack() as stack:
+        _listen(stack, host, port)
+
+
+def free_ports(*hosts: str) -> list[int]:
+    """A port for each address of this machine, all of them free; raises `DeploymentError` for what is none."""
+    with contextlib.ExitStack() as stack:
+        return [_listen(stack, host, 0) for host in hosts]
+
+
+def _listen(stack: contextlib.ExitStack, host: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        taken = stack.enter_context(socket.create_server((host, port), family=family))
+    except OSError as error:
+        at, remedy = (f"{host}:{port}", "--port (0 takes a free one) or --host") if port else (host, "--host")
+        raise DeploymentError(f"cannot listen on {at}: {error.strerror}; choose another {remedy}") from None
+    return int(taken.getsockname()[1])
