@@ -234,7 +234,7 @@ class Listener:
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
-        while self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        while int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             kind, fd = int(event["event"]), int(event["value"])
             if kind & self._failed:
