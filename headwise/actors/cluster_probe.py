@@ -17,7 +17,7 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` leaves the address of the cluster that it started."""
 ANSWER_S = 3.0
 """Longest wait for a connection, and for each answer."""
-SEARCH_S = 6.0
+SEARCH_S = 4.0
 """After so long no further cluster of this machine is tried."""
 _REMEDY = "start one with `ray start --head`, or leave the address out to start a local one"
 
@@ -71,7 +71,7 @@ def read_authentication() -> None:
 def _candidates() -> Iterator[str]:
     """Addresses of the clusters that ``auto`` may mean, the likeliest first."""
     named = os.environ.get("RAY_ADDRESS", "")
-    if named and named != "auto":
+    if named and named != "auto" and "://" not in named:  # `ray job` takes the dashboard's URL from it, too
         yield named
         return
     last = ""

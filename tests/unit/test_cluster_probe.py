@@ -134,6 +134,8 @@ def test_auto_takes_the_cluster_that_the_environment_names(monkeypatch: pytest.M
         monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {other})
         monkeypatch.setenv("RAY_ADDRESS", named)
         assert find_cluster("auto") == named
+        monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+        assert find_cluster("auto") == other
 
 
 def test_auto_on_a_machine_without_ray_says_so() -> None:
