@@ -17,7 +17,7 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` leaves the address of the cluster that it started."""
 ANSWER_S = 3.0
 """Longest wait for a connection, and for each answer."""
-SEARCH_S = 6.0
+SEARCH_S = 4.0
 """After so long no further cluster of this machine is tried."""
 _REMEDY = "start one with `ray start --head`, or leave the address out to start a local one"
 
@@ -71,7 +71,7 @@ def read_authentication() -> None:
 def _candidates() -> Iterator[str]:
     """Addresses of the clusters that ``auto`` may mean, the likeliest first."""
     named = os.environ.get("RAY_ADDRESS", "")
-    if named and named != "auto":
+    if named and named != "auto" and "://" not in named:  # `ray job` takes the dashboard's URL from it, too
         yield named
         return
     last = ""
@@ -96,15 +96,16 @@ def _check(address: str) -> None:
     except (OSError, OverflowError) as error:
         raise DeploymentError(f"no Ray cluster at {address}: {error}; {_REMEDY}") from None
     nodes = _nodes(address)
-    if nodes is not None and not any(map(_is_here, nodes)):
+    if nodes is not None and not any(_is_here(node, host) for node, host in nodes.items()):
+        hosts = ", ".join(sorted(set(nodes.values()))) or "dead"
         raise DeploymentError(
-            f"this machine is no node of the Ray cluster at {address}, whose nodes are {', '.join(nodes) or 'dead'}: "
-            f"call from one of those, or join by `ray start --address={address}`"
+            f"this machine is no node of the Ray cluster at {address}, whose nodes are {hosts}: call from one of "
+            f"those, or join by `ray start --address={address}`"
         )
 
 
-def _nodes(address: str) -> list[str] | None:
-    """The addresses of a cluster's living nodes; None if this release of Ray cannot be asked so.
+def _nodes(address: str) -> dict[str, str] | None:
+    """The addresses of a cluster's living nodes, by id; None if this release of Ray cannot be asked so.
 
     Raises `DeploymentError`.
     """
@@ -131,7 +132,8 @@ def _nodes(address: str) -> list[str] | None:
         if channel is not None:
             channel.close()
     alive = states.GcsNodeInfo.GcsNodeState.ALIVE
-    return [str(node.node_manager_address) for node in reply.node_info_list if node.state == alive]
+    living = [node for node in reply.node_info_list if node.state == alive]
+    return {node.node_id.hex(): str(node.node_manager_address) for node in living}
 
 
 def _refusal(address: str, code: str, details: str) -> DeploymentError:
@@ -144,8 +146,12 @@ def _refusal(address: str, code: str, details: str) -> DeploymentError:
     return DeploymentError(f"no Ray cluster at {address}: what listens there does not answer as one ({reason})")
 
 
-def _is_here(host: str) -> bool:
-    """Whether it is an address of this machine."""
+def _is_here(node: str, host: str) -> bool:
+    """Whether a node is this machine: it has the address, or a process of the node, which may be known by another."""
+    from ray._private import services
+
+    if hasattr(services, "find_node_ids") and node in services.find_node_ids():
+        return True
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -14,7 +14,6 @@ from headwise.actors.calls import cause_of
 from headwise.actors.names import NAMESPACE, actor_name
 from headwise.actors.restarts import Life, Phase
 from headwise.awake_time import AwakeTime
-from headwise.errors import DeploymentError
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +93,8 @@ class Role:
 
 
 class Supervisor:
-    """Watches roles whose actors serve, on a thread of its own: what ends is started again, with what it cost and why
-    in the log. What cannot be started is tried again for as long as the deployment lives; the others go on without it.
+    """Watches roles whose actors serve, on a thread of its own: what ends is started again, and the cause
+    is logged. What cannot be started is tried again for as long as the deployment lives; the others go on without it.
     """
 
     def __init__(self, engine_timeout_s: float) -> None:
@@ -138,11 +137,15 @@ class Supervisor:
     # ---- the thread ----
 
     def _run(self) -> None:
+        told = ""
         while not self._stopping.is_set():
             try:
                 self._turn()
-            except Exception as error:
-                log.error("the supervisor could not see to the deployment's actors: %s", cause_of(error))
+                told = ""
+            except Exception as error:  # Ray does not answer, say: each turn goes on where the last one stopped
+                if (cause := cause_of(error)) != told:
+                    log.error("the deployment's actors cannot be seen to: %s", cause)
+                told = cause
                 self._stopping.wait(_LOOK_S)
 
     def _turn(self) -> None:
@@ -222,14 +225,3 @@ class Supervisor:
                 role = self._roles.get(name)
                 if role is not None and role.life.has_run_for(self._engine_timeout_s, now):
                     self.replace(name, f"it has said nothing for {self._engine_timeout_s:g} s")
-
-
-def start_now(role: Role) -> None:
-    """Make a role's first actor; raises `DeploymentError` if a deployment of that name is there already."""
-    try:
-        role.create()
-    except ValueError:
-        deployment = role._actor_name.partition("/")[0]
-        raise DeploymentError(
-            f"a deployment named {deployment!r} is already running on this Ray cluster; stop it, or choose another name"
-        ) from None

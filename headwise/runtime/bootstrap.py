@@ -192,10 +192,16 @@ class Deployment:
 
     def _start_role(self, name: str, actor_class: Any, arguments: tuple[Any, ...], site: Site, life: Life) -> Role:
         """Make an actor under the deployment's name; raises `DeploymentError` if there is one already."""
-        from headwise.actors.supervisor import Role, start_now
+        from headwise.actors.supervisor import Role
 
         role = Role(self.config.name, name, actor_class, arguments, site, life)
-        start_now(role)
+        try:
+            role.create()
+        except ValueError:
+            raise DeploymentError(
+                f"a deployment named {self.config.name!r} is already running on this Ray cluster; "
+                "stop it, or choose another name"
+            ) from None
         self._roles[name] = role
         return role
 

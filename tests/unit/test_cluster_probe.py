@@ -27,6 +27,7 @@ def nothing_of_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(cluster_probe, "CURRENT_CLUSTER", tmp_path / "ray_current_cluster")
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
+    monkeypatch.setattr("ray._private.services.find_node_ids", set)
     yield
     monkeypatch.undo()
     read_authentication()
@@ -40,7 +41,10 @@ class Nodes(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):  # type: ignore[mi
         if self.token and ("authorization", f"Bearer {self.token}") not in context.invocation_metadata():
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken: missing or incorrect. Read the manual.")
         states = gcs_pb2.GcsNodeInfo.GcsNodeState
-        alive = [gcs_pb2.GcsNodeInfo(node_manager_address=each, state=states.ALIVE) for each in self.addresses]
+        alive = [
+            gcs_pb2.GcsNodeInfo(node_id=bytes([row]), node_manager_address=each, state=states.ALIVE)
+            for row, each in enumerate(self.addresses)
+        ]
         dead = gcs_pb2.GcsNodeInfo(node_manager_address="127.0.0.1", state=states.DEAD)
         return gcs_service_pb2.GetAllNodeInfoReply(node_info_list=[*alive, dead])
 
@@ -104,6 +108,12 @@ def test_a_cluster_without_a_node_on_this_machine_is_named_with_its_nodes() -> N
         find_cluster(address)
 
 
+def test_a_node_of_this_machine_that_is_known_by_another_address_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray._private.services.find_node_ids", lambda: {"00"})
+    with gcs("192.0.2.77") as address:
+        assert find_cluster(address) == address
+
+
 def test_auto_passes_over_clusters_that_are_gone_or_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster_probe.CURRENT_CLUSTER.write_text("127.0.0.1:9")
     with gcs("127.0.0.1", token=TOKEN) as anothers, gcs("127.0.0.1") as ours:
@@ -124,6 +134,8 @@ def test_auto_takes_the_cluster_that_the_environment_names(monkeypatch: pytest.M
         monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {other})
         monkeypatch.setenv("RAY_ADDRESS", named)
         assert find_cluster("auto") == named
+        monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+        assert find_cluster("auto") == other
 
 
 def test_auto_on_a_machine_without_ray_says_so() -> None:
