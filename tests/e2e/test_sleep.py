@@ -119,9 +119,8 @@ def test_a_stream_pauses_while_another_thread_has_the_engine_sleep() -> None:
                 result.add(delta)
                 if len(result.token_ids) == 4:
                     paused.set()
-                    eventually(
-                        lambda: engine.stats()["state"] != "awake"
-                    )  # else it might be through before it is told to pause
+                    # Else it might be through before it is told to pause.
+                    eventually(lambda: engine.stats()["state"] != "awake")
 
         reader = threading.Thread(target=read)
         reader.start()
