@@ -331,7 +331,10 @@ class ResourceManager:
         host = self.cache.host
         if host is None:
             return {}
-        copies = {"cache_swap_metadata": host.take_loads(self._step_id), "cache_evict_metadata": host.take_stores()}
+        copies: dict[str, Any] = {
+            "cache_swap_metadata": host.take_loads(self._step_id),
+            "cache_evict_metadata": host.take_stores(),
+        }
         if host.storage is not None:
             copies |= {"storage_puts": host.storage.take_puts(), "storage_fetches": host.storage.take_fetches()}
         return copies

@@ -355,15 +355,14 @@ class ModelWorker:
         if scores is None:
             return None, {}
         if all(param.greedy and param.logprobs is None for param in params):
-            likeliest = found.likeliest if isinstance(found, Scored) else ops.greedy(scores)
+            likeliest = (found.likeliest if isinstance(found, Scored) else None) or ops.greedy(scores)
             tokens, best = (ops.host(array)[: len(wanted)] for array in likeliest)
             return only_usable(tokens, best), {}
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
         tokens = self._sample_scores(scores, Draws(params, seeds, positions))
-        asked = np.array(
-            [row for row, param in enumerate(params) if param.logprobs is not None and tokens[row] != NO_TOKEN], np.int64
-        )
+        wants = np.array([param.logprobs is not None for param in params])
+        asked = np.flatnonzero(wants & (tokens != NO_TOKEN))
         if not len(asked):
             return tokens, {}
         logits = self._model.capped(ops.numpy(ops.take_rows(scores, asked)))
@@ -389,7 +388,8 @@ class ModelWorker:
         if self._rotating is None:
             self._kernels.write_kv(keys, values, *where)
         else:
-            self._rotating.write_kv_rope(queries, keys, values, *rotation, *where)
+            cosines, sines = rotation
+            self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
         if self._copies is not None:
             self._copies.wait_layer(layer)
         out = ops.empty_like(queries)

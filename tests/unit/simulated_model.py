@@ -66,8 +66,8 @@ class TokenKernels:
         query: NDArray[np.float32],
         key: NDArray[np.float32],
         value: NDArray[np.float32],
-        cosines: None,
-        sines: None,
+        cosines: Any,
+        sines: Any,
         arena: NDArray[np.uint8],
         layout: BlockLayout,
         batch: AttentionBatch,
@@ -106,9 +106,7 @@ class TokenKernels:
         ]
         out[batch.cu_seqlens_q[1:] - 1] = np.arange(len(self.contexts), dtype=np.float32)[:, None, None]
 
-    def _read(
-        self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable
-    ) -> Context:
+    def _read(self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable) -> Context:
         """The tokens as one head holds them; all must hold the same where they may look."""
         positions, size = np.arange(length), blocks.shape[2]
         found = np.full(length, -1, dtype=np.int32)

@@ -110,7 +110,9 @@ class SimulatedExecutor:
             raise self.fail_wake
         return self.model
 
-    def _open_copies(self, config: EngineConfig, card: ModelCard, rank: int, device: object, arena: object) -> HostCopies:
+    def _open_copies(
+        self, config: EngineConfig, card: ModelCard, rank: int, device: object, arena: object
+    ) -> HostCopies:
         faults, copies = self.faults, self._device.copies
         storage = None
         if self.storage is not None:

@@ -173,7 +173,10 @@ def test_an_error_of_any_rank_is_the_step_s_error_and_the_next_step_runs(group: 
     ("raised", "told"),
     [
         (EngineDiedError("rank 1 did not show up"), "rank 1 did not show up"),
-        (LayerSwapTimeoutError("a copy has not ended"), "the worker failed: LayerSwapTimeoutError: a copy has not ended"),
+        (
+            LayerSwapTimeoutError("a copy has not ended"),
+            "the worker failed: LayerSwapTimeoutError: a copy has not ended",
+        ),
         (MemoryError(), "the worker failed: MemoryError: MemoryError"),
     ],
 )
