@@ -145,7 +145,12 @@ class EngineConfig:
         15.0, "Seconds after which a scheduler or an index that is alive but does nothing is replaced.", 5.0
     )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
-    step_timeout_s: float = _option(120.0, "Seconds after which a step that does not end counts as a dead worker.", 1.0)
+    step_timeout_s: float = _option(
+        120.0,
+        "Seconds after which a step that does not end counts as a dead worker; much sooner, but not before 15 s, once "
+        "it is known how long such steps take.",
+        1.0,
+    )
     start_timeout_s: float = _option(600.0, "Seconds that workers may take to load the model.", 1.0)
     cache_dir: str = _option("~/.cache/headwise", "Directory for downloaded and converted models.")
 

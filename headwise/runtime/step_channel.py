@@ -12,6 +12,7 @@ A channel serves one set of workers. After a worker is lost it is closed, and ne
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -163,7 +164,7 @@ class ZmqExecutor:
             left = _SLICE_S if deadline is None else min(_SLICE_S, deadline - self._clock())
             if left <= 0:
                 return None
-            self._socket.poll(int(left * 1000))
+            self._socket.poll(math.ceil(left * 1000))
 
     def _take(self, step: _Step) -> StepResult:
         result = self._merge(step)
@@ -197,7 +198,7 @@ class ZmqExecutor:
         """Take in one message if it comes in time."""
         import zmq
 
-        if not self._socket.poll(int(timeout_s * 1000)):
+        if not self._socket.poll(math.ceil(timeout_s * 1000)):
             return False
         identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 1:
@@ -294,7 +295,7 @@ def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[
         socket.connect(endpoint)
         socket.send(wire.encode(WorkerReady(rank, worker.num_blocks)))
         while not should_stop():
-            if socket.poll(int(_SLICE_S * 1000)):
+            if socket.poll(math.ceil(_SLICE_S * 1000)):
                 _serve_one(worker, rank, socket)
     finally:
         close_context(context, linger_ms=200)

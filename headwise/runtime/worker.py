@@ -366,10 +366,8 @@ class ModelWorker:
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
         tokens = self._sample_scores(scores, Draws(params, seeds, positions))
-        asked = np.array(
-            [row for row, param in enumerate(params) if param.logprobs is not None and tokens[row] != NO_TOKEN],
-            np.int64,
-        )
+        wants = np.array([param.logprobs is not None for param in params])
+        asked = np.flatnonzero(wants & (tokens != NO_TOKEN))
         if not len(asked):
             return tokens, {}
         logits = self._model.capped(ops.numpy(ops.take_rows(scores, asked)))
