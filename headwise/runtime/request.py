@@ -58,7 +58,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Every value becomes one of Python's own: the wire takes no others."""
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        given: Any = self.stop
+        stop = (given,) if isinstance(given, str) else given
         values = {
             "temperature": _number("temperature", self.temperature, 0.0, 100.0),
             "top_p": _number("top_p", self.top_p, 0.0, 1.0, open_low=True),

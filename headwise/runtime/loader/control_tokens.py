@@ -76,7 +76,8 @@ class Marks:
         return value
 
     def _on_text(self, text: str, marks: dict[str, str]) -> str:
-        parts, done = [], 0
+        parts: list[str] = []
+        done = 0
         for at in sorted(set(self.positions(text))):
             parts += (text[done:at], _mark(text[at], marks))
             done = at + 1
