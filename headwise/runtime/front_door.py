@@ -6,7 +6,8 @@ import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,9 @@ from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.model_card import ModelCard, read_model_card
 from headwise.runtime.prompts import LocalPromptEncoder, PromptEncoder, TextLimits
 from headwise.runtime.request import GenerateRequest, SamplingParams, as_priority, as_string, as_token_ids
-from headwise.runtime.tokenizer_pool import TokenizerPool
+
+if TYPE_CHECKING:
+    from headwise.runtime.tokenizer_pool import TokenizerPool
 
 TYPICAL_PROMPT = 4096
 """Tokens; windowed heads keep a part of longer prompts only."""
@@ -36,15 +39,22 @@ class FrontDoor:
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, encoder: PromptEncoder | None = None) -> None:
         self.card = card
         self.tokenizer = tokenizer
-        self._encoder = encoder or LocalPromptEncoder(tokenizer, self.limits)
+        self._other_encoder = encoder
 
     @classmethod
     def open(cls, config: EngineConfig) -> FrontDoor:
         directory = resolve_model(config.model, config.cache_path)
         return cls(read_model_card(config, directory), Tokenizer.from_directory(directory))
 
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        """Made when it is needed: an engine's door has nothing to tokenise."""
+        return self._other_encoder or LocalPromptEncoder(self.tokenizer, self.limits)
+
     def with_pool(self, config: EngineConfig) -> tuple[FrontDoor, TokenizerPool]:
         """One that tokenises in processes of its own, which the pool has and ends."""
+        from headwise.runtime.tokenizer_pool import TokenizerPool  # a local engine has none
+
         directory = resolve_model(config.model, config.cache_path)
         pool = TokenizerPool(directory, self.limits, config.tokenizer_processes)
         return FrontDoor(self.card, self.tokenizer, pool), pool

@@ -82,14 +82,17 @@ class LocalPromptEncoder:
         return as_token_ids(self._tokenizer.encode_chat(rendered))
 
     def _check(self, text: str) -> None:
-        """A slice may have some tokens more than its share of the whole text, but not twice as many."""
+        """A cut between slices may break a token into its bytes, and words beside it differently. All slices together
+        have no more than these and twice the tokens of the whole text.
+        """
         self._limits.size(text, None)
-        size, counted = _SLICE * self._limits.tokens, 0
+        size, counted, most = _SLICE * self._limits.tokens, 0, 2 * self._limits.tokens
         if len(text) <= size:
             return
         for start in range(0, len(text), size):
             counted += len(self._tokenizer.encode(text[start : start + size], add_special_tokens=False))
-            if counted > 2 * self._limits.tokens:
+            most += self._limits.token_bytes
+            if counted > most:
                 raise InvalidRequestError(
                     f"a text of {len(text)} characters cannot fit: its first {min(len(text), start + size)} make about "
                     f"{counted} tokens, and {self._limits.tokens} fit (the model's length, or what the KV cache holds)"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from headwise import errors
 from headwise.awake_time import AwakeTime
-from headwise.errors import DeploymentError, HeadwiseError
+from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.prompts import TextLimits, any_size
 from headwise.runtime.tokenizer_process import LENGTH
 
@@ -70,7 +70,11 @@ class TokenizerPool:
             process.close()
 
     def _encode(self, kind: str, value: Any, num_bytes: int) -> NDArray[np.int32]:
-        question, longest_s = msgpack.packb((kind, value)), ANSWER_S + num_bytes / BYTES_PER_S
+        try:
+            question = msgpack.packb((kind, value))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"a prompt must be plain data: {error}") from None
+        longest_s = ANSWER_S + num_bytes / BYTES_PER_S
         process = self._idle.get()
         try:
             for _ in range(2):

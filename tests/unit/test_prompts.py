@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import CHAT_TEMPLATE, byte_level_tokenizer
 
@@ -35,6 +35,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
 
 
 @settings(max_examples=100, deadline=None)
+@example(["<|endoftext|>"] * 10)  # slices cut them
 @given(st.lists(st.sampled_from(["<|endoftext|>", "two words", " the", "1", "é", "😀", "=" * 70]), max_size=24))
 def test_no_text_is_refused_that_fits(pieces: list[str]) -> None:
     text = "".join(pieces)

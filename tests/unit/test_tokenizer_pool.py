@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_models import CHAT_TEMPLATE, byte_level_tokenizer, write_tokenizer_directory
 from waiting import PATIENCE_S, eventually
@@ -53,10 +54,14 @@ def test_a_pool_encodes_as_this_process_does(pool: TokenizerPool, directory: Pat
     assert pool.text("").tolist() == []
 
 
-@pytest.mark.parametrize("ask", [lambda pool: pool.text("1" * 4096 * 14), lambda pool: pool.chat([{"role": "x"}])])
-def test_errors_are_those_of_this_process_and_the_next_text_is_another_matter(pool: TokenizerPool, ask: Any) -> None:
-    with pytest.raises(InvalidRequestError):
-        ask(pool)
+@pytest.mark.parametrize("messages", [[{"role": "x", "content": "y"}], [{"role": np.arange(3)}], "hi", None, [2**70]])
+def test_errors_are_those_of_this_process_and_the_next_text_is_another_matter(
+    pool: TokenizerPool, messages: Any
+) -> None:
+    with pytest.raises(InvalidRequestError, match="a text of at least 57344 bytes cannot fit"):
+        pool.text("1" * 4096 * 14)
+    with pytest.raises(InvalidRequestError, match=r"messages|plain data"):
+        pool.chat(messages)
     assert len(pool.text("abc")) == 3
 
 
