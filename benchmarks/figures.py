@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif args.table:
         write_readme()
     else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the script that runs, too
         failed = run_all(args.only or list(SCRIPTS), args.quick)
         if not args.quick:
             write_readme()

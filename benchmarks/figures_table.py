@@ -26,7 +26,7 @@ def listed(*values: str) -> str:
 def _tiers(f: Figures) -> str:
     names = [name for name in ("device", "host", "file", "mooncake") if f"{name}_over_cold" in f]
     ratios = ", ".join(f"{name} {f[f'{name}_over_cold']:.3f}" for name in names)
-    return f"{ratios} (without: {f['cold_s']:.1f} s)"
+    return f"{ratios} (without: {f['cold_s']:.1f} s for {f['prefix_tokens']:,} tokens)"
 
 
 def _recycle(f: Figures) -> str:
@@ -47,7 +47,8 @@ def _pauses(f: Figures) -> str:
 
 def _routing(f: Figures) -> str:
     p90 = f["ttft_p90_s"]
-    return listed(*(f"{p90[policy]:.1f} s" for policy in ("cache_aware", "least_loaded", "round_robin", "oracle")))
+    seconds = (f"{p90[policy]:.1f} s" for policy in ("cache_aware", "least_loaded", "round_robin", "oracle"))
+    return f"{listed(*seconds)} ({f['requests']:,} requests)"
 
 
 def _decode(f: Figures) -> str:
@@ -77,7 +78,7 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
     "recycle": (
         Row(
             "Throughput with window blocks recycled over that without, same memory, same requests (over that with "
-            "unlimited memory)",
+            "unlimited memory); 3 of 4 heads of SmolLM2 have a window",
             _recycle,
         ),
     ),
@@ -155,6 +156,8 @@ def rows(name: str, figures: Figures) -> list[str]:
 def table(results: Mapping[str, Any]) -> str:
     """The table of what was measured, and below it when, of which commit and on what."""
     measured = [name for name in SCRIPTS if name in results]
+    if not measured:
+        return "Nothing is measured yet: `make figures` does."
     lines = ["| What | Result | Command |", "| --- | --- | --- |"]
     for name in measured:
         lines += rows(name, results[name]["figures"])

@@ -166,9 +166,7 @@ class CudaRig:
         return CudaDevice(config)
 
     def block_copy(self) -> CudaBlockCopy:
-        copy = self._device.block_copy()
-        assert isinstance(copy, CudaBlockCopy)
-        return copy
+        return self._device.block_copy()
 
     def copy_stream(self, name: str) -> Stream:
         return self._device.copy_stream(name)

@@ -337,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         json.dumps(
             {
+                "requests": len(outcomes[0].ttft_s),
                 "hit_rate": {one.policy: round(one.hit_rate, 4) for one in outcomes},
                 "ttft_p90_s": {one.policy: round(float(np.percentile(one.ttft_s, 90)), 3) for one in outcomes},
             }

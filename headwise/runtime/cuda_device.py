@@ -8,9 +8,8 @@ from typing import Any
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.dtypes import numpy_dtype
-from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.cuda.attention import check_supported
-from headwise.kernels.cuda.block_copy import make_cuda_block_copy
+from headwise.kernels.cuda.block_copy import CudaBlockCopy, make_cuda_block_copy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
 from headwise.kernels.cuda.cubins import CubinCache, Target
@@ -89,7 +88,7 @@ class CudaDevice:
     def block_tables(self, shape: TableShape) -> DeviceBlockTables:
         return DeviceBlockTables(self.ops, self._tables, shape)
 
-    def block_copy(self) -> BlockCopy:
+    def block_copy(self) -> CudaBlockCopy:
         with self.current():
             return make_cuda_block_copy(self._cubins)
 

@@ -55,6 +55,7 @@ def test_routing_is_compared_over_a_trace(tmp_path: Path, capsys: pytest.Capture
     trace = conversations(tmp_path / "trace.jsonl.gz")
     found = quick_figures("routing", capsys, "--trace", str(trace))
     hits = found["hit_rate"]
+    assert found["requests"] == 60
     assert set(hits) == {"cache_aware", "least_loaded", "round_robin", "guessed_prefixes", "oracle"}
     assert hits["oracle"] >= hits["cache_aware"] > hits["round_robin"]
     served = quick_figures("capacity", capsys, "--trace", str(trace))
