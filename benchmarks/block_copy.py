@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from headwise.kernels.block_copy import make_block_copy
+from headwise.kernels.select import make_block_copy
 
 KIB = 1 << 10
 ARENA_BYTES = 512 << 20

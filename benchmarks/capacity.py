@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from simulated_gpu import A800, BYTES, H200, Gpu, SimulatedGpu, weights_of
-from simulated_serving import KV_DTYPE, Load, Outcome, SimulatedEngine, random_load, read_trace
+from simulation.gpu import A800, BYTES, H200, Gpu, SimulatedGpu, weights_of
+from simulation.serving import KV_DTYPE, Load, Outcome, SimulatedEngine, random_load, read_trace
 
 from headwise.cache_controller.head_pattern import HeadPattern, policies_from_scores
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL
 from headwise.cache_controller.windows import GroupWindows
 from headwise.kernels.gqa import gqa_layout
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.model_card import load_pattern
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import load_pattern
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.registry import model_config
 

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.policy import FULL, HeadPolicy
-from headwise.runtime.request import GenerateRequest, SamplingParams
-from headwise.runtime.resource_manager import ResourceManager
-from headwise.runtime.sequence import Sequence
+from headwise.runtime.engine.resource_manager import ResourceManager
+from headwise.runtime.engine.sequence import Sequence
+from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
 BLOCK = 64
 WINDOW = HeadPolicy(window=1024, sink=64)

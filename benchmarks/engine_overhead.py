@@ -22,16 +22,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headwise.runtime.batch import BatchRequest, StepResult
-from headwise.runtime.comm import SingleRank
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.engine import EngineCore
-from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
-from headwise.runtime.local_executor import LocalExecutor
-from headwise.runtime.model_card import read_model_card
-from headwise.runtime.request import SamplingParams
-from headwise.runtime.worker import ModelWorker
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.request import SamplingParams
+from headwise.runtime.worker.worker import ModelWorker
 
 SETTLE = 4
 """Steps at the start of a round that are not counted: the pipeline fills, and caches change hands."""
@@ -79,7 +79,7 @@ class DecodingEngine:
         worker.initialize_cache()
         self.recorder = RecordingWorker(worker)
         self.executor = LocalExecutor(self.recorder)
-        door = FrontDoor.open(config)
+        door = Preprocessor.open(config)
         self.core = EngineCore(config, door.card, door.tokenizer, self.executor)
         rng = np.random.default_rng(0)
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)

@@ -35,13 +35,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_hash import HASH_BYTES, extend_hashes, hash_seed
-from headwise.runtime.client_protocol import EngineLoad, EngineStatus
-from headwise.runtime.routing import RoutedRequest, Router, RouterOptions
-from headwise.storage.attention_store import AttentionStore
-from headwise.storage.base import Flush
-from headwise.storage.prefix_index import PrefixIndex
-from headwise.storage.protocol import encode
-from headwise.storage.store_server import StoreServer
+from headwise.runtime.frontend.routing import RoutedRequest, Router, RouterOptions
+from headwise.runtime.protocol.messages import EngineLoad, EngineStatus
+from headwise.storage.index.attention_store import AttentionStore
+from headwise.storage.index.messages import Flush
+from headwise.storage.index.prefix_index import PrefixIndex
+from headwise.storage.index.store_server import StoreServer
+from headwise.storage.index.wire import encode
 
 BLOCK = 64
 SHARED, OWN = 78, 79

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.local import LocalEngine
-from headwise.runtime.request import GenerationResult, SamplingParams
+from headwise.runtime.client.local_engine import LocalEngine
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.protocol.request import GenerationResult, SamplingParams
 
 OWN_TOKENS = 32
 """Tokens of each request behind the shared prefix."""

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.cli.terminal import progress
+from headwise.runtime.client.local_engine import LocalEngine
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.progress import Progress
-from headwise.runtime.local import LocalEngine
-from headwise.runtime.model_card import ModelCard
-from headwise.runtime.request import FinishReason, GenerationResult, OutputDelta, SamplingParams
-from headwise.runtime.terminal import progress
+from headwise.runtime.protocol.request import FinishReason, GenerationResult, OutputDelta, SamplingParams
 
 MODES = ("off", "on", "unlimited")
 SLICE_S = 1.0
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def card(self) -> ModelCard:
-        return FrontDoor.open(self.engine).card
+        return Preprocessor.open(self.engine).card
 
     def config(self, mode: str) -> EngineConfig:
         card, requests = self.card, self.requests if mode == "unlimited" else self.whole
@@ -116,7 +116,7 @@ class Run:
         self.first_token_s: dict[str, float] = {}
         self.results: dict[str, GenerationResult] = {}
         for prompt in prompts:
-            request = self.engine.front_door.prepare(prompt=prompt, sampling=sampling)
+            request = self.engine.preprocessor.prepare(prompt=prompt, sampling=sampling)
             self.results[request.request_id] = GenerationResult(request.request_id)
             self.core.add(request)
 

@@ -34,8 +34,8 @@ from typing import Any, Literal
 import numpy as np
 
 from headwise import Client, EngineConfig, SamplingParams
+from headwise.actors.deployment import Deployment
 from headwise.errors import HeadwiseError
-from headwise.runtime.bootstrap import Deployment
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ from pathlib import Path
 import numpy as np
 from capacity import LLAMA, TRACE
 from numpy.typing import NDArray
-from simulated_cluster import BLOCK, Cache, Dispatcher, Engine, Hardware, OneCache, Request, StepTime, Storage, serve
-from simulated_gpu import A800, SimulatedGpu
+from simulation.cluster import BLOCK, Cache, Dispatcher, Engine, Hardware, OneCache, Request, StepTime, Storage, serve
+from simulation.gpu import A800, SimulatedGpu
 
+from headwise.runtime.frontend.routing import RoutedRequest, Router, RouterOptions
 from headwise.runtime.models.registry import model_config
-from headwise.runtime.routing import RoutedRequest, Router, RouterOptions
-from headwise.storage.base import HASH_BYTES
-from headwise.storage.prefix_index import PrefixIndex
+from headwise.storage.index.messages import HASH_BYTES
+from headwise.storage.index.prefix_index import PrefixIndex
 
 ENGINES = 8
 KV_SHARE = 0.9

@@ -31,14 +31,14 @@ from unittest.mock import patch
 
 import numpy as np
 
-from headwise.kernels.block_copy import make_block_copy
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.device import COPY_THREADS
-from headwise.runtime.front_door import FrontDoor
-from headwise.runtime.host_copies import HostCopies, layer_ranges
-from headwise.runtime.local import LocalEngine
-from headwise.runtime.request import GenerationResult, SamplingParams
-from headwise.runtime.worker import ModelWorker
+from headwise.kernels.select import make_block_copy
+from headwise.runtime.client.local_engine import LocalEngine
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.protocol.request import GenerationResult, SamplingParams
+from headwise.runtime.worker.device import COPY_THREADS
+from headwise.runtime.worker.kv_offload import KVOffload, layer_ranges
+from headwise.runtime.worker.worker import ModelWorker
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.transfer_manager import TransferManager
 
@@ -138,7 +138,7 @@ def load_then_compute(engine: LocalEngine) -> AbstractContextManager[object]:
     return patch.object(copies, "wait_layer", lambda layer: wait_layer(last))
 
 
-def copies_of(worker: ModelWorker) -> HostCopies:
+def copies_of(worker: ModelWorker) -> KVOffload:
     assert worker._copies is not None, "configured with a host cache"
     return worker._copies
 
@@ -185,7 +185,7 @@ def time_decoding(size: Size, seed: int) -> dict[str, float]:
     with LocalEngine(base_config()) as engine:
         core, worker = engine.core, engine._worker
         for _ in range(size.decoding):
-            core.add(engine.front_door.prepare(prompt=tokens(rng, size.decoding_tokens), sampling=sampling))
+            core.add(engine.preprocessor.prepare(prompt=tokens(rng, size.decoding_tokens), sampling=sampling))
         while min(len(sequence.output) for sequence in core._live.values()) < 2:
             core.step(None)
         blocks = size.prefix_tokens // core.config.block_size
@@ -239,7 +239,7 @@ def second_manager(worker: ModelWorker) -> TransferManager:
 def time_conversations(size: Size, seed: int) -> dict[str, float]:
     """Requests per second with each cache, which take turns by request; the working set is four times the device's."""
     rng = np.random.default_rng(seed)
-    sessions, card = size.conversations, FrontDoor.open(base_config()).card
+    sessions, card = size.conversations, Preprocessor.open(base_config()).card
     columns = -(-(size.history_tokens + size.own_tokens + size.answer_tokens) // card.layout.block_size)
     device = f"{-(-sessions * columns // 4) * len(card.plan.groups) * card.layout.block_bytes}B"
     ways = {

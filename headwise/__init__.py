@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Client": "headwise.runtime.client",
-    "EngineConfig": "headwise.runtime.config",
-    "GenerationResult": "headwise.runtime.request",
+    "Client": "headwise.runtime.client.client",
+    "EngineConfig": "headwise.runtime.config.engine_config",
+    "GenerationResult": "headwise.runtime.protocol.request",
     "HeadwiseError": "headwise.errors",
-    "LocalEngine": "headwise.runtime.local",
-    "SamplingParams": "headwise.runtime.request",
+    "LocalEngine": "headwise.runtime.client.local_engine",
+    "SamplingParams": "headwise.runtime.protocol.request",
 }
 
 __all__ = ["Client", "EngineConfig", "GenerationResult", "HeadwiseError", "LocalEngine", "SamplingParams"]
 
 if TYPE_CHECKING:
     from headwise.errors import HeadwiseError
-    from headwise.runtime.client import Client
-    from headwise.runtime.config import EngineConfig
-    from headwise.runtime.local import LocalEngine
-    from headwise.runtime.request import GenerationResult, SamplingParams
+    from headwise.runtime.client.client import Client
+    from headwise.runtime.client.local_engine import LocalEngine
+    from headwise.runtime.config.engine_config import EngineConfig
+    from headwise.runtime.protocol.request import GenerationResult, SamplingParams
 
 
 def __getattr__(name: str) -> Any:

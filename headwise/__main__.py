@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.runtime.cli import main
+from headwise.runtime.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headwise.storage.zmq_context import num_open
+from headwise.sockets.context import num_open
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,9 +16,9 @@ from ray._private import ray_constants
 
 from headwise.actors.cluster_probe import can_connect, find_cluster, read_authentication
 from headwise.actors.names import NAMESPACE
-from headwise.awake_time import AwakeTime
+from headwise.actors.scratch import ScratchDirectory, sweep
 from headwise.errors import DeploymentError, first_line
-from headwise.runtime.scratch import ScratchDirectory, sweep
+from headwise.liveness_clock import LivenessClock
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class ClusterWatch:
         self._address = address
         self._on_lost = on_lost
         self._is_there = is_there
-        self._clock = AwakeTime(clock)
+        self._clock = LivenessClock(clock)
         self._heard_at = self._clock()
         self._is_away = False
         self._stopping = threading.Event()

@@ -11,25 +11,25 @@ from typing import Any
 
 import ray
 
+from headwise.actors.addresses import check_reachable, engine_host, is_loopback, scheduler_host
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.actors.restarts import Restarts
+from headwise.actors.scratch import sweep
+from headwise.actors.watchdog import Watchdog
 from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
-from headwise.runtime.addresses import check_reachable, engine_host, is_loopback, scheduler_host
-from headwise.runtime.block_storage import open_lookup
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.engine import EngineCore
-from headwise.runtime.engine_reports import Reporting
-from headwise.runtime.engine_server import EngineServer
-from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.config.block_storage import open_lookup
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import with_pool
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.reports import Reporting
+from headwise.runtime.engine.server import EngineServer
+from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
-from headwise.runtime.memory_check import check_memory
-from headwise.runtime.model_card import with_pool
-from headwise.runtime.scratch import sweep
-from headwise.runtime.watchdog import Watchdog
-from headwise.storage.curve import CurveKeys
-from headwise.storage.flusher import Flusher
+from headwise.runtime.worker.memory_check import check_memory
+from headwise.storage.index.encryption import CurveKeys
+from headwise.storage.index.flusher import Flusher
 from headwise.storage.lookup import StorageLookup
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Engine:
         host, address = scheduler_host(self._config.host, node), engine_host(self._config.host, node_address())
         self._check_way(node, host, port)
         sweep(tempfile.gettempdir(), SOCKETS_PREFIX)
-        self._front_door = FrontDoor.open(self._config)
+        self._front_door = Preprocessor.open(self._config)
         if self._front_door.namespace != self._namespace:
             raise DeploymentError(
                 f"{self._name} on node {address} has another model {self._config.model} than the scheduler on node "

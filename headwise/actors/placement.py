@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
-from headwise.runtime.config import EngineConfig
+from headwise.runtime.config.engine_config import EngineConfig
 
 _ray: Any = ray
 """For its functions that have no types."""

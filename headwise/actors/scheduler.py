@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 import time
 
+from headwise.actors.addresses import client_host
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.errors import DeploymentError
-from headwise.runtime.addresses import client_host
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.front_door import FrontDoor
-from headwise.runtime.scheduler_server import SchedulerServer, router_options
-from headwise.runtime.tokenizer_pool import TokenizerPool
-from headwise.storage.curve import CurveKeys
-from headwise.storage.store_client import StoreClient
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.frontend.scheduler_server import SchedulerServer, router_options
+from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
+from headwise.storage.index.encryption import CurveKeys
+from headwise.storage.index.store_client import StoreClient
 
 _BIND_TIMEOUT_S = 10.0
 """Longest wait of a scheduler for the process before it to let go of the port."""
@@ -41,7 +41,7 @@ class GlobalScheduler:
         self._port = port
         self._store_endpoint = store_endpoint
         self._curve = curve
-        self._front_door: FrontDoor | None = None
+        self._front_door: Preprocessor | None = None
         self._store: StoreClient | None = None  # the server's, while that runs
         self._server: SchedulerServer | None = None
         self._tokenizers: TokenizerPool | None = None
@@ -67,9 +67,9 @@ class GlobalScheduler:
 
     def _serve(self) -> tuple[str, int]:
         config = self._config
-        front_door = self._front_door = self._front_door or FrontDoor.open(config)
-        store = self._store = StoreClient(self._store_endpoint, front_door.namespace, self._curve)
-        tokenising, self._tokenizers = front_door.with_pool(config)
+        preprocessor = self._front_door = self._front_door or Preprocessor.open(config)
+        store = self._store = StoreClient(self._store_endpoint, preprocessor.namespace, self._curve)
+        tokenising, self._tokenizers = preprocessor.with_pool(config)
         try:
             self._server = SchedulerServer(
                 tokenising,
@@ -78,13 +78,13 @@ class GlobalScheduler:
                 secret=self._secret,
                 model=config.model,
                 replicas=config.replicas,
-                routing=router_options(config, front_door),
+                routing=router_options(config, preprocessor),
                 max_queued=config.max_queued,
                 hold_s=config.start_timeout_s,
                 store=store,
                 index_timeout_s=config.index_timeout_s,
                 on_silent=self._note_silent,
-                size=front_door.limits.size,
+                size=preprocessor.limits.size,
                 tokenizers=config.tokenizer_processes,
             )
         except DeploymentError:

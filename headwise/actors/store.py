@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from headwise.actors.remote import remote
-from headwise.runtime.config import EngineConfig
-from headwise.storage.curve import CurveKeys
-from headwise.storage.store_server import StoreServer
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.storage.index.encryption import CurveKeys
+from headwise.storage.index.store_server import StoreServer
 
 _BIND_TIMEOUT_S = 10.0
 """Longest wait for the process that had the endpoint before to let go of it."""

@@ -13,7 +13,7 @@ import ray
 from headwise.actors.calls import cause_of
 from headwise.actors.names import NAMESPACE, actor_name
 from headwise.actors.restarts import Life, Phase
-from headwise.awake_time import AwakeTime
+from headwise.liveness_clock import LivenessClock
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Supervisor:
     def __init__(self, engine_timeout_s: float) -> None:
         self._engine_timeout_s = engine_timeout_s
         self._roles: dict[str, Role] = {}
-        self._clock = AwakeTime()
+        self._clock = LivenessClock()
         self._silent: Any = None  # the question to the scheduler
         self._ask_at = 0.0
         self._stopping = threading.Event()

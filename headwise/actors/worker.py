@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 
 from headwise.actors.remote import remote
-from headwise.runtime.comm import Communicator, SingleRank
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.shared_memory_comm import SharedMemoryComm
-from headwise.runtime.step_channel import serve_steps
-from headwise.runtime.worker import ModelWorker
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.ops.comm import Communicator, SingleRank
+from headwise.runtime.protocol.step_channel import serve_steps
+from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
+from headwise.runtime.worker.worker import ModelWorker
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from headwise.actors.placement import in_bundle
+from headwise.actors.scratch import ScratchDirectory
 from headwise.actors.worker import Worker
 from headwise.errors import EngineDiedError, HeadwiseError, first_line
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.scratch import ScratchDirectory
-from headwise.runtime.step_channel import ZmqExecutor
-from headwise.runtime.worker import threads_per_worker
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.protocol.step_channel import ZmqExecutor
+from headwise.runtime.worker.worker import threads_per_worker
 
 COMM_BUFFER_BYTES = 4 << 20
 """Of each of a rank's two buffers in shared memory, of which containers have little; larger payloads go in pieces."""

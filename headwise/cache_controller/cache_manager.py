@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.host_tier import HostConfig, HostTier
-from headwise.cache_controller.index_statements import IndexStatements, IndexUpdate
+from headwise.cache_controller.kv_events import IndexUpdate, KVEvents
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.prefix_match import PrefixFinder, PrefixMatch
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
@@ -101,7 +101,7 @@ class CacheManager:
             has_storage=host is not None and host.storage_timeout_s is not None,
             num_top=max(1, int(self.windows.sink_blocks.max())),
         )
-        self.statements = IndexStatements(self.tree, self.windows)
+        self.statements = KVEvents(self.tree, self.windows)
         self.host = HostTier(self.tree, self.pool, host, self.statements) if host and prefix_caching else None
         self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)

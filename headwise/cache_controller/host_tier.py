@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool, Blocks
-from headwise.cache_controller.index_statements import IndexStatements
+from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
 from headwise.cache_controller.storage_tier import StorageTier
 
@@ -77,7 +77,7 @@ class HostTier:
         tree: RadixTree,
         device: BlockPool,
         config: HostConfig,
-        statements: IndexStatements,
+        statements: KVEvents,
     ) -> None:
         self.tree = tree
         self.policy = config.policy

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool, Blocks
-from headwise.cache_controller.index_statements import IndexStatements
+from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree
 from headwise.cache_controller.stored_blocks import StoredBlocks
 
@@ -137,7 +137,7 @@ class StorageTier:
     stored:     what storage is known to have
     """
 
-    def __init__(self, tree: RadixTree, pool: BlockPool, statements: IndexStatements, timeout_s: float) -> None:
+    def __init__(self, tree: RadixTree, pool: BlockPool, statements: KVEvents, timeout_s: float) -> None:
         self.fetch_s = 0.0
         self.stored = StoredBlocks(tree, statements)
         self._tree, self._pool = tree, pool

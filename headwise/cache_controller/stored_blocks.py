@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.index_statements import IndexStatements
+from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.radix_tree import ROOT, Nodes, RadixTree
 
 MAX_NODES = 1 << 18
@@ -31,7 +31,7 @@ class StoredBlocks:
     first to be forgotten when there are more than ``max_nodes``.
     """
 
-    def __init__(self, tree: RadixTree, statements: IndexStatements, max_nodes: int = MAX_NODES) -> None:
+    def __init__(self, tree: RadixTree, statements: KVEvents, max_nodes: int = MAX_NODES) -> None:
         self._tree, self._statements = tree, statements
         self._max_nodes = max_nodes
         self._confirmed: OrderedDict[int, None] = OrderedDict()  # nodes, the one confirmed longest ago first

@@ -1,4 +1,4 @@
-"""Copying blocks between two arenas: the contract, its truth in NumPy, and the choice at start."""
+"""Copying blocks between two arenas: the contract, and its truth in NumPy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from headwise.errors import ConfigError
 
 Array = Any
 
@@ -78,25 +76,3 @@ def bad_pair(pairs: NDArray[np.int32], index: int, groups: int, source_blocks: i
         f"pair {index} copies source block {source} to target block {target} in group {group}: choose a source in "
         f"[0, {source_blocks}), a target in [0, {target_blocks}) and a group in [0, {groups})"
     )
-
-
-def make_block_copy(name: str, threads: int) -> BlockCopy:
-    """The block copy that goes with the attention kernels called ``name`` (``auto``, ``numba`` or ``reference``).
-
-    ``threads`` bounds the CPU threads of a call. Compiles where that was never done on this machine.
-
-    Raises:
-        ConfigError: no such kernels, or their package is not installed.
-    """
-    if name == "reference":
-        return ReferenceBlockCopy()
-    if name not in ("auto", "numba"):
-        raise ConfigError(f"unknown block copy {name!r}; choose one of auto, numba, reference")
-    try:
-        from headwise.kernels.block_copy_cpu import NumbaBlockCopy
-    except ImportError as error:
-        raise ConfigError(
-            f"block copy {name!r} needs numba, which cannot be imported ({error}): "
-            "`pip install numba`, or choose 'reference' (slow)"
-        ) from error
-    return NumbaBlockCopy(threads)

@@ -1,9 +1,10 @@
-"""Which attention kernels to run, chosen once at start."""
+"""Which attention kernels and which block copy to run, chosen once at start."""
 
 from __future__ import annotations
 
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
+from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy
 from headwise.kernels.reference import ReferenceKernels
 
 KERNELS = ("auto", "numba", "reference")
@@ -38,3 +39,25 @@ def make_kernels(name: str, threads: int) -> AttentionKernels:
             "`pip install numba`, or choose kernels 'reference' (slow)"
         ) from error
     return NumbaKernels(threads)
+
+
+def make_block_copy(name: str, threads: int) -> BlockCopy:
+    """The block copy that goes with the attention kernels called ``name`` (``auto``, ``numba`` or ``reference``).
+
+    ``threads`` bounds the CPU threads of a call. Compiles where that was never done on this machine.
+
+    Raises:
+        ConfigError: no such kernels, or their package is not installed.
+    """
+    if name == "reference":
+        return ReferenceBlockCopy()
+    if name not in ("auto", "numba"):
+        raise ConfigError(f"unknown block copy {name!r}; choose one of auto, numba, reference")
+    try:
+        from headwise.kernels.block_copy_cpu import NumbaBlockCopy
+    except ImportError as error:
+        raise ConfigError(
+            f"block copy {name!r} needs numba, which cannot be imported ({error}): "
+            "`pip install numba`, or choose 'reference' (slow)"
+        ) from error
+    return NumbaBlockCopy(threads)

@@ -1,1 +1,1 @@
-"""Configuration, requests, the engine, models and the client."""
+"""The serving runtime, by who runs it; what all of them share is in `config` and `protocol`."""

@@ -1,1 +1,1 @@
-"""The attention store: an index of which node holds which prefix."""
+"""What outlives an engine: the index of who holds which prefix, and the blocks that were put away."""

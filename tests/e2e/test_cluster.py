@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import PATIENCE_S, eventually
+from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
+from headwise.actors import deployment as bootstrap
 from headwise.actors.cluster import Cluster
+from headwise.actors.deployment import Deployment
 from headwise.errors import (
     ConfigError,
     DeploymentError,
@@ -26,9 +28,7 @@ from headwise.errors import (
     InvalidRequestError,
     ModelError,
 )
-from headwise.runtime import bootstrap
-from headwise.runtime.bootstrap import Deployment
-from headwise.runtime.request import FinishReason
+from headwise.runtime.protocol.request import FinishReason
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
@@ -306,10 +306,10 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_tw
         import os, re, sys, threading
         from pathlib import Path
         sys.path.append(sys.argv[2])
-        from waiting import eventually
+        from support.waiting import eventually
         from headwise import Client, EngineConfig
         from headwise.errors import DeploymentError
-        from headwise.runtime.bootstrap import Deployment
+        from headwise.actors.deployment import Deployment
 
         def segments():
             return {name for name in os.listdir("/dev/shm") if name.startswith("headwise")}
@@ -398,7 +398,7 @@ def test_a_ray_cluster_that_is_not_there_is_an_error_of_the_address(address: str
         import sys
         from headwise import EngineConfig
         from headwise.errors import DeploymentError
-        from headwise.runtime.bootstrap import Deployment
+        from headwise.actors.deployment import Deployment
         try:
             Deployment.start(EngineConfig(), address=sys.argv[1])
         except DeploymentError as error:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from waiting import PATIENCE_S, eventually
+from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, SamplingParams
-from headwise.runtime.config import EngineConfig
+from headwise.runtime.config.engine_config import EngineConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmark_runs import quick_figures
+from support.benchmark_runs import quick_figures
 
 pytestmark = pytest.mark.model
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cuda_shim import LIBRARIES
-from emulated_gpu import EmulatedGpu
-from reference import answers, assert_same
+from support.gpu.cuda_shim import LIBRARIES
+from support.gpu.emulated_gpu import EmulatedGpu
+from support.reference import answers, assert_same
 from test_tokens import GREEDY, MODELS
 
 from headwise import EngineConfig, LocalEngine

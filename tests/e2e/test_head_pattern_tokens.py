@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference import CLOSE, Answer, answers, assert_same
+from support.reference import CLOSE, Answer, answers, assert_same
 
 from headwise.cache_controller.head_pattern import HeadPattern, format_pattern
-from headwise.runtime.comm import SingleRank
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.engine import EngineCore
-from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
-from headwise.runtime.local_executor import LocalExecutor
-from headwise.runtime.model_card import read_model_card
-from headwise.runtime.request import GenerationResult, SamplingParams
-from headwise.runtime.worker import ModelWorker
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.protocol.request import GenerationResult, SamplingParams
+from headwise.runtime.worker.worker import ModelWorker
 
 pytestmark = pytest.mark.model
 
@@ -88,7 +88,7 @@ class Bench:
             kv_cache="64MiB", max_model_len=512, max_batched_tokens=128,
         )  # fmt: skip
         self.directory = resolve_model(self.config.model, self.config.cache_path)
-        self.front_door = FrontDoor.open(self.config)
+        self.preprocessor = Preprocessor.open(self.config)
         self.worker = ModelWorker(self.config, self.directory, 0, SingleRank())
         text = max((answer.prompt_ids for answer in answers("smollm2-135m")), key=len)
         texts = [text[:PROMPT], text[PROMPT : 2 * PROMPT], text[: PROMPT // 2] + text[-PROMPT // 2 :]]
@@ -104,7 +104,7 @@ class Bench:
         self.worker.initialize_cache()
         self.worker._cache.arena.view(np.float32)[:] = np.nan
         executor = LocalExecutor(self.worker)
-        engine = EngineCore(config, self.worker.card, self.front_door.tokenizer, executor)
+        engine = EngineCore(config, self.worker.card, self.preprocessor.tokenizer, executor)
         try:
             for _ in range(rounds):
                 self.serve(engine, urgent)
@@ -123,7 +123,7 @@ class Bench:
         def add(wanted: list[Answer], priority: int) -> None:
             for answer in wanted:
                 prompt = {"prompt": answer.prompt_ids, "request_id": answer.name, "priority": priority}
-                engine.add(self.front_door.prepare(sampling=GREEDY, **prompt))
+                engine.add(self.preprocessor.prepare(sampling=GREEDY, **prompt))
 
         first, others = self.wanted[:1], self.wanted[1:]
         add(first if urgent else self.wanted, priority=1)
@@ -169,7 +169,7 @@ def test_prefixes_from_the_host_change_no_token(bench: Bench) -> None:
 
 
 def test_preemption_changes_no_token(bench: Bench) -> None:
-    card = bench.front_door.card
+    card = bench.preprocessor.card
     columns = -(-(PROMPT + OUTPUT) // bench.config.block_size)
     blocks = 2 * columns  # one request's full group, its window group and some more: no room for two requests
     assert len(card.plan.groups) == 2

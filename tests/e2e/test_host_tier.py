@@ -7,13 +7,13 @@ import threading
 from dataclasses import replace
 
 import pytest
-from reference import Answer, answers, assert_same
+from support.reference import Answer, answers, assert_same
+from support.waiting import PATIENCE_S
 from test_tokens import GREEDY, MODELS, Bench, serve
-from waiting import PATIENCE_S
 
 from headwise.errors import LayerSwapTimeoutError
-from headwise.runtime.engine import EngineCore
-from headwise.runtime.request import GenerateRequest, GenerationResult
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.protocol.request import GenerateRequest, GenerationResult
 
 pytestmark = pytest.mark.model
 
@@ -51,7 +51,7 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
     if policy == "write_back" and bench.config.model != "smollm2-135m":
         pytest.skip("a pool this small cannot keep six groups' blocks until they are copied")
     answer = long_prompt(bench)
-    card = bench.front_door.card
+    card = bench.preprocessor.card
     engine, executor = bench.engine(
         block_size=16,
         max_model_len=0,
@@ -64,8 +64,8 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
     others = [[1000 + 100 * other + i for i in range(400)] for other in range(2)]
     for turn in range(2):
         for other in others if turn else ():  # what the cache held before leaves the device
-            run(engine, bench.front_door.prepare(prompt=other, sampling=replace(GREEDY, max_tokens=2)))
-        request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=SHORT)
+            run(engine, bench.preprocessor.prepare(prompt=other, sampling=replace(GREEDY, max_tokens=2)))
+        request = bench.preprocessor.prepare(prompt=answer.prompt_ids, sampling=SHORT)
         result = run(engine, request)
         assert_same(answer, result.token_ids)
         assert result.usage is not None
@@ -82,7 +82,7 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
 def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
     wanted = [a.first(TOKENS) for a in answers(bench.config.model) if len(a.prompt_ids) < 400][:5]
     sampling = {name: SHORT for a in wanted for name in (a.name, f"{a.name}/again")}
-    card = bench.front_door.card
+    card = bench.preprocessor.card
     block = card.layout.block_bytes * 16 // card.layout.block_size
     engine, executor = bench.engine(
         block_size=16,
@@ -93,7 +93,7 @@ def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
         write_policy="write_through",
     )
     for turn in (wanted, again(wanted)):
-        results = serve(engine, bench.front_door, turn, sampling)
+        results = serve(engine, bench.preprocessor, turn, sampling)
         for answer in turn:
             assert_same(answer, results[answer.name].token_ids)
     executor.close()
@@ -105,7 +105,7 @@ def test_a_load_that_comes_too_late_is_computed_anew(bench: Bench, monkeypatch: 
     engine, executor = bench.engine(
         block_size=16, host_cache="256MiB", write_policy="write_through", load_timeout_s=1.0
     )
-    request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=SHORT)
+    request = bench.preprocessor.prepare(prompt=answer.prompt_ids, sampling=SHORT)
     run(engine, request)
     engine.cache.pool.evict_all()
     manager, is_given_up = bench.worker._copies._manager, threading.Event()
@@ -135,7 +135,7 @@ def test_a_load_that_comes_too_late_is_computed_anew(bench: Bench, monkeypatch: 
 def test_what_is_slower_to_bring_than_to_compute_is_computed(bench: Bench) -> None:
     answer = long_prompt(bench)
     engine, executor = bench.engine(block_size=16, host_cache="256MiB", write_policy="write_through")
-    request = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=2))
+    request = bench.preprocessor.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=2))
     run(engine, request)
     assert engine.cache.host is not None
     for copy_s, cached in ((math.inf, 0), (1e-9, 600)):

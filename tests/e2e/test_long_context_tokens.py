@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from long_prompts import MODEL, long_answers
-from poisoned import PoisonedBench, Run
-from reference import Answer, answers, assert_same
+from support.long_prompts import MODEL, long_answers
+from support.poisoned import PoisonedBench, Run
+from support.reference import Answer, answers, assert_same
 
-from headwise.runtime.config import EngineConfig
+from headwise.runtime.config.engine_config import EngineConfig
 
 pytestmark = pytest.mark.model
 
@@ -26,7 +26,7 @@ def bench() -> PoisonedBench:
 
 @pytest.fixture(scope="module")
 def wanted(bench: PoisonedBench) -> dict[str, Answer]:
-    return long_answers(bench.front_door.tokenizer)
+    return long_answers(bench.preprocessor.tokenizer)
 
 
 def assert_windows_are_bounded(run: Run) -> None:

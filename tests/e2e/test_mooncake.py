@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from waiting import PATIENCE_S, eventually
+from support.waiting import PATIENCE_S, eventually
 
 from headwise.errors import ConfigError
 from headwise.storage.backends.base import StorageNamespace

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 import ray
-from reference import Answer, answers
-from waiting import PATIENCE_S, eventually
+from support.reference import Answer, answers
+from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
+from headwise.actors.deployment import Deployment
 from headwise.errors import HeadwiseError
-from headwise.runtime.bootstrap import Deployment
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
-from headwise.runtime.request import GenerationResult
+from headwise.runtime.protocol.request import GenerationResult
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 

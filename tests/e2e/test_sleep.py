@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import Answer, answers, assert_same
+from support.reference import Answer, answers, assert_same
+from support.waiting import PATIENCE_S, eventually
 from test_tokens import GREEDY, Bench
-from waiting import PATIENCE_S, eventually
 
 from headwise import EngineConfig, LocalEngine
 from headwise.errors import ConfigError, EngineDiedError
-from headwise.runtime.engine import EngineCore
+from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.loader.resolve import resolve_model
-from headwise.runtime.request import GenerationResult
-from headwise.runtime.worker import ModelWorker
+from headwise.runtime.protocol.request import GenerationResult
+from headwise.runtime.worker.worker import ModelWorker
 
 pytestmark = pytest.mark.model
 
@@ -43,7 +43,7 @@ class Serving:
         self.engine = engine
         self.results = {answer.name: GenerationResult(answer.name) for answer in wanted()}
         for answer in wanted():
-            prepared = bench.front_door.prepare(prompt=answer.prompt_ids, sampling=GREEDY, request_id=answer.name)
+            prepared = bench.preprocessor.prepare(prompt=answer.prompt_ids, sampling=GREEDY, request_id=answer.name)
             engine.add(prepared)
 
     @property

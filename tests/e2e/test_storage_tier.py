@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import Answer, answers, assert_same
+from support.reference import Answer, answers, assert_same
+from support.waiting import PATIENCE_S, eventually
 from test_mooncake import Master, require_mooncake
 from test_tokens import GREEDY, MODELS, Bench, serve
-from waiting import PATIENCE_S, eventually
 
 from headwise.errors import ConfigError
-from headwise.runtime.engine import EngineCore
-from headwise.runtime.request import GenerationResult
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.protocol.request import GenerationResult
 
 pytestmark = pytest.mark.model
 
@@ -44,7 +44,7 @@ def long_prompt(bench: Bench) -> Answer:
 
 
 def serve_greedily(bench: Bench, engine: EngineCore, answer: Answer) -> GenerationResult:
-    result = serve(engine, bench.front_door, [answer], {answer.name: SHORT})[answer.name]
+    result = serve(engine, bench.preprocessor, [answer], {answer.name: SHORT})[answer.name]
     assert_same(answer, result.token_ids)
     return result
 

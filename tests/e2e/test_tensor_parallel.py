@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import answers, assert_same
-from waiting import eventually
+from support.reference import answers, assert_same
+from support.waiting import eventually
 
-from headwise.runtime.bootstrap import Deployment
-from headwise.runtime.client import Client
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.request import SamplingParams
+from headwise.actors.deployment import Deployment
+from headwise.runtime.client.client import Client
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.protocol.request import SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 

@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import CLOSE, Answer, answers, assert_same
+from support.reference import CLOSE, Answer, answers, assert_same
 
-from headwise.runtime import worker as worker_module
-from headwise.runtime.batch import BatchRequest
-from headwise.runtime.block_storage import open_lookup
-from headwise.runtime.comm import SingleRank
-from headwise.runtime.config import EngineConfig
-from headwise.runtime.engine import EngineCore
-from headwise.runtime.front_door import FrontDoor
+from headwise.runtime.config.block_storage import open_lookup
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
-from headwise.runtime.local_executor import LocalExecutor
-from headwise.runtime.model_card import read_model_card
-from headwise.runtime.request import GenerationResult, SamplingParams
-from headwise.runtime.sampler import Draws, sample
-from headwise.runtime.worker import ModelWorker
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.request import GenerationResult, SamplingParams
+from headwise.runtime.worker import worker as worker_module
+from headwise.runtime.worker.sampler import Draws, sample
+from headwise.runtime.worker.worker import ModelWorker
 
 pytestmark = pytest.mark.model
 
@@ -40,7 +40,7 @@ class Bench:
 
     def __init__(self, model: str) -> None:
         self.config = replace(BASE, model=model)
-        self.front_door = FrontDoor.open(self.config)
+        self.preprocessor = Preprocessor.open(self.config)
         directory = resolve_model(model, self.config.cache_path)
         self.worker = ModelWorker(self.config, directory, 0, SingleRank())
 
@@ -54,21 +54,21 @@ class Bench:
         self.worker._cache.arena.view(np.float32)[:] = np.nan
         executor = LocalExecutor(self.worker)
         lookup = open_lookup(config, card)
-        return EngineCore(config, card, self.front_door.tokenizer, executor, lookup=lookup), executor
+        return EngineCore(config, card, self.preprocessor.tokenizer, executor, lookup=lookup), executor
 
     def run(
         self, wanted: list[Answer], sampling: Mapping[str, SamplingParams] | None = None, **changes: object
     ) -> tuple[dict[str, GenerationResult], EngineCore]:
         engine, executor = self.engine(**changes)
         try:
-            return serve(engine, self.front_door, wanted, sampling or {}), engine
+            return serve(engine, self.preprocessor, wanted, sampling or {}), engine
         finally:
             executor.close()
 
 
 def serve(
     engine: EngineCore,
-    front_door: FrontDoor,
+    preprocessor: Preprocessor,
     wanted: list[Answer],
     sampling: Mapping[str, SamplingParams] = MappingProxyType({}),
 ) -> dict[str, GenerationResult]:
@@ -76,7 +76,7 @@ def serve(
     results = {answer.name: GenerationResult(answer.name) for answer in wanted}
     for answer in wanted:
         params = sampling.get(answer.name, GREEDY)
-        engine.add(front_door.prepare(prompt=answer.prompt_ids, sampling=params, request_id=answer.name))
+        engine.add(preprocessor.prepare(prompt=answer.prompt_ids, sampling=params, request_id=answer.name))
     while engine.has_work():
         for delta in engine.step(None):
             assert delta.error is None, delta.error
@@ -137,7 +137,7 @@ def test_prompts_one_by_one_and_whole(bench: Bench) -> None:
     engine, executor = bench.engine(max_batched_tokens=4096)
     for answer in (answer.first(24) for answer in reference(bench, longest=800)[-4:]):
         sampling = {answer.name: replace(GREEDY, max_tokens=24)}
-        assert_same(answer, serve(engine, bench.front_door, [answer], sampling)[answer.name].token_ids)
+        assert_same(answer, serve(engine, bench.preprocessor, [answer], sampling)[answer.name].token_ids)
     executor.close()
 
 
@@ -164,7 +164,7 @@ def test_32_requests_at_once_with_prefixes_from_the_cache(bench: Bench) -> None:
 def scarce(bench: Bench, wanted: list[Answer], max_tokens: int = 64) -> dict[str, Any]:
     """A pool that holds the longest of the requests and little more."""
     tokens = max(len(answer.prompt_ids) for answer in wanted) + max_tokens
-    card = bench.front_door.card
+    card = bench.preprocessor.card
     blocks = (-(-tokens // 16) + 4) * len(card.plan.groups)
     block_bytes = card.layout.block_bytes // card.layout.block_size * 16
     return {"kv_cache": f"{blocks * block_bytes}B", "block_size": 16, "max_model_len": 0, "max_batched_tokens": 256}
@@ -211,7 +211,7 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
         engine, executor = bench.engine(kv_cache="64MiB", max_model_len=512)
         alone = {}
         for answer in wanted:
-            alone |= serve(engine, bench.front_door, [answer], sampling)
+            alone |= serve(engine, bench.preprocessor, [answer], sampling)
         executor.close()
     batched, _ = bench.run(wanted, sampling, kv_cache="64MiB", max_model_len=512)
     preempted, engine = bench.run(wanted, sampling, **scarce(bench, wanted, 16))
@@ -232,8 +232,8 @@ def test_one_group_per_head_index_gives_the_same_tokens(bench: Bench) -> None:
     worker = ModelWorker(config, directory, 0, SingleRank())
     worker.initialize_cache()
     executor = LocalExecutor(worker)
-    engine = EngineCore(config, worker.card, bench.front_door.tokenizer, executor)
+    engine = EngineCore(config, worker.card, bench.preprocessor.tokenizer, executor)
     for answer in (answer.first(24) for answer in reference(bench, longest=800)[-2:]):
         sampling = {answer.name: replace(GREEDY, max_tokens=24)}
-        assert_same(answer, serve(engine, bench.front_door, [answer], sampling)[answer.name].token_ids)
+        assert_same(answer, serve(engine, bench.preprocessor, [answer], sampling)[answer.name].token_ids)
     executor.close()

@@ -17,8 +17,8 @@ import json
 from pathlib import Path
 
 import torch
-from long_prompts import LONG_PROMPTS, MODEL, digest, prompt_ids
 from make_references import greedy
+from support.long_prompts import LONG_PROMPTS, MODEL, digest, prompt_ids
 from transformers import AutoModelForCausalLM
 
 from headwise.runtime.loader.resolve import resolve_model

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import PATIENCE_S, eventually
+from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.cluster_probe import read_authentication
-from headwise.runtime.bootstrap import Deployment
+from headwise.actors.deployment import Deployment
 from headwise.runtime.loader.resolve import resolve_model
 
 pytestmark = [pytest.mark.soak, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(900)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from long_prompts import MODEL, long_answers
-from poisoned import PoisonedBench
-from reference import assert_same
+from support.long_prompts import MODEL, long_answers
+from support.poisoned import PoisonedBench
+from support.reference import assert_same
 
-from headwise.runtime.config import EngineConfig
+from headwise.runtime.config.engine_config import EngineConfig
 
 pytestmark = [pytest.mark.soak, pytest.mark.model, pytest.mark.timeout(1200)]
 
@@ -26,7 +26,7 @@ def bench() -> PoisonedBench:
 def test_each_request_is_interrupted_by_a_more_urgent_one(
     bench: PoisonedBench, recycling: bool, prefix_caching: bool, async_scheduling: bool, block_size: int
 ) -> None:
-    wanted = long_answers(bench.front_door.tokenizer)
+    wanted = long_answers(bench.preprocessor.tokenizer)
     options = {
         "recycling": recycling,
         "prefix_caching": prefix_caching,

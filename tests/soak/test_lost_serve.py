@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from waiting import PATIENCE_S, eventually
+from support.waiting import PATIENCE_S, eventually
 
-from headwise.runtime.config import EngineConfig
+from headwise.runtime.config.engine_config import EngineConfig
 
 pytestmark = [pytest.mark.soak, pytest.mark.ray, pytest.mark.model]
 

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from headwise.runtime.bootstrap import Deployment
-from headwise.runtime.client import Client
-from headwise.runtime.config import EngineConfig
+from headwise.actors.deployment import Deployment
+from headwise.runtime.client.client import Client
+from headwise.runtime.config.engine_config import EngineConfig
 
 pytestmark = [pytest.mark.soak, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 

@@ -8,10 +8,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from reference import answers, assert_same
+from support.reference import answers, assert_same
 from test_tokens import GREEDY, MODELS, Bench
 
-from headwise.runtime.request import GenerationResult
+from headwise.runtime.protocol.request import GenerationResult
 
 pytestmark = [pytest.mark.soak, pytest.mark.model, pytest.mark.timeout(1200)]
 
@@ -31,8 +31,8 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 @pytest.mark.parametrize("prefetch", ["best_effort", "wait_complete", "timeout"])
 def test_no_combination_changes_a_token(bench: Bench, tmp_path: Path, policy: str, prefetch: str) -> None:
     wanted = [answer.first(TOKENS) for answer in answers(bench.config.model) if len(answer.prompt_ids) <= 800]
-    groups = len(bench.front_door.card.plan.groups)
-    block = bench.front_door.card.layout.block_bytes * 16 // bench.front_door.card.layout.block_size
+    groups = len(bench.preprocessor.card.plan.groups)
+    block = bench.preprocessor.card.layout.block_bytes * 16 // bench.preprocessor.card.layout.block_size
     longest = max(len(answer.prompt_ids) for answer in wanted) // 16 + 6
     chance = random.Random(f"{policy} {prefetch}")
     sizes = list(product((3, 40, 1000), (1, 4), (True, False)))
@@ -58,7 +58,7 @@ def test_no_combination_changes_a_token(bench: Bench, tmp_path: Path, policy: st
                     name = f"{answer.name}/{turn}"
                     results[name] = GenerationResult(name)
                     engine.add(
-                        bench.front_door.prepare(
+                        bench.preprocessor.prepare(
                             prompt=answer.prompt_ids, sampling=SHORT, request_id=name, priority=chance.randrange(2)
                         )
                     )

@@ -1,5 +1,5 @@
 // Draws a token for each row of scores: temperature, top-k, min-p and top-p, then one number of a counter-based
-// generator, all as `headwise/runtime/sampler.py` has it. A block, a row.
+// generator, all as `headwise/runtime/worker/sampler.py` has it. A block, a row.
 //
 // Weights are integers, in units of 2^-44 of the likeliest token's, so their sums do not depend on the order in which
 // they are added up. Nothing is sorted: a threshold is found two bits at a time, by sums over the tokens above it.

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.comm import Collectives
 from headwise.runtime.models.base import (
     AttentionLayer,
     Model,
@@ -22,6 +21,7 @@ from headwise.runtime.models.base import (
 )
 from headwise.runtime.models.rope import inverse_frequencies
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
+from headwise.runtime.ops.comm import Collectives
 
 
 class Weights(Protocol):

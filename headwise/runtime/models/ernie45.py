@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
-from headwise.runtime.comm import Collectives
 from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig, Shard
 from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear, Weights
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
 from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import Tensor, TensorOps
+from headwise.runtime.ops.comm import Collectives
 
 DENSE = "Ernie4_5ForCausalLM"
 MOE = "Ernie4_5_MoeForCausalLM"

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headwise.errors import ModelError
-from headwise.runtime.comm import Collectives
 from headwise.runtime.models import ernie45, gemma3, llama, mistral
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder, Weights
 from headwise.runtime.models.hf_config import HfConfig
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import TensorOps
+from headwise.runtime.ops.comm import Collectives
 
 
 @dataclass(frozen=True)

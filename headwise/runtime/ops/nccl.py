@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import DeploymentError, EngineDiedError, first_line
 from headwise.kernels.cuda.launch import address_of
-from headwise.runtime.comm import Communicator
+from headwise.runtime.ops.comm import Communicator
 
 log = logging.getLogger(__name__)
 

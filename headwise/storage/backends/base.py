@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError
-from headwise.storage.base import HASH_BYTES
+from headwise.storage.index.messages import HASH_BYTES
 
 KEY_BYTES = HASH_BYTES + 4
 

@@ -1,0 +1,156 @@
+"""Attention against the card's bandwidth, torch and FlashInfer: the sections decode, heads and prefill of `gpu.py`.
+
+A step is checked before it is timed: of what is wrong, no time is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpu.bench import Bench
+from gpu.cases import Step, decode_step, half_windowed, prefill_step, step_bytes
+from gpu.peers import FlashInfer, Sdpa, Tensor, Torch, open_peers
+from gpu.rig import Work
+from gpu.spot_check import CLOSE, WrongError, check_step
+
+ROOM = 4
+"""Device memory that a comparison takes, over that of the keys and values: gathered, and once more meanwhile."""
+
+Peers = dict[str, Callable[[], tuple[Work, Tensor]]]
+"""By name: what makes the call, and its result."""
+
+
+def decode(bench: Bench) -> None:
+    """Bytes of KV per second over the card's copy bandwidth, and times against torch's and FlashInfer's."""
+    sizes, rows = bench.sizes, bench.rows
+    peers = open_peers()
+    rows.add("copy_bandwidth", bench.bandwidth / 1e12, "TB/s", note="read and written, device to device")
+    rows.add("read_bandwidth", bench.read_bandwidth / 1e12, "TB/s", note="of a kernel that only reads")
+    if peers[0] is None:
+        rows.skip("over_torch", "torch is not installed")
+    if peers[1] is None:
+        rows.skip("over_flashinfer", "flashinfer is not installed")
+    for batch in reversed(sizes.batches):
+        for context in reversed(sizes.contexts):
+            with rows.case(f"b{batch}_c{context}"):
+                _decode_case(bench, peers, batch, context)
+    rows.state("clocks", bench.rig.clocks())
+
+
+def _decode_case(bench: Bench, peers: tuple[Torch | None, FlashInfer | None], batch: int, context: int) -> None:
+    rig, sizes, rows, name = bench.rig, bench.sizes, bench.rows, f"b{batch}_c{context}"
+    needed = step_bytes(sizes.attention, batch, context)
+    if rig.free_bytes() < ROOM * needed:
+        rows.skip(name, f"the card has less than {ROOM * needed / 2**30:.0f} GiB free")
+        return
+    step = decode_step(rig, sizes.attention, batch, context, sizes.block_size)
+    error = check_step(rig, step)
+    torch, _ = peers
+    fills = step.kv_bytes >= sizes.fills_card
+    works, apart = _with_peers(bench, step, name, torch, _decode_peers(bench, name, peers, step, fills))
+    seconds = bench.seconds(works)
+    rows.add(
+        f"{name}_of_bandwidth", step.kv_bytes / seconds["ours"] / bench.bandwidth, least=0.85 if fills else None,
+        note=f"{seconds['ours'] * 1e6:.1f} us for {step.kv_bytes / 2**20:.0f} MiB of KV, {error:.1e} from NumPy",
+    )  # fmt: skip
+    for peer, distance in apart.items():
+        note = f"{peer} {seconds[peer] * 1e6:.1f} us, outputs {distance:.1e} apart"
+        aim = None if peer == "cudnn" else 1.0
+        rows.add(f"{name}_over_{peer}", seconds[peer] / seconds["ours"], least=aim, note=note)
+
+
+def _decode_peers(
+    bench: Bench, name: str, libraries: tuple[Torch | None, FlashInfer | None], step: Step, fills: bool
+) -> Peers:
+    """cuDNN where the card is filled only: it plans each shape anew, for a second or more."""
+    (torch, flashinfer), peers = libraries, Peers()
+    if torch is not None:
+        with bench.rows.case(f"{name}_gathered"):
+            sdpa = Sdpa(torch, step, causal=False)
+            peers |= {"torch": sdpa.flash, "cudnn": sdpa.cudnn} if fills else {"torch": sdpa.flash}
+    if flashinfer is not None:
+        peers["flashinfer"] = lambda: flashinfer.decode(step)
+    return peers
+
+
+def _with_peers(
+    bench: Bench, step: Step, name: str, torch: Torch | None, peers: Peers
+) -> tuple[dict[str, Work], dict[str, float]]:
+    """Ours and the peers' calls, and how far each peer's result is from ours. One that fails is a row, and left out."""
+    works, apart = {"ours": step.on(bench.rig)}, {}
+    for peer, make in peers.items():
+        with bench.rows.case(f"{name}_over_{peer}", optional=peer == "cudnn"):
+            work, result = make()
+            assert torch is not None
+            error = torch.error(step, result)
+            if not error < CLOSE:
+                raise WrongError(f"outputs are {error:.2e} apart, more than {CLOSE:g}")
+            works[peer], apart[peer] = work, error
+    return works, apart
+
+
+def heads(bench: Bench) -> None:
+    """One table for all heads, all of which see everything, against a table per window with half of them windowed."""
+    sizes, rig, heads = bench.sizes, bench.rig, bench.sizes.attention
+    batch, context = sizes.heads_at
+    windows, at = half_windowed(heads, sizes.window), f"batch {batch}, context {context}"
+    with bench.rows.case("decode_over_uniform"):
+        per_head = decode_step(rig, heads, batch, context, sizes.block_size, windows)
+        uniform = decode_step(rig, heads, batch, context, sizes.block_size)
+        _compare(bench, "decode_over_uniform", uniform, per_head, 0.55, at)
+        uniform = decode_step(rig, heads, batch, context, sizes.block_size, windows, one_table=True)
+        _compare(bench, "decode_over_one_table", uniform, per_head, None, f"{at}, windows in both")
+        del uniform, per_head
+    with bench.rows.case("prefill_over_uniform"):
+        prompt = sizes.prompts[-1]
+        uniform = prefill_step(rig, heads, prompt, sizes.block_size)
+        per_head = prefill_step(rig, heads, prompt, sizes.block_size, windows)
+        _compare(bench, "prefill_over_uniform", uniform, per_head, None, f"{prompt} tokens, nothing recycled")
+
+
+def _compare(bench: Bench, name: str, uniform: Step, per_head: Step, most: float | None, at: str) -> None:
+    error = max(check_step(bench.rig, step) for step in (uniform, per_head))
+    seconds = bench.seconds({"uniform": uniform.on(bench.rig), "per_head": per_head.on(bench.rig)})
+    is_decode = per_head.sequences[0][0] == 1
+    live = per_head.kv_bytes / uniform.kv_bytes if is_decode else per_head.flops / uniform.flops
+    window, sink = bench.sizes.window
+    note = (
+        f"{at}, window {window} and sink {sink}: {live:.3f} of the work; uniform {seconds['uniform'] * 1e3:.3f} ms, "
+        f"{error:.1e} from NumPy"
+    )
+    bench.rows.add(name, seconds["per_head"] / seconds["uniform"], most=most, note=note)
+
+
+def prefill(bench: Bench) -> None:
+    """TFLOP/s of a whole prompt against torch's flash SDPA."""
+    sizes, rows = bench.sizes, bench.rows
+    torch, _ = open_peers()
+    if torch is None:
+        rows.skip("over_torch", "torch is not installed")
+    for tokens in sizes.prompts:
+        with rows.case(f"t{tokens}"):
+            _prefill_case(bench, torch, tokens)
+    rows.state("clocks", bench.rig.clocks())
+
+
+def _prefill_case(bench: Bench, torch: Torch | None, tokens: int) -> None:
+    rig, sizes, rows, name = bench.rig, bench.sizes, bench.rows, f"t{tokens}"
+    step = prefill_step(rig, sizes.attention, tokens, sizes.block_size)
+    error = check_step(rig, step)
+    peers = Peers()
+    if torch is not None:
+        with rows.case(f"{name}_gathered"):
+            sdpa = Sdpa(torch, step, causal=True)
+            peers = {"torch": sdpa.flash, "cudnn": sdpa.cudnn}
+    works, apart = _with_peers(bench, step, name, torch, peers)
+    if torch is not None:
+        works["matmul"] = torch.matmul(step, sizes.product)
+    seconds = bench.seconds(works)
+    rows.add(name, step.flops / seconds["ours"] / 1e12, "TFLOP/s", note=f"{error:.1e} from NumPy")
+    if "matmul" in seconds:
+        at_best = 2 * sizes.product**3 / seconds["matmul"] / 1e12
+        rows.add(f"{name}_matmul", at_best, "TFLOP/s", note=f"torch, {sizes.product} rows and columns: the card's best")
+    for peer, distance in apart.items():
+        note = f"{peer} {step.flops / seconds[peer] / 1e12:.0f} TFLOP/s, outputs {distance:.1e} apart"
+        aim = 0.75 if peer == "torch" else None
+        rows.add(f"{name}_over_{peer}", seconds[peer] / seconds["ours"], least=aim, note=note)

@@ -1,0 +1,113 @@
+"""Random checkpoints of any geometry, written faster than they could be drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu.sizes import Sizes
+
+from headwise.cache_controller.dtypes import numpy_dtype
+
+POOL = 1 << 24
+"""Numbers drawn; weights are taken from them again and again, each tensor from another place."""
+
+LLAMA, ERNIE = "llama", "ernie"
+"""Directories of random models."""
+
+DEVIATION = 0.02
+WEIGHTS = "model.safetensors"
+
+
+def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Path | None = None) -> Path:
+    """``directory`` with ``config.json``, random weights in bfloat16 and a tokenizer; kept if it is there.
+
+    weights: a checkpoint of the same geometry to take them from
+    """
+    described, last = json.dumps(config), directory / "tokenizer.json"
+    if last.exists() and (directory / "config.json").read_text() == described:
+        return directory
+    last.unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(described)
+    if weights is None:
+        _write_weights(directory / WEIGHTS, list(_tensors(config)))
+    else:
+        (directory / WEIGHTS).unlink(missing_ok=True)  # of a run that was stopped
+        (directory / WEIGHTS).symlink_to(weights / WEIGHTS)
+    _write_tokenizer(last)
+    return directory
+
+
+def random_models(sizes: Sizes, layers: int | None) -> dict[str, dict[str, Any]]:
+    """Configurations by the names of their directories. ``layers`` are Llama's, in place of its own."""
+    llama = {**sizes.llama, "num_hidden_layers": layers} if layers else sizes.llama
+    return {LLAMA: llama, ERNIE: sizes.ernie}
+
+
+def weight_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of bfloat16 weights that a decode step reads: all, the embedding once, as the LM head."""
+    return sum(2 * math.prod(shape) for _, shape in _tensors(config))
+
+
+def kv_token_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of bfloat16 keys and values of a token, all layers and heads."""
+    return 4 * math.prod(int(config[key]) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+
+
+def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a decoder with tied embeddings and no biases."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        yield f"{at}self_attn.q_proj.weight", (q, hidden)
+        yield f"{at}self_attn.k_proj.weight", (kv, hidden)
+        yield f"{at}self_attn.v_proj.weight", (kv, hidden)
+        yield f"{at}self_attn.o_proj.weight", (hidden, q)
+        yield f"{at}mlp.gate_proj.weight", (inner, hidden)
+        yield f"{at}mlp.up_proj.weight", (inner, hidden)
+        yield f"{at}mlp.down_proj.weight", (hidden, inner)
+        yield f"{at}input_layernorm.weight", (hidden,)
+        yield f"{at}post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+
+
+def _write_weights(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
+    """A safetensors file: the header's length, the header, then every tensor's bytes."""
+    bfloat16, rng = numpy_dtype("bfloat16"), np.random.default_rng(0)
+    pool = (DEVIATION * rng.standard_normal(2 * POOL, dtype=np.float32)).astype(bfloat16).view(np.uint16)
+    norm = np.ones(max(shape[0] for _, shape in tensors if len(shape) == 1), np.float32).astype(bfloat16)
+    header, at = {}, 0
+    for name, shape in tensors:
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    with path.open("wb") as file:
+        file.write(len(described).to_bytes(8, "little") + described)
+        for _, shape in tensors:
+            count = math.prod(shape)
+            if len(shape) == 1:
+                file.write(norm[:count].tobytes())
+                continue
+            start = int(rng.integers(POOL))
+            for done in range(0, count, POOL):
+                file.write(pool[start : start + min(POOL, count - done)].data)
+
+
+def _write_tokenizer(path: Path) -> None:
+    """Bytes; the model's other tokens have no text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path))

@@ -1,0 +1,334 @@
+"""Everything that only a GPU can show: correctness, then attention, copies and whole models against their aims.
+
+    python benchmarks/gpu.py [--only decode,copies] [--markdown FILE] [--result FILE] [--work DIR]
+    python benchmarks/gpu.py --emulate
+
+Each section is a process of its own with a time limit: one that fails, hangs or breaks the GPU's context is a row of
+the table, and the others run. The table comes last but for one line of JSON, however the run ends, and both files are
+whole after every row. The exit status is 1 if anything failed; an aim that was missed is no failure. Where the section
+correctness has failures, no later aim counts as met. `--emulate` executes every line on a machine without a GPU, at
+tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu.report import FAILED, Recorder, Report, Row, described, from_line, to_line
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+if TYPE_CHECKING:
+    from gpu.rig import Rig
+
+LIMIT_S = 460.0
+"""Of the whole run: sections are stopped, and no more begun, once it is over."""
+
+LEAST_S = 5.0
+"""No section is begun with less time than this."""
+
+ABOUT, ABOUT_LIMIT_S = "about", 60.0
+"""What a process is asked that tells card and versions."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """``module.function`` of the benchmark, and the seconds it may take. torch: it compares with torch."""
+
+    module: str
+    function: str
+    limit_s: float
+    torch: bool = False
+
+    def run(self, options: argparse.Namespace, rows: Recorder) -> None:
+        from gpu.bench import Bench
+        from gpu.rig import imported
+
+        function = getattr(importlib.import_module(self.module), self.function)
+        if self.torch:
+            imported("torch")
+        rig = open_rig(options)
+        with rig.current():
+            bench = Bench(rig, rows, options)
+            function(bench)
+            bench.finish()
+
+
+SECTIONS = {
+    "compile": Section("gpu.correctness", "compile_kernels", 60),
+    "correctness": Section("gpu.correctness", "correctness", 50),
+    "decode": Section("gpu.attention", "decode", 80, torch=True),
+    "heads": Section("gpu.attention", "heads", 30),
+    "prefill": Section("gpu.attention", "prefill", 50, torch=True),
+    "copies": Section("gpu.copies", "copies", 60),
+    "model": Section("gpu.model", "model", 70),
+    "published": Section("gpu.serving", "published", 70),
+    "recycling": Section("gpu.serving", "recycling", 80),
+    "smollm2": Section("gpu.model", "smollm2", 45),
+    "sanitizer": Section("gpu.sanitizer", "sanitizer", 90),
+}
+"""In this order: what everything rests on, what most depends on, and last what may not be to be had."""
+
+
+def open_rig(options: argparse.Namespace) -> Rig:
+    """The GPU, or its emulation. Imported here: a process that runs no section needs neither."""
+    if options.emulate:
+        from gpu.emulated import EmulatedRig
+
+        return EmulatedRig(options.work, options.seed)
+    from gpu.rig import CudaRig
+
+    return CudaRig(options.work, options.seed)
+
+
+# ---- one section, in a process of its own ----
+
+
+def run_child(name: str, options: argparse.Namespace) -> None:
+    """Run a section and print its rows, a line of JSON each. Whatever else is printed goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def emit(line: str) -> None:
+        print(line, file=out, flush=True)
+
+    if name == ABOUT:
+        emit(json.dumps(told(options)))
+        return
+    run_here(name, options, lambda row: emit(to_line(row)))
+
+
+NO_GPU, ERROR = "no_gpu", "error"
+
+
+def told(options: argparse.Namespace) -> dict[str, str]:
+    """Card and versions; or the reason why there are none, by `NO_GPU` if nothing can be measured either."""
+    from headwise.errors import ConfigError
+
+    try:
+        return open_rig(options).about()
+    except ConfigError as error:
+        return {NO_GPU: described(error)}
+    except Exception as error:
+        return {ERROR: described(error)}
+
+
+def run_here(name: str, options: argparse.Namespace, emit: Callable[[Row], None]) -> None:
+    """Run a section in this process; what it raises is a row, too."""
+    rows = Recorder(name, emit)
+    try:
+        SECTIONS[name].run(options, rows)
+    except Exception as error:
+        traceback.print_exc()
+        rows.fail("whole", described(error))
+
+
+def lines_of(command: Sequence[str], limit_s: float) -> Iterator[str]:
+    """What a process prints, line by line. It and its children are killed after ``limit_s``.
+
+    Raises:
+        ChildError: it was killed, or ended otherwise than it should; after the lines it printed.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    late = threading.Event()
+
+    def kill() -> None:
+        late.set()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit_s, kill)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        yield from process.stdout
+        process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            kill()
+            process.wait()
+    if late.is_set():
+        raise ChildError(f"stopped: not done after {limit_s:.0f} s")
+    if process.returncode:
+        raise ChildError(f"its process ended with status {process.returncode}: see its output above")
+
+
+class ChildError(Exception):
+    """A section's process did not end well."""
+
+
+def run_apart(name: str, command: Sequence[str], limit_s: float, emit: Callable[[Row], None]) -> None:
+    """Run ``command``, which prints rows, and hand each to ``emit``; a failure is a row, too."""
+    try:
+        for line in lines_of(command, limit_s):
+            emit(from_line(line))
+    except (ChildError, ValueError, TypeError) as error:
+        Recorder(name, emit).fail("whole", described(error))
+
+
+def child_command(name: str, arguments: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """This script for one section, with the options of this run."""
+    shared = ("--work", str(options.work), "--seed", str(options.seed), "--child", name)
+    return [sys.executable, str(Path(__file__).resolve()), *arguments, *shared]
+
+
+# ---- all of them ----
+
+
+def run_all(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run the chosen sections, show what came of them, and return the exit status."""
+    started = time.monotonic()
+    report = Report(what_is_known_here(options), options.markdown, options.result)
+
+    def emit(row: Row) -> None:
+        row = report.add(row)
+        shown = (row.full_name, row.measured_text, row.aim_text and f"({row.aim_text})", row.status, row.note)
+        print(f"[{time.monotonic() - started:5.0f} s]", *filter(None, shown), flush=True)
+
+    try:
+        chosen = options.only if find_card(options, arguments, report, emit) else []
+        for name in chosen:
+            begun = time.monotonic()
+            run_section(name, options, arguments, options.limit - (begun - started), emit)
+            report.seconds[name] = time.monotonic() - begun
+    except BaseException as error:  # whoever stops the run gets what there is, too
+        emit(Row("run", "whole", FAILED, note=f"stopped: {described(error)}"))
+        raise
+    finally:
+        report.save()
+        print()
+        report.show()
+        print(report.line(), flush=True)
+    return int(report.has_failures)
+
+
+def find_card(
+    options: argparse.Namespace, arguments: Sequence[str], report: Report, emit: Callable[[Row], None]
+) -> bool:
+    """Put card and versions into the report; False if there is nothing to measure on."""
+    try:
+        said = told(options) if options.here else ask_about(options, arguments)
+    except (ChildError, ValueError) as error:
+        said = {ERROR: described(error)}
+    if NO_GPU in said or ERROR in said:
+        emit(Row(ABOUT, "card", FAILED, note=said.get(NO_GPU, said.get(ERROR, ""))))
+    else:
+        report.about |= said
+    print(", ".join(f"{name} {value}" for name, value in report.about.items()), flush=True)
+    return NO_GPU not in said
+
+
+def ask_about(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, str]:
+    """What `told` says in a process of its own, so that this one stays off the card; raises `ChildError`."""
+    said: dict[str, str] = json.loads("".join(lines_of(child_command(ABOUT, arguments, options), ABOUT_LIMIT_S)))
+    return said
+
+
+def run_section(
+    name: str, options: argparse.Namespace, arguments: Sequence[str], left_s: float, emit: Callable[[Row], None]
+) -> None:
+    """Run a section within its limit and the time that is left."""
+    if left_s < LEAST_S:
+        emit(Row(name, "whole", FAILED, note=f"not begun: {options.limit:.0f} s are over; see --only and --limit"))
+    elif options.here:
+        run_here(name, options, emit)
+    else:
+        run_apart(name, child_command(name, arguments, options), min(SECTIONS[name].limit_s, left_s), emit)
+
+
+def what_is_known_here(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "seed": options.seed,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+@contextmanager
+def work_directory(given: Path | None) -> Iterator[Path]:
+    """For compiled kernels and random checkpoints: the given one, else one that goes with the run."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="headwise-gpu-") as made:
+        yield Path(made)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=_sections, default=list(SECTIONS), help=f"some of {','.join(SECTIONS)}")
+    parser.add_argument("--emulate", action="store_true", help="on a CPU, tiny: to execute every line")
+    parser.add_argument("--here", action="store_true", help="all in this process, with no limits: for a debugger")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of the whole run (default: %(default)g)")
+    parser.add_argument("--work", type=Path, help="keep compiled kernels and random checkpoints here")
+    parser.add_argument("--seed", type=int, help="of all random inputs (default: a new one)")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    parser.add_argument("--result", type=Path, help="write the line of JSON to this file, too")
+    parser.add_argument("--layers", type=int, help="of the random Llama-3.2-1B, in place of its 16")
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M: a converted directory, or its GGUF file")
+    parser.add_argument("--expect", type=Path, help="its greedy tokens, made by --make-expected on a CPU")
+    parser.add_argument("--make-expected", type=Path, help="make that file from --smollm2, on this machine's CPU")
+    parser.add_argument("--sanitize-target", choices=("cxx", "triton"), help="run these kernels once, and nothing else")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.seed is None:
+        options.seed = secrets.randbits(32)
+    return options
+
+
+def _sections(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SECTIONS]:
+        raise argparse.ArgumentTypeError(f"there is no section {', '.join(unknown)}: choose from {', '.join(SECTIONS)}")
+    return names
+
+
+def stop(*_: object) -> None:
+    """At a signal: unwinds, so that no section is left behind and what was found is shown."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    if options.make_expected:
+        from gpu.model import make_expected
+
+        return make_expected(options)
+    signal.signal(signal.SIGTERM, stop)
+    with work_directory(options.work) as options.work:
+        if options.child:
+            run_child(options.child, options)
+            return 0
+        if options.sanitize_target:
+            from gpu.sanitizer import run_target
+
+            run_target(open_rig(options), options.sanitize_target)
+            return 0
+        return run_all(options, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Whole models on CuPy: the sections model and smollm2 of `gpu.py`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu.bench import Bench
+from gpu.checkpoint import LLAMA, kv_token_bytes, random_models, weight_bytes, write_checkpoint
+from gpu.engine import Serving, engine_config, greedy, random_prompts, serving, tokens_until_all_decode
+from gpu.sizes import FULL
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.cuda.sampling import THREADS, CudaSampling, rows_of
+from headwise.runtime.client.local_engine import LocalEngine
+from headwise.runtime.config.engine_config import EngineConfig
+
+BATCHED_TOKENS = 8192
+"""Token budget of a step: prompts are computed in few."""
+
+
+def model(bench: Bench) -> None:
+    """Decode steps of a random Llama-3.2-1B against their memory traffic, with and without CUDA graphs."""
+    sizes, rig = bench.sizes, bench.rig
+    config = random_models(sizes, bench.options.layers)[LLAMA]
+    directory = write_checkpoint(rig.work / LLAMA, config)
+    longest = sizes.decode_context + _output_tokens(bench, max(sizes.decode_batches)) + sizes.block_size
+    shared = {
+        "block_size": sizes.block_size,
+        "max_num_seqs": max(sizes.decode_batches),
+        "max_batched_tokens": BATCHED_TOKENS,
+        "max_model_len": longest,
+        "kv_cache": str(max(sizes.decode_batches) * (longest + 2 * sizes.block_size) * kv_token_bytes(config)),
+    }
+    bandwidth, tokens = bench.bandwidth, {}
+    for name, graphs in (("graphs", True), ("eager", False)):
+        with bench.rows.case(name):
+            began = time.perf_counter()
+            with serving(rig, engine_config(rig, directory, **shared, cuda_graphs=graphs)) as opened:
+                bench.rows.add(f"{name}_start", time.perf_counter() - began, "s", note="until the engine is ready")
+                tokens[name] = [
+                    _decode(bench, opened, config, name, batch, bandwidth) for batch in sizes.decode_batches
+                ]
+                captured = opened.captured_graphs
+                bench.rows.check(f"{name}_recorded", graphs == (captured > 0), f"{captured} graphs")
+    if len(tokens) == 2:
+        pairs = [pair for both in zip(*tokens.values(), strict=True) for pair in zip(*both, strict=True)]
+        same = sum(one == other for one, other in pairs) / len(pairs)
+        bench.rows.add("graphs_same_tokens", same, note="sequences; random weights leave many tokens nearly equal")
+    with bench.rows.case("draw"):
+        _sampling(bench, max(sizes.decode_batches), config["vocab_size"])
+
+
+def _sampling(bench: Bench, rows: int, vocab: int) -> None:
+    """Time of drawing a token for each of ``rows`` of scores."""
+    rng = np.random.default_rng(bench.rig.seed)
+    device = bench.rig.device(EngineConfig(device="cuda", cache_dir=str(bench.rig.work)))
+    ops, columns, ways = device.ops, np.ones(rows), {"top_p": (0, 0.9), "top_k_top_p": (50, 0.9), "plain": (0, 1.0)}
+    with device.current():
+        kernel = CudaSampling(bench.rig.programs, numpy_dtype("bfloat16"), THREADS if bench.sizes.long else 64)
+        scores = ops.tensor(3 * rng.standard_normal((rows, vocab), dtype=np.float32))
+        drawn = ops.empty_bytes(8 * rows).view(np.int32)
+
+        def draw(top_k: int, top_p: float) -> Callable[[], object]:
+            seeds, places = np.arange(rows, dtype=np.uint64), np.arange(rows)
+            told = rows_of(0.8 * columns, np.full(rows, top_k, np.int32), top_p * columns, 0 * columns, seeds, places)
+            table = ops.upload(told.view(np.uint8))
+            return lambda: kernel.draw(scores, table, 0.0, drawn[:rows], drawn[rows:].view(np.float32))
+
+        works = {name: draw(*values) for name, values in ways.items()}
+        works["greedy"] = lambda: kernel.likeliest(scores, drawn[:rows], drawn[rows:].view(np.float32))
+        for name, seconds in bench.seconds(works).items():
+            bench.rows.add(f"draw_{name}", seconds * 1e6, "us", note=f"{rows} rows of {vocab} bfloat16 scores")
+
+
+def _output_tokens(bench: Bench, batch: int) -> int:
+    before = tokens_until_all_decode(batch, bench.sizes.decode_context, BATCHED_TOKENS)
+    return before + bench.sizes.warm_steps + bench.sizes.decode_steps
+
+
+def _decode(
+    bench: Bench, opened: Serving, config: Mapping[str, Any], name: str, batch: int, bandwidth: float
+) -> list[list[int]]:
+    """Time decode steps of ``batch`` sequences; their tokens."""
+    sizes = bench.sizes
+    prompts = random_prompts(batch, sizes.decode_context, config["vocab_size"], seed=batch)
+    ids = opened.submit(prompts, _output_tokens(bench, batch))
+    opened.until_first_tokens(ids)
+    opened.decode_steps(sizes.warm_steps, batch)
+    seconds = opened.decode_steps(sizes.decode_steps, batch)
+    opened.finish()
+    context = sizes.decode_context + sizes.warm_steps + sizes.decode_steps // 2
+    traffic = weight_bytes(config) + batch * context * kv_token_bytes(config)
+    note = f"{seconds * 1e3:.2f} ms a step, {traffic / 1e9:.2f} GB, {batch / seconds:.0f} tokens/s"
+    bench.rows.add(f"{name}_b{batch}_of_bandwidth", traffic / bandwidth / seconds, note=note)
+    return [opened.tokens[request] for request in ids]
+
+
+# ---- real weights ----
+
+TEXTS = (
+    "The lighthouse keeper climbed the stairs one last time and",
+    "In physics, the second law of thermodynamics says that",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "Dear Maria, thank you for the letter you sent in June. I was",
+)
+CLOSE = 1e-3
+"""Two tokens whose log-probabilities differ by less may change places with the order of a sum."""
+
+
+def expected_tokens(directory: Path, cache_dir: Path, size: tuple[int, int], **fields: Any) -> dict[str, Any]:
+    """Greedy tokens of `TEXTS` on the CPU in float32: prompts, tokens, and by how much each was the best."""
+    prompts, count = size
+    config = EngineConfig.from_dict(
+        {"model": str(directory), "device": "cpu", "cache_dir": str(cache_dir), "prefix_caching": False, **fields}
+    )
+    with LocalEngine(config) as engine:
+        ids = [engine.preprocessor.tokenizer.encode(text) for text in TEXTS[:prompts]]
+        results = engine.generate(ids, replace(greedy(count), logprobs=2))
+    margins = [[_margin(entry.top) for entry in result.logprobs] for result in results]
+    tokens = [list(result.token_ids) for result in results]
+    return {"sha256": sha256_of(directory), "prompts": ids, "tokens": tokens, "margins": margins}
+
+
+def sha256_of(model: Path) -> str:
+    """Of a GGUF file; empty for a directory."""
+    return hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else ""
+
+
+def _margin(top: Sequence[tuple[int, float]]) -> float:
+    best = sorted((value for _, value in top), reverse=True)
+    return float(best[0] - best[1])
+
+
+def make_expected(options: argparse.Namespace) -> int:
+    """`--make-expected`: write the file that `--expect` reads."""
+    if options.smollm2 is None:
+        raise SystemExit("--make-expected needs --smollm2, the directory of the model")
+    expected = expected_tokens(options.smollm2, Path(EngineConfig().cache_dir), FULL.greedy)
+    options.make_expected.write_text(json.dumps(expected))
+    print(
+        f"{sum(map(len, expected['tokens']))} tokens of {len(expected['prompts'])} prompts in {options.make_expected}"
+    )
+    return 0
+
+
+def smollm2(bench: Bench) -> None:
+    """The same greedy tokens as on the CPU."""
+    options, rows, rig = bench.options, bench.rows, bench.rig
+    if options.smollm2 is None:
+        rows.skip("same_tokens", "give --smollm2, a directory with the converted model")
+        return
+    if options.expect is not None:
+        expected = json.loads(options.expect.read_text())
+        check_file(options.smollm2, expected["sha256"])
+    else:
+        expected = expected_tokens(
+            options.smollm2, rig.work, bench.sizes.greedy, tensor_ops="numpy", kernels="reference",
+            block_size=bench.sizes.block_size,
+        )  # fmt: skip
+    count = len(expected["tokens"][0])
+    for dtype in ("float32", "bfloat16"):
+        with rows.case(f"tokens_{dtype}"):
+            config = engine_config(
+                rig, options.smollm2.resolve(), dtype=dtype, block_size=bench.sizes.block_size, kv_cache="64MiB"
+            )
+            with serving(rig, config) as opened:
+                results = opened.engine.generate(expected["prompts"], greedy(count))
+            found = [list(result.token_ids) for result in results]
+            equal, margin = compare_tokens(found, expected)
+            note = f"of {count * len(found)} tokens up to the first that differs; widest margin there {margin:.1e}"
+            rows.add(f"tokens_{dtype}", equal, note=note)
+            if dtype == "float32":
+                rows.check("same_tokens", margin < CLOSE, "but where two were as good as equal" if margin else "")
+
+
+def check_file(model: Path, expected: str) -> None:
+    """Whether a GGUF file is the one that tokens were made with: it may have travelled in pieces.
+
+    Raises:
+        ValueError: it is not.
+    """
+    found = sha256_of(model)
+    if found and expected and found != expected:
+        raise ValueError(
+            f"{model} of {model.stat().st_size} bytes has SHA-256 {found[:16]}..., the tokens were made with "
+            f"{expected[:16]}...: is a piece missing?"
+        )
+
+
+def compare_tokens(found: Sequence[Sequence[int]], expected: Mapping[str, Any]) -> tuple[int, float]:
+    """Equal tokens before the first that differs, over all prompts; and the widest margin of those expected there."""
+    equal, widest = 0, 0.0
+    for tokens, wanted, margins in zip(found, expected["tokens"], expected["margins"], strict=True):
+        at = next((i for i, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1]), len(wanted))
+        equal += at
+        if at < len(wanted):
+            widest = max(widest, margins[at])
+    return equal, widest

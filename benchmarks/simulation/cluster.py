@@ -1,0 +1,495 @@
+"""Engines that serve a trace behind a scheduler, as discrete events: an hour of eight GPUs in some twenty seconds.
+
+An engine computes prompts in order, chunk by chunk, in steps that also decode all that runs; a step takes what a
+roofline of the GPU says (`simulated_gpu`). Between prompts it decodes, and many equal steps are one event. Its cache is
+block lists: device (what runs is held, the rest is least recently used), host (what the device evicts), and storage,
+shared by all engines (what hosts evict). The unit of all caches is a block of the trace, 512 tokens.
+
+What it leaves out: preemption (a request holds its blocks from the start), cached outputs (the trace does not tell
+which blocks they are), and the network.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from simulation.gpu import BYTES, Gpu, weights_of
+
+from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineLoad, EngineStatus
+
+BLOCK = 512
+"""Tokens that one block of the trace stands for."""
+
+SMOOTHING = 0.2
+"""Of the speeds that engines measure."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What an engine has. Sizes are in blocks, speeds in seconds per token.
+
+    device, host: blocks of an engine; storage: of all engines together
+    host_token_s, storage_token_s: from host to device, from storage to host
+    """
+
+    gpu: Gpu
+    model: ModelConfig
+    device: int
+    host: int
+    storage: int
+    host_token_s: float
+    storage_token_s: float
+    step_tokens: int = 2048
+    max_num_seqs: int = 128
+
+
+@dataclass(eq=False)
+class Request:
+    """One request of the trace, and what became of it.
+
+    path: hashes of the prompt's full blocks
+    """
+
+    name: str
+    arrived: float
+    path: list[bytes]
+    num_tokens: int
+    output: int
+    engine: int = -1
+    device: int = 0
+    loaded_host: int = 0
+    loaded_storage: int = 0
+    left: int = 0
+    computed: int = 0
+    held: list[bytes] = field(default_factory=list)
+    reserved: int = 0
+    first_token: float = -1.0
+    ended: float = -1.0
+
+    @property
+    def blocks(self) -> int:
+        return -(-(self.num_tokens + self.output) // BLOCK)
+
+
+class StepTime:
+    """`simulated_gpu.SimulatedGpu.step_seconds` of a model whose heads all see everything, in plain arithmetic."""
+
+    def __init__(self, gpu: Gpu, model: ModelConfig) -> None:
+        weights = weights_of(model)
+        heads = model.num_layers * model.num_kv_heads
+        self._flops = gpu.flops * gpu.compute_efficiency
+        self._bandwidth = gpu.bandwidth * gpu.memory_efficiency
+        self._overhead_s = gpu.overhead_s
+        self._per_token = 2 * weights.per_token
+        self._head = 2 * weights.head
+        self._pair = 4 * model.head_dim * (model.num_heads // model.num_kv_heads) * heads
+        self._weight_bytes = weights.read(1) * BYTES
+        self.kv_bytes = 2 * model.head_dim * BYTES * heads
+        """Of a token's cache."""
+
+    def seconds(self, chunks: Iterable[tuple[int, int]], decoding: int, context: int, samples: int) -> float:
+        """A step with ``chunks`` of prompts (tokens before, tokens), and ``decoding`` sequences with ``context`` tokens
+        of cache between them."""
+        tokens, keys = decoding, context + decoding
+        pairs = keys
+        for start, count in chunks:
+            tokens += count
+            keys += start + count
+            pairs += count * start + count * (count + 1) // 2
+        flops = self._per_token * tokens + self._head * samples + self._pair * pairs
+        size = self._weight_bytes + self.kv_bytes * (keys + tokens)
+        return max(flops / self._flops, size / self._bandwidth) + self._overhead_s
+
+
+class Index(Protocol):
+    """`headwise.storage.index.prefix_index.PrefixIndex`, as far as engines tell it of their caches."""
+
+    def apply(self, node: str, tier: str, block_hashes: bytes, resident: bool, resumable: bytes = b"") -> None: ...
+
+
+class Storage:
+    """The shared storage: the least recently written or read blocks go first."""
+
+    def __init__(self, capacity: int, index: Index) -> None:
+        self.blocks: OrderedDict[bytes, str] = OrderedDict()  # and who wrote it
+        self._capacity = capacity
+        self._index = index
+
+    def put(self, blocks: Iterable[bytes], writer: str) -> None:
+        new = [block for block in blocks if block not in self.blocks] if self._capacity else []
+        self.blocks.update(dict.fromkeys(new, writer))
+        if new:
+            self._index.apply(writer, "storage", b"".join(new), True)
+        while len(self.blocks) > self._capacity:
+            block, by = self.blocks.popitem(last=False)
+            self._index.apply(by, "storage", block, False)
+
+
+class Cache:
+    """One engine's device and host blocks."""
+
+    def __init__(self, name: str, hardware: Hardware, storage: Storage, index: Index) -> None:
+        self.held: dict[bytes, int] = {}
+        self.free: OrderedDict[bytes, None] = OrderedDict()  # cached and not held, least recently used first
+        self.host: OrderedDict[bytes, None] = OrderedDict()
+        self.private = 0
+        self._name, self._hardware, self._storage, self._index = name, hardware, storage, index
+
+    @property
+    def used(self) -> int:
+        return len(self.held) + self.private
+
+    def match(self, path: Sequence[bytes], most: int) -> tuple[int, int, int]:
+        """Leading blocks, at most ``most``, that the device, device and host, and all tiers have."""
+        held, free, host, storage = self.held, self.free, self.host, self._storage.blocks
+        depth = 0
+        while depth < most and ((block := path[depth]) in held or block in free):
+            depth += 1
+        device = depth
+        while depth < most and ((block := path[depth]) in held or block in free or block in host):
+            depth += 1
+        with_host = depth
+        while depth < most and ((block := path[depth]) in host or block in storage or block in free or block in held):
+            depth += 1
+        return device, with_host, depth
+
+    def fetch(self, blocks: Sequence[bytes]) -> None:
+        """Storage's blocks are in the host now."""
+        for block in blocks:
+            if block in self._storage.blocks:
+                self._storage.blocks.move_to_end(block)
+        self._to_host(blocks)
+
+    def hold(self, request: Request, hits: int) -> bool:
+        """Hold the ``hits`` leading blocks, and room for the rest; False: there is none, and nothing was changed."""
+        path = request.path[:hits]
+        more = request.blocks - sum(block in self.held for block in path)
+        if self.used + more > self._hardware.device:
+            return False
+        for block in path:
+            self.held[block] = self.held.get(block, 0) + 1
+            self.free.pop(block, None)
+        request.held = list(path)
+        request.reserved = request.blocks - hits
+        self.private += request.reserved
+        evicted = []
+        while self.used + len(self.free) > self._hardware.device:
+            evicted.append(self.free.popitem(last=False)[0])
+        if evicted:
+            self._index.apply(self._name, "device", b"".join(evicted), False)
+            self._to_host(evicted)
+        return True
+
+    def computed(self, request: Request) -> None:
+        """All blocks of the prompt are there, and others may use them."""
+        for block in request.path[len(request.held) :]:
+            self.held[block] = self.held.get(block, 0) + 1
+            self.free.pop(block, None)
+            request.reserved -= 1
+            self.private -= 1
+        request.held = request.path
+
+    def release(self, request: Request) -> None:
+        """The request has ended: its blocks are cached, last ones first to go; and the index hears of them."""
+        self.private -= request.reserved
+        for block in reversed(request.held):
+            self.held[block] -= 1
+            if not self.held[block]:
+                del self.held[block]
+                self.free[block] = None
+        if request.held:
+            self._index.apply(self._name, "device", b"".join(request.held), True)
+
+    def _to_host(self, blocks: Sequence[bytes]) -> None:
+        if not self._hardware.host:
+            self._storage.put(blocks, self._name)
+            return
+        new = [block for block in blocks if block not in self.host]
+        for block in blocks:
+            self.host[block] = None
+            self.host.move_to_end(block)
+        if new:
+            self._index.apply(self._name, "host", b"".join(new), True)
+        gone = []
+        while len(self.host) > self._hardware.host:
+            gone.append(self.host.popitem(last=False)[0])
+        if gone:
+            self._index.apply(self._name, "host", b"".join(gone), False)
+            self._storage.put(gone, self._name)
+
+
+class OneCache(Cache):
+    """A cache that all engines share, as large as all of theirs, at no cost: what no deployment can have."""
+
+    def __init__(self, hardware: Hardware, engines: int, index: Index) -> None:
+        super().__init__("oracle", hardware, Storage(0, index), index)
+        self._capacity = engines * (hardware.device + hardware.host) + hardware.storage
+        self.used_by: dict[int, int] = dict.fromkeys(range(engines), 0)
+
+    def hold(self, request: Request, hits: int) -> bool:
+        if self.used_by[request.engine] + request.blocks > self._hardware.device:
+            return False
+        self.used_by[request.engine] += request.blocks
+        self.computed(request)
+        return True
+
+    def computed(self, request: Request) -> None:
+        for block in reversed(request.path):
+            self.free[block] = None
+            self.free.move_to_end(block)
+        while len(self.free) > self._capacity:
+            self.free.popitem(last=False)
+
+    def release(self, request: Request) -> None:
+        self.used_by[request.engine] -= request.blocks
+
+
+class Engine:
+    """Serves what is submitted; `advance` is called when the event comes that `next_event` names."""
+
+    def __init__(self, number: int, hardware: Hardware, cache: Cache) -> None:
+        self.number, self.name = number, f"engine-{number}"
+        self.hardware, self.cache = hardware, cache
+        self.time = StepTime(hardware.gpu, hardware.model)
+        self.waiting: deque[Request] = deque()
+        self.fetching: list[tuple[float, int, Request, list[bytes]]] = []
+        self.computing: deque[Request] = deque()
+        self.decoding: list[tuple[int, int, Request]] = []  # heap by the step of the last token
+        self.context = 0
+        self.steps = 0
+        self.now = 0.0
+        self.busy_s = 0.0
+        self.received: list[str] = []
+        self.ended: list[Request] = []
+        self.prefill_token_s = self.decode_step_s = 0.0
+        self._chunks: list[tuple[Request, int]] = []
+        self._step_s = 0.0
+        self._span = 0  # steps under way, from `now` on
+        self._tie = itertools.count()
+        self._fetched_at = 0.0
+
+    # ---- from outside ----
+
+    def submit(self, request: Request, now: float) -> None:
+        request.engine = self.number
+        self.received.append(request.name)
+        _, with_host, every = self.cache.match(request.path, _most(request))
+        hardware = self.hardware
+        if every > with_host and self.prefill_token_s > hardware.host_token_s + hardware.storage_token_s:
+            blocks = request.path[with_host:every]
+            request.loaded_storage = len(blocks) * BLOCK
+            self._fetched_at = max(self._fetched_at, now) + request.loaded_storage * hardware.storage_token_s
+            heapq.heappush(self.fetching, (self._fetched_at, next(self._tie), request, blocks))
+        else:
+            self.waiting.append(request)
+        self._interrupt(now)
+
+    def next_event(self) -> float:
+        """When `advance` has something to do."""
+        soonest = self.fetching[0][0] if self.fetching else float("inf")
+        return min(soonest, self.now + self._span * self._step_s if self._span else float("inf"))
+
+    def advance(self, now: float) -> None:
+        """Let what is over by ``now`` be over, and begin what is next."""
+        fetched = False
+        while self.fetching and self.fetching[0][0] <= now:
+            _, _, request, blocks = heapq.heappop(self.fetching)
+            self.cache.fetch(blocks)
+            self.waiting.append(request)
+            fetched = True
+        if self._span and self.now + self._span * self._step_s <= now + 1e-12:
+            self._finish_span()
+        elif fetched:
+            self._interrupt(now)
+        if not self._span:
+            self.now = max(self.now, now)
+            self._begin_span()
+
+    def status(self) -> EngineStatus:
+        """What the engine would report now."""
+        received, self.received = tuple(self.received), []
+        match, most = self.cache.match, _most
+        waiting = [*self.waiting, *(entry[2] for entry in self.fetching)]
+        queued = sum(each.num_tokens - BLOCK * match(each.path, most(each))[1] for each in waiting)
+        work = EngineLoad(
+            waiting=len(waiting),
+            running=len(self.computing) + len(self.decoding),
+            queued_tokens=queued + sum(each.left for each in self.computing),
+            used_blocks=min(self.cache.used, self.hardware.device),
+            total_blocks=self.hardware.device,
+            prefill_token_s=self.prefill_token_s,
+            decode_step_s=self.decode_step_s,
+            host_token_s=self.hardware.host_token_s,
+            storage_token_s=self.hardware.storage_token_s,
+        )
+        return EngineStatus("", self.name, f"tcp://{self.name}", work.waiting + work.running, {}, 1, work, received)
+
+    @property
+    def ongoing(self) -> int:
+        return len(self.waiting) + len(self.fetching) + len(self.computing) + len(self.decoding)
+
+    @property
+    def work_left(self) -> int:
+        """Tokens of prompts to compute."""
+        waiting = sum(each.num_tokens - BLOCK * self.cache.match(each.path, _most(each))[0] for each in self.waiting)
+        return waiting + sum(each.left for each in self.computing)
+
+    # ---- steps ----
+
+    def _interrupt(self, now: float) -> None:
+        """Something is to be started: a run of decode steps ends with the step that is under way."""
+        if self._span and not self._chunks:
+            done = int((now - self.now) / self._step_s) + 1
+            self._span = min(self._span, done)
+
+    def _begin_span(self) -> None:
+        self._admit()
+        room = self.hardware.step_tokens - len(self.decoding)
+        self._chunks, load_s = [], 0.0
+        for request in self.computing:
+            if room <= 0:
+                break
+            count = min(room, request.left)
+            if request.left == request.num_tokens - request.computed and request.loaded_host + request.loaded_storage:
+                load_s += (request.loaded_host + request.loaded_storage) * self.hardware.host_token_s
+            self._chunks.append((request, count))
+            room -= count
+        if not self._chunks and not self.decoding:
+            self._span = 0
+            return
+        samples = len(self.decoding) + sum(count == request.left for request, count in self._chunks)
+        spans = [(request.num_tokens - request.left, count) for request, count in self._chunks]
+        compute_s = self.time.seconds(spans, len(self.decoding), self.context, samples)
+        tokens = sum(count for _, count in spans)
+        if tokens > len(self.decoding):
+            self.prefill_token_s = _smooth(self.prefill_token_s, compute_s / (tokens + len(self.decoding)))
+        elif not tokens:
+            self.decode_step_s = _smooth(self.decode_step_s, compute_s)
+        self._step_s = max(compute_s, load_s)  # layer by layer
+        self._span = 1 if self._chunks else self.decoding[0][0] - self.steps
+        if self._chunks:
+            self.busy_s += self._step_s
+
+    def _admit(self) -> None:
+        """Start what waits, in order, as far as a step's tokens and the device go."""
+        room = self.hardware.step_tokens - len(self.decoding) - sum(request.left for request in self.computing)
+        while room > 0 and self.waiting and self.ongoing - len(self.waiting) < self.hardware.max_num_seqs:
+            request = self.waiting[0]
+            device, with_host, _ = self.cache.match(request.path, _most(request))
+            if self.hardware.host_token_s >= self.prefill_token_s > 0:
+                with_host = device
+            if not self.cache.hold(request, device):
+                return
+            self.waiting.popleft()
+            request.device = device * BLOCK
+            loaded = (with_host - device) * BLOCK
+            request.loaded_storage = min(request.loaded_storage, loaded)
+            request.loaded_host = loaded - request.loaded_storage
+            request.computed = with_host * BLOCK
+            request.left = request.num_tokens - request.computed
+            self.computing.append(request)
+            room -= request.left
+
+    def _finish_span(self) -> None:
+        self.now += self._span * self._step_s
+        self.steps += self._span
+        self.context += self._span * len(self.decoding)
+        while self.decoding and self.decoding[0][0] <= self.steps:
+            self._end(heapq.heappop(self.decoding)[2])
+        for request, count in self._chunks:
+            request.left -= count
+            if not request.left:
+                self.computing.remove(request)
+                self.cache.computed(request)
+                request.first_token = self.now
+                self.context += request.num_tokens
+                if request.output > 1:
+                    heapq.heappush(self.decoding, (self.steps + request.output - 1, next(self._tie), request))
+                else:
+                    self._end(request)
+        self._span, self._chunks = 0, []
+
+    def _end(self, request: Request) -> None:
+        request.ended = self.now
+        self.context -= request.num_tokens + request.output - 1
+        self.cache.release(request)
+        self.ended.append(request)
+
+
+class Dispatcher(Protocol):
+    """A policy under test."""
+
+    def route(self, request: Request, now: float) -> int | None:
+        """The engine of a request; None: none can take it, ask again after the next status."""
+        ...
+
+    def report(self, engine: Engine, now: float) -> None:
+        """An engine's status is due."""
+        ...
+
+
+def serve(requests: Sequence[Request], engines: Sequence[Engine], dispatcher: Dispatcher) -> list[list[float]]:
+    """Serve all requests; per status interval, what each engine has spent on prompts by then, in seconds."""
+    events: list[tuple[float, int, str, Any]] = [
+        (request.arrived, i, "arrival", request) for i, request in enumerate(requests)
+    ]
+    tie = itertools.count(len(events))
+    for engine in engines:
+        offset = STATUS_INTERVAL_S * engine.number / len(engines)
+        events.append((requests[0].arrived - STATUS_INTERVAL_S + offset, next(tie), "status", engine))
+    heapq.heapify(events)
+    planned: dict[int, float] = {}
+    queue: deque[Request] = deque()
+    spent: list[list[float]] = []
+
+    def plan(engine: Engine) -> None:
+        at = engine.next_event()
+        if at != float("inf") and planned.get(engine.number) != at:
+            planned[engine.number] = at
+            heapq.heappush(events, (at, next(tie), "engine", engine))
+
+    def dispatch(request: Request, now: float) -> bool:
+        number = dispatcher.route(request, now)
+        if number is None:
+            return False
+        engine = engines[number]
+        engine.submit(request, now)
+        engine.advance(now)
+        plan(engine)
+        return True
+
+    left = len(requests)
+    while left:
+        now, _, kind, what = heapq.heappop(events)
+        if kind == "arrival":
+            if queue or not dispatch(what, now):
+                queue.append(what)
+        elif kind == "engine":
+            if planned.get(what.number) == now:
+                del planned[what.number]
+                what.advance(now)
+                plan(what)
+                left -= len(what.ended)
+                what.ended.clear()
+        else:
+            dispatcher.report(what, now)
+            heapq.heappush(events, (now + STATUS_INTERVAL_S, next(tie), "status", what))
+            while queue and dispatch(queue[0], now):
+                queue.popleft()
+            if what.number == 0:
+                spent.append([engine.busy_s for engine in engines])
+    return spent
+
+
+def _most(request: Request) -> int:
+    return (request.num_tokens - 1) // BLOCK
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if not old else old + SMOOTHING * (new - old)

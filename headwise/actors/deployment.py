@@ -1,0 +1,322 @@
+"""Starting and stopping a deployment: the one module of the runtime that knows Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from headwise.actors.addresses import check_free, free_ports, is_loopback
+from headwise.actors.calls import get
+from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
+from headwise.actors.names import NAMESPACE, actor_name
+from headwise.actors.restarts import Life
+from headwise.errors import DeploymentError, HeadwiseError
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.loader.progress import Progress, SilentProgress
+
+if TYPE_CHECKING:
+    from headwise.actors.frontend_watchdog import FrontendWatchdog
+    from headwise.actors.placement import EngineSite
+    from headwise.actors.supervisor import Role, Site, Supervisor
+    from headwise.storage.index.encryption import CurveKeys
+
+__all__ = ["Deployment", "cluster_of_this_job", "resolve_client_address"]
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+PORT_ATTEMPTS = 3
+LOCAL_RESOURCES_TIMEOUT_S = 5.0
+"""Of a Ray instance started here that is too small: it does not grow."""
+_SLOWEST_START = 2.0
+"""Times ``start_timeout_s`` after which an engine that says nothing of its start counts as one that failed."""
+
+
+class Deployment:
+    """A running deployment: one scheduler, one attention store, and ``replicas`` engines with their workers.
+
+    This process owns its actors: they end with it, however it ends. It replaces those that die, and those that live
+    and do nothing. Made by `start`.
+    """
+
+    def __init__(self, config: EngineConfig, cluster: Cluster) -> None:
+        from headwise.actors.supervisor import Supervisor
+
+        self.config = config
+        self.client_address = ""
+        self._cluster = cluster
+        self._roles: dict[str, Role] = {}
+        self._sites: list[EngineSite] = []
+        self._supervisor: Supervisor = Supervisor(config.engine_timeout_s)
+        self._guard: FrontendWatchdog | None = None
+        self._stopped = False
+        self._over = threading.Event()
+        self._failure: DeploymentError | None = None
+
+    @classmethod
+    def start(cls, config: EngineConfig, address: str | None = None, progress: Progress | None = None) -> Deployment:
+        """Start a deployment and wait until it serves.
+
+        address: of the Ray cluster: ``HOST:PORT``, or ``auto`` for the one this machine is part of. None starts a
+                 local Ray instance that ends with the deployment.
+
+        Raises `DeploymentError` if it cannot be started or the cluster cannot be reached, and the `ModelError` or
+        `ConfigError` that keeps an engine from serving.
+        """
+        progress = progress or SilentProgress()
+        check_free(config.host, config.port)
+        progress.stage(f"connecting to the Ray cluster at {address}" if address else "starting a local Ray instance")
+        deployment = cls(config, Cluster.connect(address) if address else Cluster.start())
+        try:
+            deployment._cluster.watch(deployment._on_lost)
+            deployment._choose(progress)
+            deployment._start_actors(progress)
+        except BaseException:
+            deployment.stop()
+            raise
+        return deployment
+
+    def _choose(self, progress: Progress) -> None:
+        """Settle what the configuration leaves to what the cluster has, and say what was chosen."""
+        from headwise.actors.placement import cluster_gpus
+        from headwise.runtime.config.block_storage import foreign_storage
+        from headwise.runtime.config.info import chosen
+        from headwise.runtime.config.model_card import read_model_card
+        from headwise.runtime.loader.resolve import resolve_model
+        from headwise.runtime.worker.device import resolve_device
+
+        self.config = resolve_device(self.config, cluster_gpus())
+        directory = resolve_model(self.config.model, self.config.cache_path, progress)  # for the scheduler, here
+        card = read_model_card(self.config, directory, progress)
+        log.info(chosen(self.config, card))
+        if foreign := foreign_storage(self.config, card):
+            log.warning(foreign)
+
+    def _start_actors(self, progress: Progress) -> None:
+        from headwise.actors import placement
+        from headwise.actors.frontend_watchdog import FrontendWatchdog
+        from headwise.storage.index.encryption import CurveKeys
+
+        config, secret = self.config, secrets.token_hex(16)
+        curve = CurveKeys.generate() if config.secure else None
+        progress.stage("starting the scheduler")
+        front, store_endpoint = self._start_front(secret, curve)
+        supervisor, fronts = self._supervisor, ("scheduler", "store")
+        self._guard = FrontendWatchdog(fronts, supervisor.serving, config.front_timeout_s, supervisor.replace)
+        for name in fronts:
+            supervisor.add(self._roles[name])
+        supervisor.start()
+        self._guard.start()
+        progress.stage("waiting for the cluster's resources")
+        may_come = not self._cluster.owned or placement.could_fit(config)
+        timeout_s = config.start_timeout_s if may_come else LOCAL_RESOURCES_TIMEOUT_S
+        groups = placement.reserve(config, timeout_s)
+        self._sites = [placement.EngineSite(config, group) for group in groups]
+        progress.stage(f"loading and warming up {config.replicas} engine(s) with {config.tp_size} worker(s) each")
+        self._start_engines((front, secret, store_endpoint, curve, self._namespace), progress)
+
+    def _start_engines(self, arguments: tuple[Any, ...], progress: Progress) -> None:
+        """Start all engines at once, and wait until all serve; raises what keeps one from it."""
+        from headwise.actors.engine import Engine
+
+        starting = {}
+        for index, site in enumerate(self._sites):
+            life = Life(_SLOWEST_START * self.config.start_timeout_s)
+            role = self._start_role(f"engine-{index}", Engine, (self.config, index, *arguments), site, life)
+            starting[role.is_ready] = role
+        while starting:
+            progress.update(len(self._sites) - len(starting), len(self._sites))
+            (ready, *_), _ = ray.wait(list(starting))
+            role = starting.pop(ready)
+            try:
+                get(ready)
+            except HeadwiseError:
+                log.error("%s did not start", role)
+                raise
+            self._supervisor.add(role)
+
+    def _start_front(self, secret: str, curve: CurveKeys | None) -> tuple[tuple[str, int], str]:
+        """Start the scheduler and the store; the scheduler's node and port, and the store's endpoint.
+
+        Their addresses are chosen here, before they are made, so that a restarted one has that of the one before it.
+        A free port may be taken before it is bound: then others are tried.
+        """
+        from headwise.actors.placement import node_address
+
+        store_host = "127.0.0.1" if is_loopback(self.config.host) else node_address()
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            port, store_port = free_ports(self.config.host, store_host)
+            store_endpoint = f"tcp://{store_host}:{store_port}"
+            try:
+                return self._try_front(secret, self.config.port or port, store_endpoint, curve), store_endpoint
+            except _PortTaken as taken:
+                if attempt == PORT_ATTEMPTS:
+                    raise taken.error from None
+                log.warning("%s; trying other ports", taken.error)
+                self._kill_actors()
+                self._wait_for_names()
+                self._roles.clear()
+        raise AssertionError("the last attempt returns or raises")
+
+    def _try_front(self, secret: str, port: int, store_endpoint: str, curve: CurveKeys | None) -> tuple[str, int]:
+        from headwise.actors.placement import FrontSite
+        from headwise.actors.scheduler import GlobalScheduler
+        from headwise.actors.store import AttentionStore
+
+        here, slowest_s = FrontSite(), self.config.start_timeout_s
+        arguments: tuple[Any, ...] = self.config, secret, port, store_endpoint, curve
+        scheduler = self._start_role("scheduler", GlobalScheduler, arguments, here, Life(slowest_s))
+        try:
+            front: tuple[str, int] = get(scheduler.is_ready)
+        except DeploymentError as error:
+            if self.config.port:
+                raise
+            raise _PortTaken(error) from None
+        assert scheduler.handle is not None
+        self.client_address = get(scheduler.handle.client_address.remote())
+        namespace = self._namespace = get(scheduler.handle.namespace.remote())
+        arguments = self.config, store_endpoint, namespace, curve
+        store = self._start_role("store", AttentionStore, arguments, here, Life(slowest_s))
+        try:
+            get(store.is_ready)
+        except DeploymentError as error:
+            raise _PortTaken(error) from None
+        return front
+
+    def _start_role(self, name: str, actor_class: Any, arguments: tuple[Any, ...], site: Site, life: Life) -> Role:
+        """Make an actor under the deployment's name; raises `DeploymentError` if there is one already."""
+        from headwise.actors.supervisor import Role
+
+        role = Role(self.config.name, name, actor_class, arguments, site, life)
+        try:
+            role.create()
+        except ValueError:
+            raise DeploymentError(
+                f"a deployment named {self.config.name!r} is already running on this Ray cluster; "
+                "stop it, or choose another name"
+            ) from None
+        self._roles[name] = role
+        return role
+
+    # ---- while it runs ----
+
+    def wait(self) -> None:
+        """Block for as long as the deployment lives. Raises `DeploymentError` when its Ray cluster is gone."""
+        while not self._over.wait(1.0):
+            pass
+        if self._failure is not None:
+            raise self._failure
+
+    def _on_lost(self, error: DeploymentError) -> None:
+        self._failure = self._failure or error
+        self._over.set()
+
+    @property
+    def _actors(self) -> dict[str, Any]:
+        """The actors that there are, by role."""
+        return {name: role.handle for name, role in list(self._roles.items()) if role.handle is not None}
+
+    def _is_stopped(self) -> bool:
+        """Another thread may stop it at any moment."""
+        return self._stopped
+
+    def worker_pids(self) -> list[list[int]]:
+        """Process ids of the workers: per engine, by rank. An engine that is starting or has ended has none."""
+        engines = [self._supervisor.serving(f"engine-{index}") for index in range(self.config.replicas)]
+        return [[] if engine is None else get(engine.worker_pids.remote()) for engine in engines]
+
+    def actor_pids(self) -> dict[str, int]:
+        """Process ids of the scheduler, the store and the engines, by role."""
+        return {role: get(actor.__ray_call__.remote(_pid)) for role, actor in self._actors.items()}
+
+    def store_stats(self) -> dict[str, Any]:
+        """The attention store's statistics: see `AttentionStore.stats`."""
+        stats: dict[str, Any] = get(self._actors["store"].stats.remote())
+        return stats
+
+    # ---- the end ----
+
+    def stop(self) -> None:
+        """End all actors and give back what they hold; a Ray instance started for them ends too. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._over.set()
+        self._supervisor.stop()
+        if self._guard is not None:
+            self._guard.stop()
+        try:
+            if not self._cluster.is_lost:  # what is gone takes no calls
+                self._stop_actors()
+        finally:
+            self._cluster.disconnect()
+
+    def _stop_actors(self) -> None:
+        stopping = [actor.stop.remote() for actor in reversed(self._actors.values())]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
+        self._kill_actors()
+        for site in self._sites:
+            site.release()
+        self._wait_for_names()
+
+    def _kill_actors(self) -> None:
+        for role in self._roles.values():
+            role.kill()
+
+    def _wait_for_names(self) -> None:
+        """Wait until actors that were killed are no more, and others may have their names."""
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while any(_exists(self.config.name, role) for role in self._roles) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class _PortTaken(Exception):
+    """A port that was free a moment ago is not; ``error`` tells whose it was to be."""
+
+    def __init__(self, error: DeploymentError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def resolve_client_address(cluster: str, name: str) -> str:
+    """The client address (``tcp://HOST:PORT``) of the deployment ``name`` on a Ray cluster (``HOST:PORT`` or ``auto``).
+
+    Raises `DeploymentError` if there is no such cluster or deployment.
+    """
+    with connection(cluster) as found:
+        try:
+            scheduler: Any = ray.get_actor(actor_name(name, "scheduler"), namespace=NAMESPACE)
+        except ValueError:
+            raise DeploymentError(
+                f"no deployment named {name!r} runs on the Ray cluster at {found}; start one with `headwise serve`"
+            ) from None
+        address: str = get(scheduler.client_address.remote())
+        return address
+
+
+def _pid(actor: Any) -> int:
+    return os.getpid()
+
+
+def _exists(name: str, role: str) -> bool:
+    try:
+        ray.get_actor(actor_name(name, role), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Measures which heads of a model need no more than a window."""

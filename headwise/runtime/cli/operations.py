@@ -1,0 +1,62 @@
+"""``headwise sleep``, ``wake`` and ``reset-cache``: what a running deployment can be told to do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from headwise.runtime.cli.options import command
+
+_Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The deployment's client address.")]
+_Tier = Annotated[
+    Literal["device", "host", "storage", "all"], typer.Option(help="Where to forget blocks; all: wherever they are.")
+]
+
+
+@command
+def sleep(address: _Address) -> None:
+    """Have a deployment give back the memory of its weights and device cache; requests wait until `headwise wake`.
+
+    Host cache and storage stay, and what the device has cached goes to the host as far as there is room.
+
+    \b
+    Examples:
+      headwise sleep --address 127.0.0.1:8700
+    """
+    from headwise.runtime.client.client import Client
+
+    with Client(address) as client:
+        client.sleep()
+
+
+@command
+def wake(address: _Address) -> None:
+    """Have a deployment that sleeps load its weights again and go on with all requests.
+
+    \b
+    Examples:
+      headwise wake --address 127.0.0.1:8700
+    """
+    from headwise.runtime.client.client import Client
+
+    with Client(address) as client:
+        client.wake()
+
+
+@command
+def reset_cache(address: _Address, tier: _Tier = "all") -> None:
+    """Have a deployment forget every cached block that no running request needs.
+
+    Prints how many blocks each engine has forgotten.
+
+    \b
+    Examples:
+      headwise reset-cache --address 127.0.0.1:8700
+      headwise reset-cache --address 127.0.0.1:8700 --tier host
+    """
+    from headwise.runtime.client.client import Client
+
+    with Client(address) as client:
+        for engine, blocks in client.reset_cache(tier).items():
+            typer.echo(f"{engine}: {blocks} blocks")

@@ -1,0 +1,113 @@
+"""The configuration as command line flags and as a reference page, both generated from `EngineConfig`'s fields."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from headwise.errors import HeadwiseError
+from headwise.runtime.config.engine_config import EngineConfig, field_default
+
+_ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE.yaml",
+        help="Configuration: the flags below as keys, with '_' for '-'; flags override it.",
+    ),
+]
+
+
+class EngineOptions:
+    """What the command line says of the configuration: a file, and the flags that were given."""
+
+    def __init__(self, path: Path | None, overrides: dict[str, Any]) -> None:
+        self.path = path
+        self.overrides = overrides
+
+    def __bool__(self) -> bool:
+        """Whether anything was given at all."""
+        return self.path is not None or bool(self.overrides)
+
+    def load(self) -> EngineConfig:
+        """The configuration; raises `ConfigError` if it is none."""
+        return EngineConfig.load(self.path, self.overrides)
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A CLI command: errors of headwise become one line and exit code 1, and engine flags are added.
+
+    A parameter of type `EngineOptions` is replaced by ``--config`` and one flag per field of `EngineConfig`.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    options = next((name for name, hint in hints.items() if hint is EngineOptions), None)
+    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()]
+    parameters = [p for p in own if p.name != options]
+    engine = _engine_parameters() if options else []
+
+    @functools.wraps(function)
+    def run(**given: Any) -> None:
+        if options:
+            flags = {p.name: given.pop(p.name) for p in engine}
+            path = flags.pop("config")
+            given[options] = EngineOptions(path, {name: value for name, value in flags.items() if value is not None})
+        try:
+            function(**given)
+        except HeadwiseError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+    run.__signature__ = inspect.Signature([*parameters, *engine])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*parameters, *engine)}
+    return run
+
+
+def _engine_parameters() -> list[inspect.Parameter]:
+    hints = get_type_hints(EngineConfig)
+    annotations = {"config": _ConfigFile} | {f.name: _flag(f, hints[f.name]) for f in fields(EngineConfig)}
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in annotations.items()
+    ]
+
+
+def _flag(f: Field[Any], hint: Any) -> Any:
+    """The flag's default is None, "not given": the file's value or the field's default counts then."""
+    name = f.name.replace("_", "-")
+    declaration = f"--{name}/--no-{name}" if hint is bool else f"--{name}"
+    text = f"{f.metadata['help']} [default: {_shown(field_default(f))}]"
+    option = typer.Option(declaration, help=text, show_default=False)
+    return Annotated[hint | None, option]
+
+
+def config_reference() -> str:
+    """The fields of `EngineConfig` as a Markdown table."""
+    hints = get_type_hints(EngineConfig)
+    lines = ["| Key | Flag | Values | Default | Meaning |", "| --- | --- | --- | --- | --- |"]
+    for f in fields(EngineConfig):
+        name = f.name.replace("_", "-")
+        flag = f"`--{name}`, `--no-{name}`" if hints[f.name] is bool else f"`--{name}`"
+        default = _shown(field_default(f))
+        lines.append(f"| `{f.name}` | {flag} | {_values(f, hints[f.name])} | `{default}` | {f.metadata['help']} |")
+    return "\n".join(lines)
+
+
+def _values(f: Field[Any], hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(hint))
+    low, high = f.metadata["low"], f.metadata["high"]
+    kind = {bool: "`true`, `false`", int: "integer", float: "number", str: "text"}[hint]
+    if low == -math.inf:
+        return kind
+    return f"{kind}, at least {low:g}" if high == math.inf else f"{kind}, {low:g} to {high:g}"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

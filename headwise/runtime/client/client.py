@@ -1,0 +1,232 @@
+"""The client of a deployment: text in, text out, streamed or whole, plain or asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
+from headwise.runtime.client.io_thread import ClientIO
+from headwise.runtime.client.token_stream import AsyncStream, Stream
+from headwise.runtime.loader.chat import plain_messages
+from headwise.runtime.protocol.messages import FindPrefix, GetStats, Route
+from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Sampling = SamplingParams | Mapping[str, Any] | None
+
+
+class Client:
+    """Talks to the deployment at ``address``: ``HOST:PORT``, ``tcp://HOST:PORT``, or by way of its Ray cluster
+    ``ray:auto`` or ``ray:HOST:PORT``, with ``/NAME`` behind it for a deployment of another name than headwise.
+
+    Safe to use from several threads and event loops. Every call takes its sampling as a `SamplingParams`, or as
+    keywords of that name, and ``priority`` and ``cache_salt`` (see `GenerateRequest`), and ``session``: requests of
+    one session go to the same engine while that costs little. A request that loses its engine goes on at another,
+    and its stream shows nothing of it. Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing
+    answers at the address.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = _resolve(address)
+        self._io = ClientIO(self.address)
+        try:
+            self.stats()
+        except HeadwiseError:
+            self.close()
+            raise
+
+    # ---- plain ----
+
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
+    ) -> GenerationResult | list[GenerationResult]:
+        """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others.
+
+        Control tokens that a text holds count as such; what strangers wrote belongs in a chat.
+        """
+        if _is_one(prompt):
+            return self.stream(prompt, sampling, **options).read()  # type: ignore[arg-type]
+        streams: list[Stream] = []
+        try:
+            streams.extend(self.stream(one, sampling, **options) for one in prompt)  # type: ignore[arg-type]
+            return [stream.read() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    def stream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> Stream:
+        """Complete a prompt and iterate over its deltas, whose ``text`` is what is new."""
+        return Stream(self._io, _route(prompt, None, sampling, options))
+
+    def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
+        """Answer a chat: messages of ``role`` (system, developer, user, assistant, tool) and ``content`` (a string or a
+        list of text parts), which stays text, also where it looks like a control token.
+        """
+        return self.stream_chat(messages, sampling, **options).read()
+
+    def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> Stream:
+        return Stream(self._io, _route(None, messages, sampling, options))
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data: the model, the scheduler's counts, and by name the engines' statistics of half a second ago."""
+        return _answer_to(lambda deliver: self._io.ask(GetStats, deliver))
+
+    def find_prefix(self, prompt: Prompt, cache_salt: str = "") -> dict[str, Any]:
+        """Who holds how much of a prompt: its ``tokens``, and by engine and tier how many of them the tier could
+        serve, together with faster ones: ``{"tokens": 900, "engines": {"engine-0": {"device": 640, ...}}}``.
+        """
+        return self._find_prefix(prompt, None, cache_salt)
+
+    def find_chat_prefix(self, messages: Messages, cache_salt: str = "") -> dict[str, Any]:
+        """Like `find_prefix`, for a chat."""
+        return self._find_prefix(None, messages, cache_salt)
+
+    def _find_prefix(self, prompt: Prompt | None, messages: Messages | None, cache_salt: str) -> dict[str, Any]:
+        text, token_ids, plain = _prompt(prompt, messages)
+        salt = as_string("cache_salt", cache_salt)
+        return _answer_to(
+            lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, plain, salt), deliver)
+        )
+
+    # ---- operations: of all engines; they return when all are done ----
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and device cache. Requests that run pause, new ones wait, until `wake`.
+
+        What the device has cached goes to the host, as far as there is room. Does nothing if asleep already.
+        """
+        self._operate("sleep")
+
+    def wake(self) -> None:
+        """Load the weights again and go on with all requests. Does nothing if awake already."""
+        self._operate("wake")
+
+    def reset_cache(self, tier: str = "all") -> dict[str, int]:
+        """Forget every cached block that no running request needs; the number of blocks forgotten, by engine.
+
+        tier: ``device``, ``host``, ``storage``, or ``all`` that there are. Raises `ConfigError` for one that there
+              is not.
+        """
+        return self._operate("reset_cache", tier)
+
+    def _operate(self, action: str, tier: str = "all") -> dict[str, int]:
+        named = as_string("tier", tier)  # a message with anything else would be none, and end the engine's other calls
+        return _answer_to(lambda deliver: self._io.operate(action, named, deliver))
+
+    # ---- asynchronous ----
+
+    async def agenerate(
+        self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
+    ) -> GenerationResult | list[GenerationResult]:
+        if _is_one(prompt):
+            return await self.astream(prompt, sampling, **options).read()  # type: ignore[arg-type]
+        streams: list[AsyncStream] = []
+        try:
+            streams.extend(self.astream(one, sampling, **options) for one in prompt)  # type: ignore[arg-type]
+            return list(await asyncio.gather(*(stream.read() for stream in streams)))
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    def astream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> AsyncStream:
+        """Called in an event loop; iterate over it with ``async for``."""
+        return AsyncStream(self._io, _route(prompt, None, sampling, options))
+
+    async def achat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
+        return await self.astream_chat(messages, sampling, **options).read()
+
+    def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> AsyncStream:
+        return AsyncStream(self._io, _route(None, messages, sampling, options))
+
+    async def astats(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self.stats)
+
+    # ---- end ----
+
+    def close(self) -> None:
+        """Abort what is still running and disconnect; idempotent."""
+        if hasattr(self, "_io"):
+            self._io.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _resolve(address: str) -> str:
+    """The ZeroMQ endpoint of an address; raises `DeploymentError`."""
+    if not isinstance(address, str):
+        raise _no_address(address)
+    if address.startswith("ray:"):
+        from headwise.actors.deployment import resolve_client_address
+
+        cluster, _, name = address.removeprefix("ray:").partition("/")
+        return resolve_client_address(cluster, name or "headwise")
+    match = re.fullmatch(r"(?:tcp://)?([^/:\s]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise _no_address(address)
+    return f"tcp://{match[1]}:{match[2]}"
+
+
+def _no_address(address: object) -> DeploymentError:
+    return DeploymentError(
+        f"{address!r:.80} is no address; write HOST:PORT, tcp://HOST:PORT, ray:auto or ray:HOST:PORT[/NAME]"
+    )
+
+
+def _answer_to(ask: Callable[[Callable[[dict[str, Any] | HeadwiseError], None]], None]) -> dict[str, Any]:
+    """Wait for what is delivered in answer to a question; raises it if it is an error."""
+    answers: queue.SimpleQueue[dict[str, Any] | HeadwiseError] = queue.SimpleQueue()
+    ask(answers.put)
+    answer = answers.get()
+    if isinstance(answer, HeadwiseError):
+        raise answer
+    return answer
+
+
+def _is_one(prompt: Any) -> bool:
+    """Whether this is one prompt (text, or token ids) rather than several."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
+        raise InvalidRequestError(f"a prompt must be a string or token ids, got {type(prompt).__name__}")
+    return len(prompt) == 0 or not (isinstance(prompt[0], str | Sequence) or hasattr(prompt[0], "__len__"))
+
+
+def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Route:
+    """The message for a call; raises `InvalidRequestError` on values that no deployment would take."""
+    priority = as_priority(options.pop("priority", 0))
+    cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
+    session = as_string("session", options.pop("session", ""))
+    text, token_ids, plain = _prompt(prompt, messages)
+    chosen = SamplingParams.of(sampling, options).to_wire()
+    return Route(0, text, token_ids, plain, chosen, priority, cache_salt, session)
+
+
+def _prompt(
+    prompt: Prompt | None, messages: Messages | None
+) -> tuple[str | None, NDArray[np.int32] | None, list[dict[str, Any]] | None]:
+    """A prompt's three forms, one of them given: text, token ids, a chat. Raises `InvalidRequestError`."""
+    if messages is not None:
+        return None, None, plain_messages(messages)
+    if prompt is None:
+        raise InvalidRequestError("give a prompt, as a string or as token ids, or messages for a chat; got None")
+    if isinstance(prompt, str):
+        return str(prompt), None, None
+    return None, as_token_ids(prompt), None

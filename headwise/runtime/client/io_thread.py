@@ -1,0 +1,421 @@
+"""The client's one I/O thread: its sockets, its calls in progress, and the heartbeats of its peers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, InvalidRequestError, RequestAbortedError
+from headwise.liveness_clock import LivenessClock
+from headwise.runtime.client.peers import Call, Gathered, Peer
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.messages import (
+    FIRST_ANSWER_S,
+    FORGOTTEN,
+    MAX_MESSAGE_BYTES,
+    MAX_PING_REQUESTS,
+    PEER_TIMEOUT_S,
+    PING_INTERVAL_S,
+    Abort,
+    Engines,
+    Failed,
+    GetEngines,
+    Operate,
+    Operated,
+    Outputs,
+    Ping,
+    Pong,
+    PrefixFound,
+    Stats,
+    Ticket,
+    Withdraw,
+    error_of,
+)
+from headwise.runtime.protocol.request import FinishReason, OutputDelta
+from headwise.sockets.context import close_context, open_context
+
+log = logging.getLogger(__name__)
+
+MAX_REROUTES = 3
+"""Engines that one request may lose. A request that kills engines must not kill them all."""
+RECONNECT_S = 60.0
+"""Time in which a scheduler that was there must come back."""
+
+
+class ClientIO:
+    """Runs calls over ZeroMQ. Its methods may be called from any thread; the rest is the I/O thread's own.
+
+    A request whose engine is lost goes on at another, behind the tokens that were delivered. Questions that a
+    scheduler was lost with are asked again of the one that is started in its place.
+    """
+
+    def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
+
+        self.endpoint = endpoint
+        self._clock = LivenessClock(clock)
+        self._context = open_context()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self._wake_read, False)
+        self._keys = itertools.count(1)
+        self._scheduler = Peer(self._context, endpoint)
+        self._engines: dict[str, Peer] = {}
+        self._calls: dict[str, Call] = {}  # that an engine serves, by the id of the request there
+        self._lock = threading.RLock()  # the garbage collector may cancel a stream in the middle of a command
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="headwise-client", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread ----
+
+    def start(self, call: Call) -> None:
+        """Begin a call; raises `DeploymentError` on a closed client, `InvalidRequestError` if it cannot be sent."""
+        call.key = next(self._keys)
+        data = _encode(replace(call.route, key=call.key))
+        self._command(lambda: self._scheduler.ask(call.key, call, data, self._clock()))
+
+    def cancel(self, call: Call) -> None:
+        """Abort a call; nothing is delivered after its `RequestAbortedError`. Finished calls are ignored."""
+        self._command(lambda: self._cancel(call), needed=False)
+
+    def ask(self, question: Callable[[int], Any], deliver: Callable[[Any], None]) -> None:
+        """Ask the scheduler something; ``question`` makes the message for a key. An answer, or an error, comes back.
+
+        Raises as `start` does.
+        """
+        key = next(self._keys)
+        data = _encode(question(key))
+        self._command(lambda: self._scheduler.ask(key, deliver, data, self._clock()))
+
+    def operate(self, action: str, tier: str, deliver: Callable[[dict[str, int] | HeadwiseError], None]) -> None:
+        """Have every engine carry out an operation; when all are done, the blocks that each has forgotten, by name."""
+        self.ask(GetEngines, partial(self._ask_engines, action, tier, deliver))
+
+    def close(self) -> None:
+        """End every call with `RequestAbortedError` and close the sockets; idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._wake()
+        if threading.current_thread() is not self._thread:  # the garbage collector may call from anywhere
+            self._thread.join()
+
+    def _command(self, command: Callable[[], None], needed: bool = True) -> None:
+        with self._lock:
+            if not self._closed:
+                self._commands.put(command)
+                self._wake()
+            elif needed:
+                raise DeploymentError(f"this client of {self.endpoint} is closed; make a new one")
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # the pipe is full: the thread will wake anyway
+            os.write(self._wake_write, b".")
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        reason: HeadwiseError = RequestAbortedError("the client was closed")
+        try:
+            while not self._closed:
+                self._turn()
+        except Exception as error:
+            log.exception("the client's thread failed")
+            reason = DeploymentError(f"the client of {self.endpoint} failed ({error!r}); make a new one")
+        finally:
+            with self._lock:
+                self._closed = True
+            self._finish(reason)
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and see to it."""
+        import zmq
+
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        peers = [self._scheduler, *self._engines.values()]
+        for peer in peers:
+            poller.register(peer.socket, zmq.POLLIN)
+            poller.register(peer.monitor, zmq.POLLIN)
+        ready = dict(poller.poll(self._poll_ms()))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 65536)
+        self._run_commands()
+        for peer in peers:
+            has_news = peer.monitor in ready
+            if peer.socket in ready and not peer.socket.closed:
+                self._receive(peer)
+            if has_news and not peer.socket.closed:
+                self._check_connection(peer)
+        self._check_silence()
+
+    def _poll_ms(self) -> int | None:
+        waiting = any(peer.awaiting for peer in (self._scheduler, *self._engines.values()))
+        return int(PING_INTERVAL_S * 250) if waiting else None
+
+    def _run_commands(self) -> None:
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _ask_engines(
+        self,
+        action: str,
+        tier: str,
+        deliver: Callable[[dict[str, int] | HeadwiseError], None],
+        endpoints: dict[str, str] | HeadwiseError,
+    ) -> None:
+        if isinstance(endpoints, HeadwiseError):
+            deliver(endpoints)
+            return
+        gathered = Gathered(endpoints, deliver)
+        for name, endpoint in endpoints.items():
+            key = next(self._keys)
+            question = wire.encode(Operate(key, action, tier))
+            self._engine(endpoint).ask(key, partial(gathered.take, name), question, self._clock())
+
+    def _engine(self, endpoint: str) -> Peer:
+        if endpoint not in self._engines:
+            self._engines[endpoint] = Peer(self._context, endpoint)
+        return self._engines[endpoint]
+
+    # ---- calls ----
+
+    def _take_ticket(self, ticket: Ticket) -> None:
+        call = self._scheduler.answered(ticket.key)
+        if call is None:
+            return
+        engine, request_id = self._engine(ticket.endpoint), ticket.request.request_id
+        self._calls[request_id] = call
+        engine.wait_for(request_id, call, self._clock())
+        engine.send(call.submit(ticket.request, engine))
+
+    def _take_delta(self, peer: Peer, delta: OutputDelta) -> None:
+        call = self._calls.get(delta.request_id)
+        if call is None or call.engine is not peer:
+            return
+        if delta.finish_reason is FinishReason.ERROR:
+            self._end(call, EngineDiedError(delta.error or "the engine failed"))
+        elif delta.finish_reason is FinishReason.ABORT:
+            self._end(call, RequestAbortedError(f"request {call.name} was aborted by the engine"))
+        else:
+            if delta.finish_reason is not None:
+                self._leave(call)
+            call.take(delta)
+
+    def _take_failure(self, peer: Peer, failed: Failed) -> None:
+        call = self._calls.get(failed.request_id)
+        if call is not None and call.engine is peer:
+            error = error_of(failed)
+            if isinstance(error, EngineDiedError | RequestAbortedError):
+                self._reroute(call, error, was_served=failed.key == 0)
+            else:
+                self._end(call, error)
+        elif failed.key:
+            what = peer.answered(failed.key)
+            if what is not None:
+                _deliver(what, error_of(failed))
+        elif not failed.request_id:
+            error = error_of(failed)
+            self._fail_peer(peer, error)
+            peer.has_answered &= not isinstance(error, DeploymentError)  # it has stopped: nobody comes in its place
+
+    def _reroute(self, call: Call, error: HeadwiseError, was_served: bool = True) -> None:
+        """Have a call go on elsewhere; if it has lost too many engines that served it, it ends with ``error``."""
+        call.lost += was_served
+        if call.lost > MAX_REROUTES:
+            self._end(call, error)
+            return
+        self._leave(call)
+        key = next(self._keys)
+        self._scheduler.ask(key, call, wire.encode(call.reroute(key)), self._clock())
+
+    def _cancel(self, call: Call) -> None:
+        if self._scheduler.answered(call.key) is not None:
+            self._scheduler.send(Withdraw(call.key))
+            call.deliver(RequestAbortedError("the request was cancelled"))
+        elif self._is_served(call):
+            self._abort(call)
+            self._end(call, RequestAbortedError(f"request {call.name} was cancelled"))
+
+    def _is_served(self, call: Call) -> bool:
+        return call.request is not None and self._calls.get(call.request.request_id) is call
+
+    def _abort(self, call: Call) -> None:
+        if call.engine is not None and call.request is not None:
+            call.engine.send(Abort(call.request.request_id))
+
+    def _leave(self, call: Call) -> None:
+        """Await nothing more from a call's engine."""
+        if call.request is not None:
+            self._calls.pop(call.request.request_id, None)
+            if call.engine is not None:
+                call.engine.answered(call.request.request_id)
+
+    def _end(self, call: Call, error: HeadwiseError) -> None:
+        self._leave(call)
+        call.deliver(error)
+
+    # ---- messages in ----
+
+    def _receive(self, peer: Peer) -> None:
+        peer.heard = self._clock()
+        try:
+            for message in peer.receive():
+                self._take(peer, message)
+        except wire.WireError as error:
+            self._fail_peer(peer, DeploymentError(f"{peer.endpoint} sent what is not a message: {error}"))
+
+    def _take(self, peer: Peer, message: Any) -> None:
+        peer.has_answered = True
+        if isinstance(message, Outputs):
+            for delta in message.deltas:
+                self._take_delta(peer, delta)
+        elif isinstance(message, Ticket):
+            self._take_ticket(message)
+        elif isinstance(message, Failed):
+            self._take_failure(peer, message)
+        elif isinstance(message, Pong):
+            self._take_pong(peer, message)
+        elif isinstance(message, Stats):
+            self._answer(peer, message.key, message.stats)
+        elif isinstance(message, Engines):
+            self._answer(peer, message.key, message.endpoints)
+        elif isinstance(message, PrefixFound):
+            self._answer(peer, message.key, {"tokens": message.tokens, "engines": message.engines})
+        elif isinstance(message, Operated):
+            self._answer(peer, message.key, message.blocks)
+        else:
+            self._fail_peer(peer, DeploymentError(f"{peer.endpoint} is no headwise deployment: unexpected {message!r}"))
+
+    def _answer(self, peer: Peer, key: int, answer: Any) -> None:
+        deliver = peer.answered(key)
+        if deliver is not None:
+            deliver(answer)
+
+    def _take_pong(self, peer: Peer, pong: Pong) -> None:
+        """Another instance than before, on the same connection: there is something between that hides the loss."""
+        is_other = pong.instance == FORGOTTEN or peer.instance not in ("", pong.instance)
+        if peer is self._scheduler and is_other:
+            peer.ask_again()
+        peer.instance = pong.instance
+
+    # ---- peers ----
+
+    def _check_connection(self, peer: Peer) -> None:
+        """An engine whose connection ends is lost, at once. A scheduler comes back, and knows of nothing then; where
+        none has been so far, none is on its way.
+        """
+        has_ended, is_refused = peer.lost_connection()
+        if peer is not self._scheduler:
+            if has_ended or is_refused:
+                self._fail_peer(peer, self._lost(peer, "its connection ended"))
+        elif has_ended:
+            peer.reconnect()
+            peer.ask_again()
+        elif is_refused and not peer.has_answered:
+            self._fail_peer(peer, self._absence("no connection could be made"))
+
+    def _lost(self, peer: Peer, how: str) -> EngineDiedError:
+        """The error of an engine; where there was never a word from it, the network may be to blame."""
+        if peer.has_answered:
+            return EngineDiedError(f"the engine at {peer.endpoint} is gone: {how}")
+        return EngineDiedError(
+            f"the engine at {peer.endpoint} cannot be reached from here, or is gone: clients of {self.endpoint} must "
+            "be able to connect to the engines, too"
+        )
+
+    def _absence(self, how: str) -> DeploymentError:
+        return DeploymentError(
+            f"no deployment answers at {self.endpoint} ({how}); check the address, or start one with `headwise serve`"
+        )
+
+    def _check_silence(self) -> None:
+        """Ping the peers of which something is awaited; one that stays silent is dead."""
+        now = self._clock()
+        for peer in [self._scheduler, *self._engines.values()]:
+            if not peer.awaiting:
+                continue
+            if now - peer.heard > self._patience(peer):
+                self._fail_peer(peer, self._silence(peer))
+            elif now - peer.pinged >= PING_INTERVAL_S:
+                peer.pinged = now
+                named = [key for key in peer.awaiting if isinstance(key, str)]
+                for first in range(0, max(1, len(named)), MAX_PING_REQUESTS):
+                    peer.send(Ping(tuple(named[first : first + MAX_PING_REQUESTS])))
+
+    def _patience(self, peer: Peer) -> float:
+        if peer is not self._scheduler:
+            return PEER_TIMEOUT_S
+        return RECONNECT_S if peer.has_answered else FIRST_ANSWER_S
+
+    def _silence(self, peer: Peer) -> HeadwiseError:
+        waited = f"waited {self._patience(peer):g} s"
+        if peer is not self._scheduler:
+            return self._lost(peer, f"it stopped answering ({waited})")
+        if peer.has_answered:
+            return DeploymentError(f"the deployment at {peer.endpoint} stopped answering ({waited})")
+        return self._absence(waited)
+
+    def _fail_peer(self, peer: Peer, error: HeadwiseError) -> None:
+        """A peer is not to be talked to any more: its requests go elsewhere, whatever else is awaited of it ends.
+
+        An engine's connection is closed; the next ticket to it makes a new one.
+        """
+        is_engine = self._engines.get(peer.endpoint) is peer
+        if is_engine:
+            del self._engines[peer.endpoint]
+        for key, what in list(peer.awaiting.items()):
+            if isinstance(what, Call) and is_engine:
+                self._abort(what)
+                self._reroute(what, error)
+            else:
+                peer.answered(key)
+                _deliver(what, error)
+        if is_engine:
+            peer.close()
+
+    def _finish(self, reason: HeadwiseError) -> None:
+        self._run_commands()
+        for peer in [self._scheduler, *self._engines.values()]:
+            for key, what in list(peer.awaiting.items()):
+                if isinstance(what, Call) and peer is self._scheduler:
+                    peer.send(Withdraw(key))
+                elif isinstance(what, Call):
+                    self._abort(what)
+                peer.answered(key)
+                _deliver(what, reason)
+        close_context(self._context, linger_ms=100)
+        with self._lock:
+            os.close(self._wake_write)
+            os.close(self._wake_read)
+
+
+def _encode(message: Any) -> bytes:
+    try:
+        data = wire.encode(message)
+    except (HeadwiseError, OverflowError, ValueError, TypeError) as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from None
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise InvalidRequestError(f"the request has {len(data)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
+    return data
+
+
+def _deliver(what: Call | Callable[[Any], None], error: HeadwiseError) -> None:
+    """Tell an error to what awaited something else."""
+    if isinstance(what, Call):
+        what.deliver(error)
+    else:
+        what(error)

@@ -1,0 +1,107 @@
+"""The engine in this process: for scripts, tests, benchmarks and machines without Ray."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from headwise.kernels.cuda.cards import count_cards
+from headwise.runtime.client.local_calls import LocalCalls
+from headwise.runtime.config.block_storage import open_lookup
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
+from headwise.runtime.worker.device import Device, resolve_device
+from headwise.runtime.worker.memory_check import check_memory
+from headwise.runtime.worker.worker import ModelWorker
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+
+class LocalEngine:
+    """Serves requests in this process, with one worker.
+
+    Any thread may call anything at any time, also while streams are open: all that runs shares the engine's steps. A
+    stream whose engine is asleep waits for `wake`.
+    """
+
+    def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
+        """``device`` is the configured one, unless another is given."""
+        self.config = config = resolve_device(config, count_cards())
+        self.preprocessor = Preprocessor.open(config)
+        card, tokenizer = self.preprocessor.card, self.preprocessor.tokenizer
+        check_memory(config, card)
+        self._lookup = open_lookup(config, card)
+        self._worker = ModelWorker(config, resolve_model(config.model, config.cache_path), 0, SingleRank(), device)
+        self._worker.initialize_cache()
+        card = self._worker.card  # with the pool's size, which may have been measured
+        self.preprocessor = Preprocessor(card, tokenizer)
+        logger.info("headwise: %s", self._worker.describe())
+        self._executor = LocalExecutor(self._worker)
+        self.core = EngineCore(config, card, tokenizer, self._executor, lookup=self._lookup)
+        self._calls = LocalCalls(self.core)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **kwargs: Any,
+    ) -> list[GenerationResult]:
+        """Run prompts (texts or token ids) as one batch; ``sampling`` is one for all, or one each."""
+        each = [sampling] * len(prompts) if not isinstance(sampling, Sequence) else sampling
+        requests = [
+            self.preprocessor.prepare(prompt=prompt, sampling=params, **kwargs)
+            for prompt, params in zip(prompts, each, strict=True)
+        ]
+        results = {request.request_id: GenerationResult(request.request_id) for request in requests}
+        for delta in self._calls.run(requests):
+            results[delta.request_id].add(delta)
+        return list(results.values())
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, **kwargs: Any) -> Iterator[OutputDelta]:
+        """The deltas of one prompt as they come. Closing the iterator aborts the request."""
+        return self._calls.run([self.preprocessor.prepare(prompt=prompt, sampling=sampling, **kwargs)])
+
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None, **kwargs: Any
+    ) -> Iterator[OutputDelta]:
+        """Like `stream`, for a chat."""
+        return self._calls.run([self.preprocessor.prepare(messages=messages, sampling=sampling, **kwargs)])
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and device cache. Requests wait until `wake`; does nothing if asleep."""
+        self._calls.operate("sleep")
+
+    def wake(self) -> None:
+        """Load the weights again and go on. Does nothing if awake. Raises `EngineDiedError` if it cannot."""
+        self._calls.operate("wake")
+
+    def reset_cache(self, tier: str = "all") -> int:
+        """Forget every cached block that no running request needs; how many those were. See `Client.reset_cache`."""
+        return self._calls.operate("reset_cache", tier)
+
+    def stats(self) -> dict[str, Any]:
+        return self.core.stats()
+
+    def close(self) -> None:
+        self._calls.close()
+        self._executor.close()
+        self._worker.close()
+        if self._lookup is not None:
+            self._lookup.close()
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

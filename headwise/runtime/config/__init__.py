@@ -1,0 +1,1 @@
+"""What a deployment is: its configuration, its model's card, where its blocks are kept."""

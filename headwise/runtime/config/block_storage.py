@@ -1,0 +1,46 @@
+"""The storage behind a deployment's host caches, as its processes open it."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
+from headwise.storage.backends.base import BlockStorage, StorageNamespace
+from headwise.storage.backends.select import only_of_others, open_storage
+from headwise.storage.lookup import StorageLookup
+
+
+def open_rank_storage(config: EngineConfig, card: ModelCard, rank: int) -> BlockStorage:
+    """The storage of one rank's blocks. Raises `ConfigError` if it cannot be opened."""
+    return open_storage(config.storage, storage_namespace(card, rank), card.layout.block_bytes)
+
+
+def open_lookup(config: EngineConfig, card: ModelCard) -> StorageLookup | None:
+    """What tells an engine which blocks all of its ranks have in storage; None where there is no storage.
+
+    Raises `ConfigError` if it cannot be opened.
+    """
+    if not config.storage:
+        return None
+    namespaces = [storage_namespace(card, rank) for rank in range(card.plan.tp_size)]
+    storages = [open_storage(config.storage, each, card.layout.block_bytes, may_lend=False) for each in namespaces]
+    return StorageLookup(storages, len(card.plan.groups))
+
+
+def foreign_storage(config: EngineConfig, card: ModelCard) -> str | None:
+    """What to tell whoever gave a storage directory in which no block is of this model, and some are of others."""
+    namespace = storage_namespace(card, 0)
+    others = only_of_others(config.storage, namespace)
+    if not others:
+        return None
+    return (
+        f"storage {config.storage} has nothing that can be used here: its blocks are of {'; '.join(others)}. They "
+        f"count towards its capacity until they are evicted. This deployment's are of {namespace}"
+    )
+
+
+def storage_namespace(card: ModelCard, rank: int) -> StorageNamespace:
+    """Whose blocks they are: the model's, with these heads in these slots, on this rank."""
+    members = sha256(repr([group.members for group in card.plan.groups]).encode()).hexdigest()[:16]
+    return StorageNamespace(card.identity, f"{card.layout.identity}/{members}", rank, card.plan.tp_size)

@@ -1,0 +1,110 @@
+"""``headwise info``: what a configuration means for a model's cache, without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from headwise.cache_controller.planner import HeadGroup
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.windows import GroupWindows
+from headwise.kernels.select import resolve_kernels_name
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.ops.select import resolve_ops_name
+from headwise.units import format_bytes
+
+
+def describe(config: EngineConfig, card: ModelCard, lengths: Sequence[int] = ()) -> Iterator[tuple[str, str]]:
+    """Name and value of what a user may want to know of a deployment before it is started.
+
+    lengths: tokens of the requests to count in the pool; empty takes the powers of 4 from 1,024 on, and the longest
+    """
+    model, plan, layout, spec = card.config, card.plan, card.layout, card.spec
+    groups = len(plan.groups)
+    yield "model", f"{card.model} ({model.architecture})"
+    yield (
+        "geometry",
+        f"{model.num_layers} layers, {model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}",
+    )
+    yield "longest sequence", f"{card.max_model_len} tokens"
+    yield (
+        "head groups",
+        f"{groups} x {plan.slots} slots per rank ({config.head_grouping}, padding {plan.padding:.1%})",
+    )
+    for text, alike in groupby(enumerate(plan.groups), key=lambda entry: _group(entry[1])):
+        first, *others = [index for index, _ in alike]
+        yield (f"  groups {first} to {others[-1]}", f"{text} each") if others else (f"  group {first}", text)
+    yield "block", f"{layout.block_size} tokens of one group, {format_bytes(layout.block_bytes)}"
+    pool = f"{spec.num_blocks} blocks per rank, {format_bytes(spec.num_blocks * layout.block_bytes)}"
+    yield "block pool", pool if spec.num_blocks else "measured at start"
+    if spec.num_host_blocks:
+        host = format_bytes(spec.num_host_blocks * layout.block_bytes)
+        yield "host cache", f"{spec.num_host_blocks} blocks per rank, {host}, {config.write_policy}"
+    if config.storage:
+        yield "storage", f"{config.storage}, prefetch {config.prefetch}"
+    if config.prefix_caching:
+        yield "smallest reusable prefix", f"{layout.block_size} tokens"
+    yield "cache of 1,000 tokens", _bytes_of_thousand(card)
+    for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
+        yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
+    yield "replicas x TP ranks", f"{config.replicas} x {config.tp_size}"
+
+
+def chosen(config: EngineConfig, card: ModelCard) -> str:
+    """What was chosen for a deployment, in one line."""
+    plan, spec = card.plan, card.spec
+    tensor_ops = resolve_ops_name(config.tensor_ops, config.on_gpu)
+    kernels = resolve_kernels_name(config.kernels, config.on_gpu)
+    pool = "measured at start"
+    if spec.num_blocks:
+        size = format_bytes(spec.num_blocks * card.layout.block_bytes)
+        pool = f"{spec.num_blocks} blocks of {card.layout.block_size} tokens, {size} per rank"
+    return (
+        f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
+        f"dtype={config.dtype_name} kv_dtype={config.kv_dtype_name} "
+        f"replicas={config.replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{plan.slots} "
+        f"pool={pool}"
+    )
+
+
+def _bytes_of_thousand(card: ModelCard) -> str:
+    policies = card.plan.policies
+    inside = 1000 * card.bytes_per_token
+    behind = inside * sum(policy.is_full for policy in policies) / len(policies)
+    text = f"{format_bytes(inside)} over all ranks"
+    return text if behind == inside else f"{text}; {format_bytes(behind)} once no window reaches them any more"
+
+
+def requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> tuple[int, int]:
+    """Requests of so many tokens that the pool holds at once: as configured, and if every head kept everything."""
+
+    def fit(policies: Sequence[HeadPolicy]) -> int:
+        windows = GroupWindows(policies, config.block_size)
+        return card.spec.num_blocks // int(windows.peak_blocks(tokens, config.tokens_in_flight))
+
+    return fit(card.kept), fit([FULL] * len(card.kept))
+
+
+def _requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> str:
+    if tokens > card.max_model_len:
+        return f"none: the longest sequence has {card.max_model_len} tokens"
+    fit, without = requests_that_fit(config, card, tokens)
+    return f"{fit} fit" if fit == without else f"{fit} fit; {without} if every head kept everything"
+
+
+def _usual_lengths(longest: int) -> list[int]:
+    powers = (1024 * 4**k for k in range(8))
+    return [*(tokens for tokens in powers if tokens < longest), longest]
+
+
+def _group(group: HeadGroup) -> str:
+    heads = sum(map(len, group.members))
+    return f"{policy_name(group.policy)}, {heads} (layer, KV head) pairs"
+
+
+def policy_name(policy: HeadPolicy) -> str:
+    """A policy in words."""
+    if policy.is_full:
+        return "full attention"
+    return f"window of {policy.window}" + (f", sink of {policy.sink}" if policy.sink else "")

@@ -1,0 +1,209 @@
+"""What all processes of a deployment must know of its model: read from the model's directory, no weights loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+from headwise.cache_controller.head_pattern import HeadPattern, Policies, parse_pattern, policies_from_scores
+from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.windows import GroupWindows
+from headwise.errors import ConfigError, ModelError
+from headwise.kernels.gqa import gqa_layout
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.loader.checkpoint import parse_json, read_small_file
+from headwise.runtime.loader.digest import digest_weights
+from headwise.runtime.loader.progress import Progress
+from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.registry import model_config
+from headwise.runtime.ops.select import resolve_ops_name
+
+NUMERICS_VERSION = 1
+"""Goes up with every change of ours by which the same tokens get other keys and values than before: older blocks in
+storage, and those of engines of another version, are then not mixed with ours."""
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What every worker of an engine must agree on before the first step.
+
+    num_blocks: blocks in the pool, the same on every rank; 0 where the device is to be measured first
+    max_rows:   sequences that may be in a batch
+    max_blocks: columns of a block table
+    num_host_blocks: blocks in the host's memory, the same on every rank
+    """
+
+    num_blocks: int
+    max_rows: int
+    max_blocks: int
+    num_host_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model as a deployment serves it.
+
+    model:         the name it was asked for by
+    identity:      what block hashes start from: differs wherever keys and values do, so between models, any of their
+                   weights, head policies and numerics; empty if the weights were not looked at
+    spec:          with no blocks as long as the pool's size is not known: `with_pool`
+    max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds
+    recycling:     whether blocks that a group's window has left are given back
+    weights:       a hash of the model's configuration and all weights, however it is served; empty likewise
+    """
+
+    model: str
+    identity: str
+    config: ModelConfig
+    plan: HeadGroupPlan
+    layout: BlockLayout
+    spec: CacheSpec
+    max_model_len: int
+    recycling: bool = True
+    weights: str = ""
+
+    @property
+    def kept(self) -> tuple[HeadPolicy, ...]:
+        """What the cache keeps for each group: without recycling, everything."""
+        return kept_policies(self.plan, self.recycling)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Cache bytes a token takes, over all ranks and groups."""
+        return self.layout.block_bytes * len(self.plan.groups) * self.plan.tp_size / self.layout.block_size
+
+
+def kept_policies(plan: HeadGroupPlan, recycling: bool) -> tuple[HeadPolicy, ...]:
+    return plan.policies if recycling else (FULL,) * len(plan.groups)
+
+
+def read_model_card(
+    config: EngineConfig, directory: Path, progress: Progress | None = None, *, identify: bool = True
+) -> ModelCard:
+    """Read a model's geometry; raises ModelError or ConfigError if it cannot be served as configured.
+
+    identify: also find out which model it is. That takes reading all of its weights, the first time (see
+              `digest_weights`); blocks cannot be hashed without
+    """
+    raw = read_small_file(directory / "config.json")
+    model, weights = model_config(parse_json(directory / "config.json", raw)), ""
+    if identify:
+        weights = _weights(raw, directory, config, progress)
+    if config.head_pattern:
+        pattern = load_pattern(config.head_pattern)
+        if pattern.identity and pattern.model != config.model:  # only the weights can tell
+            weights = weights or _weights(raw, directory, config, progress)
+        pattern.check_fits((model.num_layers, model.num_kv_heads), config.model, weights)
+        policies = policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, model.policies)
+        model = replace(model, policies=policies)
+    identity = _identity(weights, model.policies, config) if identify else ""
+    try:
+        plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    layout = gqa_layout(config.block_size, plan.slots, model.head_dim, config.kv_dtype_name)
+    asked = _asked_length(config, model)
+    spec = _cache_spec(config, layout, asked)
+    card = ModelCard(config.model, identity, model, plan, layout, spec, asked, config.recycling, weights)
+    return card if config.kv_cache_bytes is None else with_pool(card, config, config.kv_cache_bytes)
+
+
+def with_pool(card: ModelCard, config: EngineConfig, num_bytes: int) -> ModelCard:
+    """The card with a block pool of ``num_bytes`` per rank.
+
+    Raises:
+        ConfigError: they do not hold one block of each group, or not the length that is configured.
+    """
+    block_bytes, groups = card.layout.block_bytes, len(card.plan.groups)
+    num_blocks = num_bytes // block_bytes
+    if num_blocks < groups:
+        raise ConfigError(
+            f"kv_cache {config.kv_cache} holds {num_blocks} blocks of {block_bytes} bytes; a sequence "
+            f"needs {groups}, one per head group: give at least {block_bytes * groups} bytes, or a smaller block_size"
+        )
+    spec = replace(card.spec, num_blocks=num_blocks)
+    max_model_len = min(_asked_length(config, card.config), _tokens_that_fit(config, card.plan, spec))
+    if max_model_len < config.max_model_len:
+        raise ConfigError(
+            f"kv_cache {config.kv_cache} holds {max_model_len} tokens, max_model_len is {config.max_model_len}: "
+            "raise the one or lower the other"
+        )
+    return replace(card, spec=spec, max_model_len=max_model_len)
+
+
+def load_pattern(path: str | Path) -> HeadPattern:
+    """Read a head pattern's file; raises ConfigError naming it."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read head pattern {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no head pattern: it is not text; give a TSV or JSON file") from None
+    return parse_pattern(text, str(path))
+
+
+def check_unchanged(card: ModelCard, config: EngineConfig, directory: Path) -> None:
+    """Raise ModelError unless the weights in ``directory`` are still those of the card."""
+    if _weights(read_small_file(directory / "config.json"), directory, config) != card.weights:
+        raise ModelError(
+            f"the model in {directory} is no longer the one that the deployment was started with: start it again"
+        )
+
+
+def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec) -> int:
+    """The longest sequence that the pool holds, in whole blocks: window groups take a fixed part of it."""
+    windows = GroupWindows(kept_policies(plan, config.recycling), config.block_size)
+
+    def fits(columns: int) -> bool:
+        return int(windows.peak_blocks(columns * config.block_size, config.tokens_in_flight)) <= spec.num_blocks
+
+    low, high = 1, spec.max_blocks
+    while low < high:  # the largest number of columns that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * config.block_size
+
+
+def _asked_length(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the model's own limit, {model.max_position}"
+        )
+    return config.max_model_len or model.max_position
+
+
+def _cache_spec(config: EngineConfig, layout: BlockLayout, max_tokens: int) -> CacheSpec:
+    """Sizes of the block tables and the host's pool, the device's still empty."""
+    host_blocks = config.host_cache_bytes // layout.block_bytes
+    if config.host_cache_bytes and not host_blocks:
+        raise ConfigError(
+            f"host_cache {config.host_cache} does not hold one block of {layout.block_bytes} bytes: give at least a "
+            "hundred times that, or 0 for none"
+        )
+    return CacheSpec(0, config.max_num_seqs, -(-max_tokens // config.block_size), host_blocks)
+
+
+def _weights(raw_config: bytes, directory: Path, config: EngineConfig, progress: Progress | None = None) -> str:
+    """A hash of the configuration and the weights."""
+    weights = digest_weights(directory, config.cache_path, progress)
+    return sha256(len(raw_config).to_bytes(8, "little") + raw_config + weights.encode()).hexdigest()[:32]
+
+
+def _identity(weights: str, policies: Policies, config: EngineConfig) -> str:
+    """Keys and values depend on the weights, on what the layers below could see, and on how they are computed."""
+    table = ";".join(",".join(f"{policy.window}/{policy.sink}" for policy in row) for row in policies)
+    return sha256(f"{weights}:{table}:{_numerics(config)}".encode()).hexdigest()[:32]
+
+
+def _numerics(config: EngineConfig) -> str:
+    """What has keys and values differ by more than the rounding of float32.
+
+    On a CPU all tensor operations and kernels compute in float32. Which of them a process would choose is of no
+    account, then, nor may it be: it depends on what is installed beside it, and a scheduler must agree with engines on
+    other nodes.
+    """
+    family = f"cuda/{resolve_ops_name(config.tensor_ops, on_gpu=True)}" if config.on_gpu else "cpu"
+    return f"{NUMERICS_VERSION}/{family}/{config.dtype_name}"

@@ -1,0 +1,1 @@
+"""One replica's core: its requests, its cache's policy, its steps."""

@@ -1,0 +1,317 @@
+"""The engine: keeps steps in flight, commits their results, and turns tokens into text for the requests."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from headwise.cache_controller.block_hash import hash_seed
+from headwise.cache_controller.cache_manager import CacheManager
+from headwise.cache_controller.host_tier import HostConfig
+from headwise.cache_controller.kv_events import IndexUpdate
+from headwise.errors import InvalidRequestError, OverloadedError
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.engine.operations import EVERY_TIER, Operation, Operations, State
+from headwise.runtime.engine.output import OutputText
+from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
+from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
+from headwise.runtime.engine.sequence import Sequence
+from headwise.runtime.engine.throughput import copy_speeds
+from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.protocol.batch import StepResult
+from headwise.runtime.protocol.executor import Executor
+from headwise.runtime.protocol.messages import EngineLoad
+from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
+from headwise.transfer.stats import TransferStats
+
+ASK_WAIT_S = 0.05
+"""Longest wait for storage to say what it has, when there is nothing else to do."""
+
+
+class EngineCore:
+    """One replica's requests and cache state; nobody else writes them. Single-threaded.
+
+    With asynchronous scheduling two steps are in flight: step n + 1 is planned and sent while step n runs, with
+    the tokens that n will sample standing in as placeholders that the workers fill in.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        lookup: Lookup | None = None,
+    ) -> None:
+        self.config = config
+        self.card = card
+        self._tokenizer = tokenizer
+        self._executor = executor
+        self._clock = clock
+        self.cache = CacheManager(
+            card.kept,
+            block_size=config.block_size,
+            num_blocks=card.spec.num_blocks,
+            max_rows=card.spec.max_rows,
+            max_blocks=card.spec.max_blocks,
+            step_tokens=config.tokens_in_flight,
+            prefix_caching=config.prefix_caching,
+            host=_host_config(config, card),
+        )
+        self.resources = ResourceManager(
+            self.cache,
+            max_rows=card.spec.max_rows,
+            max_batched_tokens=config.max_batched_tokens,
+            prefill_chunk=config.prefill_chunk,
+            prefetcher=_prefetcher(config, self.cache, lookup),
+        )
+        self._operations = Operations(self.resources)
+        self._lookup = lookup
+        self._depth = config.steps_in_flight
+        self._steps: deque[ScheduledStep] = deque()
+        self._live: dict[str, Sequence] = {}
+        self._texts: dict[str, OutputText] = {}
+        self._outbox: list[OutputDelta] = []
+        self._arrivals = 0
+        self._counts = {"finished": 0, "aborted": 0, "failed": 0, "steps": 0, "tokens_out": 0}
+        self._compute_s = 0.0
+
+    # ---- requests in ----
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request; raises `InvalidRequestError` or `OverloadedError`, and then nothing was changed.
+
+        One that comes with output goes on behind it, as after a preemption; what it has is not said again.
+        """
+        length = len(request.prompt_token_ids) + (request.sampling.max_tokens or 1)
+        self._check(request, length)
+        self._arrivals += 1
+        sequence = Sequence(
+            request,
+            hash_seed(self.card.identity, request.cache_salt, request.lora_id),
+            order=(request.priority, self._arrivals),
+            max_length=length,
+            arrived=self._clock(),
+            output=list(request.output_token_ids),
+        )
+        output = OutputText(self._tokenizer, request.sampling)
+        self._live[request.request_id], self._texts[request.request_id] = sequence, output
+        text, reason = self._ending(sequence, *output.replay(request.output_token_ids))
+        if reason is None:
+            self.resources.add(sequence, self._clock())
+        else:  # only the last delta was lost
+            self._counts["finished"] += 1
+            self._end(sequence, reason, text=text)
+
+    def _check(self, request: GenerateRequest, length: int) -> None:
+        if request.request_id in self._live:
+            raise InvalidRequestError(f"request id {request.request_id!r} is already being served; ids must differ")
+        if not len(request.prompt_token_ids):
+            raise InvalidRequestError("the prompt is empty")
+        if length > self.card.max_model_len:
+            raise InvalidRequestError(f"{length} tokens were asked for; at most {self.card.max_model_len} fit")
+        highest = max(int(request.prompt_token_ids.max()), *request.output_token_ids, 0)
+        if highest >= self.card.config.vocab_size:
+            raise InvalidRequestError(
+                f"token id {highest} is not in the model's vocabulary of {self.card.config.vocab_size}"
+            )
+        if self.resources.num_waiting >= self.config.max_queued:
+            raise OverloadedError(
+                f"{self.config.max_queued} requests are waiting already (max_queued); try again later"
+            )
+
+    def abort(self, request_id: str) -> None:
+        """End a request at once, in whatever state it is; unknown and finished ids are ignored."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._counts["aborted"] += 1
+            self._end(sequence, FinishReason.ABORT)
+
+    def operate(self, action: str, tier: str = EVERY_TIER) -> Operation:
+        """Begin to ``sleep``, to ``wake`` or to ``reset_cache`` of a tier; `step` carries it out.
+
+        Asleep, the engine holds neither weights nor device memory, and requests wait. Raises `InvalidRequestError`,
+        or `ConfigError` for a tier that there is not.
+        """
+        return self._operations.ask(action, tier)
+
+    # ---- steps ----
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._live)
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do: requests of an engine that is asleep are nothing to do."""
+        may_run = self._live and self._operations.state is not State.ASLEEP
+        return bool(may_run or self._steps or self._outbox or self._operations.is_busy or self.resources.has_copies)
+
+    def step(self, timeout_s: float | None) -> list[OutputDelta]:
+        """Keep the workers busy and commit the next finished step, waiting at most ``timeout_s`` for it.
+
+        ``None`` waits for as long as the workers live. Raises `EngineDiedError` once a worker is lost.
+        """
+        while len(self._steps) < self._depth:
+            step = self._operations.next_step(self._clock())
+            if step is None:
+                break
+            self._executor.submit(step.batch)
+            self._steps.append(step)
+        if self._steps and not self._outbox:
+            result = self._executor.poll(timeout_s)
+            if result is not None:
+                self._commit(self._steps.popleft(), result)
+        elif self._lookup is not None and self.resources.is_asking_storage and not self._outbox:
+            self._lookup.wait(ASK_WAIT_S if timeout_s is None else min(timeout_s, ASK_WAIT_S))
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def _commit(self, step: ScheduledStep, result: StepResult) -> None:
+        if step.batch.command:
+            self._operations.obeyed(step.batch.command, result)
+        else:
+            self._counts["steps"] += 1
+            self._compute_s += result.compute_s
+            if result.error is None:
+                self.resources.speeds.take(step.batch.num_tokens, len(step.sequences), result.compute_s)
+        if result.error is not None:
+            for sequence in step.sequences:
+                self._fail(sequence, result.error)
+            self.resources.copies_done(step, result)
+            self.resources.step_done(step)
+            return
+        self.resources.copies_done(step, result)
+        for index, why in result.broken.items():
+            if self.resources.is_wanted(step, index):
+                self._fail(step.sequences[index], why)
+        tokens = result.token_ids.tolist()
+        for index in self.resources.commit(step, result.token_ids):
+            self._take(step.sequences[index], tokens[index], result.logprobs.get(index))
+
+    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Say that a token was sampled, and end the request if it was the last."""
+        now = self._clock()
+        self._counts["tokens_out"] += 1
+        if sequence.first_token is None:
+            sequence.first_token = now
+        text, reason = self._ending(sequence, *self._texts[sequence.id].push(token))
+        delta_logprobs = () if logprobs is None else (logprobs,)
+        if reason is None:
+            self._outbox.append(OutputDelta(sequence.id, (token,), text, delta_logprobs))
+        else:
+            self._counts["finished"] += 1
+            self._end(sequence, reason, token_ids=(token,), text=text, logprobs=delta_logprobs)
+
+    def _ending(self, sequence: Sequence, text: str, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
+        """What the latest token made of the text, and how the request ends with it: also by its length."""
+        if reason is None and sequence.num_tokens >= sequence.max_length:
+            return text + self._texts[sequence.id].flush(), FinishReason.LENGTH
+        return text, reason
+
+    def _fail(self, sequence: Sequence, error: str) -> None:
+        if not sequence.finished:
+            self._counts["failed"] += 1
+            self._end(sequence, FinishReason.ERROR, error=error)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, **last: Any) -> None:
+        """The only way a request ends: the last delta is sent, and its blocks go back."""
+        sequence.finished = True
+        del self._live[sequence.id], self._texts[sequence.id]
+        self._outbox.append(
+            OutputDelta(
+                sequence.id, finish_reason=reason, usage=_usage(sequence), timings=self._timings(sequence), **last
+            )
+        )
+        self.resources.leave(sequence)
+
+    def _timings(self, sequence: Sequence) -> Timings:
+        now = self._clock()
+        started = now if sequence.first_scheduled is None else sequence.first_scheduled
+        first = now if sequence.first_token is None else sequence.first_token
+        after_first = max(1, sequence.num_sampled_here - 1)
+        return Timings(
+            queue_s=started - sequence.arrived,
+            ttft_s=first - sequence.arrived,
+            tpot_s=(now - first) / after_first,
+            total_s=now - sequence.arrived,
+        )
+
+    # ---- the outside ----
+
+    def fail_all(self, error: str) -> list[OutputDelta]:
+        """End every request with ``error``, after a worker was lost. The engine must not be stepped again."""
+        self.resources.drop_steps()
+        for sequence in list(self._live.values()):
+            self._fail(sequence, error)
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def drain_index_updates(self) -> list[IndexUpdate]:
+        """What the attention store must hear of since the last call. To be called also while there is nothing to do."""
+        self.resources.audit_storage(self._clock())
+        return self.cache.drain_index_updates()
+
+    def load(self) -> EngineLoad:
+        """What decides how soon a further request would be served here."""
+        cache = self.cache.stats()
+        host_token_s, storage_token_s = copy_speeds(self.cache)
+        return EngineLoad(
+            waiting=self.resources.num_waiting,
+            running=len(self.resources.running),
+            queued_tokens=self.resources.queued_tokens(),
+            used_blocks=cache.held_blocks,
+            total_blocks=cache.total_blocks,
+            prefill_token_s=self.resources.speeds.prefill_token_s,
+            decode_step_s=self.resources.speeds.decode_step_s,
+            host_token_s=host_token_s,
+            storage_token_s=storage_token_s,
+            accepts=self._operations.state is State.AWAKE,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data: requests by state, cache blocks, prefix hits, steps."""
+        host = self.cache.host
+        return {
+            "model": self.card.model,
+            "state": self._operations.state.value,
+            "requests": {
+                "waiting": self.resources.num_waiting,
+                "running": len(self.resources.running),
+                "preemptions": self.resources.num_preemptions,
+                **{name: self._counts[name] for name in ("finished", "aborted", "failed")},
+            },
+            "cache": asdict(self.cache.stats()),
+            "host": asdict(host.stats()) if host else None,
+            "storage": asdict(host.storage.stats()) if host and host.storage else None,
+            "transfers": {name: _speed(transfer) for name, transfer in self.resources.transfers.items()},
+            "steps": self._counts["steps"],
+            "output_tokens": self._counts["tokens_out"],
+            "compute_s": self._compute_s,
+        }
+
+
+def _host_config(config: EngineConfig, card: ModelCard) -> HostConfig | None:
+    if not card.spec.num_host_blocks:
+        return None
+    timeout_s = config.storage_timeout_s if config.storage else None
+    return HostConfig(card.spec.num_host_blocks, config.write_policy, config.write_through_threshold, timeout_s)
+
+
+def _prefetcher(config: EngineConfig, cache: CacheManager, lookup: Lookup | None) -> Prefetcher | None:
+    if lookup is None or cache.host is None or cache.host.storage is None:
+        return None
+    return Prefetcher(cache, cache.host.storage, lookup, config.prefetch, config.longest_prefetch_s)
+
+
+def _speed(transfer: TransferStats) -> dict[str, float]:
+    return {**asdict(transfer), "hidden_s": transfer.hidden_s, "bytes_per_s": transfer.bytes_per_s}
+
+
+def _usage(sequence: Sequence) -> Usage:
+    cached = min(sequence.cached_tokens, sequence.num_prompt)
+    return Usage(sequence.num_prompt, cached, len(sequence.output))

@@ -1,0 +1,154 @@
+"""What an engine is told to do besides serving requests: sleep, wake, and forget what is cached."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, STORAGE_TIER
+from headwise.errors import ConfigError, EngineDiedError, InvalidRequestError
+from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
+from headwise.runtime.protocol.batch import RESET_STORAGE, SLEEP, WAKE, StepResult
+
+RESET_CACHE = "reset_cache"
+ACTIONS = (SLEEP, WAKE, RESET_CACHE)
+
+EVERY_TIER = "all"
+TIERS = (DEVICE_TIER, HOST_TIER, STORAGE_TIER, EVERY_TIER)
+"""What `RESET_CACHE` may be told to forget."""
+
+
+class State(Enum):
+    """Requests run while the engine is awake; in every other state they wait."""
+
+    AWAKE = "awake"
+    FALLING_ASLEEP = "falling asleep"
+    ASLEEP = "asleep"
+    WAKING = "waking"
+
+
+@dataclass(eq=False)
+class Operation:
+    """One thing that was asked for.
+
+    blocks: how many blocks a reset has forgotten, once it is done
+    """
+
+    action: str
+    tier: str = EVERY_TIER
+    blocks: int = 0
+    is_done: bool = False
+
+
+class Operations:
+    """Carries out operations one after the other, in the order they were asked for, between the steps.
+
+        awake --sleep--> falling asleep ----> asleep --wake--> waking ----> awake
+
+    Falling asleep: what runs is preempted and steps in flight end; then the host gets what the device has cached, as
+    far as it has room; then the workers let go of the weights and of the device's memory.
+    """
+
+    def __init__(self, resources: ResourceManager) -> None:
+        self.state = State.AWAKE
+        self._resources = resources
+        self._cache = resources.cache
+        self._queue: deque[Operation] = deque()
+        self._is_sent = False  # whether the workers are at the first of the queue
+        self._is_backed_up = False
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._queue)
+
+    def ask(self, action: str, tier: str = EVERY_TIER) -> Operation:
+        """Queue an operation; `next_step` carries it out.
+
+        Raises:
+            InvalidRequestError: there is no such action or tier.
+            ConfigError: the engine does not have the tier.
+        """
+        if action not in ACTIONS:
+            raise InvalidRequestError(f"an operation must be one of {', '.join(ACTIONS)}, got {action!r:.80}")
+        if tier not in TIERS:
+            raise InvalidRequestError(f"tier must be one of {', '.join(TIERS)}, got {tier!r:.80}")
+        for name, option, is_there in (
+            (HOST_TIER, "host_cache", self._cache.host is not None),
+            (STORAGE_TIER, "storage", self._has_storage),
+        ):
+            if tier == name and not is_there:
+                raise ConfigError(f"this deployment has no {name} tier to reset: it was started without {option}")
+        operation = Operation(action, tier)
+        self._queue.append(operation)
+        return operation
+
+    @property
+    def _has_storage(self) -> bool:
+        return self._cache.host is not None and self._cache.host.storage is not None
+
+    def next_step(self, now: float) -> ScheduledStep | None:
+        """The next step, be it for an operation or for requests; None until a step in flight comes back."""
+        while self._queue and not self._is_sent:
+            command = self._advance(self._queue[0])
+            if command is not None:
+                self._is_sent = True
+                return self._resources.command(command)
+            if not self._queue[0].is_done:
+                break
+            self._queue.popleft()
+        return self._resources.schedule(now) if self.state is State.AWAKE else self._resources.schedule_copies(now)
+
+    def _advance(self, operation: Operation) -> str | None:
+        """Take an operation as far as it goes now; the command that workers must obey for it to be done."""
+        if operation.action == SLEEP:
+            return self._fall_asleep(operation)
+        if operation.action == WAKE:
+            return self._wake(operation)
+        return self._reset_cache(operation)
+
+    def _fall_asleep(self, operation: Operation) -> str | None:
+        if self.state is State.ASLEEP:
+            operation.is_done = True
+            return None
+        if self.state is State.AWAKE:
+            self.state = State.FALLING_ASLEEP
+            self._is_backed_up = False
+            self._resources.preempt_all()
+        if self._resources.has_steps:
+            return None
+        host = self._cache.host
+        if host is not None and not self._is_backed_up:
+            self._is_backed_up = True
+            host.back_up_all()
+        if host is not None and host.is_busy:
+            return None
+        self._cache.reset((DEVICE_TIER,))
+        return SLEEP
+
+    def _wake(self, operation: Operation) -> str | None:
+        if self.state is State.AWAKE:
+            operation.is_done = True
+            return None
+        self.state = State.WAKING
+        return WAKE
+
+    def _reset_cache(self, operation: Operation) -> str | None:
+        tiers = TIERS if operation.tier == EVERY_TIER else (operation.tier,)
+        operation.blocks += self._cache.reset(tiers)
+        if self._has_storage and STORAGE_TIER in tiers:
+            return RESET_STORAGE
+        operation.is_done = True
+        return None
+
+    def obeyed(self, command: str, result: StepResult) -> None:
+        """The workers have obeyed a command; raises `EngineDiedError` if one could not."""
+        if result.error is not None:
+            raise EngineDiedError(f"the workers could not obey {command!r}: {result.error}")
+        operation = self._queue.popleft()
+        self._is_sent = False
+        if command == RESET_STORAGE:
+            self._cache.reset((STORAGE_TIER,))  # of what came to be known of it while it was emptied
+        self.state = {SLEEP: State.ASLEEP, WAKE: State.AWAKE}.get(command, self.state)
+        operation.blocks += result.forgotten
+        operation.is_done = True

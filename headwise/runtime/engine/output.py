@@ -1,0 +1,60 @@
+"""Turns a request's tokens into text, and ends it at stop strings, stop ids and end tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.protocol.request import FinishReason, SamplingParams
+
+
+class OutputText:
+    """One request's text so far. Text that may turn out to begin a stop string is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._sampling = sampling
+        self._ends = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._ends.update(tokenizer.eos_token_ids)
+        self._held = ""
+
+    def push(self, token: int) -> tuple[str, FinishReason | None]:
+        """The text that a token makes certain, and `FinishReason.STOP` if it ends the request."""
+        if token in self._ends:
+            return self.flush(), FinishReason.STOP
+        return self._release(self._detokenizer.push([token]))
+
+    def replay(self, tokens: Sequence[int]) -> tuple[str, FinishReason | None]:
+        """Go on behind ``tokens``, whose text was told already: what the last of them, or the one that ends the
+        request, made certain."""
+        text, reason = "", None
+        for token in tokens:
+            text, reason = self.push(token)
+            if reason is not None:
+                break
+        return text, reason
+
+    def flush(self) -> str:
+        """The rest of the text, when nothing more will come."""
+        text, _ = self._release(self._detokenizer.flush())
+        text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, text: str) -> tuple[str, FinishReason | None]:
+        text = self._held + text
+        found = [at for at in map(text.find, self._sampling.stop) if at >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], FinishReason.STOP
+        keep = max((_overlap(text, stop) for stop in self._sampling.stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,84 @@
+"""What an engine tells the scheduler of itself, twice a second and at once when it lost its workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineStatus
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.05
+"""While the scheduler is away: it is told of the engine as soon as it is back."""
+MAX_FAULTS = 16
+"""In one status; the first ones."""
+MAX_RECEIVED = 65_536
+"""Requests named in one status; those beyond are counted as on their way until their reservations end."""
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """Where and as whom an engine reports: the scheduler's endpoint, the deployment's secret, the engine's name."""
+
+    endpoint: str
+    secret: str
+    engine: str
+
+
+class EngineReports:
+    """Gathers what a status tells of the time since the last one, and sends it when it is due. Never blocks."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], reporting: Reporting, clock: Callable[[], float]):
+        import zmq
+
+        self.reporting = reporting
+        self._clock = clock
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a scheduler that is away
+        self._socket.connect(reporting.endpoint)
+        self._due = clock()
+        self._received: list[str] = []
+        self._faults: list[str] = []
+        self._is_away = False
+
+    def received(self, request_id: str) -> None:
+        if len(self._received) < MAX_RECEIVED:
+            self._received.append(request_id)
+
+    def fault(self, text: str) -> None:
+        """Something went wrong: tell of it at once."""
+        if len(self._faults) < MAX_FAULTS:
+            self._faults.append(text)
+        self.hurry()
+
+    def hurry(self) -> None:
+        """The next status is due now."""
+        self._due = self._clock()
+
+    def service(self, status: Callable[[Reporting, tuple[str, ...], tuple[str, ...]], EngineStatus]) -> None:
+        """Send a status if one is due; ``status`` makes it, of what was received and of the faults."""
+        import zmq
+
+        now = self._clock()
+        if now < self._due:
+            return
+        message = status(self.reporting, tuple(self._received), tuple(self._faults))
+        try:
+            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._due = now + RETRY_S
+            if not self._is_away:
+                log.warning("the scheduler at %s takes no reports", self.reporting.endpoint)
+            self._is_away = True
+            return
+        self._due = now + STATUS_INTERVAL_S
+        self._is_away = False
+        self._received.clear()
+        self._faults.clear()

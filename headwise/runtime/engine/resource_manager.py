@@ -1,0 +1,478 @@
+"""Decides what runs in the next step: continuous batching with chunked prefill over a bounded cache."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.cache_manager import CacheManager
+from headwise.cache_controller.host_tier import HostTier
+from headwise.cache_controller.prefix_match import PrefixMatch
+from headwise.errors import EngineDiedError
+from headwise.priority_queue import PriorityQueue
+from headwise.runtime.engine.prefetcher import Prefetcher
+from headwise.runtime.engine.sequence import Phase, Sequence
+from headwise.runtime.engine.sequence_table import Index, Rows
+from headwise.runtime.engine.throughput import CopyTrials, StepSpeeds, smooth
+from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
+from headwise.transfer.stats import TransferStats
+
+_NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+
+MAX_LOOKED_AT = 64
+"""Waiting sequences, the next ones, whose cached tokens are left out where the engine says how much it has to do."""
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """A step on its way: what was sent, and whose rows they are."""
+
+    batch: BatchRequest
+    sequences: tuple[Sequence, ...]
+
+
+@dataclass
+class _Plan:
+    """Rows of the step being planned, and how many tokens of each."""
+
+    rows: Index
+    counts: NDArray[np.int64]
+
+    def add(self, row: int, count: int) -> None:
+        self.rows = np.append(self.rows, np.int32(row))
+        self.counts = np.append(self.counts, count)
+
+
+def _no_rows() -> _Plan:
+    return _Plan(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
+
+
+class ResourceManager:
+    """First come, first served within a priority; the oldest sequence always gets on, so nothing can deadlock.
+
+    Out of blocks, the latest sequence is preempted: its blocks go back (they stay as cache while nobody needs
+    them) and it is computed again from what the cache still has. Blocks and rows of a sequence that leaves the
+    batch come back once no step in flight may touch them.
+
+    max_batched_tokens: token budget of a step
+    prefill_chunk:      most tokens of one sequence in a step
+    prefetcher:         brings what storage has of waiting sequences; None: there is no storage
+    transfers:          what workers have copied between the tiers, by direction
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        *,
+        max_rows: int,
+        max_batched_tokens: int,
+        prefill_chunk: int,
+        prefetcher: Prefetcher | None = None,
+    ) -> None:
+        self.cache = cache
+        self.prefetcher = prefetcher
+        self.transfers: dict[str, TransferStats] = {}
+        self.speeds = StepSpeeds()
+        self._trials = CopyTrials(cache)
+        self.rows = Rows(max_rows)
+        self.max_batched_tokens = max_batched_tokens
+        self.prefill_chunk = prefill_chunk
+        self.running: list[Sequence] = []  # oldest first
+        self.num_preemptions = 0
+        self._running_rows: Index | None = None  # of `running`, until that changes
+        self._waiting: PriorityQueue[Sequence] = PriorityQueue()
+        self._new: list[NewSequence] = []
+        self._draining: set[Sequence] = set()
+        self._step_id = 0  # the latest step sent
+        self._last_done = 0  # and the latest that came back
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies between tiers are on their way."""
+        host = self.cache.host
+        return host is not None and (host.is_busy or bool(host.storage and host.storage.has_work))
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether steps are in flight."""
+        return self._last_done < self._step_id
+
+    @property
+    def is_asking_storage(self) -> bool:
+        """Whether a request waits for storage to say what it has."""
+        return self.prefetcher is not None and self.prefetcher.is_asking
+
+    @property
+    def _blocks_of_a_step(self) -> int:
+        columns = self.max_batched_tokens // self.cache.block_size + 1
+        return columns * len(self.cache.policies)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + (self.prefetcher.num_held if self.prefetcher else 0)
+
+    def queued_tokens(self) -> int:
+        """Known tokens still to compute: of what runs, and of what waits in so far as the cache lacks them."""
+        left, decoding = self.rows.to_schedule(self._rows_in_order())
+        waiting = self._waiting.items()
+        if self.prefetcher is not None:
+            waiting += self.prefetcher.held
+        queued = sum(sequence.num_tokens for sequence in waiting) + int(left[~decoding].sum())
+        looked_at = heapq.nsmallest(MAX_LOOKED_AT, waiting, key=lambda sequence: sequence.order)
+        return queued - sum(self._match(sequence).num_blocks for sequence in looked_at) * self.cache.block_size
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Queue a sequence, once what storage has of it is there."""
+        if self.prefetcher is None or not self.prefetcher.begin(sequence, now):
+            self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        self._waiting.push(sequence.order, sequence)
+
+    # ---- planning a step ----
+
+    def schedule(self, now: float) -> ScheduledStep | None:
+        """The next step, or None if there is nothing to do until a step in flight comes back."""
+        self._advance_copies(now)
+        self._make_way()
+        preemptions = self.num_preemptions
+        plan = self._plan_running()
+        budget = self.max_batched_tokens - int(plan.counts.sum())
+        # Where blocks were short in this step, no newcomer may take what came free.
+        while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(now)):
+            count = min(admitted.num_tokens - int(self.rows.scheduled[admitted.row]), self.prefill_chunk, budget)
+            row = np.array([admitted.row], dtype=np.int32)
+            if self.cache.extend(row, self.rows.scheduled[row] + count):
+                plan.add(admitted.row, count)
+                budget -= count
+        return self._send(plan) if len(plan.rows) or self._copies_need_a_step() else None
+
+    def schedule_copies(self, now: float) -> ScheduledStep | None:
+        """Like `schedule`, while no sequence may run."""
+        self._advance_copies(now)
+        return self._send(_no_rows()) if self._copies_need_a_step() else None
+
+    def command(self, command: str) -> ScheduledStep:
+        """A step that has the workers obey a command."""
+        return self._send(_no_rows(), command)
+
+    def _advance_copies(self, now: float) -> None:
+        host = self.cache.host
+        if host is None:
+            return
+        host.back_up(self._blocks_of_a_step)
+        self._trials.look(now)
+        if host.storage is not None:
+            host.storage.watch(now)
+        if self.prefetcher is not None:
+            for sequence in self.prefetcher.advance(now):
+                self._queue(sequence)
+
+    def audit_storage(self, now: float) -> None:
+        """Have storage asked, now and then, whether it still has what it is known to have."""
+        if self.prefetcher is not None:
+            self.prefetcher.audit(now)
+
+    def _copies_need_a_step(self) -> bool:
+        """Whether a step without sequences must start copies, or bring word of them: no other one is under way."""
+        host = self.cache.host
+        if host is None or self._last_done != self._step_id:
+            return False
+        return host.has_work or bool(host.storage and host.storage.has_work)
+
+    def _plan_running(self) -> _Plan:
+        """The next tokens of what runs, with room for them in the cache.
+
+        Short of blocks, the latest sequences are preempted; while blocks are on their way back, those wait that
+        need more.
+        """
+        while True:
+            plan = self._ask_for_tokens()
+            targets = self.rows.scheduled[plan.rows] + plan.counts
+            if self.cache.extend(plan.rows, targets):
+                return plan
+            needed = self.cache.blocks_needed(plan.rows, targets)
+            if self._draining or int(needed.sum()) <= self.cache.num_available + self._num_returning:
+                fits = (needed == 0) | (np.cumsum(needed) <= self.cache.num_available)
+                self.cache.extend(plan.rows[fits], targets[fits])
+                return _Plan(plan.rows[fits], plan.counts[fits])
+            self._preempt_latest()
+
+    @property
+    def _num_returning(self) -> int:
+        """Blocks that are available again once their copies to the host are complete."""
+        return self.cache.host.num_returning if self.cache.host is not None else 0
+
+    def _ask_for_tokens(self) -> _Plan:
+        """The tokens that running sequences want, within the budget; decoding ones first: no prompt may stall them."""
+        rows = self._rows_in_order()
+        left, decoding = self.rows.to_schedule(rows)
+        order = np.argsort(~decoding, kind="stable")
+        rows, wanted = rows[order], np.minimum(left[order], self.prefill_chunk)
+        before = np.cumsum(wanted) - wanted
+        counts = np.minimum(wanted, np.maximum(0, self.max_batched_tokens - before))
+        some = counts > 0
+        return _Plan(rows[some], counts[some])
+
+    def _rows_in_order(self) -> Index:
+        if self._running_rows is None:
+            self._running_rows = np.array([sequence.row for sequence in self.running], dtype=np.int32)
+        return self._running_rows
+
+    def preempt_all(self) -> None:
+        """Let nothing run: all sequences wait again, with the tokens they have, and are computed again later."""
+        for sequence in list(self.running):
+            self.leave(sequence)
+
+    def _preempt_latest(self) -> None:
+        victim = self.running[-1]
+        victim.preemptions += 1
+        self.num_preemptions += 1
+        self.leave(victim)
+
+    # ---- admission ----
+
+    def _make_way(self) -> None:
+        """Preempt a running sequence for one of higher priority that could not start otherwise."""
+        urgent = self._waiting.first
+        if urgent is None or not self.running or self._draining:  # what is on its way back may do
+            return
+        if self.running[-1].order[0] > urgent.order[0] and not self._can_start(urgent, self._match(urgent)):
+            self._preempt_latest()
+
+    def _admit(self, now: float) -> Sequence | None:
+        """Start the first waiting sequence if all of its known tokens fit beside what runs already."""
+        sequence = self._waiting.first
+        if sequence is None or not self.rows.num_free or any(not leaving.finished for leaving in self._draining):
+            return None
+        match = self._match(sequence)
+        if not self._can_start(sequence, match):
+            return None
+        self._waiting.pop()
+        self._start(sequence, match, now)
+        return sequence
+
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        """What the cache has of the sequence, short of its last token: that one must be computed to sample."""
+        if not self.cache.prefix_caching:
+            return self.cache.match((), 0)
+        hashes = sequence.block_hashes(sequence.num_tokens, self.cache.block_size)
+        return self.cache.match(hashes, max_tokens=sequence.num_tokens - 1)
+
+    def _can_start(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        if not self.rows.num_free:
+            return False
+        if not self.running and not self._draining:
+            return self._can_adopt_alone(match)
+        computed = match.num_blocks * self.cache.block_size
+        needed = self.cache.peak_blocks(sequence.num_tokens + 1, computed) - len(match.kept)
+        return needed <= self.cache.num_available - self.cache.num_reclaimed(match) - self._promised_blocks()
+
+    def _can_adopt_alone(self, match: PrefixMatch) -> bool:
+        """Whether the pool has what comes from the host, while nothing runs; if not, copies in flight will give it."""
+        host = self.cache.host
+        if host is None or match.host is None or not host.is_busy:
+            return True
+        return match.num_copies <= self.cache.num_available - self.cache.num_reclaimed(match)
+
+    def _promised_blocks(self) -> int:
+        """Blocks that admitted sequences will still take for tokens they already have."""
+        rows = self._rows_in_order()
+        return self.cache.promised_blocks(rows, self.rows.length[rows])
+
+    def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
+        computed = match.num_blocks * self.cache.block_size
+        row = self.rows.open(sequence, computed)
+        self.cache.adopt(row, match, sequence.num_tokens)
+        sequence.phase = Phase.RUNNING
+        if sequence.first_scheduled is None:
+            sequence.cached_tokens = computed
+            sequence.first_scheduled = now
+        bisect.insort(self.running, sequence, key=lambda other: other.order)
+        self._running_rows = None
+        request = sequence.request
+        self._new.append(NewSequence(row, request.request_id, request.sampling, request.sampling.seed or 0))
+
+    # ---- steps ----
+
+    def _send(self, plan: _Plan, command: str = "") -> ScheduledStep:
+        rows, counts, columns = plan.rows, plan.counts, self.rows
+        starts = columns.scheduled[rows]
+        token_ids = self._input_tokens(rows, starts, counts)
+        columns.scheduled[rows] = starts + counts
+        length = columns.length[rows]
+        samples = starts + counts == length
+        columns.pending[rows] += samples
+        columns.length[rows] = length + samples
+        self._step_id += 1
+        columns.last_step[rows] = self._step_id
+        new, self._new = tuple(self._new), []
+        batch = BatchRequest(
+            step_id=self._step_id,
+            rows=rows,
+            starts=starts.astype(np.int32),
+            query_lens=counts.astype(np.int32),
+            token_ids=token_ids,
+            sample=samples,
+            table_updates=self.cache.drain_table_updates(),
+            new_sequences=new,
+            command=command,
+            **self._copies(),
+        )
+        return ScheduledStep(batch, tuple(columns.of(rows)))
+
+    def _copies(self) -> dict[str, Any]:
+        host = self.cache.host
+        if host is None:
+            return {}
+        copies: dict[str, Any] = {
+            "cache_swap_metadata": host.take_loads(self._step_id),
+            "cache_evict_metadata": host.take_stores(),
+        }
+        if host.storage is not None:
+            copies |= {"storage_puts": host.storage.take_puts(), "storage_fetches": host.storage.take_fetches()}
+        return copies
+
+    def _input_tokens(self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
+        columns = self.rows
+        known = columns.length[rows] - columns.pending[rows]
+        first = np.where(starts < known, columns.last_token[rows], np.int32(LAST_SAMPLED))
+        many = (starts < known - 1).nonzero()[0]
+        if not len(many):
+            return first
+        ends = np.cumsum(counts)
+        token_ids = np.empty(int(ends[-1]), dtype=np.int32)
+        token_ids[ends - counts] = first
+        for index, sequence in zip(many.tolist(), columns.of(rows[many]), strict=True):
+            start, count, end = int(starts[index]), int(counts[index]), int(ends[index])
+            token_ids[end - count : end] = sequence.tokens(start, start + count)
+        return token_ids
+
+    def commit(self, step: ScheduledStep, token_ids: NDArray[np.int32]) -> list[int]:
+        """Take what a step computed; the indices in its batch of the sequences that have a new token each.
+
+        token_ids: ``[n]``, the sampled token of each sequence of the batch
+        """
+        batch, columns = step.batch, self.rows
+        wanted = columns.wanted[batch.rows]
+        rows = batch.rows[wanted]
+        computed = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
+        self._register(rows, computed)
+        self.cache.recycle(rows, computed)
+        sampled = (wanted & batch.sample).nonzero()[0]
+        columns.pending[batch.rows[sampled]] -= 1
+        columns.last_token[batch.rows[sampled]] = token_ids[sampled]
+        indices = sampled.tolist()
+        for index, token in zip(indices, token_ids[sampled].tolist(), strict=True):
+            step.sequences[index].output.append(token)
+        self.step_done(step)
+        return indices
+
+    def copies_done(self, step: ScheduledStep, result: StepResult) -> None:
+        """Take in what a step says of copies; to be called before its tokens are committed.
+
+        A sequence that the step computed from a block that never came is void from here on, and computed anew.
+
+        Raises:
+            EngineDiedError: the step has loaded blocks, and says nothing of whether they came.
+        """
+        host = self.cache.host
+        if host is None:
+            return
+        if result.failed_in is None and len(step.batch.cache_swap_metadata):
+            raise EngineDiedError(f"nothing is known of the blocks that step {step.batch.step_id} loaded")
+        self._measure(host, result)
+        host.stored(result.swapped_out.tolist(), result.failed_out.tolist())
+        if host.storage is not None:
+            host.storage.fetched(result.fetched.tolist(), result.missed.tolist())
+            host.storage.put_done(result.put.tolist(), result.not_put.tolist())
+        lost = _NO_BLOCKS if result.failed_in is None else result.failed_in
+        failed = set(self.cache.loads_done(step.batch.step_id, lost).tolist())
+        for sequence in [s for s in (*self.running, *self._draining) if s.row in failed]:
+            if sequence.phase is Phase.RUNNING:
+                sequence.preemptions += 1
+                self.num_preemptions += 1
+                self.leave(sequence)
+            if sequence.row >= 0:  # else no step has carried it yet
+                self.rows.wanted[sequence.row] = False
+
+    def _measure(self, host: HostTier, result: StepResult) -> None:
+        """Note how fast copies and computing are, by which is decided what is worth copying."""
+        host.token_s = self.speeds.prefill_token_s or math.inf
+        host.copy_s = self._seconds_a_block("load", host.copy_s, result)
+        if host.storage is not None:
+            host.storage.fetch_s = self._seconds_a_block("fetch", host.storage.fetch_s, result)
+        self.transfers |= result.transfers
+
+    def _seconds_a_block(self, direction: str, known: float, result: StepResult) -> float:
+        new, old = result.transfers.get(direction), self.transfers.get(direction, TransferStats())
+        if new is None or new.blocks <= old.blocks:
+            return known
+        return smooth(known, (new.busy_s - old.busy_s) / (new.blocks - old.blocks))
+
+    def _register(self, rows: Index, computed: NDArray[np.int64]) -> None:
+        """Tell the cache of the blocks that the rows' ``computed`` tokens have filled."""
+        block_size = self.cache.block_size
+        if not self.cache.prefix_caching:
+            return
+        full = (computed // block_size > self.cache.registered[rows]).nonzero()[0]
+        if not len(full):
+            return
+        counts = computed[full].tolist()
+        hashes = [s.block_hashes(n, block_size) for s, n in zip(self.rows.of(rows[full]), counts, strict=True)]
+        self.cache.register(rows[full].tolist(), hashes)
+
+    def is_wanted(self, step: ScheduledStep, index: int) -> bool:
+        """Whether anybody waits for what a step says of a sequence of its batch: it neither ended nor is it void."""
+        return bool(self.rows.wanted[step.batch.rows[index]])
+
+    def step_done(self, step: ScheduledStep) -> None:
+        """A step came back, as they do in order: what left the batch meanwhile may give back its blocks."""
+        self._last_done = step.batch.step_id
+        for sequence in list(self._draining):
+            self._settle(sequence)
+
+    def drop_steps(self) -> None:
+        """No step in flight will come back, or touch a block any more."""
+        self._last_done = self._step_id
+        for sequence in list(self._draining):
+            self._settle(sequence)
+
+    # ---- leaving the batch ----
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the batch; a running one gives back its blocks when no step may touch them.
+
+        A sequence that is not finished goes back to the waiting ones then.
+        """
+        if sequence.row >= 0:
+            self.rows.wanted[sequence.row] = not sequence.finished
+        if sequence.phase is Phase.WAITING:
+            if self.prefetcher is not None:
+                self.prefetcher.forget(sequence)
+            self._waiting.discard(sequence.order)
+        elif sequence.phase is Phase.RUNNING:
+            self.running.remove(sequence)
+            self._running_rows = None
+            sequence.phase = Phase.DRAINING
+            self._draining.add(sequence)
+            self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        row = sequence.row
+        if self.rows.last_step[row] > self._last_done:
+            return
+        self._draining.discard(sequence)
+        self.cache.release(row, will_return=not sequence.finished)
+        self.rows.close(sequence)
+        self._new = [new for new in self._new if new.row != row]
+        sequence.phase = Phase.WAITING
+        if not sequence.finished:
+            self._queue(sequence)

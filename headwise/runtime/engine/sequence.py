@@ -1,0 +1,77 @@
+"""One request inside an engine: its tokens and their hashes. How far they are computed is in `rows`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.block_hash import extend_hashes
+from headwise.runtime.protocol.request import GenerateRequest
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    """Out of the batch, but a step in flight may still touch its blocks."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request's known tokens: the prompt's, and those sampled so far.
+
+    order:  what comes first is served first: (priority, arrival)
+    row:    the engine's and the workers' row, while the sequence runs
+    output: sampled tokens, first those that the request came with
+    hashes: of the full blocks of the known tokens, as far as they were asked for
+    """
+
+    request: GenerateRequest
+    hash_seed: bytes
+    order: tuple[int, int]
+    max_length: int
+    arrived: float
+    phase: Phase = Phase.WAITING
+    finished: bool = False
+    row: int = -1
+    cached_tokens: int = 0
+    preemptions: int = 0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    output: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_sampled_here(self) -> int:
+        return len(self.output) - len(self.request.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.output)
+
+    def tokens(self, start: int, stop: int) -> NDArray[np.int32]:
+        """The known tokens ``[start, stop)``, ``int32``."""
+        prompt = self.request.prompt_token_ids
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        output = self.output[max(0, start - len(prompt)) : stop - len(prompt)]
+        return np.concatenate([prompt[start:], np.array(output, dtype=np.int32)])
+
+    def block_hashes(self, tokens: int, block_size: int) -> list[bytes]:
+        """Hashes of the full blocks of the first ``tokens`` known tokens; computed once each."""
+        wanted = tokens // block_size
+        if len(self.hashes) < wanted:
+            new = self.tokens(len(self.hashes) * block_size, wanted * block_size)
+            extend_hashes(self.hashes, self.hash_seed, new, block_size, self.request.extra_keys)
+        return self.hashes if len(self.hashes) == wanted else self.hashes[:wanted]

@@ -1,0 +1,78 @@
+"""The sequences that run, as columns: what every step reads and writes of all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.engine.sequence import Sequence
+
+Index = NDArray[np.int32]
+"""Rows, in the order that matters to whoever asks."""
+
+
+class Rows:
+    """Counters of each running sequence, at its row. Of a free row they mean nothing.
+
+        | prompt | output, known | sampled in flight |
+                                  <---- pending ---->|
+        | scheduled into steps ..........| next step |
+                                         ^ scheduled ^ length
+
+    length:     tokens known or being sampled
+    pending:    tokens that steps in flight will sample
+    scheduled:  tokens whose KV is computed by steps done or in flight
+    last_step:  the latest step that holds the sequence
+    last_token: the last known token
+    wanted:     whether its results are: the request has not ended
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._sequences: dict[int, Sequence] = {}
+        self.length = np.zeros(max_rows, dtype=np.int64)
+        self.pending = np.zeros(max_rows, dtype=np.int64)
+        self.scheduled = np.zeros(max_rows, dtype=np.int64)
+        self.last_step = np.zeros(max_rows, dtype=np.int64)
+        self.num_prompt = np.zeros(max_rows, dtype=np.int64)
+        self.max_length = np.zeros(max_rows, dtype=np.int64)
+        self.last_token = np.zeros(max_rows, dtype=np.int32)
+        self.wanted = np.zeros(max_rows, dtype=np.bool_)
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def of(self, rows: Index) -> list[Sequence]:
+        """The sequences of open rows."""
+        sequences = self._sequences
+        return [sequences[row] for row in rows.tolist()]
+
+    def open(self, sequence: Sequence, computed: int) -> int:
+        """Give the sequence a row; its first ``computed`` tokens are in the cache."""
+        row = sequence.row = self._free.pop()
+        self._sequences[row] = sequence
+        self.length[row] = sequence.num_tokens
+        self.pending[row] = self.last_step[row] = 0
+        self.scheduled[row] = computed
+        self.num_prompt[row] = sequence.num_prompt
+        self.max_length[row] = sequence.max_length
+        self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
+        self.wanted[row] = True
+        return row
+
+    def close(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.row]
+        self._free.append(sequence.row)
+        sequence.row = -1
+
+    def to_schedule(self, rows: Index) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Tokens of each row that no step has taken yet, and whether that is the one sampled last.
+
+        There are none once steps in flight sample a sequence's last token.
+        """
+        length = self.length[rows]
+        left = length - self.scheduled[rows]
+        decoding = (left == 1) & (length > self.num_prompt[rows])
+        left[length >= self.max_length[rows]] = 0
+        return left, decoding

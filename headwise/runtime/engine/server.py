@@ -1,0 +1,409 @@
+"""The engine behind a socket: one thread that owns an `EngineCore` and talks to its clients.
+
+The thread never waits for a client: what a client does not read in time is dropped with its requests. The core can
+be replaced while the server runs (new workers after a lost one); requests that arrive meanwhile are sent elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headwise.errors import (
+    DeploymentError,
+    EngineDiedError,
+    HeadwiseError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestAbortedError,
+)
+from headwise.liveness_clock import LivenessClock
+from headwise.runtime.engine.reports import EngineReports, Reporting
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.messages import (
+    CLIENT_TIMEOUT_S,
+    MAX_MESSAGE_BYTES,
+    MAX_PING_REQUESTS,
+    Abort,
+    EngineLoad,
+    EngineStatus,
+    GetStats,
+    Operate,
+    Operated,
+    Outputs,
+    Ping,
+    Pong,
+    Stats,
+    Submit,
+    failure,
+)
+from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta
+from headwise.runtime.protocol.request_checks import check_request
+from headwise.sockets.context import close_context, open_context
+from headwise.sockets.listener import Listener
+
+if TYPE_CHECKING:
+    import zmq
+
+    from headwise.runtime.engine.operations import Operation
+    from headwise.storage.index.flusher import Flusher, IndexUpdate
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.05
+"""Longest wait for a message: stops, lost workers and silent clients are noticed that fast."""
+
+_BURST, _BURST_S = 64, 0.005
+"""Messages taken in before the next step, and the time after which no further one is begun: clients that flood the
+engine, and those whose messages take long, keep the others' tokens waiting for so long and no longer."""
+
+_NO_WORKERS = EngineDiedError("the engine has no workers at the moment: they are being started")
+_STOPPING = DeploymentError("the deployment is stopping")
+_NOT_SERVED = RequestAbortedError(
+    "the engine does not serve this request any more: the connection was lost, or its output was not read in time"
+)
+
+
+class Core(Protocol):
+    """What the server needs of `headwise.runtime.engine.core.EngineCore`."""
+
+    def add(self, request: GenerateRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def operate(self, action: str, tier: str) -> Operation: ...
+    def step(self, timeout_s: float | None) -> list[OutputDelta]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> dict[str, Any]: ...
+    def load(self) -> EngineLoad: ...
+    def drain_index_updates(self) -> Iterable[IndexUpdate]: ...
+    def fail_all(self, error: str) -> list[OutputDelta]: ...
+
+
+class HasFileno(Protocol):
+    """What a poller can wait for."""
+
+    def fileno(self) -> int: ...
+
+
+@dataclass
+class _Client:
+    """A connection: when it last spoke, and the requests it has here."""
+
+    heard: float
+    requests: set[str] = field(default_factory=set)
+
+
+class EngineServer:
+    """Serves clients at ``endpoint`` (the one bound, where port ``*`` was asked for).
+
+    reporting:  tell this scheduler of the engine; None: nobody
+    flusher:    gets the cache's index updates; used by the server's thread only
+    epoch:      of the cache that the first core starts with, and that the flusher has; higher with every new core
+    send_queue: messages a client may leave unread before it is dropped
+    on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
+    turns:      counts up for as long as the server's thread gets on
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        reporting: Reporting | None = None,
+        flusher: Flusher | None = None,
+        epoch: int = 0,
+        send_queue: int = 1000,
+        client_timeout_s: float = CLIENT_TIMEOUT_S,
+        on_died: Callable[[EngineDiedError], None] = lambda error: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = open_context()
+        self._listener = Listener(
+            self._context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=send_queue, clock=clock
+        )
+        self.endpoint = self._listener.endpoint
+        self.turns = 0
+        self._instance = uuid.uuid4().hex
+        self._burst_clock = clock
+        self._clock = LivenessClock(clock)
+        self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
+        self._flusher = flusher
+        self._epoch = epoch
+        self._client_timeout_s = client_timeout_s
+        self._on_died = on_died
+        self._core: Core | None = None
+        self._core_sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()
+        self._clients: dict[bytes, _Client] = {}
+        self._owners: dict[str, bytes] = {}
+        self._operations: list[tuple[bytes, int, Operation]] = []  # under way, and who waits for their end
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._malformed = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headwise-engine", daemon=True)
+
+    # ---- from any thread ----
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes] | HasFileno] = ()) -> None:
+        """Serve with this core from now on; ``sockets`` become readable when its `step` has something to do."""
+        self._commands.put(lambda: self._attach(core, sockets))
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Run ``command`` on the server's thread, between steps."""
+        self._commands.put(command)
+
+    def fail(self, error: EngineDiedError) -> None:
+        """The core is dead, although it may not have noticed: end its requests, and call ``on_died``."""
+        self._commands.put(lambda: self._die(error))
+
+    def fault(self, text: str) -> None:
+        """Have the scheduler be told of something that went wrong."""
+        self._commands.put(lambda: self._fault(text))
+
+    def stop(self) -> None:
+        """End the thread and close the sockets; live requests get an error."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
+        close_context(self._context, linger_ms=100)
+
+    # ---- the loop ----
+
+    def _run(self) -> None:
+        import zmq
+
+        busy = False
+        while not self._stopping.is_set():
+            poller = zmq.Poller()
+            for socket in (self._listener.socket, *self._core_sockets):
+                poller.register(socket, zmq.POLLIN)
+            ready = dict(poller.poll(0 if busy else int(IDLE_S * 1000)))
+            self._run_commands()
+            self._take_messages()
+            # A step may have been collected without an output: as long as something happens, look again at once.
+            busy = self._step() or bool(ready)
+            self._answer_operations()
+            self._drop_silent()
+            if self._reports is not None:
+                self._reports.service(self._status)
+            if self._flusher is not None:
+                self._flusher.service()
+                self._epoch = self._flusher.epoch  # it may have had to exceed what the index knows
+            self.turns += 1
+        self._end_all(_STOPPING)
+
+    def _run_commands(self) -> None:
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _step(self) -> bool:
+        if self._core is None:
+            return False
+        deltas: list[OutputDelta] = []
+        try:
+            if self._core.has_work():
+                deltas = self._core.step(0)
+            if self._flusher is not None:
+                self._flusher.flush(self._core.drain_index_updates())
+        except EngineDiedError as error:
+            self._die(error)
+        except Exception as error:
+            log.exception("the engine failed")
+            self._die(EngineDiedError(f"the engine failed: {type(error).__name__}: {error}"))
+        self._send_deltas(deltas)
+        return bool(deltas)
+
+    def _attach(self, core: Core, sockets: Sequence[zmq.Socket[bytes] | HasFileno]) -> None:
+        self._core, self._core_sockets = core, sockets
+        if self._reports is not None:
+            self._reports.hurry()
+
+    def _die(self, error: EngineDiedError) -> None:
+        """The core is no more. The scheduler hears of it first: its clients will ask it where to go now."""
+        if self._core is None:
+            return
+        core, self._core, self._core_sockets = self._core, None, ()
+        core.fail_all(str(error))
+        self._on_died(error)
+        self._forget_cache()
+        self._fault(str(error))
+        if self._reports is not None:
+            self._reports.service(self._status)
+        self._end_all(error)
+
+    def _forget_cache(self) -> None:
+        """What the index knows of the engine is void at once, not only when there are workers again."""
+        self._epoch = max(self._epoch + 1, time.time_ns())
+        if self._flusher is not None:
+            self._flusher.restart(self._epoch)
+            self._flusher.service()
+
+    def _end_all(self, error: HeadwiseError) -> None:
+        """End every request with ``error``. Deltas are not sent: each request gets the error itself."""
+        operations, self._operations = self._operations, []
+        for identity, key, _ in operations:
+            self._send(identity, failure(error, key))
+        for request_id in list(self._owners):
+            self._end_with(request_id, error)
+
+    # ---- messages in ----
+
+    def _take_messages(self) -> None:
+        until = self._burst_clock() + _BURST_S
+        for identity, frames in self._listener.receive(_BURST):
+            client = self._clients.setdefault(identity, _Client(self._clock()))
+            client.heard = self._clock()
+            try:
+                if len(frames) != 1:
+                    raise wire.WireError(f"a message must be one frame, got {len(frames)}")
+                self._take(identity, wire.decode(frames[0], Submit, Abort, GetStats, Operate, Ping))
+            except HeadwiseError as error:
+                self._malformed += 1
+                self._send(identity, failure(error))
+            if self._burst_clock() >= until:
+                break
+        for identity in self._listener.ended():
+            self._drop(identity, "is gone")
+
+    def _take(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, Submit):
+            self._submit(identity, message.key, message.request)
+        elif isinstance(message, Abort):
+            if self._owners.get(message.request_id) == identity:
+                self._abort(message.request_id)
+        elif isinstance(message, GetStats):
+            self._send(identity, Stats(message.key, self.stats()))
+        elif isinstance(message, Operate):
+            self._operate(identity, message)
+        else:
+            if len(message.request_ids) > MAX_PING_REQUESTS:
+                raise wire.WireError(
+                    f"a ping names {len(message.request_ids)} requests; at most {MAX_PING_REQUESTS} are allowed"
+                )
+            self._send(identity, Pong(self._instance))
+            for request_id in message.request_ids:
+                if self._owners.get(request_id) != identity:
+                    self._send(identity, failure(_NOT_SERVED, request_id=request_id))
+
+    def _submit(self, identity: bytes, key: int, request: GenerateRequest) -> None:
+        try:
+            check_request(request)
+            if self._reports is not None:
+                self._reports.received(request.request_id)
+            if request.request_id in self._owners:
+                raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
+            if self._core is None:
+                raise _NO_WORKERS
+            self._core.add(request)
+        except HeadwiseError as error:
+            self._send(identity, failure(error, key, request.request_id))
+            return
+        self._owners[request.request_id] = identity
+        self._clients[identity].requests.add(request.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self._forget(request_id)
+        if self._core is not None:
+            self._core.abort(request_id)
+
+    def _operate(self, identity: bytes, message: Operate) -> None:
+        try:
+            if self._core is None:
+                raise OverloadedError(f"the engine is starting; try to {message.action} it later")
+            self._operations.append((identity, message.key, self._core.operate(message.action, message.tier)))
+        except HeadwiseError as error:
+            self._send(identity, failure(error, message.key))
+
+    # ---- messages out ----
+
+    def _answer_operations(self) -> None:
+        done = [entry for entry in self._operations if entry[2].is_done]
+        for identity, key, operation in done:
+            self._operations.remove((identity, key, operation))
+            self._send(identity, Operated(key, operation.blocks))
+        if done and self._reports is not None:
+            self._reports.hurry()
+
+    def _send_deltas(self, deltas: list[OutputDelta]) -> None:
+        by_client: defaultdict[bytes, list[OutputDelta]] = defaultdict(list)
+        for delta in deltas:
+            owner = self._owners.get(delta.request_id)
+            if owner is not None:
+                by_client[owner].append(delta)
+            if delta.finish_reason is not None:
+                self._forget(delta.request_id)
+            if delta.finish_reason is FinishReason.ERROR:
+                self._fault(f"request {delta.request_id} failed: {delta.error}")
+        for identity, its in by_client.items():
+            self._send(identity, Outputs(tuple(its)))
+
+    def _end_with(self, request_id: str, error: HeadwiseError) -> None:
+        identity = self._owners.get(request_id)
+        self._forget(request_id)
+        if identity is not None:
+            self._send(identity, failure(error, request_id=request_id))
+
+    def _send(self, identity: bytes, message: Any) -> None:
+        """Send without waiting; a client that is gone or does not read is dropped. Its connection tells it so."""
+        if not self._listener.send(identity, wire.encode(message)):
+            self._drop(identity, "is gone, or does not read its messages")
+
+    # ---- clients ----
+
+    def _drop_silent(self) -> None:
+        now = self._clock()
+        silent = [i for i, client in self._clients.items() if now - client.heard > self._client_timeout_s]
+        for identity in silent:
+            self._drop(identity, f"said nothing for {self._client_timeout_s:g} s")
+
+    def _drop(self, identity: bytes, why: str) -> None:
+        client = self._clients.pop(identity, None)
+        if client is None or not client.requests:
+            return
+        log.warning("client %s %s: aborting its %d requests", identity.hex(), why, len(client.requests))
+        for request_id in list(client.requests):
+            self._abort(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        client = self._clients.get(self._owners.pop(request_id, b""))
+        if client is not None:
+            client.requests.discard(request_id)
+
+    # ---- the outside ----
+
+    def stats(self) -> dict[str, Any]:
+        """The core's statistics and the server's own; for the server's thread."""
+        server = {
+            "ready": self._core is not None,
+            "clients": len(self._clients),
+            "malformed": self._malformed,
+        }
+        return {**(self._core.stats() if self._core is not None else {}), "server": server}
+
+    def _status(self, reporting: Reporting, received: tuple[str, ...], faults: tuple[str, ...]) -> EngineStatus:
+        return EngineStatus(
+            reporting.secret,
+            reporting.engine,
+            self.endpoint,
+            len(self._owners),
+            self.stats(),
+            epoch=self._epoch,
+            work=EngineLoad(accepts=False) if self._core is None else self._core.load(),
+            received=received,
+            faults=faults,
+        )
+
+    def _fault(self, text: str) -> None:
+        if self._reports is not None:
+            self._reports.fault(text)

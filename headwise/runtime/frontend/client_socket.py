@@ -1,0 +1,30 @@
+"""The socket that a deployment's clients and engines come to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headwise.errors import DeploymentError
+from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES
+from headwise.sockets.context import close_context
+from headwise.sockets.listener import Listener
+
+if TYPE_CHECKING:
+    import zmq
+
+SEND_QUEUE = 100_000
+"""Answers that a client may leave unread; then its connection is closed, and it asks again."""
+
+
+def listen(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> Listener:
+    """Listen at the address; port 0 takes a free one. Closes the context and raises `DeploymentError` if that fails."""
+    import zmq
+
+    endpoint = f"tcp://{host}:{port or '*'}"
+    try:
+        return Listener(context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=SEND_QUEUE)
+    except zmq.ZMQError as error:
+        close_context(context)
+        raise DeploymentError(
+            f"cannot listen on {host}:{port}: {error}; choose another --port (0 takes a free one) or --host"
+        ) from None

@@ -1,0 +1,137 @@
+"""From what a user wrote to a request an engine takes: chat template, tokens, limits."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.block_hash import extend_hashes, hash_seed
+from headwise.cache_controller.windows import GroupWindows
+from headwise.errors import InvalidRequestError
+from headwise.runtime.config.block_storage import storage_namespace
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard, read_model_card
+from headwise.runtime.frontend.prompts import LocalPromptEncoder, PromptEncoder, TextLimits
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_priority, as_string, as_token_ids
+
+if TYPE_CHECKING:
+    from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
+
+TYPICAL_PROMPT = 4096
+"""Tokens; windowed heads keep a part of longer prompts only."""
+
+
+class Preprocessor:
+    """Checks and tokenises requests. Holds no state between calls; safe to use from several threads.
+
+    encoder: makes tokens of texts, in another process or (None) in this one
+    """
+
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer, encoder: PromptEncoder | None = None) -> None:
+        self.card = card
+        self.tokenizer = tokenizer
+        self._other_encoder = encoder
+
+    @classmethod
+    def open(cls, config: EngineConfig) -> Preprocessor:
+        directory = resolve_model(config.model, config.cache_path)
+        return cls(read_model_card(config, directory), Tokenizer.from_directory(directory))
+
+    @cached_property
+    def _encoder(self) -> PromptEncoder:
+        """Made when it is needed: an engine's door has nothing to tokenise."""
+        return self._other_encoder or LocalPromptEncoder(self.tokenizer, self.limits)
+
+    def with_pool(self, config: EngineConfig) -> tuple[Preprocessor, TokenizerPool]:
+        """One that tokenises in processes of its own, which the pool has and ends."""
+        from headwise.runtime.frontend.tokenizer_pool import TokenizerPool  # a local engine has none
+
+        directory = resolve_model(config.model, config.cache_path)
+        pool = TokenizerPool(directory, self.limits, config.tokenizer_processes)
+        return Preprocessor(self.card, self.tokenizer, pool), pool
+
+    @property
+    def limits(self) -> TextLimits:
+        return TextLimits(self.card.max_model_len, self.tokenizer.longest_token)
+
+    @property
+    def namespace(self) -> str:
+        """Whose cache blocks the deployment's are: the model's, in this layout; those of others mean nothing here."""
+        blocks = storage_namespace(self.card, 0)
+        return f"{blocks.model}/{blocks.layout}/tp{blocks.tp_size}"
+
+    @property
+    def blocks_per_token(self) -> float:
+        """Blocks of an engine's pool that each token of a prompt takes, over all head groups."""
+        tokens = min(TYPICAL_PROMPT, self.card.max_model_len)
+        blocks = GroupWindows(self.card.kept, self.card.layout.block_size).peak_blocks(tokens, 1)
+        return float(int(blocks) / tokens)
+
+    def hashes(self, request: GenerateRequest) -> list[bytes]:
+        """The block hashes of all that an engine computes first: the prompt, and what a lost engine had produced."""
+        tokens = request.prompt_token_ids
+        if request.output_token_ids:
+            tokens = np.concatenate((tokens, np.array(request.output_token_ids, np.int32)))
+        hashes: list[bytes] = []
+        seed = hash_seed(self.card.identity, request.cache_salt, request.lora_id)
+        extend_hashes(hashes, seed, tokens, self.card.layout.block_size, request.extra_keys)
+        return hashes
+
+    def prepare(
+        self,
+        *,
+        prompt: str | Sequence[int] | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str | None = None,
+    ) -> GenerateRequest:
+        """A request for one prompt (text or token ids) or one chat; raises `InvalidRequestError`.
+
+        A missing seed is drawn here, once, so that the request samples the same tokens wherever it ends up.
+        """
+        if (prompt is None) == (messages is None):
+            raise InvalidRequestError("give either a prompt or messages")
+        sampling, priority = SamplingParams.of(sampling), as_priority(priority)
+        cache_salt = as_string("cache_salt", cache_salt)
+        tokens = self._tokens(prompt, messages)
+        room = self.card.max_model_len - len(tokens)
+        if room < (sampling.max_tokens or 1):
+            raise InvalidRequestError(
+                f"{len(tokens)} prompt tokens and {sampling.max_tokens or 1} to generate are more than the "
+                f"{self.card.max_model_len} tokens that fit (the model's length, or what the KV cache holds)"
+            )
+        sampling = replace(
+            sampling,
+            max_tokens=sampling.max_tokens or room,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        )
+        return GenerateRequest(request_id or uuid.uuid4().hex, tokens, sampling, priority, cache_salt)
+
+    def _tokens(
+        self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
+    ) -> NDArray[np.int32]:
+        if messages is not None:
+            return self._encoder.chat(messages)
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequestError("the prompt is empty")
+            return self._encoder.text(prompt)
+        tokens = as_token_ids(prompt if prompt is not None else [])
+        if not len(tokens):
+            raise InvalidRequestError("the prompt is empty")
+        if int(tokens.max()) >= self.card.config.vocab_size:
+            raise InvalidRequestError(
+                f"token id {int(tokens.max())} is not in the model's vocabulary of {self.card.config.vocab_size}"
+            )
+        return tokens

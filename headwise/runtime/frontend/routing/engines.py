@@ -1,0 +1,334 @@
+"""The engines that report, as columns over which costs are computed, and what was sent their way since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.frontend.routing.base import RESERVATION_S, STATUS_TIMEOUT_S, TYPICAL_OUTPUT, RouterOptions
+from headwise.runtime.frontend.routing.expected import EXPECTED_TOKENS, ExpectedBlocks
+from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineStatus
+
+IN_FLIGHT_S = 0.25
+"""A status that comes so soon after an engine was lost may have been sent before."""
+
+OVERDUE_S = 2.5 * STATUS_INTERVAL_S
+"""An engine that a client says is lost, and that has not reported for so long, is."""
+
+DOUBT_NOTED_S = 60.0
+"""Of clients that say that an engine is lost that is not, one line in so long."""
+
+DEFAULT_SPEEDS = {"prefill_token_s": 1e-3, "decode_step_s": 3e-2, "host_token_s": 1e-4, "storage_token_s": 4e-4}
+"""Until an engine has measured its own, and no other has: only their proportions matter then."""
+
+SLOW = 1.5
+"""Engines of a deployment are alike. What they measure of prompts differs by what they computed last: behind a long
+context a token costs several times as much. So the median of all stands for each, but for an engine that is so many
+times slower or faster than that for long. One status says little, also behind a long silence."""
+SLOWNESS_S = 60.0
+
+Column = NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine: its last status, and how it stands.
+
+    slot:    its place in `ExpectedBlocks`
+    slowness: its seconds per token of a prompt over the median of all, averaged over `SLOWNESS_S`; 0: not measured
+    lost_at: when it was found to be lost; None: not since the last status
+    doubted_at: when a client said that it is; None: not since the last status
+    noted_at: when people were told last that one has said so, and is wrong
+    began:    when the first status of its epoch came
+    """
+
+    status: EngineStatus
+    slot: int
+    slowness: float = 0.0
+    lost_at: float | None = None
+    doubted_at: float | None = None
+    noted_at: float = -math.inf
+    began: float = -math.inf
+    is_silent: bool = False
+    is_given_up: bool = False
+
+
+@dataclass(frozen=True)
+class _Reservation:
+    engine: str
+    tokens: int
+    until: float
+
+
+class EngineTable:
+    """Engines by row: ``names[row]``, ``engines[row]``, and one value a row in each column.
+
+    heard:    when the last status came
+    ready_at: when all prompts that were sent there so far will be computed
+    reserved: requests routed there that no status has named yet
+    room:     requests that may be waiting there, less those that are; 0 if it takes none
+    requests: running and waiting
+    prefill_token_s: see `SLOW`
+    host_gain_s, storage_gain_s: seconds by which loading a token from the host, or from storage by way of it, is faster
+              than computing it, as measured; by the median of others' where an engine has none
+    pace:     share by which what runs slows down the computing of prompts
+    turnover_s: seconds in which all that runs has ended once
+    used, used_per_token: shares of the pool: held, and what a token more will hold; 0 where the pool is not known
+    """
+
+    heard: Column
+    ready_at: Column
+    reserved: Column
+    room: Column
+    requests: Column
+    prefill_token_s: Column
+    host_gain_s: Column
+    storage_gain_s: Column
+    pace: Column
+    turnover_s: Column
+    used: Column
+    used_per_token: Column
+
+    _COLUMNS = (
+        *("heard", "ready_at", "reserved", "room", "requests", "prefill_token_s", "host_gain_s", "storage_gain_s"),
+        *("pace", "turnover_s", "used", "used_per_token"),
+    )
+
+    def __init__(self, options: RouterOptions) -> None:
+        self.names: list[str] = []
+        self.engines: list[Engine] = []
+        self.rows: dict[str, int] = {}
+        self.expected = ExpectedBlocks(max(1, EXPECTED_TOKENS // options.block_size))
+        self._options = options
+        self._slots: list[int] = []  # by row
+        self._reservations: dict[str, _Reservation] = {}  # in the order in which they expire
+        for column in self._COLUMNS:
+            setattr(self, column, np.zeros(0))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    # ---- statuses ----
+
+    def update(self, status: EngineStatus, now: float) -> list[str]:
+        """Take in a status; what it tells of faults, in words. One of an earlier epoch is ignored."""
+        row = self.rows.get(status.engine)
+        if row is None:
+            row = self._add(status, now)
+        engine, faults = self.engines[row], []
+        silent_s = now - float(self.heard[row])
+        if status.epoch < engine.status.epoch and silent_s <= STATUS_TIMEOUT_S:
+            return []  # of the process that was replaced
+        if status.epoch != engine.status.epoch:
+            faults.append(f"{status.engine} came back with an empty cache (epoch {status.epoch})")
+            self.forget_cache(row)
+            self._drop_reservations(status.engine)
+            engine.lost_at, engine.began = None, now
+        elif engine.is_silent:
+            faults.append(f"{status.engine} reports again after {silent_s:.1f} s")
+        engine.status, engine.is_silent, engine.is_given_up = status, False, False
+        engine.doubted_at = None
+        if engine.lost_at is not None and now - engine.lost_at > IN_FLIGHT_S:
+            engine.lost_at = None
+        self._learn_slowness(engine, min(silent_s, STATUS_TIMEOUT_S) / SLOWNESS_S)
+        self.heard[row] = now
+        self._confirm(row, status)
+        self._derive(row)
+        unconfirmed = sum(each.tokens for each in self._reservations.values() if each.engine == status.engine)
+        self.ready_at[row] = now + (status.work.queued_tokens + unconfirmed) * self.prefill_token_s[row]
+        return [*faults, *(f"{status.engine}: {fault}" for fault in status.faults)]
+
+    def _confirm(self, row: int, status: EngineStatus) -> None:
+        """From now on the status counts these requests."""
+        for request_id in status.received:
+            held = self._reservations.get(request_id)
+            if held is not None and held.engine == status.engine:
+                del self._reservations[request_id]
+                self.reserved[row] -= 1
+
+    def _derive(self, row: int) -> None:
+        """Fill the columns that follow from statuses alone."""
+        engine, options = self.engines[row], self._options
+        work = engine.status.work
+        takes = work.accepts and engine.lost_at is None
+        self.room[row] = options.engine_queue - work.waiting if takes else 0
+        self.requests[row] = max(work.running + work.waiting, engine.status.load)
+        self.used[row] = work.used_blocks / work.total_blocks if work.total_blocks else 0.0
+        self.used_per_token[row] = options.blocks_per_token / work.total_blocks if work.total_blocks else 0.0
+        slowness = np.array([_outlying(engine.slowness) for engine in self.engines])
+        self.prefill_token_s[:] = slowness * self._median("prefill_token_s")
+        decode_step_s = slowness * self._median("decode_step_s")
+        running = np.array([engine.status.work.running > 0 for engine in self.engines])
+        self.pace[:] = running * decode_step_s / (options.step_tokens * self.prefill_token_s)
+        host_token_s = self._own_or_median("host_token_s")
+        self.host_gain_s[:] = self.prefill_token_s - host_token_s
+        self.storage_gain_s[:] = self.host_gain_s - self._own_or_median("storage_token_s")
+        self.turnover_s[:] = decode_step_s * TYPICAL_OUTPUT
+
+    def _own_or_median(self, name: str) -> Column:
+        own = np.array([getattr(engine.status.work, name) for engine in self.engines], np.float64)
+        return np.where(own > 0, own, self._median(name))
+
+    def _median(self, name: str) -> float:
+        """Of what engines have measured; the default where none has."""
+        measured = sorted(value for engine in self.engines if (value := getattr(engine.status.work, name)) > 0)
+        return (
+            (measured[len(measured) // 2] + measured[(len(measured) - 1) // 2]) / 2
+            if measured
+            else DEFAULT_SPEEDS[name]
+        )
+
+    def _learn_slowness(self, engine: Engine, weight: float) -> None:
+        own = engine.status.work.prefill_token_s
+        if own > 0:
+            ratio = own / self._median("prefill_token_s")
+            engine.slowness += (weight if engine.slowness else 1.0) * (ratio - engine.slowness)
+
+    def _add(self, status: EngineStatus, now: float) -> int:
+        for column in self._COLUMNS:
+            setattr(self, column, np.append(getattr(self, column), 0.0))
+        row = self.rows[status.engine] = len(self.names)
+        self.names.append(status.engine)
+        self.engines.append(Engine(status, self.expected.take_slot()))
+        self._slots.append(self.engines[row].slot)
+        self.heard[row] = now
+        return row
+
+    def remove(self, name: str) -> None:
+        """Forget an engine."""
+        self._drop_reservations(name)
+        row = self.rows[name]
+        self.expected.give_back(self.engines[row].slot)
+        for column in self._COLUMNS:
+            setattr(self, column, np.delete(getattr(self, column), row))
+        del self.names[row], self.engines[row]
+        self.rows = {name: row for row, name in enumerate(self.names)}
+        del self._slots[row]
+
+    # ---- which of them live ----
+
+    def alive(self, now: float) -> NDArray[np.bool_]:
+        """Which engines reported lately."""
+        return self.heard >= now - STATUS_TIMEOUT_S
+
+    def lose(self, endpoint: str, now: float) -> list[str]:
+        """The engine there is lost: it gets nothing until it reports again. The names for which that is news."""
+        news = []
+        for row, engine in enumerate(self.engines):
+            if engine.status.endpoint == endpoint:
+                if engine.lost_at is None:
+                    news.append(self.names[row])
+                engine.lost_at = now
+                self.room[row] = 0
+        return news
+
+    def doubt(self, endpoint: str, now: float) -> list[str]:
+        """A client says that the engine there is lost: it is, unless it reports. The names of those that do, and of
+        which people have not been told lately."""
+        wrong = []
+        for row, engine in enumerate(self.engines):
+            if engine.status.endpoint == endpoint:
+                engine.doubted_at = now
+                if now - self.heard[row] <= OVERDUE_S and now - engine.noted_at > DOUBT_NOTED_S:
+                    engine.noted_at = now
+                    wrong.append(self.names[row])
+        return wrong
+
+    def overdue(self, now: float) -> list[str]:
+        """The endpoints of the engines that clients say are lost, and that have not reported in time."""
+        return [
+            engine.status.endpoint
+            for engine, heard in zip(self.engines, self.heard, strict=True)
+            if engine.doubted_at is not None and engine.lost_at is None and now - heard > OVERDUE_S
+        ]
+
+    def reported_since(self, then: float) -> NDArray[np.bool_]:
+        """Which engines have sent a status since."""
+        began = np.array([engine.began for engine in self.engines], np.float64)
+        return (self.heard > then + IN_FLIGHT_S) | (began > then)
+
+    # ---- what is expected of their caches ----
+
+    def expect(self, path: Sequence[bytes], row: int, now: float) -> None:
+        """The blocks of a path will be on the device of this row's engine."""
+        self.expected.add(path, self.engines[row].slot, now)
+
+    def expected_depths(self, path: Sequence[bytes]) -> Column | None:
+        """How many leading blocks of the path each engine is expected to have; None: none has any."""
+        found = self.expected.depths(path)
+        if not found:
+            return None
+        return np.fromiter(map(found.get, self._slots, repeat(0)), np.float64, len(self))
+
+    def forget_cache(self, row: int) -> None:
+        """Expect nothing of what was sent to this row's engine so far."""
+        engine = self.engines[row]
+        self.expected.give_back(engine.slot)
+        engine.slot = self._slots[row] = self.expected.take_slot()
+
+    # ---- reservations ----
+
+    def backlog(self, now: float) -> Column:
+        """Seconds of computing before a request that arrives now."""
+        return np.maximum(self.ready_at - now, 0.0)
+
+    def reserve(self, request_id: str, row: int, tokens: int, now: float) -> None:
+        """Count a request with ``tokens`` to compute against an engine until its status names it."""
+        self.release(request_id)
+        self._reservations[request_id] = _Reservation(self.names[row], tokens, now + RESERVATION_S)
+        self.reserved[row] += 1
+        self.ready_at[row] = max(self.ready_at[row], now) + tokens * self.prefill_token_s[row]
+
+    def release(self, request_id: str) -> None:
+        """The request does not come; unknown ids are ignored."""
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is not None:
+            row = self.rows[reservation.engine]
+            self.reserved[row] -= 1
+            self.ready_at[row] -= reservation.tokens * self.prefill_token_s[row]
+
+    def expire(self, now: float) -> None:
+        """Give up reservations that no status has confirmed in time, and what was expected long ago."""
+        while self._reservations:
+            request_id, first = next(iter(self._reservations.items()))
+            if first.until > now:
+                break
+            self.release(request_id)
+        self.expected.expire(now)
+
+    def _drop_reservations(self, name: str) -> None:
+        for request_id in [each for each, held in self._reservations.items() if held.engine == name]:
+            self.release(request_id)
+
+    @property
+    def num_reserved(self) -> int:
+        return len(self._reservations)
+
+    # ---- for people ----
+
+    def stats(self, now: float) -> dict[str, dict[str, Any]]:
+        """What each engine tells of itself, and how it stands: plain data, by name."""
+        backlog = self.backlog(now)
+        return {
+            name: {
+                **self.engines[row].status.stats,
+                "work": asdict(self.engines[row].status.work),
+                "epoch": self.engines[row].status.epoch,
+                "endpoint": self.engines[row].status.endpoint,
+                "silent_s": round(now - float(self.heard[row]), 3),
+                "reserved": int(self.reserved[row]),
+                "backlog_s": round(float(backlog[row]), 6),
+            }
+            for name, row in sorted(self.rows.items())
+        }
+
+
+def _outlying(slowness: float) -> float:
+    """1 for an engine that is as fast as the others, or not measured."""
+    return 1.0 if not slowness or 1 / SLOW <= slowness <= SLOW else slowness

@@ -1,0 +1,451 @@
+"""The deployment's front: checks and tokenises requests, and tells clients which engine to go to.
+
+    Route --threads--> tokens and hashes --> queue --> what the index knows --> engine chosen, place reserved --> Ticket
+                                               ^                                     |
+                                               +------- no engine can take it -------+
+
+All state is rebuilt from nothing: engines report twice a second, the index is the store's, clients ask again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
+from headwise.liveness_clock import LivenessClock
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.frontend.client_socket import listen
+from headwise.runtime.frontend.dispatcher import Call, Placed, Placement
+from headwise.runtime.frontend.entrance import Entrance
+from headwise.runtime.frontend.index_view import IndexView, Store
+from headwise.runtime.frontend.preprocessing_pool import Door, Job, Prepared, PreprocessingPool
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.frontend.prompts import any_size
+from headwise.runtime.frontend.routing import Matches, Router, RouterOptions
+from headwise.runtime.frontend.routing.base import RESERVATION_S, Choice
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.messages import (
+    CLIENT_TIMEOUT_S,
+    FORGOTTEN,
+    Engines,
+    EngineStatus,
+    FindPrefix,
+    GetEngines,
+    GetStats,
+    Ping,
+    Pong,
+    PrefixFound,
+    Reroute,
+    Route,
+    Stats,
+    Ticket,
+    Withdraw,
+    failure,
+)
+from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.request_checks import check_request
+from headwise.sockets.context import close_context, open_context
+from headwise.storage.index.messages import TIERS
+
+log = logging.getLogger(__name__)
+
+ENGINES_REPORT_S = 15.0
+"""A scheduler that has just started may not have heard yet of engines that are there: they may be slow to connect."""
+
+DELAY_S = 0.2
+"""A request that waited so long for an engine counts as delayed: the index alone does not take that long."""
+
+_NO_ENGINE = "no engine is ready: they are starting, or were lost; try again later"
+
+_IDLE_MS, _ASKING_MS = 100, 10
+_WATCH_S, _SWEEP_S = 0.25, 1.0
+_BURST = 256
+"""Messages taken in before anything else is done."""
+
+
+def router_options(config: EngineConfig, preprocessor: Preprocessor) -> RouterOptions:
+    """How a deployment of this configuration routes."""
+    return RouterOptions(
+        policy=config.routing,
+        block_size=config.block_size,
+        blocks_per_token=preprocessor.blocks_per_token,
+        engine_queue=config.engine_queue,
+        max_num_seqs=config.max_num_seqs,
+        step_tokens=config.max_batched_tokens,
+        engine_timeout_s=config.engine_timeout_s,
+        forget_s=max(config.start_timeout_s, config.engine_timeout_s),
+    )
+
+
+class SchedulerServer:
+    """Serves at ``tcp://host:port`` on one thread, behind an `Entrance`; tokenises on a few others.
+
+    secret:     of the deployment; engines report with it
+    replicas:   engines of the deployment
+    routing:    see `RouterOptions`
+    max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
+    hold_s:     longest wait of a request while no engine reports; while one does, be it full or asleep, requests wait
+    store:      the index of what engines hold; None: there is none. Used by the server's thread only
+    index_timeout_s: longest wait of a request for what the index knows of it
+    on_silent:  called with the name of an engine that has been silent for ``routing.engine_timeout_s``, once per
+                silence, on the server's thread: it must not wait
+    size:       at least how many bytes of text a prompt or messages have to be tokenised; raises
+                `InvalidRequestError` if they cannot fit. Called on the server's thread
+    tokenizers: prompts that are tokenised at once, each on a thread
+    instance:   tells clients this scheduler from the one before it; empty: drawn at random
+    turns:      counts up for as long as the server's thread gets on, and clients can reach it
+    """
+
+    def __init__(
+        self,
+        preprocessor: Door,
+        host: str,
+        port: int,
+        *,
+        secret: str,
+        model: str,
+        replicas: int = 1,
+        routing: RouterOptions | None = None,
+        max_queued: int = 4096,
+        hold_s: float = 600.0,
+        store: Store | None = None,
+        index_timeout_s: float = 0.1,
+        on_silent: Callable[[str], None] = lambda engine: None,
+        size: Callable[[Any, Any], int] = any_size,
+        tokenizers: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+        instance: str = "",
+    ) -> None:
+        self._front_door = preprocessor
+        self._secret = secret
+        self._model = model
+        self._replicas = replicas
+        self._router = Router(routing or RouterOptions())
+        self._max_queued = max_queued
+        self._hold_s = hold_s
+        self._alive_at = -math.inf
+        self._index = IndexView(store, index_timeout_s)
+        self._on_silent = on_silent
+        self._clock = LivenessClock(clock)
+        self.instance = instance or secrets.token_hex(8)
+        self.turns = 0
+        self._entrance = Entrance(host, port)
+        self.port = self._entrance.port
+        self._context = open_context()
+        self._listener = listen(self._context, "127.0.0.1", 0)  # what strangers say is turned away before
+        self._size = size
+        self._preparer = PreprocessingPool(self._context, tokenizers)
+        self._numbers = itertools.count(1)
+        self._calls: dict[tuple[bytes, int], Call] = {}
+        self._placement = Placement(self._router, self._index, self._clock)
+        self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
+        self._heard: dict[bytes, float] = {}
+        self._reporters: dict[str, bytes] = {}  # by an engine's endpoint, whose connection its statuses come over
+        self._counts = dict.fromkeys(
+            ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
+        )
+        self._started = self._clock()
+        self._watch_at = self._sweep_at = self._started
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headwise-scheduler", daemon=True)
+
+    def start(self) -> None:
+        self._entrance.start(int(self._listener.endpoint.rpartition(":")[2]))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._preparer.close()
+        self._listener.close()
+        close_context(self._context, linger_ms=100)
+        self._entrance.close()
+
+    # ---- the loop ----
+
+    def _run(self) -> None:
+        import zmq
+
+        poller = zmq.Poller()
+        for socket in (self._listener.socket, self._preparer.socket, self._index.socket):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        while not self._stopping.is_set():
+            poller.poll(_ASKING_MS if self._placement.is_asking else _IDLE_MS)
+            self._receive()
+            for call, outcome in self._preparer.finished():
+                self._take_prepared(call, outcome)
+            self._place()
+            self._watch()
+            self.turns += self._entrance.is_open
+        stopping = DeploymentError("the deployment is stopping")
+        for call in list(self._calls.values()):
+            self._close(call)
+            self._fail(call, stopping)
+        for identity in self._listener.peers():  # also those that wait for nothing now: they need not wait later
+            self._send(identity, failure(stopping))
+
+    def _receive(self) -> None:
+        for identity, frames in self._listener.receive(_BURST):
+            self._heard[identity] = self._clock()
+            try:
+                if len(frames) != 1:
+                    raise wire.WireError(f"a message must be one frame, got {len(frames)}")
+                self._take(identity, wire.decode(frames[0], *self._TAKES))
+            except HeadwiseError as error:
+                self._counts["malformed"] += 1
+                self._send(identity, failure(error))
+        if ended := self._listener.ended():
+            self._part(frozenset(ended))
+
+    def _part(self, ended: frozenset[bytes]) -> None:
+        """Nothing can be answered over connections that have ended: whoever had them asks again over another."""
+        for identity in ended:
+            self._heard.pop(identity, None)
+        for endpoint in [endpoint for endpoint, identity in self._reporters.items() if identity in ended]:
+            del self._reporters[endpoint]
+            self._router.lose(endpoint, self._clock(), "has lost its connection to the scheduler")
+        for call in [call for call in self._calls.values() if call.identity in ended]:
+            self._close(call)
+
+    def _take(self, identity: bytes, message: Any) -> None:
+        self._TAKES[type(message)](self, identity, message)
+
+    def _take_status(self, identity: bytes, status: EngineStatus) -> None:
+        if status.secret == self._secret:
+            self._router.update(status, self._clock())
+            self._reporters[status.endpoint] = identity
+        else:
+            self._counts["strangers"] += 1
+
+    def _take_ping(self, identity: bytes, ping: Ping) -> None:
+        self._send(identity, Pong(self.instance))
+
+    # ---- requests in ----
+
+    def _route(self, identity: bytes, route: Route) -> None:
+        call = self._new_call(identity, route.key, (route.priority, 1))
+        call.session = route.session
+        self._prepare_prompt(call, route, route.sampling, route.priority)
+
+    def _reroute(self, identity: bytes, reroute: Reroute) -> None:
+        """It was admitted once: it goes before what is new, also where that is refused."""
+        call = self._new_call(identity, reroute.key, (reroute.request.priority, 0))
+        try:
+            check_request(reroute.request)
+        except InvalidRequestError as error:
+            self._fail(call, error)
+            return
+        if reroute.lost:
+            self._router.doubt(reroute.lost, self._clock())
+        call.lost = reroute.lost
+        self._prepare(call, lambda: self._prepared(reroute.request), 2 * self._max_queued)
+
+    def _find_prefix(self, identity: bytes, find: FindPrefix) -> None:
+        call = self._new_call(identity, find.key, (0, 1))
+        call.finds = True
+        self._prepare_prompt(call, find, {"max_tokens": 1}, 0)
+
+    def _prepare_prompt(self, call: Call, asked: Route | FindPrefix, sampling: dict[str, Any], priority: int) -> None:
+        prompt = asked.text if asked.token_ids is None else asked.token_ids
+        messages, salt = asked.messages, asked.cache_salt
+
+        def prepare() -> Prepared:
+            return self._prepared(
+                self._front_door.prepare(
+                    prompt=prompt, messages=messages, sampling=sampling, priority=priority, cache_salt=salt
+                )
+            )
+
+        self._prepare(call, prepare, self._max_queued, prompt, messages)
+
+    def _prepared(self, request: GenerateRequest) -> Prepared:
+        return Prepared(request, self._front_door.hashes(request))
+
+    def _new_call(self, identity: bytes, key: int, rank: tuple[int, int]) -> Call:
+        return Call(identity, key, self._clock(), (*rank, next(self._numbers)))
+
+    def _prepare(
+        self, call: Call, work: Callable[[], Prepared], limit: int, prompt: Any = None, messages: Any = None
+    ) -> None:
+        if (call.identity, call.key) in self._calls:
+            return  # asked again by a client that did not know whether it was heard
+        if len(self._calls) >= limit:
+            self._fail(call, self._overloaded())
+            return
+        try:
+            num_bytes = self._size(prompt, messages)
+        except HeadwiseError as error:
+            self._fail(call, error)
+            return
+        if self._preparer.submit(Job(call, work, num_bytes, lambda: not call.is_over)):
+            self._calls[call.identity, call.key] = call
+        else:
+            self._fail(call, OverloadedError("too much text waits to be tokenised already; try again later"))
+
+    def _take_prepared(self, call: Call, outcome: Prepared | HeadwiseError) -> None:
+        if call.is_over:
+            return
+        if isinstance(outcome, HeadwiseError):
+            self._close(call)
+            self._fail(call, outcome)
+            return
+        call.prepared, call.ready_at = outcome, self._clock()
+        self._placement.add(call)
+
+    def _withdraw(self, identity: bytes, withdraw: Withdraw) -> None:
+        call = self._calls.get((identity, withdraw.key))
+        if call is not None:
+            self._counts["withdrawn"] += 1
+            self._close(call)
+        elif (ticket := self._tickets.pop((identity, withdraw.key), None)) is not None:
+            self._counts["withdrawn"] += 1
+            self._router.release(ticket[0])
+
+    # ---- requests out ----
+
+    def _place(self) -> None:
+        if not self._router.num_engines and self._clock() - self._started > ENGINES_REPORT_S:
+            for call in self._placement.drain():
+                self._close(call)
+                self._fail(call, OverloadedError(_NO_ENGINE))
+        for outcome in self._placement.turn():
+            if isinstance(outcome, Placed):
+                self._send_ticket(outcome.call, outcome.choice)
+            else:
+                self._answer_find(outcome.call, outcome.matches)
+
+    def _answer_find(self, call: Call, matches: Matches | None) -> None:
+        assert call.prepared is not None
+        self._close(call)
+        if matches is None and call.prepared.hashes:
+            self._fail(call, DeploymentError("the index does not answer: it is starting, or was lost; try again later"))
+            return
+        block_size, found = self._router.options.block_size, matches or {}
+        nothing = (0,) * len(TIERS)
+        engines = {
+            name: {tier: blocks * block_size for tier, blocks in zip(TIERS, found.get(name, nothing), strict=True)}
+            for name in self._router.alive(self._clock())
+        }
+        self._send(call.identity, PrefixFound(call.key, call.prepared.num_tokens, engines))
+
+    def _send_ticket(self, call: Call, choice: Choice) -> None:
+        assert call.prepared is not None
+        request, now = call.prepared.request, self._clock()
+        self._close(call)
+        self._counts["routed"] += 1
+        self._counts["rerouted"] += bool(call.lost)
+        self._counts["delayed"] += now - call.ready_at > DELAY_S
+        self._tickets[call.identity, call.key] = request.request_id, now + RESERVATION_S
+        self._send(call.identity, Ticket(call.key, choice.endpoint, request))
+
+    def _send_engines(self, identity: bytes, get: GetEngines) -> None:
+        try:
+            answer: Any = Engines(get.key, self._router.endpoints(self._clock(), self._replicas))
+        except HeadwiseError as error:
+            answer = failure(error, get.key)
+        self._send(identity, answer)
+
+    def _close(self, call: Call) -> None:
+        """The call needs no answer any more, or gets it now."""
+        call.is_over = True
+        self._calls.pop((call.identity, call.key), None)
+        self._placement.drop(call)
+
+    def _fail(self, call: Call, error: HeadwiseError) -> None:
+        self._counts["refused"] += 1
+        self._send(call.identity, failure(error, call.key))
+
+    def _overloaded(self) -> OverloadedError:
+        return OverloadedError(
+            f"{len(self._calls)} requests wait for an engine already (max_queued {self._max_queued}): "
+            f"{self._router.describe(self._clock())}; try again later"
+        )
+
+    # ---- time passes ----
+
+    def _watch(self) -> None:
+        now = self._clock()
+        if now < self._watch_at:
+            return
+        self._watch_at = now + _WATCH_S
+        for silence in self._router.watch(now):
+            log.warning("%s has been silent for %g s", silence.engine, silence.for_s)
+            if silence.is_given_up:
+                self._index.gone(silence.engine, silence.epoch)
+                self._on_silent(silence.engine)
+        if self._index.service(now):
+            self._router.note("the index does not answer: routed without it")
+        while self._tickets:
+            which, (_, until) = next(iter(self._tickets.items()))
+            if until > now:
+                break
+            del self._tickets[which]
+        if now >= self._sweep_at:
+            self._sweep_at = now + _SWEEP_S
+            self._sweep(now)
+
+    def _sweep(self, now: float) -> None:
+        """Drop what waits for a client that is gone, and refuse what has waited too long."""
+        self._heard = {each: at for each, at in self._heard.items() if now - at <= CLIENT_TIMEOUT_S}
+        if self._router.alive(now):
+            self._alive_at = now
+        forgotten = set()
+        for call in list(self._calls.values()):
+            if call.identity not in self._heard:
+                self._close(call)
+                forgotten.add(call.identity)
+            elif now - max(call.since, self._alive_at) > self._hold_s:
+                self._close(call)
+                self._fail(
+                    call,
+                    OverloadedError(
+                        f"no engine has reported for {self._hold_s:g} s: {self._router.describe(now)}; try again later"
+                    ),
+                )
+        for identity in forgotten:
+            self._send(identity, Pong(FORGOTTEN))
+
+    # ---- messages out ----
+
+    def _send_stats(self, identity: bytes, get: GetStats) -> None:
+        now = self._clock()
+        stats = {
+            "model": self._model,
+            "scheduler": {
+                **self._counts,
+                "pending": len(self._calls),
+                "queued": len(self._placement),
+                "max_queued": self._max_queued,
+                "instance": self.instance,
+                **self._router.stats(),
+                "index": dict(self._index.counts),
+            },
+            "engines": self._router.table.stats(now),
+            "index": self._index.stats(),
+            "faults": self._router.faults(),
+        }
+        self._send(identity, Stats(get.key, stats))
+
+    def _send(self, identity: bytes, message: Any) -> None:
+        """To clients that are gone, nothing. One that does not read is cut off, which tells it to ask again."""
+        self._listener.send(identity, wire.encode(message))
+
+    _TAKES: ClassVar[dict[type, Callable[[SchedulerServer, bytes, Any], None]]] = {
+        Route: _route,
+        Reroute: _reroute,
+        Withdraw: _withdraw,
+        Ping: _take_ping,
+        GetStats: _send_stats,
+        GetEngines: _send_engines,
+        FindPrefix: _find_prefix,
+        EngineStatus: _take_status,
+    }

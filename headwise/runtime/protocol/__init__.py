@@ -1,0 +1,1 @@
+"""What processes say to each other: requests, batches, messages, and how they are encoded."""

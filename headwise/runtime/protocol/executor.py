@@ -1,0 +1,46 @@
+"""The seam between the engine and its workers: Ray actors over ZeroMQ, or one worker in this process."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headwise.errors import EngineDiedError, first_line
+from headwise.runtime.protocol.batch import BatchRequest, StepResult
+
+
+class Executor(Protocol):
+    """Runs steps in the order they are submitted; several may be in flight.
+
+    `submit` and `poll` never block for a step; both raise `headwise.errors.EngineDiedError` once a worker is
+    lost, after which only `close` may be called.
+    """
+
+    def submit(self, batch: BatchRequest) -> None: ...
+
+    def poll(self, timeout_s: float | None) -> StepResult | None:
+        """The next step's merged result, in order; ``None`` if it is not there within ``timeout_s`` seconds.
+
+        ``None`` waits for as long as the workers live.
+        """
+
+    def close(self) -> None: ...
+
+
+class Worker(Protocol):
+    """What an executor needs of a worker: `headwise.runtime.worker.worker.ModelWorker`.
+
+    `execute` raises when nothing more may be asked of the worker, whatever it raises: copies may be under way that
+    nobody has told the engine of. What a worker can go on after is in its result.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def execute(self, batch: BatchRequest) -> StepResult: ...
+
+
+def death(error: BaseException) -> EngineDiedError:
+    """What a worker raised, as an executor raises it."""
+    if isinstance(error, EngineDiedError):
+        return error
+    return EngineDiedError(f"the worker failed: {type(error).__name__}: {first_line(error)}")

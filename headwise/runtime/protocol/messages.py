@@ -1,0 +1,281 @@
+"""What clients, the global scheduler and the engines say to each other (encoded by `wire`).
+
+client -> scheduler   Route        -> Ticket | Failed
+client -> scheduler   Reroute      -> Ticket | Failed
+client -> scheduler   Withdraw
+client -> engine      Submit       -> Outputs ...  | Failed
+client -> engine      Abort
+client -> either      Ping         -> Pong          every `PING_INTERVAL_S` while something is awaited
+client -> scheduler   GetStats     -> Stats
+client -> scheduler   FindPrefix   -> PrefixFound | Failed
+client -> scheduler   GetEngines   -> Engines | Failed
+client -> engine      Operate      -> Operated | Failed
+engine -> scheduler   EngineStatus                  every `STATUS_INTERVAL_S`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise import errors
+from headwise.errors import HeadwiseError
+from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
+from headwise.runtime.protocol.wire import register
+
+PING_INTERVAL_S = 1.0
+PEER_TIMEOUT_S = 4.0
+"""An engine that is asked and says nothing for so long is taken for dead."""
+FIRST_ANSWER_S = 10.0
+"""Longest wait for the first answer of a scheduler: there may be none at the address."""
+CLIENT_TIMEOUT_S = 10.0
+"""A client that says nothing for so long has its requests aborted."""
+STATUS_INTERVAL_S = 0.5
+MAX_MESSAGE_BYTES = 16 << 20
+"""Four million token ids. Every stranger may have the servers keep so much for it."""
+MAX_PING_REQUESTS = 100
+"""That one `Ping` names; there are as many answers to it."""
+FORGOTTEN = ""
+
+
+@register
+@dataclass(frozen=True)
+class Route:
+    """Ask for an engine. Exactly one of the prompt's three forms is given; ``sampling`` is checked by the scheduler.
+
+    key: the client's number of the call, repeated in the answer
+    session: requests of one session go to the same engine while that is no worse than a little; empty: of none
+    """
+
+    key: int
+    text: str | None
+    token_ids: NDArray[np.int32] | None
+    messages: Any
+    sampling: dict[str, Any]
+    priority: int
+    cache_salt: str
+    session: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class Reroute:
+    """The engine at ``lost`` does not serve this request any more: ask for another.
+
+    request: with what it has produced so far (`GenerateRequest.output_token_ids`)
+    """
+
+    key: int
+    request: GenerateRequest
+    lost: str
+
+
+@register
+@dataclass(frozen=True)
+class Withdraw:
+    """The ticket of this call is not wanted any more."""
+
+    key: int
+
+
+@register
+@dataclass(frozen=True)
+class Ticket:
+    """The engine to go to, and the request to submit there as it stands."""
+
+    key: int
+    endpoint: str
+    request: GenerateRequest
+
+
+@register
+@dataclass(frozen=True)
+class Submit:
+    key: int
+    request: GenerateRequest
+
+
+@register
+@dataclass(frozen=True)
+class Abort:
+    request_id: str
+
+
+@register
+@dataclass(frozen=True)
+class Outputs:
+    """All that one engine step made for one client."""
+
+    deltas: tuple[OutputDelta, ...]
+
+
+@register
+@dataclass(frozen=True)
+class Failed:
+    """A call (``key``), or a request that was being served (``request_id``), ended with an error.
+
+    key 0 with an empty request_id: what the peer sent was not a message.
+    """
+
+    key: int
+    request_id: str
+    error: str
+    message: str
+
+
+@register
+@dataclass(frozen=True)
+class Ping:
+    """A sign of life, naming the requests whose output is awaited, at most `MAX_PING_REQUESTS`: the engine fails those
+    that it does not serve.
+    """
+
+    request_ids: tuple[str, ...] = ()
+
+
+@register
+@dataclass(frozen=True)
+class Pong:
+    """instance: differs between a scheduler (or engine) and the one that was started in its place; `FORGOTTEN` if what
+    the client has asked is not known any more, as the client was silent for too long
+    """
+
+    instance: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class GetStats:
+    key: int
+
+
+@register
+@dataclass(frozen=True)
+class Stats:
+    key: int
+    stats: dict[str, Any]
+
+
+@register
+@dataclass(frozen=True)
+class FindPrefix:
+    """Ask who holds how much of a prompt. Exactly one of its three forms is given."""
+
+    key: int
+    text: str | None
+    token_ids: NDArray[np.int32] | None
+    messages: Any
+    cache_salt: str
+
+
+@register
+@dataclass(frozen=True)
+class PrefixFound:
+    """tokens: of the prompt
+    engines: by name and tier, how many of them the tier could serve, together with faster tiers
+    """
+
+    key: int
+    tokens: int
+    engines: dict[str, dict[str, int]]
+
+
+@register
+@dataclass(frozen=True)
+class GetEngines:
+    key: int
+
+
+@register
+@dataclass(frozen=True)
+class Engines:
+    """Every engine of the deployment: its endpoint by its name."""
+
+    key: int
+    endpoints: dict[str, str]
+
+
+@register
+@dataclass(frozen=True)
+class Operate:
+    """Have an engine ``sleep``, ``wake`` or ``reset_cache`` of a tier; answered when that is done."""
+
+    key: int
+    action: str
+    tier: str
+
+
+@register
+@dataclass(frozen=True)
+class Operated:
+    """It is done. blocks: how many blocks a reset has forgotten"""
+
+    key: int
+    blocks: int
+
+
+@register
+@dataclass(frozen=True)
+class EngineLoad:
+    """What decides how soon an engine could serve a request. Speeds are measured; 0 means not yet.
+
+    waiting, running: requests
+    queued_tokens:    tokens of waiting and running requests' prompts that are not computed yet
+    used_blocks, total_blocks: of the device's pool: held by running requests, and all
+    prefill_token_s:  seconds to compute a token of a prompt
+    decode_step_s:    seconds of a step that only decodes
+    host_token_s, storage_token_s: seconds to bring a token's cache from the host, from storage to the host
+    accepts:          False while it is asleep or going to stop: it gets no requests
+    """
+
+    waiting: int = 0
+    running: int = 0
+    queued_tokens: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    prefill_token_s: float = 0.0
+    decode_step_s: float = 0.0
+    host_token_s: float = 0.0
+    storage_token_s: float = 0.0
+    accepts: bool = True
+
+
+@register
+@dataclass(frozen=True)
+class EngineStatus:
+    """An engine is there and serves at ``endpoint``.
+
+    secret:   of the deployment; a status with another one is ignored
+    load:     requests running and waiting, and held until there are workers
+    epoch:    of its cache: a higher one has nothing of what the index knew
+    received: ids of the requests that arrived since the last status: from now on ``work`` has them
+    faults:   what went wrong since the last status, in words
+    """
+
+    secret: str
+    engine: str
+    endpoint: str
+    load: int
+    stats: dict[str, Any]
+    epoch: int = 0
+    work: EngineLoad = EngineLoad()
+    received: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+_ERRORS = {
+    cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, HeadwiseError)
+}
+
+
+def failure(error: HeadwiseError, key: int = 0, request_id: str = "") -> Failed:
+    """The message for an error."""
+    return Failed(key, request_id, type(error).__name__, str(error))
+
+
+def error_of(failed: Failed) -> HeadwiseError:
+    """The error of a message, of the class that was raised on the other side where this side knows it."""
+    return _ERRORS.get(failed.error, HeadwiseError)(failed.message)

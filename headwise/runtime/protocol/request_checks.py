@@ -1,0 +1,52 @@
+"""What a request must be that comes from outside: the types on the wire do not say all of it."""
+
+from __future__ import annotations
+
+from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol.request import GenerateRequest
+
+MAX_ID_CHARACTERS = 128
+MAX_SALT_CHARACTERS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_EXTRA_KEYS = 1024
+MAX_KEY_CHARACTERS = 128
+
+
+def check_request(request: GenerateRequest) -> None:
+    """Raise `InvalidRequestError` with what is wrong and what is allowed. Looks at each token, and computes nothing."""
+    if not 0 < len(request.request_id) <= MAX_ID_CHARACTERS:
+        raise InvalidRequestError(f"a request id must have 1 to {MAX_ID_CHARACTERS} characters")
+    prompt, output = request.prompt_token_ids, request.output_token_ids
+    if prompt.ndim != 1:
+        raise InvalidRequestError(f"prompt_token_ids must be one row, got shape {prompt.shape}")
+    if prompt.size and int(prompt.min()) < 0:
+        raise InvalidRequestError(f"prompt_token_ids must not be negative, got {prompt.min()}")
+    if output and not 0 <= min(output) <= max(output) < 2**31:
+        raise InvalidRequestError("output_token_ids must be from 0 to 2**31 - 1")
+    if len(request.sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequestError(
+            f"{len(request.sampling.stop_token_ids)} stop_token_ids were given; at most {MAX_STOP_TOKENS} are allowed"
+        )
+    _check_identity(request)
+
+
+def _check_identity(request: GenerateRequest) -> None:
+    """What the cached blocks are known by, besides their tokens."""
+    if len(request.cache_salt) > MAX_SALT_CHARACTERS:
+        raise InvalidRequestError(
+            f"a cache_salt has {len(request.cache_salt)} characters; at most {MAX_SALT_CHARACTERS} are allowed"
+        )
+    if request.lora_id:
+        raise InvalidRequestError(
+            f"lora_id {request.lora_id!r:.80} was given, but LoRA adapters are not served; leave it empty"
+        )
+    if len(request.extra_keys) > MAX_EXTRA_KEYS:
+        raise InvalidRequestError(
+            f"{len(request.extra_keys)} extra_keys were given; at most {MAX_EXTRA_KEYS} are allowed"
+        )
+    for start, end, key in request.extra_keys:
+        if not 0 <= start < end <= request.prompt_token_ids.size or not 0 < len(key) <= MAX_KEY_CHARACTERS:
+            raise InvalidRequestError(
+                f"an extra key must be (start, end, hash) of tokens of the prompt, with a hash of 1 to "
+                f"{MAX_KEY_CHARACTERS} characters, got ({start}, {end}, {key!r:.80})"
+            )

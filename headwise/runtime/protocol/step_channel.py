@@ -1,0 +1,322 @@
+"""The way of a step: engine -> every tensor-parallel worker, and the results back, over ZeroMQ.
+
+    engine   ROUTER, bound            worker   DEALER, connected, identity = rank
+             <- WorkerReady                    once, after it connected
+             -> BatchRequest                   the same bytes to every rank, several may be queued
+             <- StepResult                     one per batch, in order
+             <- WorkerFailed                   instead of a result, and the last message
+
+A channel serves one set of workers. After a worker is lost it is closed, and new workers get a new channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import EngineDiedError
+from headwise.liveness_clock import LivenessClock
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.executor import Worker, death
+from headwise.runtime.protocol.step_limits import Limit, StepLimits, Work
+from headwise.sockets.context import close_context, open_context
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+MAX_RESULT_BYTES = 256 << 20
+"""Of a worker's message. Strangers do not reach the channel: its socket lies in a directory of the user's own."""
+
+_SLICE_S = 0.1
+"""Longest wait without a look at whether a worker was reported lost, or a stop asked for."""
+
+
+@wire.register
+@dataclass(frozen=True)
+class WorkerReady:
+    """A worker's first message: it is connected and takes steps, with so many blocks in its pool."""
+
+    rank: int
+    num_blocks: int = 0
+
+
+@wire.register
+@dataclass(frozen=True)
+class WorkerFailed:
+    """A worker takes no more steps, for what it could not do leaves its memory in doubt: it ends."""
+
+    rank: int
+    reason: str
+
+
+@dataclass
+class _Step:
+    """A step in flight and the results that are there already, by rank. work: None for a command"""
+
+    step_id: int
+    work: Work | None
+    limit: Limit
+    results: dict[int, StepResult] = field(default_factory=dict)
+
+
+class ZmqExecutor:
+    """The `Executor` whose workers are processes.
+
+    Owned by one thread, but for `lost`, which any thread may call.
+
+    endpoint: to bind: ``ipc://PATH``, or ``tcp://HOST:*``; `endpoint` then tells the one taken
+    size:     tensor-parallel ranks
+    step_timeout_s: seconds after which the oldest step in flight counts as lost; much sooner once it is known how long
+                    such steps take
+    start_timeout_s: the same for a command, which may have the workers load the model; None: as for a step
+    load_timeout_s: seconds that workers wait for blocks from the host
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        size: int,
+        step_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        start_timeout_s: float | None = None,
+        load_timeout_s: float = 0.0,
+    ) -> None:
+        import zmq
+
+        self._context = open_context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_RESULT_BYTES)
+        self._socket.bind(endpoint)
+        self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._ranks = [_identity(rank) for rank in range(size)]
+        self._ready: dict[int, int] = {}  # blocks in the pool, by rank
+        self._limits = StepLimits(step_timeout_s, load_timeout_s)
+        start_timeout_s = step_timeout_s if start_timeout_s is None else start_timeout_s
+        self._command_limit = Limit(start_timeout_s, f"start_timeout_s = {start_timeout_s:g} s")
+        self._clock = LivenessClock(clock)
+        self._steps: deque[_Step] = deque()
+        self._head_since = 0.0
+        self._stores, self._fetches, self._puts = (_OfEveryRank(size) for _ in range(3))
+        self._lost: str | None = None
+
+    @property
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        """Sockets that become readable when `poll` may have something to give."""
+        return () if self._socket.closed else (self._socket,)
+
+    def wait_ready(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until every worker is connected; raises `EngineDiedError` if one is lost or late.
+
+        ``check`` is called meanwhile and may raise what it knows of the workers' fate.
+        """
+        deadline = self._clock() + timeout_s
+        while len(self._ready) < len(self._ranks):
+            check()
+            self._check()
+            if self._clock() > deadline:
+                missing = sorted(set(range(len(self._ranks))) - set(self._ready))
+                raise EngineDiedError(f"TP rank {missing} did not connect to {self.endpoint} within {timeout_s:g} s")
+            self._receive(_SLICE_S)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in every worker's pool, once they are ready."""
+        return min(self._ready.values())
+
+    def submit(self, batch: BatchRequest) -> None:
+        import zmq
+
+        self._check()
+        data = wire.encode(batch)
+        for rank, identity in enumerate(self._ranks):
+            try:
+                self._socket.send_multipart((identity, data), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                self.lost(f"TP rank {rank} cannot be reached for step {batch.step_id}: {error}")
+                self._check()
+        if not self._steps:
+            self._head_since = self._clock()
+        work, limit = (None, self._command_limit) if batch.command else self._limits.sent(batch)
+        self._steps.append(_Step(batch.step_id, work, limit))
+
+    def poll(self, timeout_s: float | None) -> StepResult | None:
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        while True:
+            self._drain()
+            self._check()
+            if self._steps and len(self._steps[0].results) == len(self._ranks):
+                self._head_since = self._clock()
+                return self._take(self._steps.popleft())
+            left = _SLICE_S if deadline is None else min(_SLICE_S, deadline - self._clock())
+            if left <= 0:
+                return None
+            self._socket.poll(math.ceil(left * 1000))
+
+    def _take(self, step: _Step) -> StepResult:
+        result = self._merge(step)
+        if step.work is None:
+            self._limits.forget()
+        else:
+            self._limits.came_back(step.work, result.compute_s)
+        return result
+
+    def lost(self, reason: str) -> None:
+        """Declare the workers dead; from now on `submit` and `poll` raise. The first reason stays."""
+        if self._lost is None:
+            self._lost = reason
+
+    def close(self) -> None:
+        close_context(self._context)
+
+    def _check(self) -> None:
+        if self._lost is None and self._steps and self._clock() - self._head_since > self._steps[0].limit.seconds:
+            step = self._steps[0]
+            silent = sorted(set(range(len(self._ranks))) - set(step.results))
+            self._lost = f"step {step.step_id} did not end within {step.limit.text} on TP rank {silent}"
+        if self._lost is not None:
+            raise EngineDiedError(self._lost)
+
+    def _drain(self) -> None:
+        while self._receive(0):
+            pass
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Take in one message if it comes in time."""
+        import zmq
+
+        if not self._socket.poll(math.ceil(timeout_s * 1000)):
+            return False
+        identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        if len(frames) != 1:
+            self.lost(f"{identity!r} sent a message of {len(frames)} frames; a worker's has one")
+            return True
+        message = wire.decode(frames[0], WorkerReady, StepResult, WorkerFailed)
+        rank = self._ranks.index(identity) if identity in self._ranks else -1
+        if message.rank != rank:
+            self.lost(f"a worker sent a message as TP rank {message.rank} over the connection of {identity!r}")
+        elif isinstance(message, WorkerReady):
+            self._ready[rank] = message.num_blocks
+        elif isinstance(message, WorkerFailed):
+            self.lost(message.reason)
+        else:
+            self._file(message)
+        return True
+
+    def _file(self, result: StepResult) -> None:
+        for step in self._steps:
+            if step.step_id == result.step_id:
+                step.results[result.rank] = result
+                return
+        self.lost(f"TP rank {result.rank} answered step {result.step_id}, which is not in flight")
+
+    def _merge(self, step: _Step) -> StepResult:
+        """One result of all ranks: rank 0's tokens, the slowest rank's time, transfers that every rank has finished."""
+        results = [step.results[rank] for rank in range(len(self._ranks))]
+        errors = [r.error if len(results) == 1 else f"TP rank {r.rank}: {r.error}" for r in results if r.error]
+        stored, failed_out = self._stores.finished([(r.swapped_out, r.failed_out) for r in results])
+        fetched, missed = self._fetches.finished([(r.fetched, r.missed) for r in results])
+        put, not_put = self._puts.finished([(r.put, r.not_put) for r in results])
+        return StepResult(
+            step_id=step.step_id,
+            rank=0,
+            token_ids=results[0].token_ids,
+            logprobs=results[0].logprobs,
+            broken=results[0].broken,
+            failed_in=_of_any_rank([r.failed_in for r in results]),
+            swapped_out=stored,
+            failed_out=failed_out,
+            fetched=fetched,
+            missed=missed,
+            put=put,
+            not_put=not_put,
+            transfers=results[0].transfers,
+            forgotten=max(r.forgotten for r in results),
+            compute_s=max(r.compute_s for r in results),
+            error="; ".join(errors) or None,
+        )
+
+
+def _of_any_rank(failed: Sequence[NDArray[np.int32] | None]) -> NDArray[np.int32] | None:
+    """Blocks that one of the ranks lacks; None if there is no word of one rank's."""
+    known = [blocks for blocks in failed if blocks is not None]
+    return np.unique(np.concatenate(known)) if len(known) == len(failed) else None
+
+
+class _OfEveryRank:
+    """Copies of host blocks in one direction: which of them every rank is through with."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._done: Counter[int] = Counter()  # ranks, by host block
+        self._failed: set[int] = set()
+
+    def finished(
+        self, reports: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Blocks that all ranks have copied, and those that one could not, given each rank's (copied, failed)."""
+        for copied, failed in reports:
+            self._done.update(copied.tolist())
+            self._done.update(failed.tolist())
+            self._failed.update(failed.tolist())
+        over = [block for block, count in self._done.items() if count == self._size]
+        for block in over:
+            del self._done[block]
+        lost = self._failed.intersection(over)
+        self._failed -= lost
+        copied_by_all = [block for block in over if block not in lost]
+        return np.array(copied_by_all, dtype=np.int32), np.array(sorted(lost), dtype=np.int32)
+
+
+def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:
+    """Run the worker's side until ``should_stop``: receive, execute, reply, in order.
+
+    What a step raises is told to the engine, and raised: no later step is served, however many are queued.
+    """
+    import zmq
+
+    context = open_context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, _identity(rank))
+        socket.connect(endpoint)
+        socket.send(wire.encode(WorkerReady(rank, worker.num_blocks)))
+        while not should_stop():
+            if socket.poll(math.ceil(_SLICE_S * 1000)):
+                _serve_one(worker, rank, socket)
+    finally:
+        close_context(context, linger_ms=200)
+
+
+def _serve_one(worker: Worker, rank: int, socket: Any) -> None:
+    batch = wire.decode(socket.recv(), BatchRequest)
+    answer = answer_to(batch, worker, rank)
+    socket.send(wire.encode(answer))
+    if isinstance(answer, WorkerFailed):
+        raise EngineDiedError(answer.reason)
+
+
+def answer_to(batch: BatchRequest, worker: Worker, rank: int) -> StepResult | WorkerFailed:
+    """What the worker of a rank makes of a batch; after `WorkerFailed` it must not be given another."""
+    try:
+        return worker.execute(batch)
+    except Exception as error:
+        log.exception("step %d failed on TP rank %d", batch.step_id, rank)
+        return WorkerFailed(rank, str(death(error)))
+
+
+def _identity(rank: int) -> bytes:
+    return f"rank-{rank}".encode()

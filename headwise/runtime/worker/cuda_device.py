@@ -1,0 +1,99 @@
+"""A GPU, through CuPy: its compute stream, kernels, copies and pinned host memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from headwise.cache_controller.block_tables import TableShape
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.cuda.attention import check_supported
+from headwise.kernels.cuda.block_copy import CudaBlockCopy, make_cuda_block_copy
+from headwise.kernels.cuda.block_tables import CudaBlockTables
+from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
+from headwise.kernels.cuda.cubins import CubinCache, Target
+from headwise.kernels.cuda.kernels import CudaKernels
+from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda
+from headwise.kernels.cuda.programs import CudaPrograms
+from headwise.kernels.cuda.sampling import CudaSampling
+from headwise.kernels.gqa import kv_dtype_of
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.ops.base import TensorOps
+from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
+from headwise.runtime.ops.paddle_device import open_paddle
+from headwise.runtime.ops.select import make_gpu_ops
+from headwise.runtime.worker.device_block_tables import DeviceBlockTables
+from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.transfer.cuda_stream import ComputeStream, CudaStream
+from headwise.transfer.host_memory import HostArena, numa_node_of_gpu
+
+GPU = 0
+"""The one that this process sees first: Ray shows each worker its own."""
+
+
+class CudaDevice:
+    """`Device` on one GPU. All work of the worker's thread goes to one stream: its own, or where Paddle computes,
+    Paddle's current one. Copies have others.
+
+    Raises:
+        ConfigError: the GPU, its driver or CuPy cannot be used, or Paddle, where that is chosen.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._card: Card = open_card(GPU)
+        self.name = f"cuda ({self._card.name}, sm_{self._card.sm})"
+        self._compute = ComputeStream(GPU, open_paddle(GPU) if config.tensor_ops == "paddle" else None)
+        self._cubins = config.cache_path / "kernels"
+        with self.current():
+            programs = CudaPrograms(self._cubins)
+            self.ops: TensorOps = make_gpu_ops(config.tensor_ops, config.dtype_name, programs)
+            self.sampler = DeviceSampler(self.ops, CudaSampling(programs, numpy_dtype(config.dtype_name)))
+            self._tables = CudaBlockTables(programs)
+            launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get)
+            self.kernels = CudaKernels(launcher, programs, self.ops.empty_bytes)
+
+    def check(self, card: ModelCard, model_dir: Path) -> None:
+        """See `Device.check`."""
+        config, layout, shape = self._config, card.layout, card.config
+        check_supported(shape.head_dim, config.dtype_name, kv_dtype_of(layout), self._card.sm, layout.block_size)
+        weights = Checkpoint(model_dir).num_elements * self.ops.itemsize // config.tp_size
+        pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
+        check_room(self._card, {"weights": weights, "KV cache": pool})
+        kv_heads = shape.num_kv_heads // config.tp_size
+        share = shape.num_heads // shape.num_kv_heads
+        with self.current():
+            self.kernels.prepare(layout, share * kv_heads, kv_heads, config.dtype_name, shape.attention_softcap)
+
+    def current(self) -> AbstractContextManager[Any]:
+        return self._compute.current()
+
+    def collectives(self, comm: Communicator) -> Collectives:
+        """See `Device.collectives`: over NCCL, where it can serve, for tensors of CuPy's."""
+        if comm.size > 1 and self.ops.name == "cupy":
+            from headwise.runtime.ops.nccl import connect_gpus
+
+            connected = connect_gpus(comm)
+            if connected is not None:
+                return connected
+        return host_collectives(self.ops, comm)
+
+    def spare_bytes(self) -> int:
+        """See `Device.spare_bytes`: all but the share of the card that is to stay free."""
+        return spare_bytes(open_card(GPU), self._config.gpu_memory_utilization)
+
+    def block_tables(self, shape: TableShape) -> DeviceBlockTables:
+        return DeviceBlockTables(self.ops, self._tables, shape)
+
+    def block_copy(self) -> CudaBlockCopy:
+        with self.current():
+            return make_cuda_block_copy(self._cubins)
+
+    def copy_stream(self, name: str) -> CudaStream:
+        return CudaStream(GPU)
+
+    def host_arena(self, num_bytes: int) -> HostArena:
+        return HostArena(num_bytes, numa_node=numa_node_of_gpu(GPU), pin=True)

@@ -1,0 +1,138 @@
+"""What a worker computes on: a CPU, or a GPU through CuPy. Chosen once, at start."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from headwise.cache_controller.block_tables import BlockTables, HostBlockTables, TableShape
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionKernels
+from headwise.kernels.block_copy import BlockCopy
+from headwise.kernels.select import make_block_copy, make_kernels
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.ops.base import TensorOps
+from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
+from headwise.runtime.ops.select import make_ops
+from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.transfer.base import Stream
+from headwise.transfer.cpu_stream import CpuStream
+from headwise.transfer.host_memory import HostArena
+
+COPY_THREADS = 1
+"""Threads of each direction on a CPU: copies run beside the forward pass, which wants the cores."""
+
+
+class Device(Protocol):
+    """One worker's.
+
+    name:    for people
+    sampler: draws tokens where their scores are; None where that is the host's memory
+    """
+
+    name: str
+    ops: TensorOps
+
+    @property
+    def kernels(self) -> AttentionKernels: ...
+
+    @property
+    def sampler(self) -> DeviceSampler | None: ...
+
+    def check(self, card: ModelCard, model_dir: Path) -> None:
+        """Look whether the model can be served here, before its weights are loaded; make the kernels ready for it.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    def current(self) -> AbstractContextManager[Any]:
+        """For as long as the context lasts, this thread's work goes to the device, and to its compute stream."""
+
+    def collectives(self, comm: Communicator) -> Collectives:
+        """Those of the ranks of ``comm``, all of which call this once, within `current`.
+
+        Raises:
+            DeploymentError: the ranks' devices cannot be connected.
+        """
+
+    def spare_bytes(self) -> int:
+        """Device memory that the block pool may take, of what is free now; for devices with memory of their own."""
+
+    def block_tables(self, shape: TableShape) -> BlockTables:
+        """Where the kernels read them; made, and used, within `current`."""
+
+    def block_copy(self) -> BlockCopy:
+        """Copies between the device's arena and the host's, for one thread."""
+
+    def copy_stream(self, name: str) -> Stream:
+        """A stream for them, beside the compute stream."""
+
+    def host_arena(self, num_bytes: int) -> HostArena:
+        """Host memory that the device reads and writes as fast as it can."""
+
+
+class CpuDevice:
+    """`Device` on ``threads`` cores."""
+
+    name = "cpu"
+    sampler = None
+
+    def __init__(self, config: EngineConfig, threads: int) -> None:
+        self._kernels_name = config.kernels
+        self.ops = make_ops(config.tensor_ops, threads)
+        self.kernels = make_kernels(config.kernels, threads)
+
+    def check(self, card: ModelCard, model_dir: Path) -> None:
+        """Host memory grows as it is needed, and the kernels were made ready for any model."""
+
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def collectives(self, comm: Communicator) -> Collectives:
+        return host_collectives(self.ops, comm)
+
+    def spare_bytes(self) -> int:
+        raise NotImplementedError("a CPU's pool has a size by default")
+
+    def block_tables(self, shape: TableShape) -> BlockTables:
+        return HostBlockTables(shape)
+
+    def block_copy(self) -> BlockCopy:
+        return make_block_copy(self._kernels_name, COPY_THREADS)
+
+    def copy_stream(self, name: str) -> Stream:
+        return CpuStream(name)
+
+    def host_arena(self, num_bytes: int) -> HostArena:
+        return HostArena(num_bytes)
+
+
+def resolve_device(config: EngineConfig, gpus: int) -> EngineConfig:
+    """``device`` auto as what it stands for where ``gpus`` GPUs are to be had: all that is configured must go with it.
+
+    Raises:
+        ConfigError: it goes with neither.
+    """
+    if config.device != "auto":
+        return config
+    if gpus >= config.tp_size * config.replicas:
+        with suppress(ConfigError):
+            return replace(config, device="cuda")
+    return replace(config, device="cpu")
+
+
+def open_device(config: EngineConfig, threads: int) -> Device:
+    """The device that the configuration names, made ready; ``threads`` are those of a CPU.
+
+    Raises:
+        ConfigError: there is no such device, or it cannot be used.
+    """
+    if config.device != "cuda":
+        return CpuDevice(config, threads)
+    from headwise.runtime.worker.cuda_device import CudaDevice
+
+    return CudaDevice(config)

@@ -1,0 +1,174 @@
+"""A worker's copies between its device arena, its part of the host cache, and storage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.planner import HeadGroupPlan
+from headwise.errors import ConfigError, LayerSwapTimeoutError
+from headwise.runtime.config.block_storage import open_rank_storage
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.worker.device import Device
+from headwise.storage.backends.base import BlockStorage
+from headwise.transfer.base import Stream
+from headwise.transfer.cpu_stream import CpuStream
+from headwise.transfer.host_memory import check_host_memory
+from headwise.transfer.stats import TransferStats
+from headwise.transfer.storage_manager import StorageManager
+from headwise.transfer.transfer_manager import TransferManager
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.01
+"""Seconds that a step without sequences waits for copies, so that asking for them is no busy loop."""
+
+CLOSE_S = 10.0
+"""Longest wait for storage to take what it was given, when the worker ends."""
+
+
+class KVOffload:
+    """Owns the rank's host arena and starts, waits for and reports the copies that batches ask for.
+
+    storage:    the configured one, unless another is given
+    background: makes the streams on which storage is called
+
+    Raises `ConfigError` if storage cannot be opened.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        card: ModelCard,
+        rank: int,
+        device: Device,
+        device_arena: Any,
+        *,
+        storage: BlockStorage | None = None,
+        background: Callable[[str], Stream] = CpuStream,
+    ) -> None:
+        self._arena = device.host_arena(card.spec.num_host_blocks * card.layout.block_bytes)
+        self._manager = TransferManager(
+            card.layout,
+            layer_ranges(card.plan, card.layout, rank),
+            device_arena,
+            self._arena.array,
+            copy=device.block_copy(),
+            input_stream=device.copy_stream("headwise-load"),
+            output_stream=device.copy_stream("headwise-store"),
+            load_timeout_s=config.load_timeout_s,
+        )
+        if storage is None and config.storage:
+            storage = open_rank_storage(config, card, rank)
+        self._storage = storage
+        self._storage_manager = (
+            StorageManager(
+                self._storage,
+                self._arena.array,
+                read_stream=background("headwise-fetch"),
+                write_stream=background("headwise-put"),
+            )
+            if self._storage is not None
+            else None
+        )
+        self._reported: dict[str, TransferStats] = {}
+
+    def start(self, batch: BatchRequest) -> None:
+        """Start a batch's copies. Its stores read what earlier steps have written."""
+        self._manager.load(batch.cache_swap_metadata)
+        self._manager.store(batch.cache_evict_metadata)
+        if self._storage_manager is not None:
+            self._storage_manager.put(batch.storage_puts.blocks, batch.storage_puts.hashes)
+            self._storage_manager.fetch(batch.storage_fetches.blocks, batch.storage_fetches.hashes)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks are on their way to the device, layer by layer."""
+        return self._manager.is_loading
+
+    def attach_device(self, device_arena: Any | None) -> None:
+        """Copy between the host and another device arena from now on; None: there is none for a while."""
+        self._manager.attach_device(device_arena)
+
+    def wait_layer(self, layer: int) -> None:
+        """Wait until a layer's part of the loads is there, or given up: the step goes on, as other ranks do."""
+        try:
+            self._manager.wait_layer(layer)
+        except LayerSwapTimeoutError as error:
+            log.warning("%s", error)
+
+    def finish(self, batch: BatchRequest) -> dict[str, Any]:
+        """What came of copies, as the fields of a `StepResult`. Nothing writes to the blocks of its loads any more.
+
+        Raises:
+            LayerSwapTimeoutError: a load that was given up still runs: its blocks must never be anybody else's.
+        """
+        if not len(batch.rows):
+            self._wait_a_little()
+        failed_in = self._manager.finish_loads()
+        stores = self._manager.finished_stores()
+        result: dict[str, Any] = {
+            "failed_in": failed_in,
+            "swapped_out": stores.complete[:, 1].copy(),
+            "failed_out": stores.failed[:, 1].copy(),
+        }
+        if self._storage_manager is not None:
+            result |= vars(self._storage_manager.finished())
+        return {**result, "transfers": self._news()}
+
+    def _wait_a_little(self) -> None:
+        if self._manager.drain(IDLE_WAIT_S) and self._storage_manager is not None:
+            self._storage_manager.drain(IDLE_WAIT_S)
+
+    def _news(self) -> dict[str, TransferStats]:
+        """Statistics of all directions if one has changed since the last call."""
+        stats = {"load": self._manager.load_stats(), "store": self._manager.store_stats()}
+        if self._storage_manager is not None:
+            stats |= {"fetch": self._storage_manager.fetch_stats(), "put": self._storage_manager.put_stats()}
+        if stats == self._reported:
+            return {}
+        self._reported = stats
+        return stats
+
+    def reset_storage(self) -> int:
+        """Have storage forget all of this rank's blocks, soon; how many those are, as far as is known."""
+        if self._storage is None or self._storage_manager is None:
+            return 0
+        self._storage_manager.reset()
+        return self._storage.stats().blocks
+
+    def close(self) -> None:
+        """Finish what was started. The last call."""
+        self._manager.close()
+        if self._storage_manager is not None:
+            self._storage_manager.close(CLOSE_S)
+        self._arena.close()
+
+
+def check_host_cache(config: EngineConfig, card: ModelCard) -> None:
+    """Raises `ConfigError` if this machine has not the memory for the arenas of all ranks.
+
+    To be called before the first rank starts: ranks that check alone would count the same memory.
+    """
+    try:
+        check_host_memory(config.tp_size * card.spec.num_host_blocks * card.layout.block_bytes)
+    except ValueError as error:
+        raise ConfigError(f"host_cache {config.host_cache} for each of {config.tp_size} workers: {error}") from None
+
+
+def layer_ranges(plan: HeadGroupPlan, layout: BlockLayout, rank: int) -> NDArray[np.int64]:
+    """``int64 [layers, groups, 2]``: the bytes of each layer within a block of each group; empty without members."""
+    ranges = np.zeros((plan.num_layers, len(plan.groups), 2), dtype=np.int64)
+    for index, group in enumerate(plan.groups):
+        layers = [member.layer for member in group.members[rank]]
+        for layer in set(layers):
+            first = layers.index(layer)
+            ranges[layer, index] = layout.slot_range(first, first + layers.count(layer))
+    return ranges

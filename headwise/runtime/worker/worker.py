@@ -1,0 +1,444 @@
+"""One tensor-parallel rank: its weights, its KV shard, and the execution of steps on them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.block_tables import TableShape
+from headwise.cache_controller.cache_controller import CacheController
+from headwise.errors import EngineDiedError, first_line
+from headwise.kernels.base import AttentionBatch, HeadTable, RotatingKernels
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard, check_unchanged, read_model_card, with_pool
+from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.models.base import Model, Rotation, Shard
+from headwise.runtime.models.registry import build_model
+from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.comm import Collectives, Communicator
+from headwise.runtime.protocol.batch import (
+    LAST_SAMPLED,
+    RESET_STORAGE,
+    SLEEP,
+    WAKE,
+    BatchRequest,
+    NewSequence,
+    StepResult,
+)
+from headwise.runtime.protocol.request import TokenLogprobs
+from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
+from headwise.runtime.worker.device import Device, open_device
+from headwise.runtime.worker.kv_offload import KVOffload
+from headwise.runtime.worker.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
+
+_NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
+
+
+def threads_per_worker(config: EngineConfig) -> int:
+    """Threads each rank computes with: as configured, or an even share of the cores this process may use."""
+    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // config.tp_size)
+
+
+def load_model(
+    card: ModelCard, config: EngineConfig, directory: Path, ops: TensorOps, collectives: Collectives, shard: Shard
+) -> Model:
+    """A rank's part of the card's model. Raises `ModelError` if it cannot be loaded, or is another one by now."""
+    model = build_model(card.config, Checkpoint(directory), ops, collectives, shard)
+    check_unchanged(card, config, directory)  # blocks of what is cached are named by the card
+    return model
+
+
+@dataclass(frozen=True)
+class WorkerParts:
+    """Where a worker gets what it is made of, but for its device. clock: in seconds, for the time that steps take"""
+
+    read_card: Callable[[EngineConfig, Path], ModelCard] = read_model_card
+    load_model: Callable[[ModelCard, EngineConfig, Path, TensorOps, Collectives, Shard], Model] = load_model
+    open_copies: Callable[[EngineConfig, ModelCard, int, Device, Any], KVOffload] = KVOffload
+    clock: Callable[[], float] = time.perf_counter
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What a step computed, as a `StepResult` tells it."""
+
+    token_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    broken: dict[int, str] = field(default_factory=dict)
+
+
+class ModelWorker:
+    """Loads one rank's part of the model and executes the engine's batches, in order.
+
+    Holds no policy: which blocks, which rows and which tokens is the engine's business.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        rank: int,
+        comm: Communicator,
+        device: Device | None = None,
+        parts: WorkerParts | None = None,
+    ) -> None:
+        """``device`` is the configured one, unless another is given."""
+        self.rank = rank
+        self._config = config
+        self._model_dir = model_dir
+        self._parts = parts or WorkerParts()
+        self.card: ModelCard = self._parts.read_card(config, model_dir)
+        self._comm = comm
+        self._device = device or open_device(config, threads_per_worker(config))
+        self._ops, self._kernels = self._device.ops, self._device.kernels
+        self._rotating = self._kernels if isinstance(self._kernels, RotatingKernels) else None
+        self._upload = self._ops.step_upload()
+        self._device.check(self.card, model_dir)
+        with self._device.current():
+            self._collectives = self._device.collectives(comm)
+            self._model = self._load_model()
+            self._heads = [self._head_table(layer) for layer in range(self.card.config.num_layers)]
+        self._graphs: DecodeGraphs | None = None
+        self._copies: KVOffload | None = None
+        self._is_asleep = False
+
+    def _load_model(self) -> Model:
+        shard = Shard(self.rank, self._config.tp_size, self.card.plan.kv_heads(self.rank))
+        where = self.card, self._config, self._model_dir
+        return self._parts.load_model(*where, self._ops, self._collectives, shard)
+
+    def _head_table(self, layer: int) -> HeadTable:
+        places = self.card.plan.placement(self.rank, layer)
+        policies = [self.card.config.policies[layer][head] for head in self.card.plan.kv_heads(self.rank)[layer]]
+
+        def column(values: Any) -> KernelArray:
+            return self._ops.upload(np.ascontiguousarray(values, dtype=np.int32))
+
+        return HeadTable(
+            group=column(places[:, 0]),
+            slot=column(places[:, 1]),
+            window=column([policy.window for policy in policies]),
+            sink=column([policy.sink for policy in policies]),
+        )
+
+    def describe(self) -> str:
+        """What was chosen, for the log line at start."""
+        plan, spec = self.card.plan, self.card.spec
+        return (
+            f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} kernels={self._kernels.name} "
+            f"collectives={self._collectives.name} "
+            f"groups={len(plan.groups)} slots={plan.slots} "
+            f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
+            f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'}"
+        )
+
+    def initialize_cache(self) -> None:
+        """Allocate the arena and compile or load every kernel, so that the first request finds all warm."""
+        self.close()
+        with self._device.current():
+            if not self.card.spec.num_blocks:
+                self.card = with_pool(self.card, self._config, self._measure_pool())
+            self._allocate_arena()
+            self._warm_up()
+            if self.card.spec.num_host_blocks:
+                where = self.rank, self._device, self._cache.arena
+                self._copies = self._parts.open_copies(self._config, self.card, *where)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.card.spec.num_blocks
+
+    def _measure_pool(self) -> int:
+        """Bytes for the pool: what the largest step leaves of the device, on the rank that has the least."""
+        self._allocate_arena()
+        tokens = min(self._config.max_batched_tokens, self.card.max_model_len)
+        batch = _trial(0, tokens, _NO_UPDATE)  # without blocks: none is written or read
+        rows = np.arange(min(self._config.max_num_seqs, tokens))
+        self._model.logits(self._ops.take_rows(self._forward(batch, batch.token_ids), rows))
+        spare = np.array([[self._device.spare_bytes() >> 20]], dtype=np.float32)  # MiB: exact up to 16 TiB
+        self._let_go_of_cache()  # its tables are made anew beside the pool
+        gathered = self._comm.gather(spare)
+        least = None if gathered is None else np.array([gathered.min()], dtype=np.int32)
+        return int(self._comm.broadcast(least, (1,))[0]) << 20
+
+    def _allocate_arena(self) -> None:
+        card, spec = self.card, self.card.spec
+        arena = self._ops.empty_bytes(spec.num_blocks * card.layout.block_bytes)
+        shape = TableShape(spec.max_rows, len(card.plan.groups), spec.max_blocks, card.layout.block_size)
+        self._cache = CacheController(card.layout, arena, self._device.block_tables(shape))
+        self._graphs = self._make_graphs()
+        self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
+        self._sequences: dict[int, NewSequence] = {}
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
+        ops, only_launches = self._ops, self._collectives.captures and self.card.config.moe is None
+        if not (only_launches and self._config.cuda_graphs and isinstance(ops, CapturingOps)):
+            return None
+        return DecodeGraphs(ops, self._score, self._cache.tables, self._is_so_on_all_ranks)
+
+    def _is_so_on_all_ranks(self, is_so: bool) -> bool:
+        not_so = self._comm.all_reduce(np.array([not is_so], dtype=np.float32))
+        return not not_so.any()
+
+    def close(self) -> None:
+        """Finish copies to and from the host, and let go of its memory. May be called again."""
+        if self._copies is not None:
+            with self._device.current():
+                self._copies.close()
+            self._copies = None
+
+    def _warm_up(self) -> None:
+        """Run a prefill and a decode on row 0 into block 0, which no sequence holds yet."""
+        groups = len(self.card.plan.groups)
+        table = np.array([[0, group, 0, 0] for group in range(groups)], dtype=np.int32)
+        for start, count, updates in ((0, min(2, self.card.layout.block_size), table), (1, 1, _NO_UPDATE)):
+            batch = _trial(start, count, updates)
+            self._cache.tables.apply(batch.table_updates)
+            self._model.logits(self._forward(batch, batch.token_ids))
+        self._cache.tables.open_rows([0])
+
+    # ---- sleep ----
+
+    def _obey(self, command: str) -> int:
+        """Carry out a batch's command; the number of blocks that it had storage forget.
+
+        Raises `EngineDiedError` if it failed: ranks must never differ in what they hold.
+        """
+        try:
+            if command == SLEEP:
+                self._sleep()
+            elif command == WAKE:
+                self._wake()
+            elif command == RESET_STORAGE and self._copies is not None:
+                return self._copies.reset_storage()
+            else:
+                raise ValueError(f"a worker without host_cache has no storage to obey {command!r}")
+        except Exception as error:
+            raise EngineDiedError(f"TP rank {self.rank} could not {command}: {error}") from error
+        return 0
+
+    def _sleep(self) -> None:
+        """Let go of weights and arena. What the host has stays, and its copies to and from storage go on."""
+        if self._copies is not None:
+            self._copies.attach_device(None)
+        self._is_asleep = True
+        self._let_go_of_cache()
+        del self._model
+        self._ops.give_back_memory()
+
+    def _let_go_of_cache(self) -> None:
+        self._graphs = None
+        del self._cache
+
+    def _wake(self) -> None:
+        """Load the weights again, and start with an empty arena."""
+        self._model = self._load_model()
+        self._allocate_arena()
+        self._is_asleep = False
+        self._warm_up()
+        if self._copies is not None:
+            self._copies.attach_device(self._cache.arena)
+
+    # ---- steps ----
+
+    def execute(self, batch: BatchRequest) -> StepResult:
+        """Run one step. What fails the step alone, or some of its sequences, is reported in the result.
+
+        Raises:
+            EngineDiedError: whatever else went wrong. Copies may be under way, to blocks that the engine would give
+                to others, and other ranks may wait for this one: it must not be asked for anything more.
+        """
+        try:
+            with self._device.current():
+                return self._execute(batch)
+        except EngineDiedError:
+            raise
+        except Exception as error:
+            raise EngineDiedError(
+                f"TP rank {self.rank} failed in step {batch.step_id}: {type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    def _execute(self, batch: BatchRequest) -> StepResult:
+        clock = self._parts.clock
+        started, forgotten, computed, failure = clock(), 0, _Computed(), None
+        if self._copies is not None:
+            self._copies.start(batch)
+        if batch.command:
+            forgotten = self._obey(batch.command)
+        try:
+            if not self._is_asleep:
+                computed = self._compute(batch)
+        except (ValueError, ArithmeticError) as error:
+            if self._comm.size > 1:
+                raise  # the others are still within the step: with the next one, this rank's part of it would be mixed
+            failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
+        copies = self._copies.finish(batch) if self._copies is not None else {}
+        return StepResult(
+            batch.step_id,
+            self.rank,
+            **vars(computed),
+            forgotten=forgotten,
+            compute_s=clock() - started,
+            error=failure,
+            **copies,
+        )
+
+    def _compute(self, batch: BatchRequest) -> _Computed:
+        self._cache.tables.open_rows(new.row for new in batch.new_sequences)
+        self._cache.tables.apply(batch.table_updates)
+        self._sequences.update({new.row: new for new in batch.new_sequences})
+        if not len(batch.rows):  # sent for the sake of copies, or of a command
+            return _Computed()
+        token_ids = self._input_tokens(batch)
+        if self._graphs is not None and self._is_plain_decode(batch):
+            return self._sample(batch, self._decode(self._graphs, batch, token_ids))
+        hidden = self._forward(batch, token_ids)
+        last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[batch.sample] - 1
+        return self._sample(batch, self._ops.take_rows(hidden, last_rows) if len(last_rows) else None)
+
+    def _is_plain_decode(self, batch: BatchRequest) -> bool:
+        """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""
+        is_decode = len(batch.token_ids) == len(batch.rows) and bool(batch.sample.all())
+        return is_decode and (self._copies is None or not self._copies.is_loading)
+
+    def _input_tokens(self, batch: BatchRequest) -> NDArray[np.int32]:
+        """The batch's tokens, with the worker's own last samples where the engine did not know them yet."""
+        rows = np.repeat(batch.rows, batch.query_lens)
+        return np.where(batch.token_ids == LAST_SAMPLED, self._last_sampled[rows], batch.token_ids)
+
+    def _decode(self, graphs: DecodeGraphs, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Scored:
+        return graphs.step(token_ids, batch.starts, batch.starts + 1, batch.rows)
+
+    def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
+        hidden = self._model.forward(token_ids, positions, _PagedAttention(self, step))
+        scores = self._model.scores(hidden)
+        return Scored(scores, None if scores is None else self._ops.greedy(scores))
+
+    def _forward(self, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Tensor:
+        seq_lens = batch.starts + batch.query_lens
+        cu_seqlens = np.zeros(len(batch.rows) + 1, dtype=np.int32)
+        np.cumsum(batch.query_lens, out=cu_seqlens[1:])
+        positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(
+            batch.starts - cu_seqlens[:-1], batch.query_lens
+        )
+        tokens, places, begins, lengths, rows = self._upload(
+            token_ids, positions.astype(np.int32), cu_seqlens, seq_lens, batch.rows
+        )
+        tables = self._cache.tables
+        gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
+        step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()))
+        return self._model.forward(tokens, places, _PagedAttention(self, step))
+
+    def _sample(self, batch: BatchRequest, found: Tensor | Scored | None) -> _Computed:
+        """Sample on rank 0 and tell the others, who need the tokens as the next step's input.
+
+        ``found`` is of the sequences that sample, in order: their last hidden rows, or already their scores.
+        """
+        token_ids = np.full(len(batch.rows), NO_TOKEN, dtype=np.int32)
+        wanted = np.flatnonzero(batch.sample)
+        if found is None:
+            return _Computed(token_ids)
+        drawn, logprobs = self._draw(batch, wanted, found)
+        sampled = self._comm.broadcast(drawn, (len(wanted),))
+        # A step that is on its way takes some token as the next one of a row that has none, and is not listened to.
+        self._last_sampled[batch.rows[wanted]] = np.maximum(sampled, 0)
+        token_ids[wanted] = sampled
+        broken = wanted[sampled == NO_TOKEN].tolist()
+        return _Computed(token_ids, logprobs, dict.fromkeys(broken, NOT_FINITE))
+
+    def _draw(
+        self, batch: BatchRequest, wanted: NDArray[np.int64], found: Tensor | Scored
+    ) -> tuple[NDArray[np.int32] | None, dict[int, TokenLogprobs]]:
+        """Tokens for the ``wanted`` sequences of the batch, and log-probabilities by index into the batch.
+
+        `NO_TOKEN` where the logits are not usable. Ranks but the first have no tokens.
+        """
+        sequences, ops = [self._sequences[row] for row in batch.rows[wanted].tolist()], self._ops
+        params = [sequence.sampling for sequence in sequences]
+        scores = found.first(len(wanted)) if isinstance(found, Scored) else self._model.scores(found)
+        if scores is None:
+            return None, {}
+        if all(param.greedy and param.logprobs is None for param in params):
+            likeliest = (found.likeliest if isinstance(found, Scored) else None) or ops.greedy(scores)
+            tokens, best = (ops.host(array)[: len(wanted)] for array in likeliest)
+            return only_usable(tokens, best), {}
+        seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
+        positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
+        tokens = self._sample_scores(scores, Draws(params, seeds, positions))
+        wants = np.array([param.logprobs is not None for param in params])
+        asked = np.flatnonzero(wants & (tokens != NO_TOKEN))
+        if not len(asked):
+            return tokens, {}
+        logits = self._model.capped(ops.numpy(ops.take_rows(scores, asked)))
+        return tokens, {
+            int(wanted[row]): token_logprobs(logits[at], int(tokens[row]), params[row].logprobs or 0)
+            for at, row in enumerate(asked.tolist())
+        }
+
+    def _sample_scores(self, scores: Tensor, draws: Draws) -> NDArray[np.int32]:
+        sampler = self._device.sampler
+        tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws)
+        return sample(self._model.capped(self._ops.numpy(scores)), draws) if tokens is None else tokens
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, step: AttentionBatch
+    ) -> Tensor:
+        """Rotate, write a layer's keys and values, then attend over the cache."""
+        ops, cache, heads = self._ops, self._cache, self._heads[layer]
+        if self._rotating is None:
+            query, key = ops.rope(query, *rotation), ops.rope(key, *rotation)
+        queries, keys, values = (ops.kernel_array(tensor) for tensor in (query, key, value))
+        where = cache.arena, cache.layout, step, heads
+        if self._rotating is None:
+            self._kernels.write_kv(keys, values, *where)
+        else:
+            cosines, sines = rotation
+            self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
+        if self._copies is not None:
+            self._copies.wait_layer(layer)
+        out = ops.empty_like(queries)
+        config = self.card.config
+        self._kernels.attend(
+            queries,
+            cache.arena,
+            cache.layout,
+            step,
+            heads,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            out=out,
+        )
+        return ops.from_kernel_array(out)
+
+
+class _PagedAttention:
+    """The `AttentionLayer` of one step."""
+
+    def __init__(self, worker: ModelWorker, step: AttentionBatch) -> None:
+        self._worker = worker
+        self._step = step
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+        return self._worker.attend(layer, query, key, value, rotation, self._step)
+
+
+def _trial(start: int, tokens: int, updates: NDArray[np.int32]) -> BatchRequest:
+    """A step of the sequence in row 0 that nobody asked for, nor samples from."""
+    return BatchRequest(
+        step_id=0,
+        rows=np.zeros(1, np.int32),
+        starts=np.array([start], np.int32),
+        query_lens=np.array([tokens], np.int32),
+        token_ids=np.zeros(tokens, np.int32),
+        sample=np.zeros(1, np.bool_),
+        table_updates=updates,
+    )

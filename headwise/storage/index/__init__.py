@@ -1,0 +1,1 @@
+"""The attention store: an index of which engine holds which prefix, kept true by flushes over ZeroMQ."""

@@ -1,0 +1,195 @@
+"""What the nodes said, message by message, and the index it adds up to. No I/O and no clock: the server hands it in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headwise.storage.index.messages import TIERS, Flush, Gone, Heartbeat, Snapshot, Statement
+from headwise.storage.index.prefix_index import MAX_BLOCKS, PrefixIndex
+
+MAX_AHEAD = 1024
+"""Flushes of one node kept while an earlier one is missing; those beyond come back with the snapshot."""
+
+MAX_GONE = 65_536
+"""Nodes of which is remembered that they are gone."""
+
+
+@dataclass
+class _Node:
+    """What one node said last.
+
+    next_seq: of the first flush that is not applied yet
+    heard:    the highest seq that any message of this epoch spoke of
+    ahead:    flushes that came before an earlier one
+    agrees:   whether the last digest that could be compared was the same; None if none was yet
+    volume:   the name of its storage
+    """
+
+    epoch: int
+    next_seq: int = 0
+    heard: int = -1
+    agrees: bool | None = None
+    volume: str = ""
+    ahead: dict[int, Flush] = field(default_factory=dict)
+
+    @property
+    def behind(self) -> bool:
+        return self.agrees is False or self.heard >= self.next_seq
+
+
+class AttentionStore:
+    """Applies the nodes' statements and answers which node holds how much of a prefix.
+
+    Lost, doubled, late and reordered messages, and restarts of either side, converge to what the nodes hold, as
+    long as snapshots are asked for from the nodes that `wanting` names. The index advises: the engine's own match
+    decides.
+
+    applied: flushes and snapshots taken in so far
+    """
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._index = PrefixIndex(max_blocks)
+        self._nodes: dict[str, _Node] = {}
+        self._gone: dict[str, int] = {}  # node -> the last epoch of it that is void
+        self._behind: set[str] = set()
+        self.applied = self._snapshots = 0
+
+    def apply(self, statement: Statement | Gone) -> bool:
+        """Take in one statement. An old epoch's is ignored (False), a newer epoch drops what the node said before."""
+        if isinstance(statement, Gone):
+            self._void(statement)
+            return True
+        node = self._nodes.get(statement.node)
+        if node is None or statement.epoch > node.epoch:
+            if statement.epoch <= self._gone.get(statement.node, -1):
+                return False
+            self.drop(statement.node)
+            node = self._nodes[statement.node] = _Node(statement.epoch)
+        elif statement.epoch < node.epoch:
+            return False
+        if statement.seq > node.heard:
+            node.heard = statement.seq
+        if isinstance(statement, Flush):
+            self._apply_flush(node, statement)
+        elif isinstance(statement, Snapshot):
+            self._apply_snapshot(node, statement)
+        else:
+            self._compare(node, statement)
+        if node.behind:
+            self._behind.add(statement.node)
+        else:
+            self._behind.discard(statement.node)
+        return True
+
+    def epoch(self, node: str) -> int:
+        """The highest epoch in which the node spoke, or that is void; -1: it is not known."""
+        known = self._nodes.get(node)
+        return max(-1 if known is None else known.epoch, self._gone.get(node, -1))
+
+    def has(self, node: str) -> bool:
+        """Whether there is a node of this name."""
+        return node in self._nodes
+
+    def wanting(self) -> list[str]:
+        """Nodes of which something was missed: a snapshot of theirs is wanted."""
+        return list(self._behind)
+
+    def drop(self, node: str) -> bool:
+        """Forget a node and all it holds. False: it was not known."""
+        self._behind.discard(node)
+        self._index.drop(node)
+        return self._nodes.pop(node, None) is not None
+
+    def match(self, block_hashes: bytes | Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
+        """See `PrefixIndex.match`."""
+        return self._index.match(block_hashes)
+
+    def resident(self, node: str, tier: str, resumable: bool = False) -> frozenset[bytes]:
+        """See `PrefixIndex.resident`."""
+        return self._index.resident(node, tier, resumable)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain data: the index's size, and per node what is known of it.
+
+        nodes: epoch, next_seq; behind: a snapshot is wanted; agrees: whether the last digests were the same; volume;
+               blocks and resumable by tier; forgotten: blocks that the node holds and the index has no room for
+        """
+        index = self._index
+        return {
+            "nodes": {name: self._node_stats(name, node) for name, node in self._nodes.items()},
+            "distinct_blocks": len(index),
+            "max_blocks": index.max_blocks,
+            "runs": index.num_runs,
+            "forgotten_blocks": index.forgotten,
+            "statements_applied": self.applied,
+            "snapshots_applied": self._snapshots,
+        }
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless the index agrees with itself: see `PrefixIndex.check_integrity`."""
+        self._index.check_integrity()
+        behind = {name for name, node in self._nodes.items() if node.behind}
+        assert behind == self._behind, f"{sorted(behind)} are behind, known are {sorted(self._behind)}"
+
+    # ---- statements ----
+
+    def _void(self, gone: Gone) -> None:
+        self._gone[gone.node] = max(gone.epoch, self._gone.pop(gone.node, -1))
+        if len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
+        node = self._nodes.get(gone.node)
+        if node is not None and node.epoch <= gone.epoch:
+            self.drop(gone.node)
+
+    def _apply_flush(self, node: _Node, flush: Flush) -> None:
+        if flush.seq == node.next_seq:
+            self._keep(node, flush)
+            if node.ahead:
+                self._catch_up(node)
+        elif flush.seq > node.next_seq and len(node.ahead) < MAX_AHEAD:
+            node.ahead[flush.seq] = flush
+
+    def _catch_up(self, node: _Node) -> None:
+        """Apply the kept flushes up to the next gap."""
+        while (flush := node.ahead.pop(node.next_seq, None)) is not None:
+            self._keep(node, flush)
+
+    def _keep(self, node: _Node, flush: Flush) -> None:
+        self._index.apply(flush.node, flush.tier, flush.block_hashes, flush.resident, flush.resumable)
+        node.next_seq += 1
+        self.applied += 1
+
+    def _apply_snapshot(self, node: _Node, snapshot: Snapshot) -> None:
+        if snapshot.seq + 1 < node.next_seq or not (node.behind or snapshot.seq + 1 > node.next_seq):
+            return
+        self._index.drop(snapshot.node)
+        self._index.place(snapshot.node, node.volume)
+        for tier, (block_hashes, resumable) in snapshot.tiers.items():
+            self._index.apply(snapshot.node, tier, block_hashes, True, resumable)
+        node.next_seq = snapshot.seq + 1
+        node.agrees = None
+        node.ahead = {seq: flush for seq, flush in node.ahead.items() if seq > snapshot.seq}
+        self.applied += 1
+        self._snapshots += 1
+        self._catch_up(node)
+
+    def _compare(self, node: _Node, heartbeat: Heartbeat) -> None:
+        node.volume = heartbeat.volume
+        self._index.place(heartbeat.node, heartbeat.volume)
+        if heartbeat.seq + 1 == node.next_seq:
+            node.agrees = self._index.digests(heartbeat.node) == heartbeat.digests
+
+    def _node_stats(self, name: str, node: _Node) -> dict[str, Any]:
+        blocks = self._index.blocks(name)
+        return {
+            "epoch": node.epoch,
+            "next_seq": node.next_seq,
+            "behind": node.behind,
+            "agrees": node.agrees,
+            "volume": node.volume,
+            "blocks": dict(zip(TIERS, blocks, strict=False)),
+            "resumable": dict(zip(TIERS, blocks[len(TIERS) :], strict=True)),
+            "forgotten": self._index.forgotten_blocks(name),
+        }

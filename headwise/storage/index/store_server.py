@@ -1,0 +1,162 @@
+"""The attention store behind a ZeroMQ socket: one thread that takes statements in, asks for snapshots and answers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from headwise.sockets.context import close_context, open_context
+from headwise.sockets.listener import Listener
+from headwise.storage.index.attention_store import AttentionStore
+from headwise.storage.index.connection import ALIVE_MS, LOST_MS
+from headwise.storage.index.encryption import CurveAuthenticator, CurveKeys, secure_server
+from headwise.storage.index.message_handler import MessageHandler
+from headwise.storage.index.prefix_index import MAX_BLOCKS
+from headwise.storage.index.wire import MAX_FRAMES, MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+_POLL_MS = 100
+_BATCH = 256
+"""Messages taken in before other things get their turn."""
+_QUEUE = 1000
+"""Messages from a peer, or for it, that may wait."""
+
+
+class StoreServer:
+    """Serves an `AttentionStore` at ``endpoint`` (the one bound, where port 0 or ``*`` was asked for).
+
+    A node that says nothing for ``node_timeout_s`` is dropped; if it only was slow, its next heartbeat brings it
+    back by a snapshot. What is malformed, too large, of another version or namespace, or sent by somebody without
+    the deployment's keys, is counted by kind, answered with the reason (strangers get none) and dropped.
+
+    ``turns`` counts up for as long as the server's thread gets on.
+
+    Raises `zmq.ZMQError` if the endpoint cannot be bound.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        namespace: str = "",
+        max_blocks: int = MAX_BLOCKS,
+        curve: CurveKeys | None = None,
+        node_timeout_s: float = 10.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._empty_store = partial(AttentionStore, max_blocks)
+        self._desk = MessageHandler(
+            self._empty_store(),
+            lambda identity, data: self._listener.send(identity, data),
+            clock,
+            namespace=namespace,
+            node_timeout_s=node_timeout_s,
+            max_message_bytes=max_message_bytes,
+        )
+        self.turns = 0
+        self._lock = threading.Lock()
+        self._open(endpoint, curve, max_message_bytes)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headwise-store", daemon=True)
+
+    def _open(self, endpoint: str, curve: CurveKeys | None, max_message_bytes: int) -> None:
+        import zmq
+
+        self._context = open_context()
+        self._doorkeeper = CurveAuthenticator(self._context, curve) if curve else None
+
+        def prepare(socket: zmq.Socket[bytes]) -> None:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
+            if curve is not None:
+                secure_server(socket, curve)
+
+        try:
+            self._listener = Listener(
+                self._context,
+                endpoint,
+                max_message_bytes=2 * max_message_bytes,  # up to there, the sender gets an answer
+                max_frames=MAX_FRAMES,
+                send_queue=_QUEUE,
+                receive_queue=_QUEUE,
+                prepare=prepare,
+            )
+        except zmq.ZMQError:
+            close_context(self._context)
+            raise
+        self.endpoint = self._listener.endpoint
+        self._failed_handshakes = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._close()
+
+    def match(self, block_hashes: bytes | Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
+        """See `PrefixIndex.match`; callable from any thread."""
+        with self._lock:
+            return self._desk.store.match(block_hashes)
+
+    def stats(self) -> dict[str, Any]:
+        """See `MessageHandler.stats`; callable from any thread."""
+        with self._lock:
+            return self._desk.stats()
+
+    @property
+    def applied(self) -> int:
+        """See `AttentionStore.applied`."""
+        return self._desk.store.applied
+
+    # ---- the loop ----
+
+    def _run(self) -> None:
+        import zmq
+
+        poller = zmq.Poller()
+        poller.register(self._listener.socket, zmq.POLLIN)
+        poller.register(self._listener.monitor, zmq.POLLIN)
+        if self._doorkeeper is not None:
+            poller.register(self._doorkeeper.socket, zmq.POLLIN)
+        while not self._stopping.is_set():
+            poller.poll(_POLL_MS)
+            try:
+                self._take_messages()
+                if self._doorkeeper is not None:
+                    self._doorkeeper.answer()
+                self._count_strangers()
+                with self._lock:
+                    self._desk.turn()
+            except Exception:
+                log.exception("the attention store failed and starts anew, empty: the engines tell it all again")
+                with self._lock:
+                    self._desk.store = self._empty_store()
+            self.turns += 1
+
+    def _take_messages(self) -> None:
+        for identity, frames in self._listener.receive(_BATCH):
+            with self._lock:
+                self._desk.take(identity, frames)
+        self._listener.ended()
+
+    def _count_strangers(self) -> None:
+        while self._failed_handshakes < self._listener.failed_handshakes:
+            self._failed_handshakes += 1
+            with self._lock:
+                self._desk.count("stranger", "a peer that lacks the deployment's keys, or speaks something else")
+
+    def _close(self) -> None:
+        self._listener.close()
+        close_context(self._context)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from headwise.actors import addresses
+from headwise.actors.addresses import check_free, check_reachable, client_host, engine_host, free_ports, scheduler_host
+from headwise.errors import DeploymentError
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node of two networks: Ray's address is 10.0.0.5, clients come by 172.16.0.5."""
+    monkeypatch.setattr(addresses, "address_towards", lambda host: "172.16.0.5" if "172" in host else "10.0.0.5")
+
+
+@pytest.mark.usefixtures("routes")
+@pytest.mark.parametrize(
+    ("host", "node", "scheduler", "clients", "engine"),
+    [
+        ("127.0.0.1", "10.0.0.5", "127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("127.0.0.2", "10.0.0.5", "127.0.0.2", "127.0.0.2", "127.0.0.1"),
+        ("localhost", "127.0.0.1", "localhost", "localhost", "127.0.0.1"),
+        ("0.0.0.0", "10.0.0.5", "10.0.0.5", "10.0.0.5", "10.0.0.5"),
+        ("0.0.0.0", "127.0.0.1", "127.0.0.1", "10.0.0.5", "10.0.0.5"),
+        ("10.0.0.5", "10.0.0.5", "10.0.0.5", "10.0.0.5", "10.0.0.5"),
+        ("172.16.0.5", "10.0.0.5", "172.16.0.5", "172.16.0.5", "172.16.0.5"),
+        ("172.16.0.5", "127.0.0.1", "172.16.0.5", "172.16.0.5", "172.16.0.5"),
+    ],
+)
+def test_engines_are_told_an_address_at_which_the_scheduler_listens_and_listen_where_clients_come_from(
+    host: str, node: str, scheduler: str, clients: str, engine: str
+) -> None:
+    assert scheduler_host(host, node) == scheduler
+    assert client_host(host, node) == clients
+    assert engine_host(host, node) == engine
+
+
+def test_an_address_of_this_machine_is_reached_from_itself() -> None:
+    assert addresses.address_towards("127.0.0.1") == "127.0.0.1"
+    own = addresses.outward_address()
+    assert addresses.address_towards(own) == own
+
+
+def test_a_port_that_is_taken_is_told_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(DeploymentError, match=rf"127\.0\.0\.1:{port}.*in use.*--port"):
+            check_free("127.0.0.1", port)
+        check_reachable("127.0.0.1", port, patience_s=0.0)
+    check_free("127.0.0.1", port)
+    check_free("127.0.0.1", 0)
+    with pytest.raises(OSError, match="refused"):
+        check_reachable("127.0.0.1", port, patience_s=0.0)
+
+
+@pytest.mark.parametrize("port", [0, 8700])
+def test_an_address_that_is_not_this_machine_s_is_told(port: int) -> None:
+    with pytest.raises(DeploymentError, match=r"cannot listen on 192\.0\.2\.77.*--host"):
+        check_free("192.0.2.77", port)
+
+
+def test_free_ports_are_different_ones() -> None:
+    ports = free_ports("127.0.0.1", "127.0.0.1", "0.0.0.0")
+    assert len(set(ports)) == 3

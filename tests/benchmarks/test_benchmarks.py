@@ -1,0 +1,143 @@
+"""Benchmarks that need no model run and say what README shows of them; README's table is what was measured."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import figures
+import pytest
+from figures_table import SCRIPTS, rows, table
+from support.benchmark_runs import quick_figures
+
+BENCHMARKS = Path(figures.__file__).parent
+KEYS = {
+    "block_copy": {"block_ratio", "layer_ratio"},
+    "control_plane": {"admit_us", "free_us", "decode_step_us"},
+    "index": {
+        "stores_per_s", "lookup_p50_us", "zmq_stores_per_s", "decisions_per_s", "decision_p50_us", "bytes_per_block",
+    },
+    "kernels": {"memcpy_gb_s", "results"},
+    "capacity": {"bytes_per_token_ratio", "simulated_ratio_a800", "simulated_ttft_ratio_a800"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_benchmark_runs_and_ends_with_its_figures(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures(name, capsys)
+    assert KEYS[name] <= set(found)
+    assert all(value > 0 for value in found.values() if isinstance(value, int | float))
+
+
+def test_bytes_per_token_of_windowed_heads_follow_from_the_planner_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("capacity", capsys, "--pattern", "no-such-file.tsv")
+    assert found["bytes_per_token_ratio"] == pytest.approx(3.647)
+    assert found["simulated_ratio_a800"] > 1.0
+
+
+def conversations(path: Path) -> Path:
+    """A trace of six conversations whose prompts grow by two blocks a turn."""
+    lines, ids = [], iter(range(10_000))
+    histories: list[list[int]] = [[next(ids) for _ in range(4)] for _ in range(6)]
+    for turn in range(10):
+        for number, history in enumerate(histories):
+            history += [next(ids), next(ids)]
+            record = {"timestamp": 4000 * turn + 300 * number, "input_length": 512 * len(history), "output_length": 20}
+            lines.append(json.dumps({**record, "hash_ids": history}))
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+    return path
+
+
+def test_routing_is_compared_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = conversations(tmp_path / "trace.jsonl.gz")
+    found = quick_figures("routing", capsys, "--trace", str(trace))
+    hits = found["hit_rate"]
+    assert found["requests"] == 60
+    assert set(hits) == {"cache_aware", "least_loaded", "round_robin", "guessed_prefixes", "oracle"}
+    assert hits["oracle"] >= hits["cache_aware"] > hits["round_robin"]
+    served = quick_figures("capacity", capsys, "--trace", str(trace))
+    assert 0 < served["trace_hit_rate_on"] <= 1
+
+
+# ---- README's table ----
+
+
+def test_every_benchmark_is_run_by_make_figures() -> None:
+    with_quick = {path.stem for path in BENCHMARKS.glob("*.py") if '"--quick"' in path.read_text(encoding="utf-8")}
+    assert with_quick - {"figures"} == set(SCRIPTS)
+
+
+def test_readme_shows_what_was_measured() -> None:
+    figures.check()
+
+
+def test_a_figure_changed_by_hand_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme, results = tmp_path / "README.md", tmp_path / "cpu.json"
+    results.write_text(json.dumps(kept("block_copy", {"block_ratio": 1.5, "layer_ratio": 0.5})))
+    monkeypatch.setattr(figures, "README", readme)
+    monkeypatch.setattr(figures, "RESULTS", results)
+    text = figures.with_table(f"# name\n\n{figures.BEGIN}\n{figures.END}\n\nafter\n", figures.read(results))
+    readme.write_text(text, encoding="utf-8")
+    figures.check()
+    readme.write_text(text.replace("| 1.50;", "| 1.60;"), encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"README's table differs from benchmarks/results/cpu\.json"):
+        figures.check()
+    figures.write_readme()
+    assert readme.read_text(encoding="utf-8") == text
+
+
+def test_a_readme_without_a_place_for_the_table_is_told() -> None:
+    with pytest.raises(SystemExit, match=r"README\.md must have one line"):
+        figures.with_table("# name\n", {})
+
+
+def kept(name: str, found: dict[str, Any], commit: str = "abc") -> dict[str, Any]:
+    machine = {"cpu": "CPU", "cores": 2, "python": "3.11"}
+    return {name: {"date": "2026-01-02", "commit": commit, "machine": machine, "figures": found}}
+
+
+def test_the_table_names_day_commit_and_machine_once_if_they_are_the_same() -> None:
+    free, copy = {"admit_us": 1.0, "free_us": 2.0, "decode_step_us": 3.0}, {"block_ratio": 1.5, "layer_ratio": 0.5}
+    same = table({**kept("control_plane", free), **kept("block_copy", copy)})
+    assert same.endswith("\n\nMeasured on 2026-01-02, commit abc, 2 cores of CPU, Python 3.11.")
+    assert "| 1.50; 0.50 | `benchmarks/block_copy.py` |" in same
+    two = table({**kept("control_plane", free), **kept("block_copy", copy, "def")})
+    assert "commit abc, 2 cores of CPU, Python 3.11: control_plane." in two
+    assert "commit def, 2 cores of CPU, Python 3.11: block_copy." in two
+
+
+# ---- running them ----
+
+
+def test_a_script_that_fails_is_named_and_keeps_its_former_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results, former = tmp_path / "cpu.json", {"block_ratio": 1.0, "layer_ratio": 1.0}
+    results.write_text(json.dumps(kept("block_copy", former)))
+    monkeypatch.setattr(figures, "RESULTS", results)
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    new = {"admit_us": 1.0, "free_us": 2.0, "decode_step_us": 3.0}
+    (tmp_path / "benchmarks" / "control_plane.py").write_text(f"print('rounds')\nprint({json.dumps(new)!r})\n")
+    (tmp_path / "benchmarks" / "block_copy.py").write_text("print('{}')\nraise SystemExit(1)\n")
+    (tmp_path / "benchmarks" / "kernels.py").write_text("print('{}')\n")
+    assert figures.run_all(["control_plane", "block_copy", "kernels"], quick=False) == ["block_copy", "kernels"]
+    found = figures.read(results)
+    assert found["control_plane"]["figures"] == new
+    assert found["block_copy"]["figures"] == former
+    assert set(found) == {"block_copy", "control_plane"}
+    assert "kernels gave no figures that README can show: KeyError" in capfd.readouterr().out
+
+
+def test_a_script_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "LIMIT_S", 0.2)
+    assert figures.run(["sleep", "600"]) is None
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_figures_that_lack_what_readme_shows_are_refused(name: str) -> None:
+    with pytest.raises(LookupError):
+        rows(name, {})

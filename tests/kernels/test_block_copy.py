@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwise.errors import ConfigError
+from headwise.kernels import block_copy_cpu
+from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy
+from headwise.kernels.select import make_block_copy
+
+SOURCE_BLOCKS, TARGET_BLOCKS, GROUPS = 9, 7, 3
+
+
+@pytest.fixture(scope="module")
+def compiled() -> BlockCopy:
+    return make_block_copy("numba", threads=2)
+
+
+@pytest.fixture(params=["numba", "reference"])
+def copy(request, compiled) -> BlockCopy:
+    return compiled if request.param == "numba" else ReferenceBlockCopy()
+
+
+def some_bytes(count: int, seed: int = 0, offset: int = 0) -> np.ndarray:
+    """Random bytes that begin ``offset`` bytes behind wherever NumPy begins."""
+    array = np.empty(count + offset, np.uint8)[offset:]
+    array[:] = np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
+    return array
+
+
+def int32(*rows: tuple[int, ...]) -> np.ndarray:
+    return np.array(rows, dtype=np.int32)
+
+
+@st.composite
+def copies(draw):
+    """(block bytes, ranges, pairs): any ranges, target blocks once each, often side by side in both arenas."""
+    block_bytes = draw(st.sampled_from([1, 63, 64, 200, 256, 1000, 4096]))
+    bounds = st.one_of(
+        st.just((0, block_bytes)), st.tuples(st.integers(0, block_bytes), st.integers(0, block_bytes)).map(sorted)
+    )
+    ranges = np.array(draw(st.lists(bounds, min_size=GROUPS, max_size=GROUPS)), dtype=np.int64)
+    targets = draw(st.lists(st.integers(0, TARGET_BLOCKS - 1), unique=True))
+    if draw(st.booleans()):
+        targets.sort()
+    shift = draw(st.integers(0, SOURCE_BLOCKS - TARGET_BLOCKS))
+    sources = st.one_of(st.integers(0, SOURCE_BLOCKS - 1), st.none())
+    pairs = []
+    for target in targets:
+        source = draw(sources)
+        pairs.append((draw(st.integers(0, GROUPS - 1)), target + shift if source is None else source, target))
+    return block_bytes, ranges, np.array(pairs, dtype=np.int32).reshape(-1, 3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(copies(), st.integers(0, 70), st.integers(0, 70), st.sampled_from([1, 100, 1 << 20]))
+def test_copies_what_the_reference_copies_and_nothing_else(compiled, what, source_offset, target_offset, share_bytes):
+    block_bytes, ranges, pairs = what
+    source = some_bytes(SOURCE_BLOCKS * block_bytes, seed=1, offset=source_offset)
+    target = some_bytes(TARGET_BLOCKS * block_bytes, seed=2, offset=target_offset)
+    expected = target.copy()
+    ReferenceBlockCopy()(source, expected, pairs, ranges, block_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_copy_cpu, "THREAD_BYTES", share_bytes)  # how much is worth a thread changes no byte
+        compiled(source, target, pairs, ranges, block_bytes)
+    assert np.array_equal(target, expected)
+
+
+def test_the_reference_copies_the_groups_range_of_each_block():
+    source, target = np.arange(12, dtype=np.uint8), np.full(8, 99, np.uint8)
+    ranges = np.array([[0, 1], [2, 4]], dtype=np.int64)
+    ReferenceBlockCopy()(source, target, int32((0, 2, 0), (1, 1, 0), (1, 0, 1)), ranges, 4)
+    assert target.tolist() == [8, 99, 6, 7, 99, 99, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ((0, 3, 0), r"source block 3 .* source in \[0, 3\)"),
+        ((0, -1, 0), "source block -1"),
+        ((0, 0, 2), r"target block 2 .* target in \[0, 2\)"),
+        ((1, 0, 0), r"group 1: .* group in \[0, 1\)"),
+    ],
+)
+def test_a_pair_that_leads_outside_is_refused_before_anything_is_written(copy, pair, message):
+    target = np.zeros(16, np.uint8)
+    with pytest.raises(ValueError, match=message):
+        copy(np.ones(24, np.uint8), target, int32((0, 0, 0), pair), np.array([[0, 8]]), 8)
+    assert not target.any()
+
+
+@pytest.mark.parametrize("bounds", [(-1, 4), (5, 4), (0, 9)])
+def test_a_range_that_leaves_the_block_is_refused(copy, bounds):
+    with pytest.raises(ValueError, match=rf"byte range \[{bounds[0]}, {bounds[1]}\]"):
+        copy(np.ones(8, np.uint8), np.zeros(8, np.uint8), int32((0, 0, 0)), np.array([bounds]), 8)
+
+
+def test_two_threads_copy_at_once_each_their_own(compiled):
+    blocks, block_bytes = 40, 50_000
+    source, whole = some_bytes(blocks * block_bytes), np.array([[0, block_bytes]])
+    targets = [np.zeros_like(source) for _ in range(2)]
+    backwards = np.arange(blocks - 1, -1, -1)
+    pairs = np.stack([backwards * 0, backwards, np.arange(blocks)], axis=1).astype(np.int32)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda target: compiled(source, target, pairs, whole, block_bytes), targets * 3))
+    for target in targets:
+        assert np.array_equal(target.reshape(blocks, -1), source.reshape(blocks, -1)[::-1])
+
+
+def test_an_unknown_name_and_no_threads_are_refused():
+    with pytest.raises(ConfigError, match="'fast'; choose one of"):
+        make_block_copy("fast", 1)
+    with pytest.raises(ConfigError, match="threads=0"):
+        make_block_copy("numba", 0)

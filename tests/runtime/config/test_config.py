@@ -1,0 +1,106 @@
+"""The configuration object, its YAML files, and the page that documents it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from headwise.errors import ConfigError
+from headwise.runtime.cli.options import config_reference
+from headwise.runtime.config.engine_config import EngineConfig, parse_bytes
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_configuration_page_is_the_one_the_code_generates() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert config_reference() in page, "run `headwise info --config-reference` and paste it into docs/configuration.md"
+
+
+def test_every_field_is_explained_in_the_reference() -> None:
+    reference = config_reference()
+    for f in fields(EngineConfig):
+        assert f.metadata["help"], f"{f.name} has no help text"
+        assert f"`{f.name}` | `--{f.name.replace('_', '-')}`" in reference
+
+
+@pytest.mark.parametrize("name", ["smollm2.yaml", "gemma3.yaml"])
+def test_the_deployment_files_are_valid(name: str) -> None:
+    assert EngineConfig.load(ROOT / "deploy" / name, {}).model
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: gemma3-270m\nport: 9000\nblock_size: 32\n")
+    config = EngineConfig.load(path, {"port": 9001})
+    assert (config.model, config.port, config.block_size) == ("gemma3-270m", 9001, 32)
+    assert config.replicas == EngineConfig().replicas
+
+
+def test_an_unknown_key_names_the_nearest_known_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("blocksize: 32\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml: unknown key 'blocksize'; did you mean 'block_size'\?"):
+        EngineConfig.load(path, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "is not valid YAML"),
+        ("- a\n- b\n", "must hold a mapping of keys to values, not list"),
+        ("", "must hold a mapping of keys to values, not NoneType"),
+        ("port: '8700'\n", "port must be int, got '8700'"),
+        ("port: true\n", "port must be int, got True"),
+        ("prefix_caching: 1\n", "prefix_caching must be bool, got 1"),
+        ("port: 70000\n", "port must be from 0 to 65535, got 70000"),
+        ("step_timeout_s: .nan\n", "step_timeout_s must be at least 1, got nan"),
+        ("device: gpu\n", "device must be one of auto, cpu, cuda, got 'gpu'"),
+        ("kv_cache: 8 parsecs\n", "'8 parsecs' is not a size; write a number and a unit"),
+        ("name: a/b\n", "name must be letters, digits"),
+        ("model: ' '\n", "model must name a model"),
+    ],
+)
+def test_bad_files_are_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.load(path, {})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read configuration file .*absent\.yaml: No such file"):
+        EngineConfig.load(tmp_path / "absent.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("8GiB", 8 * 2**30), ("512 mb", 512 * 10**6), ("1.5KiB", 1536), ("4096", 4096), ("7B", 7)]
+)
+def test_sizes_are_read_with_their_units(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+def test_a_configuration_survives_being_written_down() -> None:
+    config = EngineConfig(model="gemma3-270m", tp_size=2, prefix_caching=False)
+    assert EngineConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("storage", "says"),
+    [
+        ("ftp://host/cache", "unknown scheme"),
+        ("/var/cache", "unknown scheme"),
+        ("file:///var/cache", "gives no capacity"),
+        ("file:///var/cache?capacity=much", "capacity="),
+        ("file://var/cache?capacity=1GiB", "three slashes"),
+        ("mooncake://10.0.0.1", "host and port"),
+        ("mooncake://10.0.0.1:port", "not a URL"),
+        ("mooncake://10.0.0.1:50051?colour=red", "nothing else"),
+        ("mooncake://10.0.0.1:50051?protocol=pigeon", "pigeon"),
+    ],
+)
+def test_a_bad_storage_url_is_told_where_it_is_given(storage: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(host_cache="1GiB", storage=storage)

@@ -1,0 +1,252 @@
+"""A whole engine on an emulated GPU says what one on a CPU says."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.gpu.cuda_shim import LIBRARIES
+from support.gpu.emulated_gpu import EmulatedGpu
+from support.tiny_models import byte_level_tokenizer, write_tokenizer_directory
+from test_models import random_weights
+
+from headwise import EngineConfig, LocalEngine
+from headwise.cache_controller.block_tables import TableShape
+from headwise.runtime.models.registry import model_config
+from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, SamplingParams
+from headwise.runtime.worker.device_block_tables import DeviceBlockTables
+from headwise.runtime.worker.sampler import NOT_FINITE, Draws
+from headwise.runtime.worker.worker import ModelWorker
+
+pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+
+TINY = {
+    "architectures": ["Ernie4_5ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 263,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "window_size": 24,
+    "sink_size": 4,
+    "head_wise_swa_ratio": 0.5,
+}
+"""Of its two KV heads, one sees a window."""
+
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 200, 70)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def write_model(directory: Path) -> Path:
+    write_tokenizer_directory(directory, byte_level_tokenizer())
+    (directory / "config.json").write_text(json.dumps(TINY))
+    weights = random_weights(model_config(TINY))
+    named = {name: weights.tensor(name) for name in weights.names if not name.endswith(".bias")}
+    save_file(named, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def libraries() -> Path:
+    return LIBRARIES
+
+
+def answers(engine: LocalEngine) -> list[tuple[list[int], int]]:
+    """Tokens of several prompts at once, then of one of them again; and how many of each prompt's were cached."""
+    greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    with engine:
+        results = engine.generate([PROMPT, PROMPT[:9], PROMPT[5:40]], greedy)
+        results += engine.generate([[*PROMPT, 7, 8, 9]], greedy)
+    return [(list(result.token_ids), result.usage.cached_tokens if result.usage else -1) for result in results]
+
+
+SHORT_PROMPTS = [PROMPT[:9], PROMPT[20:31], PROMPT[40:45]]
+
+
+def lose_numbers(worker: ModelWorker) -> None:
+    """Let the second of the three sequences that decode together have no logits, once."""
+    real, lost = worker._model.scores, []
+
+    def scores(hidden: np.ndarray) -> np.ndarray | None:
+        found = real(hidden)
+        if found is not None and hidden.shape[0] >= 3 and not lost:
+            lost.append(True)
+            found[1] = np.nan
+        return found
+
+    worker._model.scores = scores  # type: ignore[method-assign]
+
+
+def tokens_and_errors(engine: LocalEngine, params: SamplingParams) -> list[tuple[list[int], str | None]]:
+    """What becomes of `SHORT_PROMPTS`, served together."""
+    results = {f"r{index}": GenerationResult(f"r{index}") for index in range(len(SHORT_PROMPTS))}
+    errors: dict[str, str | None] = {}
+    for name, prompt in zip(results, SHORT_PROMPTS, strict=True):
+        engine.core.add(GenerateRequest(name, np.array(prompt, np.int32), params, cache_salt="another"))
+    while engine.core.has_work():
+        for delta in engine.core.step(None):
+            results[delta.request_id].add(delta)
+            errors[delta.request_id] = delta.error
+    return [(result.token_ids, errors[name]) for name, result in results.items()]
+
+
+def configuration(model: Path, **changes: object) -> EngineConfig:
+    values = {"model": str(model), "block_size": 8, "max_batched_tokens": 64, **changes}
+    return EngineConfig.from_dict(values)
+
+
+def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
+    expected = answers(LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")))
+    assert expected[-1][1] > 0, "a prefix is served from the cache"
+    gpu = LocalEngine(configuration(model, device="cuda", dtype="float32"), EmulatedGpu(libraries, "float32"))
+    assert answers(gpu) == expected
+    card = gpu._worker.card
+    assert card.spec.num_blocks == gpu._worker._device.spare_bytes() // card.layout.block_bytes, "the pool is measured"
+    assert gpu.core.card.spec == card.spec
+    assert gpu._worker._graphs is not None
+    assert gpu._worker._graphs.captured >= 2, "batches of 1 and of 3, padded to 4"
+
+
+def test_blocks_come_back_from_the_host(model: Path, libraries: Path) -> None:
+    tiers = {"host_cache": "8MiB", "write_policy": "write_through"}
+    gpu = EmulatedGpu(libraries, "float32")
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with LocalEngine(configuration(model, device="cuda", dtype="float32", **tiers), gpu) as engine:
+        first = engine.generate([PROMPT], greedy)[0]
+        assert engine.reset_cache("device") > 0
+        again = engine.generate([PROMPT], greedy)[0]
+        assert again.token_ids == first.token_ids
+        assert again.usage is not None
+        assert again.usage.cached_tokens >= 56
+        assert engine.stats()["transfers"]["load"]["bytes"] > 0
+
+
+def test_a_decode_step_sends_numbers_of_its_sequences_and_of_new_blocks_however_long_the_context(
+    model: Path, libraries: Path
+) -> None:
+    gpu, sent = EmulatedGpu(libraries, "float32"), []
+    real = gpu.ops.step_upload
+
+    def counting(capacity: int = 0) -> Any:
+        upload = real(capacity)
+        return lambda *arrays: sent.append(sum(array.size for array in arrays)) or upload(*arrays)
+
+    gpu.ops.step_upload = counting  # type: ignore[method-assign]
+    greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+        engine.generate([PROMPT * 3], greedy)
+    assert 210 // 8 * 2 > 50, "block ids that this context has"
+    assert set(sent[-8:]) == {6, 12}, "numbers of the sequence; two new blocks, and one that left the window"
+
+
+def test_no_two_block_tables_take_the_devices_memory_at_once_and_none_does_asleep(model: Path, libraries: Path) -> None:
+    gpu, made = EmulatedGpu(libraries, "float32"), []
+    real = gpu.block_tables
+
+    def watched(shape: TableShape) -> DeviceBlockTables:
+        assert all(tables() is None for tables in made)
+        tables = real(shape)
+        made.append(weakref.ref(tables))
+        return tables
+
+    gpu.block_tables = watched  # type: ignore[method-assign]
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+        first = engine.generate([PROMPT[:20]], greedy)[0]
+        engine.sleep()
+        assert [tables() for tables in made] == [None, None], "to measure the pool, and to serve"
+        engine.wake()
+        again = engine.generate([PROMPT[:20]], greedy)[0]
+    assert again.token_ids == first.token_ids
+    assert len(made) == 3
+
+
+def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
+    """Greedy and drawn together, and one that asks for log-probabilities, in one batch; by graphs and without."""
+    params = [
+        SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, seed=1),
+        SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0),
+        SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.5, top_k=20, top_p=0.9, seed=2, logprobs=2),
+    ]
+    prompts = [PROMPT[:30], PROMPT[:9], PROMPT[5:40]]
+    with LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")) as engine:
+        expected = engine.generate(prompts, params)
+    gpu = EmulatedGpu(libraries, "float32")
+    seen = count_draws(gpu)
+    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+        found = engine.generate(prompts, params)
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert sum(seen) >= 18 - 3, "all but prompts that are done in steps of their own"
+    assert found[2].logprobs is not None
+    assert expected[2].logprobs is not None
+    for one, other in zip(found[2].logprobs, expected[2].logprobs, strict=True):
+        assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_row_without_numbers_fails_its_request_alone(
+    model: Path, libraries: Path, device: str, temperature: float
+) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=temperature, seed=1, logprobs=None)
+    if device == "cpu":
+        engine = LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference"))
+    else:
+        gpu = EmulatedGpu(libraries, "float32")
+        engine = LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu)
+    with engine:
+        expected = engine.generate(SHORT_PROMPTS, params)
+        lose_numbers(engine._worker)
+        found = tokens_and_errors(engine, params)
+    assert found == [
+        (expected[0].token_ids, None),
+        (expected[1].token_ids[: len(found[1][0])], NOT_FINITE),
+        (expected[2].token_ids, None),
+    ]
+    assert len(found[1][0]) < 6
+
+
+def count_draws(gpu: EmulatedGpu) -> list[int]:
+    """Rows that the device's sampler drew for, a call at a time, as they come."""
+    seen: list[int] = []
+    real = gpu.sampler.sample
+
+    def counted(scores: np.ndarray, cap: float, draws: Draws) -> np.ndarray | None:
+        tokens = real(scores, cap, draws)
+        seen.append(0 if tokens is None else len(tokens))
+        return tokens
+
+    gpu.sampler.sample = counted  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"dtype": "float16", "kv_dtype": "int8"}])
+def test_narrow_numbers_give_nearly_the_same_logits(model: Path, libraries: Path, changes: dict[str, str]) -> None:
+    wanted = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
+    wide = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")
+    with LocalEngine(wide) as engine:
+        expected = engine.generate([PROMPT], wanted)[0]
+    with LocalEngine(
+        configuration(model, device="cuda", **changes), EmulatedGpu(libraries, changes["dtype"])
+    ) as engine:
+        found = engine.generate([PROMPT], wanted)[0]
+    assert expected.logprobs is not None
+    assert found.logprobs is not None
+    close = dict(expected.logprobs[0].top)
+    told = [(token, value) for token, value in found.logprobs[0].top if token in close]
+    assert len(told) >= 15
+    assert max(abs(value - close[token]) for token, value in told) < 0.15

@@ -1,0 +1,141 @@
+"""The port that clients connect to, over real sockets on loopback."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from support.waiting import PATIENCE_S
+
+from headwise.errors import DeploymentError
+from headwise.runtime.frontend import entrance as entrance_module
+from headwise.runtime.frontend.entrance import Entrance
+
+
+@pytest.fixture
+def inner() -> Iterator[socket.socket]:
+    """What the entrance leads to."""
+    with socket.create_server(("127.0.0.1", 0)) as inner:
+        inner.settimeout(PATIENCE_S)
+        yield inner
+
+
+@pytest.fixture
+def entrance(inner: socket.socket) -> Iterator[Entrance]:
+    entrance = Entrance("127.0.0.1", 0)
+    entrance.start(inner.getsockname()[1])
+    yield entrance
+    entrance.close()
+
+
+def connect(entrance: Entrance) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", entrance.port), timeout=PATIENCE_S)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    with connection:
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/" + "x" * 300_000])
+def test_http_gets_one_line_that_says_what_the_port_is(entrance: Entrance, path: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", entrance.port, timeout=PATIENCE_S)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    assert answer.status == 400
+    assert text.count("\n") == 1
+    assert f'connect with headwise.Client("127.0.0.1:{entrance.port}")' in text
+
+
+def test_whoever_speaks_neither_zeromq_nor_http_gets_the_line_alone(entrance: Entrance) -> None:
+    connection = connect(entrance)
+    connection.sendall(b"hello?\r\n")
+    connection.shutdown(socket.SHUT_WR)
+    assert read_all(connection).startswith(b"headwise serves here, over ZeroMQ and not HTTP")
+
+
+def test_a_connection_that_says_nothing_is_ended(entrance: Entrance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance_module, "HELLO_S", 0.05)
+    assert read_all(connect(entrance)) == b""
+
+
+def test_zeromq_goes_through_both_ways_in_whole(inner: socket.socket) -> None:
+    inner.close()
+    entrance = Entrance("127.0.0.1", 0)
+    message = bytes(range(256)) * 20_000
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
+        entrance.start(router.bind_to_random_port("tcp://127.0.0.1"))
+        dealer.connect(f"tcp://127.0.0.1:{entrance.port}")
+        for _ in range(3):
+            dealer.send(message)
+            assert router.poll(1000 * PATIENCE_S)
+            router.send_multipart(router.recv_multipart())
+            assert dealer.poll(1000 * PATIENCE_S)
+            assert dealer.recv() == message
+    entrance.close()
+
+
+def test_what_was_said_last_is_delivered_whichever_side_ends(entrance: Entrance, inner: socket.socket) -> None:
+    last = b"\xff" + b"last words" * 10_000
+    outside = connect(entrance)
+    outside.sendall(last)
+    outside.close()
+    inside, _ = inner.accept()
+    assert read_all(inside) == last
+    outside = connect(entrance)
+    outside.sendall(b"\xff")
+    inside, _ = inner.accept()
+    inside.sendall(last)
+    inside.close()
+    assert read_all(outside) == last
+
+
+def test_an_entrance_that_closes_delivers_what_was_said(inner: socket.socket) -> None:
+    entrance = Entrance("127.0.0.1", 0)
+    entrance.start(inner.getsockname()[1])
+    outside = connect(entrance)
+    outside.sendall(b"\xff")
+    inside, _ = inner.accept()
+    inside.recv(1)
+    inside.sendall(b"last words")
+    inside.close()
+    entrance.close()
+    assert read_all(outside) == b"last words"
+    with pytest.raises(ConnectionRefusedError):
+        connect(entrance)
+
+
+def test_a_side_that_does_not_read_keeps_the_other_from_writing(entrance: Entrance, inner: socket.socket) -> None:
+    outside = connect(entrance)
+    outside.sendall(b"\xff")
+    inside, _ = inner.accept()
+    inside.settimeout(0.5)
+    with outside, inside, pytest.raises(TimeoutError):
+        inside.sendall(bytes(256 << 20))
+
+
+def test_where_nobody_is_behind_the_entrance_the_connection_ends(inner: socket.socket) -> None:
+    entrance = Entrance("127.0.0.1", 0)
+    entrance.start(inner.getsockname()[1])
+    inner.close()
+    connection = connect(entrance)
+    connection.sendall(b"\xff")
+    assert read_all(connection) == b""
+    entrance.close()
+
+
+def test_an_entrance_that_was_never_opened_can_be_closed_and_its_port_taken_again() -> None:
+    first = Entrance("127.0.0.1", 0)
+    with pytest.raises(
+        DeploymentError, match=f"cannot listen on 127.0.0.1:{first.port}: Address already in use; choose"
+    ):
+        Entrance("127.0.0.1", first.port)
+    with pytest.raises(DeploymentError, match="cannot listen on no host:0"):
+        Entrance("no host", 0)
+    first.close()
+    Entrance("127.0.0.1", first.port).close()

@@ -1,0 +1,304 @@
+"""Tiny random models against a dense oracle written plainly here, for one rank and for several."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.engine.dense_oracle import DictWeights, capped, rotate, run_rank, run_ranks, softmax, visible
+
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.errors import ModelError
+from headwise.runtime.models.base import ModelConfig, Shard, valid_tp_sizes
+from headwise.runtime.models.registry import build_model, model_config
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.ops.select import make_ops
+
+BASE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "llama": {**BASE, "architectures": ["LlamaForCausalLM"]},
+    "llama_biased_tied": {
+        **BASE,
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "llama3_scaled": {**BASE, "architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3},
+    "linear_scaled": {
+        **BASE,
+        "architectures": ["LlamaForCausalLM"],
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    },
+    "mistral_window": {**BASE, "architectures": ["MistralForCausalLM"], "sliding_window": 7},
+    "gemma3": {
+        **BASE,
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 5,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 20,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "attn_logit_softcapping": 30.0,
+        "final_logit_softcapping": 20.0,
+    },
+}
+
+
+def random_weights(config: ModelConfig, prefix: str = "model.") -> DictWeights:
+    """Random weights of every name and shape that a decoder of this config may ask for."""
+    c = config
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    linear = {
+        "self_attn.q_proj": (q, c.hidden_size),
+        "self_attn.k_proj": (kv, c.hidden_size),
+        "self_attn.v_proj": (kv, c.hidden_size),
+        "self_attn.o_proj": (c.hidden_size, q),
+        "mlp.gate_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.up_proj": (c.intermediate_size, c.hidden_size),
+        "mlp.down_proj": (c.hidden_size, c.intermediate_size),
+    }
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    for layer in range(c.num_layers):
+        at = f"{prefix}layers.{layer}."
+        shapes |= {f"{at}{name}.weight": shape for name, shape in linear.items()}
+        shapes |= {f"{at}{name}.bias": shape[:1] for name, shape in linear.items()}
+        shapes |= {f"{at}{name}.weight": (c.hidden_size,) for name in norms}
+        shapes |= {f"{at}self_attn.{name}.weight": (c.head_dim,) for name in ("q_norm", "k_norm")}
+    shapes |= {f"{prefix}norm.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
+    draw = np.random.default_rng(0)
+    return DictWeights({name: draw.standard_normal(s, dtype=np.float32) * 0.2 for name, s in shapes.items()})
+
+
+class Oracle:
+    """The whole model in float64, as the papers write it: no sharing of code with the package."""
+
+    def __init__(self, hf: dict, weights: DictWeights) -> None:
+        self.hf, self.w = hf, lambda name: weights.tensor(name).astype(np.float64)
+        self.gemma = hf["architectures"][0].startswith("Gemma")
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        hf, embedding = self.hf, self.w("model.embed_tokens.weight")
+        x = embedding[ids] * (hf["hidden_size"] ** 0.5 if self.gemma else 1.0)
+        for layer in range(hf["num_hidden_layers"]):
+            x = self.layer(layer, x)
+        x = self.norm(x, "model.norm.weight")
+        tied = hf.get("tie_word_embeddings", self.gemma)
+        return capped(x @ (embedding if tied else self.w("lm_head.weight")).T, hf.get("final_logit_softcapping", 0))
+
+    def layer(self, layer: int, x: np.ndarray) -> np.ndarray:
+        at = f"model.layers.{layer}."
+        attended = self.attention(layer, self.norm(x, f"{at}input_layernorm.weight"))
+        if self.gemma:
+            x = x + self.norm(attended, f"{at}post_attention_layernorm.weight")
+            fed = self.mlp(at, self.norm(x, f"{at}pre_feedforward_layernorm.weight"))
+            return x + self.norm(fed, f"{at}post_feedforward_layernorm.weight")
+        x = x + attended
+        return x + self.mlp(at, self.norm(x, f"{at}post_attention_layernorm.weight"))
+
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        scale = self.w(name) + (1.0 if self.gemma else 0.0)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.hf["rms_norm_eps"]) * scale
+
+    def linear(self, x: np.ndarray, name: str, key: str) -> np.ndarray:
+        y = x @ self.w(f"{name}.weight").T
+        return y + self.w(f"{name}.bias") if self.hf.get(key) else y
+
+    def mlp(self, at: str, x: np.ndarray) -> np.ndarray:
+        gate, up = (self.linear(x, f"{at}mlp.{name}_proj", "mlp_bias") for name in ("gate", "up"))
+        if self.gemma:
+            act = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        else:
+            act = gate / (1 + np.exp(-gate))
+        return self.linear(act * up, f"{at}mlp.down_proj", "mlp_bias")
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        hf, at = self.hf, f"model.layers.{layer}.self_attn."
+        dim, heads, kv_heads = hf["head_dim"], hf["num_attention_heads"], hf["num_key_value_heads"]
+        q, k, v = (
+            self.linear(x, f"{at}{name}_proj", "attention_bias").reshape(len(x), -1, dim) for name in ("q", "k", "v")
+        )
+        if self.gemma:
+            q, k = self.norm(q, f"{at}q_norm.weight"), self.norm(k, f"{at}k_norm.weight")
+        local = self.gemma and (layer + 1) % hf["sliding_window_pattern"] != 0
+        window = hf.get("sliding_window", 0) if local or not self.gemma else 0
+        angles = np.arange(len(x))[:, None, None] * self.frequencies(local)
+        q, k = rotate(q, angles), rotate(k, angles)
+        scale = hf.get("query_pre_attn_scalar", dim) ** -0.5
+        mask = visible(HeadPolicy(window), len(x))
+        out = np.empty_like(q)
+        for head in range(heads):
+            shared = head * kv_heads // heads
+            scores = capped(q[:, head] @ k[:, shared].T * scale, hf.get("attn_logit_softcapping", 0))
+            out[:, head] = softmax(scores, mask) @ v[:, shared]
+        return self.linear(out.reshape(len(x), -1), f"{at}o_proj", "attention_bias")
+
+    def frequencies(self, local: bool) -> np.ndarray:
+        hf = self.hf
+        parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        theta = hf["rope_local_base_freq"] if local else parameters.get("rope_theta", hf["rope_theta"])
+        inverse = theta ** -(np.arange(0, hf["head_dim"], 2) / hf["head_dim"])
+        if parameters.get("rope_type") == "linear":
+            return inverse / parameters["factor"]
+        if parameters.get("rope_type") == "llama3":
+            return np.array([llama3_frequency(f, parameters) for f in inverse])
+        return inverse
+
+
+def llama3_frequency(frequency: float, p: dict) -> float:
+    wavelength = 2 * np.pi / frequency
+    if wavelength < p["original_max_position_embeddings"] / p["high_freq_factor"]:
+        return frequency
+    if wavelength > p["original_max_position_embeddings"] / p["low_freq_factor"]:
+        return frequency / p["factor"]
+    smooth = (p["original_max_position_embeddings"] / wavelength - p["low_freq_factor"]) / (
+        p["high_freq_factor"] - p["low_freq_factor"]
+    )
+    return (1 - smooth) * frequency / p["factor"] + smooth * frequency
+
+
+IDS = np.random.default_rng(1).integers(0, 50, 40).astype(np.int32)
+
+
+@pytest.mark.parametrize("ops_name", ["numpy", "paddle"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_computes_what_the_oracle_says(name: str, ops_name: str) -> None:
+    if ops_name == "paddle":
+        pytest.importorskip("paddle")
+    config = model_config(CONFIGS[name])
+    weights = random_weights(config)
+    logits = run_rank(config, weights, SingleRank(), IDS, ops_name)
+    np.testing.assert_allclose(logits, Oracle(CONFIGS[name], weights).logits(IDS), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "llama_biased_tied", "gemma3"])
+def test_tensor_parallel_ranks_together_compute_the_same(name: str, size: int) -> None:
+    config = model_config(CONFIGS[name])
+    weights = random_weights(config)
+    results = run_ranks(config, weights, size, IDS)
+    expected = run_rank(config, weights, SingleRank(), IDS)
+    np.testing.assert_allclose(results[0], expected, atol=1e-4, rtol=1e-4)
+    assert all(results[rank] is None for rank in range(1, size))
+
+
+def test_a_multimodal_checkpoint_keeps_its_decoder_under_a_prefix() -> None:
+    text = {key: value for key, value in CONFIGS["gemma3"].items() if key != "architectures"}
+    config = model_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    weights = random_weights(config, prefix="language_model.model.")
+    expected = run_rank(config, random_weights(config), SingleRank(), IDS)
+    np.testing.assert_array_equal(run_rank(config, weights, SingleRank(), IDS), expected)
+
+
+def test_window_layers_become_window_policies() -> None:
+    config = model_config(CONFIGS["gemma3"])
+    assert [row[0] for row in config.policies] == [HeadPolicy(5), HeadPolicy(5), FULL]
+    assert model_config(CONFIGS["mistral_window"]).policies[0][0] == HeadPolicy(7)
+    assert model_config({**CONFIGS["mistral_window"], "sliding_window": None}).policies[0][0] == FULL
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are"),
+        ({"architectures": []}, "architecture missing from config.json is not supported"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive integer, got 0"),
+        ({"hidden_size": "big"}, "'hidden_size' must be a positive integer, got 'big'"),
+        ({"num_key_value_heads": 3}, "8 attention heads cannot share 3 key-value heads"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope scaling 'yarn' is not supported; supported are"),
+        ({"rope_scaling": {"type": "linear"}}, "rope scaling needs a positive number 'factor'"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor 1 must be less than high_freq_factor"),
+        ({"rope_scaling": "linear"}, "'rope_scaling' must be an object, got 'linear'"),
+        ({"rope_parameters": [10000.0]}, "'rope_parameters' must be an object"),
+        ({"rope_theta": "high"}, "'rope_theta' must be a positive number, got 'high'"),
+        ({"rope_theta": 0}, "'rope_theta' must be a positive number, got 0"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a positive number, got nan"),
+        ({"eos_token_id": [2, "</s>"]}, r"token ids must be integers from 0 on, got \[2, '</s>'\]"),
+        ({"architectures": "LlamaForCausalLM"}, "'architectures' must be a list of names, got 'LlamaForCausalLM'"),
+        ({"hidden_act": "gelu"}, "LlamaForCausalLM is served with the activation 'silu' only, got 'gelu'"),
+        ({"head_dim": 15}, "rotary embedding needs an even 'head_dim', got 15"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'quantization_config' is .*, which cannot be served"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is 0.5, which cannot be served"),
+    ],
+)
+def test_a_config_that_cannot_be_served_says_why(changes, message) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config({**CONFIGS["llama"], **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": "sliding_attention"}, "'layer_types' must name 3 layers, got 'sliding_attention'"),
+        ({"layer_types": ["full_attention"]}, "'layer_types' must name 3 layers"),
+        ({"layer_types": ["full_attention"] * 2 + ["chunked"]}, r"layer types \['chunked'\] are not supported"),
+        ({"text_config": 3}, "'text_config' must be an object, got 3"),
+        ({"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' must be a positive number, got 0"),
+        ({"final_logit_softcapping": -1.0}, "'final_logit_softcapping' must be a positive number, got -1.0"),
+        ({"use_bidirectional_attention": True}, "'use_bidirectional_attention' is True, which cannot be served"),
+    ],
+)
+def test_a_gemma_config_that_cannot_be_served_says_why(changes, message) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config({**CONFIGS["gemma3"], **changes})
+
+
+def test_a_published_multimodal_gemma_config_leaves_out_what_hugging_face_defaults_to() -> None:
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = model_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    full = [row[0].is_full for row in config.policies]
+    assert full == [(layer + 1) % 6 == 0 for layer in range(34)]
+    assert {rope.theta for rope, is_full in zip(config.ropes, full, strict=True) if is_full} == {1e6}
+    assert all((rope.scaling is None) != is_full for rope, is_full in zip(config.ropes, full, strict=True))
+
+
+def test_mistral_has_a_window_unless_its_config_says_null() -> None:
+    without = {key: value for key, value in CONFIGS["mistral_window"].items() if key != "sliding_window"}
+    assert model_config(without).policies[0][0] == HeadPolicy(4096)
+    with pytest.raises(ModelError, match="'sliding_window' must be a positive integer, got -3"):
+        model_config({**without, "sliding_window": -3})
+
+
+def test_a_tp_size_that_does_not_fit_the_mlp_names_those_that_do() -> None:
+    config = model_config({**CONFIGS["llama"], "intermediate_size": 50})
+    shard = Shard(0, 4, ((0,),) * 3)
+    with pytest.raises(ModelError, match="tp_size 4 does not divide the model's MLP size, 50; choose 1, 2"):
+        build_model(config, random_weights(config), make_ops("numpy"), SingleRank(), shard)
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    config = model_config(CONFIGS["llama"])
+    other = model_config({**CONFIGS["llama"], "vocab_size": 51})
+    with pytest.raises(ModelError, match="do not belong together"):
+        run_rank(other, random_weights(config), SingleRank(), IDS)
+
+
+def test_tp_sizes_must_divide_kv_heads_and_mlp() -> None:
+    assert valid_tp_sizes(model_config(CONFIGS["llama"])) == [1, 2, 4]
+    assert valid_tp_sizes(model_config({**CONFIGS["llama"], "intermediate_size": 50})) == [1, 2]

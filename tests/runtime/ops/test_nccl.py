@@ -1,0 +1,417 @@
+"""Tensor-parallel ranks on GPUs reduce by NCCL, if they can: here as threads, by a stand-in for CuPy's binding."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gpu.cuda_shim import LIBRARIES
+from support.gpu.emulated_gpu import EmulatedGpu, SerialPrograms, poisoned
+from support.gpu.host_nccl import HostNccl, NcclError, host_cupy_with, way
+from support.waiting import PATIENCE_S
+from test_gpu_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
+
+from headwise import EngineConfig, LocalEngine
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.errors import DeploymentError, EngineDiedError
+from headwise.kernels.cuda.interpreter import InterpreterLauncher
+from headwise.kernels.cuda.kernels import CudaKernels
+from headwise.kernels.cuda.launch import Grid, Variant
+from headwise.runtime.client import local_engine as local
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.request import SamplingParams
+from headwise.runtime.worker.cuda_device import CudaDevice
+from headwise.runtime.worker.sampler import NOT_FINITE
+from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
+from headwise.runtime.worker.worker import ModelWorker
+
+MODULE = "headwise.runtime.ops.nccl"
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostNccl]:
+    nccl = HostNccl()
+    for name, module in host_cupy_with(nccl).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    yield nccl
+    sys.modules.pop(MODULE, None)
+
+
+@pytest.fixture
+def module(nccl: HostNccl) -> ModuleType:
+    return import_module(MODULE)
+
+
+class Ranks:
+    """A thread each, with a GPU and a stream of its own, and a host communicator."""
+
+    def __init__(self, nccl: HostNccl, size: int, gpus: int | None = None) -> None:
+        self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
+        name = uuid.uuid4().hex
+
+        def start(rank: int) -> SharedMemoryComm:
+            nccl.thread.pci, nccl.thread.stream = {50: 0, 33: rank % (gpus or size), 34: 0}, 0x5000 + rank
+            return SharedMemoryComm(name, rank, size, 1 << 16, timeout_s=PATIENCE_S, create=rank == 0)
+
+        self.comms = self.each(start)
+
+    def tell(self, work: Callable[[int], Any]) -> list[Future[Any]]:
+        return [thread.submit(work, rank) for rank, thread in enumerate(self._threads)]
+
+    def each(self, work: Callable[[int], Any]) -> list[Any]:
+        return [future.result() for future in self.tell(work)]
+
+
+def part(rank: int, *shape: int, dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(shape).astype(numpy_dtype(dtype))
+
+
+# ---- collectives ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_all_reduce_sums_in_place_in_the_dtype(nccl: HostNccl, module: ModuleType, dtype: str) -> None:
+    ranks = Ranks(nccl, 3)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    mine = [part(rank, 5, 8, dtype=dtype) for rank in range(3)]
+    expected = mine[0] + mine[1] + mine[2]
+    for rank, total in enumerate(ranks.each(lambda rank: connected[rank].all_reduce(mine[rank]))):
+        assert total is mine[rank]
+        np.testing.assert_array_equal(total, expected)
+    code = {"float32": 7, "float16": 6, "bfloat16": 9}[dtype]
+    assert [nccl.log[rank] for rank in range(3)] == [[("eager", "allReduce", 40, code)]] * 3
+
+
+def test_parts_of_larger_tensors_are_reduced_by_themselves(nccl: HostNccl, module: ModuleType) -> None:
+    ranks = Ranks(nccl, 2)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    whole = [part(rank, 4, 6) for rank in range(2)]
+    before = [each.copy() for each in whole]
+    for total in ranks.each(lambda rank: connected[rank].all_reduce(whole[rank][:, 2:4])):
+        np.testing.assert_array_equal(total, before[0][:, 2:4] + before[1][:, 2:4])
+    np.testing.assert_array_equal(whole, before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gather_joins_uneven_columns_on_rank_0_alone(nccl: HostNccl, module: ModuleType, dtype: str) -> None:
+    ranks, widths = Ranks(nccl, 3), (7, 5, 6)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    for rows in (4, 1, 4):
+        mine = [part(rank, rows, widths[rank], dtype=dtype) for rank in range(3)]
+        whole, *others = ranks.each(lambda rank, mine=mine: connected[rank].gather(mine[rank]))
+        np.testing.assert_array_equal(whole, np.concatenate(mine, axis=1))
+        assert others == [None, None]
+
+
+def test_a_rank_that_recorded_nothing_would_be_noticed(nccl: HostNccl, module: ModuleType) -> None:
+    ranks = Ranks(nccl, 2)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+
+    def reduce(rank: int) -> None:
+        with way(nccl, "graph" if rank else "eager"):
+            connected[rank].all_reduce(part(rank, 3))
+
+    for rank, future in enumerate(ranks.tell(reduce)):
+        with pytest.raises(EngineDiedError, match=f"NCCL failed on TP rank {rank}: ranks differ"):
+            future.result()
+
+
+def test_a_group_that_fails_is_ended(nccl: HostNccl, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(nccl, 2)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+
+    def fail(*arguments: int) -> None:
+        raise NcclError("NCCL_ERROR_INTERNAL_ERROR: internal error")
+
+    monkeypatch.setattr(connected[0]._communicator, "recv", fail, raising=False)
+    first, second = ranks.tell(lambda rank: connected[rank].gather(part(rank, 2, 3)))
+    with pytest.raises(EngineDiedError, match="NCCL failed on TP rank 0: NCCL_ERROR_INTERNAL_ERROR"):
+        first.result()
+    assert second.result() is None
+    assert ranks.each(lambda rank: nccl.thread.group) == [None, None]
+
+
+def test_no_rank_waits_for_others_to_let_go_of_its_communicator(nccl: HostNccl, module: ModuleType) -> None:
+    ranks = Ranks(nccl, 2)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    known = [weakref.ref(each._communicator) for each in connected]
+    connected.clear()
+    gc.collect()
+    assert None not in [each() for each in known]
+
+
+# ---- start ----
+
+
+def test_captures_need_no_other_rank(nccl: HostNccl, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(module.os, "environ", environment)
+    ranks = Ranks(nccl, 2)
+    ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    assert environment == {"NCCL_GRAPH_REGISTER": "0"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "available", "reason"),
+    [
+        (1, True, "two of them have the same GPU"),
+        (2, True, "two of them have the same GPU"),
+        (3, False, r"NCCL is not to be had on every rank \(`pip install nvidia-nccl-cu12`, for CUDA 13 -cu13\)"),
+    ],
+)
+def test_ranks_that_cannot_connect_say_why_once(
+    nccl: HostNccl, module: ModuleType, caplog: pytest.LogCaptureFixture, gpus: int, available: bool, reason: str
+) -> None:
+    nccl.available = available
+    ranks = Ranks(nccl, 3, gpus)
+    with caplog.at_level(logging.INFO):
+        assert ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank])) == [None] * 3
+    (record,) = caplog.records
+    assert record.message == "tensor-parallel ranks reduce through host memory: " + reason.replace("\\", "")
+    assert not nccl.log
+
+
+def test_one_rank_without_the_library_is_enough(
+    nccl: HostNccl, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_load", lambda: None if nccl.thread.stream == 0x5001 else nccl)
+    ranks = Ranks(nccl, 2)
+    assert ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank])) == [None, None]
+
+
+def test_a_failure_to_connect_names_the_rank_and_the_remedy(
+    nccl: HostNccl, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(ndev: int, unique_id: bytes, rank: int) -> None:
+        raise NcclError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error (run with NCCL_DEBUG=INFO for details)")
+
+    monkeypatch.setattr(nccl, "NcclCommunicator", refuse, raising=False)
+    ranks = Ranks(nccl, 2)
+    for rank, future in enumerate(ranks.tell(lambda rank: module.connect_gpus(ranks.comms[rank]))):
+        with pytest.raises(
+            DeploymentError, match=rf"GPU of TP rank {rank} .*SYSTEM_ERROR.*NCCL_DEBUG=INFO.*--shm-size"
+        ):
+            future.result()
+
+
+# ---- a whole engine ----
+
+
+class SerialLauncher(InterpreterLauncher):
+    """The interpreter patches Triton while it runs: one rank at a time."""
+
+    _launching = threading.Lock()
+
+    def launch(self, variant: Variant, grid: Grid, arguments: Any) -> None:
+        with self._launching:
+            super().launch(variant, grid, arguments)
+
+
+class RankGpu(EmulatedGpu):
+    """One rank's: as `EmulatedGpu`, with `CudaDevice`'s choice of collectives, and graphs that are recorded first."""
+
+    collectives = CudaDevice.collectives
+    _building = threading.Lock()
+
+    def __init__(self, nccl: HostNccl, libraries: Path, dtype: str) -> None:
+        super().__init__(libraries, dtype)
+        self._nccl = nccl
+        self.ops.name, self.ops.capture = "cupy", self.record  # type: ignore[method-assign]
+        self.kernels = CudaKernels(SerialLauncher(sm=90, sms=1), SerialPrograms(libraries), poisoned)
+
+    def check(self, card: ModelCard, model_dir: Path) -> None:
+        with self._building:
+            super().check(card, model_dir)
+
+    def record(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        with way(self._nccl, "recorded"):
+            work()
+
+        def replay() -> Any:
+            with way(self._nccl, "graph"):
+                return work()
+
+        return replay
+
+
+class RanksAsThreads:
+    """In the place of a `ModelWorker`: one for each rank."""
+
+    def __init__(self, ranks: Ranks, gpus: list[RankGpu], config: EngineConfig, model_dir: Path) -> None:
+        self._ranks = ranks
+        self.workers = ranks.each(
+            lambda rank: ModelWorker(config, model_dir, rank, ranks.comms[rank], gpus[rank] if gpus else None)  # type: ignore[arg-type]
+        )
+        self.describe = self.workers[0].describe
+
+    @property
+    def card(self) -> ModelCard:
+        return self.workers[0].card
+
+    def initialize_cache(self) -> None:
+        self._ranks.each(lambda rank: self.workers[rank].initialize_cache())
+
+    def execute(self, batch: BatchRequest) -> StepResult:
+        results = self._ranks.each(lambda rank: self.workers[rank].execute(batch))
+        assert [result.error for result in results] == [None] * len(results)
+        assert all(np.array_equal(result.token_ids, results[0].token_ids) for result in results), "all know the tokens"
+        return results[0]
+
+    def close(self) -> None:
+        self._ranks.each(lambda rank: self.workers[rank].close())
+
+    @property
+    def captured(self) -> list[int]:
+        """Graphs of each rank."""
+        return [worker._graphs.captured if worker._graphs else 0 for worker in self.workers]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def libraries() -> Path:
+    return LIBRARIES
+
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+
+def answers(engine: LocalEngine, params: SamplingParams = GREEDY) -> list[list[int]]:
+    with engine:
+        return [list(result.token_ids) for result in engine.generate([PROMPT[:20], PROMPT[3:12]], params)]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, libraries: Path) -> Callable[[str], list[list[int]]]:
+    """What one rank says, greedily, in a dtype."""
+
+    @cache
+    def say(dtype: str) -> list[list[int]]:
+        return answers(LocalEngine(configuration(model, device="cuda", dtype=dtype), EmulatedGpu(libraries, dtype)))
+
+    return say
+
+
+def two_ranks(
+    nccl: HostNccl, libraries: Path | None, config: EngineConfig, gpus: int = 2
+) -> tuple[LocalEngine, list[RankGpu], RanksAsThreads]:
+    """``libraries``: of emulated GPUs; None: the ranks compute on the configured device."""
+    ranks = Ranks(nccl, 2, gpus)
+    devices = [] if libraries is None else [RankGpu(nccl, libraries, config.dtype_name) for _ in range(2)]
+    made: list[RanksAsThreads] = []
+
+    def make(config: EngineConfig, model_dir: Path, *others: Any) -> RanksAsThreads:
+        made.append(RanksAsThreads(ranks, devices, config, model_dir))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "ModelWorker", make)
+        return LocalEngine(config), devices, made[0]
+
+
+@pytest.mark.parametrize(("dtype", "graphs"), [("float32", True), ("float32", False), ("bfloat16", True)])
+def test_two_ranks_say_what_one_says(
+    nccl: HostNccl, model: Path, libraries: Path, expected: Callable[[str], list[list[int]]], dtype: str, graphs: bool
+) -> None:
+    config = configuration(model, device="cuda", dtype=dtype, tp_size=2, cuda_graphs=graphs)
+    engine, _, worker = two_ranks(nccl, libraries, config)
+    assert "collectives=nccl" in worker.describe()
+    assert answers(engine) == expected(dtype)
+    assert worker.captured == ([1, 1] if graphs else [0, 0])
+    assert {launched[0] for launched in nccl.log[0]} == ({"eager", "recorded", "graph"} if graphs else {"eager"})
+    reduced = [[launched for launched in nccl.log[rank] if launched[1] == "allReduce"] for rank in range(2)]
+    assert reduced[0] == reduced[1]
+
+
+@pytest.fixture
+def two_on_a_cpu(nccl: HostNccl, model: Path) -> tuple[LocalEngine, RanksAsThreads]:
+    config = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference", tp_size=2, cpu_threads=1)
+    engine, _, worker = two_ranks(nccl, None, config)
+    return engine, worker
+
+
+def test_a_row_without_numbers_fails_its_request_alone_and_all_ranks_go_on(
+    two_on_a_cpu: tuple[LocalEngine, RanksAsThreads],
+) -> None:
+    engine, worker = two_on_a_cpu
+    with engine:
+        expected = engine.generate(SHORT_PROMPTS, GREEDY)
+        lose_numbers(worker.workers[0])
+        found = tokens_and_errors(engine, GREEDY)
+    assert [error for _, error in found] == [None, NOT_FINITE, None]
+    assert [tokens for tokens, _ in found] == [
+        expected[0].token_ids,
+        expected[1].token_ids[: len(found[1][0])],
+        expected[2].token_ids,
+    ]
+    assert len(found[1][0]) < 5
+
+
+def test_a_rank_that_fails_within_a_step_ends_the_engine_for_its_peers_are_still_in_it(
+    two_on_a_cpu: tuple[LocalEngine, RanksAsThreads],
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise ValueError("boom")
+
+    engine, worker = two_on_a_cpu
+    with engine:
+        for each in worker.workers:
+            each._model.forward = fails
+        with pytest.raises(EngineDiedError, match="failed in step 1: ValueError: boom"):
+            engine.generate([PROMPT[:9]], GREEDY)
+
+
+@pytest.mark.parametrize("unable", [0, 1])
+def test_where_one_rank_cannot_record_all_run_without_graphs(
+    nccl: HostNccl,
+    model: Path,
+    libraries: Path,
+    expected: Callable[[str], list[list[int]]],
+    caplog: pytest.LogCaptureFixture,
+    unable: int,
+) -> None:
+    def record_half(work: Callable[[], Any]) -> None:
+        with way(nccl, "recorded"):
+            work()
+        raise MemoryError("out of memory")
+
+    config = configuration(model, device="cuda", dtype="float32", tp_size=2)
+    engine, devices, worker = two_ranks(nccl, libraries, config)
+    devices[unable].ops.capture = record_half  # type: ignore[method-assign, assignment]
+    assert answers(engine) == expected("float32")
+    assert worker.captured == [0, 0]
+    assert {launched[0] for launched in nccl.log[1 - unable]} == {"eager", "recorded"}
+    assert {record.message for record in caplog.records} >= {
+        "decode steps run without CUDA graphs: out of memory",
+        "decode steps run without CUDA graphs: they cannot be recorded on another rank",
+    }
+
+
+def test_ranks_on_one_gpu_say_what_one_says_through_host_memory(nccl: HostNccl, model: Path, libraries: Path) -> None:
+    warm = SamplingParams(max_tokens=4, temperature=0.8, seed=3, ignore_eos=True)
+    alone = LocalEngine(configuration(model, device="cuda", dtype="float32"), EmulatedGpu(libraries, "float32"))
+    config = configuration(model, device="cuda", dtype="float32", tp_size=2)
+    engine, _, worker = two_ranks(nccl, libraries, config, gpus=1)
+    assert "collectives=host" in worker.describe()
+    assert answers(engine, warm) == answers(alone, warm)
+    assert worker.captured == [0, 0]
+    assert not nccl.log

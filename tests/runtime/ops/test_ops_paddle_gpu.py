@@ -1,0 +1,457 @@
+"""Paddle as a GPU worker uses it, on a CPU: its tensors' memory is lent to a CuPy that is NumPy's."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gpu.host_cupy import HostArray, host_cupy
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.errors import ConfigError
+from headwise.kernels.cuda.cards import Card
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.ops.base import CapturingOps
+from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.ops.paddle_device import open_paddle
+from headwise.runtime.worker import cuda_device
+from headwise.runtime.worker.cuda_device import CudaDevice
+from headwise.transfer.cuda_stream import ComputeStream
+
+paddle = pytest.importorskip("paddle")
+
+WITH_CUPY = [f"headwise.runtime.ops.{name}" for name in ("cupy_lending", "paddle_gpu_ops", "step_upload")]
+"""Modules that import CuPy."""
+
+draw = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return draw.standard_normal(shape, dtype=np.float32)
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def poisoned(shape: Any, dtype: str) -> Any:
+    """What `paddle.empty` gives, in the worst case."""
+    return paddle.full(shape, float("nan") if "float" in dtype else -1 if dtype != "uint8" else 255, dtype)
+
+
+@contextmanager
+def cupy_on_the_host() -> Iterator[ModuleType]:
+    """The module `paddle_gpu_ops`; what imported the stand-in for CuPy meanwhile is forgotten afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in host_cupy().items():
+            patch.setitem(sys.modules, name, module)
+        for name in WITH_CUPY:
+            patch.delitem(sys.modules, name, raising=False)
+        patch.setattr(paddle, "empty", poisoned)
+        yield importlib.import_module("headwise.runtime.ops.paddle_gpu_ops")
+        for name in WITH_CUPY:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[ModuleType]:
+    with cupy_on_the_host() as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def ops(module: ModuleType) -> Any:
+    paddle.set_device("cpu")
+    return module.PaddleGpuOps("float32")
+
+
+# ---- operations ----
+
+
+def linear(ops: Any) -> Any:
+    return ops.linear(ops.tensor(X), ops.linear_weight(WEIGHT), ops.tensor(BIAS))
+
+
+def linear_of_a_slice(ops: Any) -> Any:
+    return ops.linear(ops.tensor(X)[:, 4:], ops.linear_weight(WEIGHT[:, 4:]))
+
+
+def embedding(ops: Any) -> Any:
+    return ops.embedding(ops.tensor(X), ops.upload(int32(3, 3, 0)))
+
+
+def scaled_embedding(ops: Any) -> Any:
+    return ops.embedding(ops.tensor(X), ops.upload(int32(3, 3, 0)), 1.7)
+
+
+def rms_norm(ops: Any) -> Any:
+    return ops.rms_norm(ops.tensor(X), ops.norm_weight(WEIGHT[0]), 1e-5)
+
+
+def rms_norm_of_heads(ops: Any) -> Any:
+    return ops.rms_norm(ops.tensor(HEADS)[:, 1:4], ops.norm_weight(WEIGHT[0, :8]), 1e-5)
+
+
+def rope(ops: Any) -> Any:
+    angles = ops.rotation(ops.upload(int32(0, 1, 500, 99999)), ops.upload(FREQUENCIES))
+    return ops.rope(ops.tensor(HEADS)[:, 2:], *angles)
+
+
+def silu_mul(ops: Any) -> Any:
+    return ops.silu_mul(ops.tensor(X))
+
+
+def gelu_tanh_mul(ops: Any) -> Any:
+    return ops.gelu_tanh_mul(ops.tensor(X))
+
+
+def take_rows(ops: Any) -> Any:
+    return ops.take_rows(ops.tensor(X), np.array([3, 0]))
+
+
+def scatter_add_rows(ops: Any) -> Any:
+    target = ops.linear(ops.tensor(X), ops.linear_weight(np.eye(16, dtype=np.float32)))
+    ops.scatter_add_rows(target, np.array([2, 0]), ops.tensor(X[:2]), np.array([0.5, -2.0], np.float32))
+    return target
+
+
+def residual(ops: Any) -> Any:
+    return ops.tensor(X) + ops.tensor(X).reshape([4, -1])
+
+
+def normed_sum(ops: Any) -> Any:
+    total, normed = ops.add_rms_norm(ops.tensor(X), residual(ops), ops.norm_weight(WEIGHT[0]), 1e-5)
+    return total * normed
+
+
+X, WEIGHT, BIAS, HEADS = normal(4, 16), normal(10, 16), normal(10), normal(4, 5, 8)
+FREQUENCIES = (10000.0 ** -(np.arange(4) / 4)).astype(np.float32)
+NARROW = [embedding, scaled_embedding, rms_norm, rms_norm_of_heads, rope, gelu_tanh_mul, take_rows]
+"""What Paddle computes on a CPU in float16 and bfloat16, too."""
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [*NARROW, linear, linear_of_a_slice, silu_mul, scatter_add_rows, residual, normed_sum],
+    ids=lambda f: f.__name__,
+)
+def test_operations_give_what_numpy_gives(ops: Any, compute: Any) -> None:
+    found = ops.numpy(compute(ops))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, compute(NumpyOps()), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("compute", NARROW, ids=lambda f: f.__name__)
+def test_narrow_numbers_are_rounded_once(module: ModuleType, compute: Any, dtype: str) -> None:
+    ops = module.PaddleGpuOps(dtype)
+    tensor = compute(ops)
+    assert ops.kernel_array(tensor).dtype == numpy_dtype(dtype)
+    found, expected = ops.numpy(tensor), compute(NumpyOps(dtype)).astype(np.float32)
+    assert found.dtype == np.float32
+    # The same arithmetic in float32 may differ in its last bit, and so fall to the other side when rounded.
+    one_bit = 2.0**-7 if dtype == "bfloat16" else 2.0**-10
+    np.testing.assert_allclose(found, expected, rtol=one_bit, atol=1e-5)
+    assert (found != expected).mean() < 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_likeliest_token_is_the_first_of_the_largest_or_of_the_not_numbers(module: ModuleType, dtype: str) -> None:
+    nan, inf = np.nan, np.inf
+    rows = [[1, 3, 2, 0], [2, 5, 5, 1], [1, nan, inf, nan], [inf, 1, nan, 2], [-inf] * 4, [-1, -2, -3, -inf]]
+    logits = np.array(rows, dtype=np.float32)
+    ops = module.PaddleGpuOps(dtype)
+    tokens, best = (ops.host(array) for array in ops.greedy(ops.tensor(logits)))
+    assert (tokens.dtype, best.dtype) == (np.int32, np.float32)
+    expected = logits.argmax(axis=1)
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_array_equal(best, np.take_along_axis(logits, expected[:, None], axis=1)[:, 0])
+
+
+def test_there_are_no_graphs_and_memory_can_be_given_back(ops: Any) -> None:
+    assert not isinstance(ops, CapturingOps)
+    ops.give_back_memory()
+
+
+def test_operations_of_another_thread_record_no_gradients(ops: Any) -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(rope(ops)))
+    thread.start()
+    thread.join()
+    assert found[0].stop_gradient
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_tensors_and_kernel_arrays_are_the_same_memory(module: ModuleType, dtype: str) -> None:
+    ops = module.PaddleGpuOps(dtype)
+    tensor = ops.tensor(HEADS)
+    array = ops.kernel_array(tensor)
+    assert isinstance(array, HostArray)
+    assert (array.shape, array.dtype) == (HEADS.shape, numpy_dtype(dtype))
+    assert array.ctypes.data == tensor.data_ptr()
+    assert ops.from_kernel_array(array) is tensor
+    array[1] = 7
+    np.testing.assert_array_equal(ops.numpy(tensor)[1], np.full((5, 8), 7))
+    np.testing.assert_array_equal(ops.numpy(tensor)[2], HEADS[2].astype(numpy_dtype(dtype)).astype(np.float32))
+    out = ops.empty_like(array)
+    assert (out.shape, out.dtype) == (array.shape, array.dtype)
+    out[...] = array
+    np.testing.assert_array_equal(ops.numpy(ops.from_kernel_array(out)), ops.numpy(tensor))
+
+
+def test_a_slice_becomes_a_contiguous_array(ops: Any) -> None:
+    part = ops.kernel_array(ops.tensor(HEADS)[:, 2:4])
+    assert part.flags.c_contiguous
+    np.testing.assert_array_equal(part, HEADS[:, 2:4])
+
+
+def test_parts_of_a_kernel_array_become_tensors_of_its_memory(ops: Any) -> None:
+    array = ops.kernel_array(ops.tensor(HEADS))
+    for part in (array[1:3], array[2, 1:4], array.reshape(-1)[5:11].reshape(2, 3), array.reshape(20, 8)):
+        tensor = ops.from_kernel_array(part)
+        assert (tensor.data_ptr(), tuple(tensor.shape)) == (part.ctypes.data, part.shape)
+        part[...] = 3
+        np.testing.assert_array_equal(ops.numpy(tensor), part)
+
+
+def test_what_paddle_did_not_lend_becomes_no_tensor(ops: Any) -> None:
+    array = ops.kernel_array(ops.tensor(HEADS))
+    for other in (array.copy(), array[:, 1], array.view(np.int32)):
+        with pytest.raises(TypeError, match=rf"{other.dtype} .* cannot become a tensor: only kernel arrays that came"):
+            ops.from_kernel_array(other)
+
+
+def test_uploads_keep_their_dtype_and_are_no_longer_the_hosts(ops: Any) -> None:
+    for dtype in (np.int32, np.int64, np.float32, np.uint8):
+        values = np.arange(12, dtype=dtype).reshape(3, 4).T
+        array = ops.upload(values)
+        np.testing.assert_array_equal(array, values)
+        assert array.dtype == dtype
+        assert not np.shares_memory(array, values)
+        assert ops.from_kernel_array(array).data_ptr() == array.ctypes.data
+
+
+def test_a_steps_arrays_come_in_one_buffer_that_paddle_reads(ops: Any) -> None:
+    upload = ops.step_upload()
+    first = upload(int32(5, 6, 7), int32(1, 2, 3, 4).reshape(2, 2), int32())
+    tensors = [ops.from_kernel_array(array) for array in first]
+    np.testing.assert_array_equal(tensors[1].numpy(), [[1, 2], [3, 4]])
+    assert tensors[2].shape == [0]
+    again = upload(int32(8, 9, 10), int32(4, 3, 2, 1).reshape(2, 2), int32())
+    assert [array.ctypes.data for array in again] == [array.ctypes.data for array in first]
+    np.testing.assert_array_equal(tensors[0].numpy(), [8, 9, 10])
+    for turn in range(6):  # more than there are pinned buffers, and growing
+        grown = upload(np.full(100 << turn, turn, np.int32), int32(turn))
+        np.testing.assert_array_equal(ops.from_kernel_array(grown[0]).numpy(), np.full(100 << turn, turn))
+
+
+def test_no_memory_is_memory_too(ops: Any) -> None:
+    for array in (ops.empty_bytes(0), ops.upload(np.empty((0, 4), np.int32))):
+        assert array.size == 0
+        assert list(ops.from_kernel_array(array).shape) == list(array.shape)
+    assert ops.empty_bytes(5).dtype == np.uint8
+
+
+def test_memory_lives_as_long_as_the_last_array_in_it(ops: Any) -> None:
+    tensor = ops.tensor(X)
+    memory = weakref.ref(tensor)
+    part = ops.kernel_array(tensor)[1:]
+    del tensor
+    assert memory() is not None
+    np.testing.assert_array_equal(part, X[1:])
+    del part
+    assert memory() is None
+
+
+def die_in_every_order() -> None:
+    """Tensors, arrays of them, parts of these, tensors of the parts: let go of in every order, in two threads."""
+    with cupy_on_the_host() as module:
+        ops = module.PaddleGpuOps("float32")
+
+        def live_and_die() -> None:
+            for order in itertools.permutations(range(5)):
+                tensor = ops.tensor(np.ones((8, 8), dtype=np.float32))
+                array = ops.kernel_array(tensor)
+                part = ops.from_kernel_array(array[2:])
+                chain: list[Any] = [tensor, array, part, ops.kernel_array(part), ops.from_kernel_array(array)]
+                del tensor, array, part
+                for index in order:
+                    assert chain[index].sum() in (48, 64)
+                    chain[index] = None
+
+        threads = [threading.Thread(target=live_and_die) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print("all are dead")
+
+
+def test_tensors_and_arrays_can_die_in_any_order() -> None:
+    code = "import test_ops_paddle_gpu as test; test.die_in_every_order()"
+    found = subprocess.run(  # a deadlock is out of Python's reach
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout.strip() == "all are dead", found.stderr
+
+
+# ---- stream ----
+
+
+class FakeStream:
+    """Of CuPy: `current` has the pointers of those that are, or None for new ones."""
+
+    current: list[int | None] = []  # noqa: RUF012
+
+    def __init__(self, ptr: int | None = None, device: int | None = None, non_blocking: bool = True) -> None:
+        assert non_blocking
+        self.ptr, self.device = ptr, device
+
+    def __enter__(self) -> None:
+        self.current.append(self.ptr)
+
+    def __exit__(self, *error: object) -> None:
+        self.current.pop()
+
+
+class FakeDevice(FakeStream):
+    current: list[int | None] = []  # noqa: RUF012
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    cuda = SimpleNamespace(Device=FakeDevice, Stream=FakeStream, ExternalStream=FakeStream)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    return FakeStream.current
+
+
+def paddle_with_cuda(**changes: Any) -> SimpleNamespace:
+    stream = SimpleNamespace(stream_base=SimpleNamespace(cuda_stream=0x7F00))
+    device = SimpleNamespace(current_stream=lambda: stream)
+    built = {"is_compiled_with_cuda": lambda: True, "device": device, "set_device": lambda name: None}
+    return SimpleNamespace(__version__="3.3.1", **{**built, **changes})
+
+
+def use(monkeypatch: pytest.MonkeyPatch, fake: Any) -> None:
+    monkeypatch.setitem(sys.modules, "headwise.runtime.ops.paddle_import", fake)
+
+
+def test_the_compute_stream_is_paddles_while_it_is_current(streams: list[int | None]) -> None:
+    with ComputeStream(2, 0x7F00).current():
+        assert (FakeDevice.current, streams) == ([2], [0x7F00])
+    with ComputeStream(2).current():
+        assert streams == [None], "a new one"
+    assert streams == []
+
+
+@pytest.mark.parametrize("raw", [0, 1])
+def test_the_legacy_default_stream_is_refused(streams: list[int | None], raw: int) -> None:
+    with pytest.raises(ConfigError, match=r"given for GPU 2 is CUDA's legacy default stream, .* make another one"):
+        ComputeStream(2, raw)
+
+
+def test_paddles_current_stream_on_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    use(monkeypatch, SimpleNamespace(paddle=paddle_with_cuda(set_device=opened.append)))
+    assert open_paddle(3) == 0x7F00
+    assert opened == ["gpu:3"]
+
+
+def test_a_paddle_for_cpus_is_refused_with_the_remedy() -> None:
+    message = r"needs a Paddle that is compiled with CUDA, and the installed one, 3\..* is not: install paddle"
+    with pytest.raises(ConfigError, match=message):
+        open_paddle(0)
+
+
+def test_no_paddle_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, None)
+    with pytest.raises(ConfigError, match=r"cannot import Paddle \(.*\): install paddlepaddle-gpu .*, or use"):
+        open_paddle(0)
+
+
+def test_a_paddle_for_another_cuda_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise RuntimeError("(External) CUDA error(35), driver is insufficient\n  [Hint: ...]")
+
+    use(monkeypatch, SimpleNamespace(paddle=paddle_with_cuda(set_device=fail)))
+    with pytest.raises(ConfigError, match=r"Paddle 3\.3\.1 cannot use GPU 0 \(.*insufficient\): is it made for the"):
+        open_paddle(0)
+
+
+CARD = Card("a card", sm=90, total_bytes=1 << 33, free_bytes=1 << 33)
+
+
+def test_a_gpu_worker_without_paddles_gpu_build_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_device, "open_card", lambda gpu: CARD)
+    with pytest.raises(ConfigError, match="needs a Paddle that is compiled with CUDA"):
+        CudaDevice(EngineConfig(device="cuda", tensor_ops="paddle"))
+
+
+@pytest.mark.parametrize(("name", "stream"), [("paddle", 0x7F00), ("cupy", None), ("auto", None)])
+def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch, streams: list[int | None], name: str, stream: int | None
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def make_gpu_ops(name: str, dtype: str, programs: object) -> Any:
+        seen.update(name=name, dtype=dtype, streams=list(streams))
+        return SimpleNamespace(empty_bytes=None)
+
+    for other in (
+        "CudaPrograms",
+        "CupyLauncher",
+        "CubinCache",
+        "CudaKernels",
+        "CudaSampling",
+        "CudaBlockTables",
+        "DeviceSampler",
+    ):
+        monkeypatch.setattr(cuda_device, other, lambda *arguments: SimpleNamespace(get=None))
+    monkeypatch.setattr(cuda_device, "driver_cuda", lambda: 12)
+    monkeypatch.setattr(cuda_device, "open_card", lambda gpu: CARD)
+    monkeypatch.setattr(cuda_device, "open_paddle", lambda gpu: 0x7F00)
+    monkeypatch.setattr(cuda_device, "make_gpu_ops", make_gpu_ops)
+    device = CudaDevice(EngineConfig(device="cuda", tensor_ops=name))
+    assert seen == {"name": name, "dtype": "bfloat16", "streams": [stream]}
+    with device.current():
+        assert streams == [stream]
+
+
+# ---- a whole engine ----
+
+
+def test_a_whole_engine_says_what_one_on_a_cpu_says(module: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+    from support.gpu.cuda_shim import LIBRARIES
+    from support.gpu.emulated_gpu import EmulatedGpu
+    from test_gpu_engine import answers, configuration, write_model
+
+    from headwise import LocalEngine
+
+    class PaddleGpu(EmulatedGpu):
+        def __init__(self) -> None:
+            super().__init__(LIBRARIES, "float32")
+            self.ops = module.PaddleGpuOps("float32")
+
+    (tmp_path / "model").mkdir()
+    model = write_model(tmp_path / "model")
+    expected = answers(LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")))
+    config = configuration(model, device="cuda", tensor_ops="paddle", dtype="float32")
+    gpu = LocalEngine(config, PaddleGpu())
+    assert "tensors=paddle kernels=cuda" in gpu._worker.describe()
+    assert answers(gpu) == expected
+    assert expected[-1][1] > 0, "a prefix was served from the cache"

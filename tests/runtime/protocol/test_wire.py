@@ -1,0 +1,143 @@
+"""The wire format: what crosses a process is what was sent, and what is not a message is said to be none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwise.cache_controller.storage_tier import NamedBlocks
+from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.batch import BatchRequest, NewSequence, StepResult
+from headwise.runtime.protocol.request import (
+    FinishReason,
+    GenerateRequest,
+    OutputDelta,
+    SamplingParams,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+from headwise.transfer.stats import TransferStats
+
+
+def batch(rows: int) -> BatchRequest:
+    return BatchRequest(
+        step_id=7,
+        rows=np.arange(rows, dtype=np.int32),
+        starts=np.arange(rows, dtype=np.int32) * 64,
+        query_lens=np.ones(rows, dtype=np.int32),
+        token_ids=np.full(rows, -1, dtype=np.int32),
+        sample=np.ones(rows, dtype=np.bool_),
+        table_updates=np.arange(rows * 4, dtype=np.int32).reshape(rows, 4),
+        new_sequences=(NewSequence(3, "r-1", SamplingParams(stop=("a", "β"), seed=2**63 - 1), 2**64 - 1),),
+        storage_puts=NamedBlocks(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), (b"h" * 16,) * rows),
+    )
+
+
+def assert_same(left: object, right: object) -> None:
+    assert type(left) is type(right)
+    for f in dataclasses.fields(left):  # type: ignore[arg-type]
+        a, b = getattr(left, f.name), getattr(right, f.name)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype
+            assert a.shape == b.shape
+            assert np.array_equal(a, b)
+        elif isinstance(a, NamedBlocks):
+            assert_same(a, b)
+        else:
+            assert a == b
+
+
+@pytest.mark.parametrize("rows", [0, 1, 256])
+def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
+    data = wire.encode(batch(rows))
+    decoded = wire.decode(data, BatchRequest)
+    assert_same(decoded, batch(rows))
+    assert wire.encode(decoded) == data
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        StepResult(3, 1, np.array([5, -1], np.int32), {1: TokenLogprobs(-0.5, ((4, -0.5), (9, -2.0)))}, error="rank 1"),
+        StepResult(4, 0, np.empty(0, np.int32), transfers={"load": TransferStats(3, 96, 0.5, 0.25, 1, 2)}),
+        GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 2, "salt", "", ((0, 3, "abc"),)),
+        OutputDelta("r", (1, 2), "hé", (TokenLogprobs(-1.0, ()),), FinishReason.STOP, None, Usage(1, 0, 2), Timings(1)),
+        OutputDelta("r"),
+    ],
+)
+def test_every_message_comes_back_as_it_was(message: object) -> None:
+    assert_same(wire.decode(wire.encode(message)), message)
+
+
+def test_decoded_arrays_are_views_of_the_message() -> None:
+    rows = wire.decode(wire.encode(batch(4))).rows
+    assert not rows.flags.owndata
+    assert not rows.flags.writeable
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_raise_one_error(data: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode(data)
+
+
+@given(cut=st.integers(0, 10_000), flip=st.integers(0, 10_000), value=st.integers(0, 255))
+def test_a_damaged_batch_is_an_error_or_still_well_typed(cut: int, flip: int, value: int) -> None:
+    data = bytearray(wire.encode(batch(3)))
+    data[flip % len(data)] = value
+    damaged = bytes(data[: len(data) - cut % 3])
+    try:
+        decoded = wire.decode(damaged, BatchRequest)
+    except (wire.WireError, InvalidRequestError):
+        return
+    assert decoded.rows.dtype == np.int32
+    assert decoded.sample.dtype == np.bool_
+    assert isinstance(decoded.step_id, int)
+
+
+def damaged(position: int, value: object) -> bytes:
+    version, tag, values = msgpack.unpackb(wire.encode(OutputDelta("r")))
+    values[position] = value
+    return msgpack.packb([version, tag, values])
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (damaged(0, 5), r"OutputDelta\.request_id: must be str, not int"),
+        (damaged(1, "x"), r"OutputDelta\.token_ids: must be a list"),
+        (damaged(1, [True]), r"OutputDelta\.token_ids: must be int, not bool"),
+        (damaged(4, "won"), r"OutputDelta\.finish_reason: must be one of stop"),
+        (msgpack.packb([99, "OutputDelta", []]), "protocol version 99"),
+        (msgpack.packb([wire.VERSION, "Nothing", []]), "unexpected message 'Nothing'"),
+        (msgpack.packb([wire.VERSION, "OutputDelta", []]), "must have 8 fields"),
+        (b"", "0 bytes"),
+    ],
+)
+def test_the_error_names_what_is_wrong(data: bytes, says: str) -> None:
+    with pytest.raises(wire.WireError, match=says):
+        wire.decode(data)
+
+
+def test_a_message_of_another_kind_is_refused_where_one_kind_is_expected() -> None:
+    with pytest.raises(wire.WireError, match="expected BatchRequest"):
+        wire.decode(wire.encode(OutputDelta("r")), BatchRequest)
+
+
+def test_sampling_parameters_out_of_range_are_named_as_such() -> None:
+    version, tag, values = msgpack.unpackb(wire.encode(SamplingParams()))
+    values[0] = float("nan")
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        wire.decode(msgpack.packb([version, tag, values]))
+
+
+def test_values_that_have_no_wire_form_are_refused_by_the_sender() -> None:
+    with pytest.raises(wire.WireError, match="complex"):
+        wire.encode(StepResult(0, 0, np.zeros(1, dtype=np.complex64)))  # type: ignore[arg-type]

@@ -1,0 +1,326 @@
+"""Decode steps as graphs: what is padded, when a graph is recorded, and what happens where none can be."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from support.gpu.emulated_gpu import FixedUpload
+from support.gpu.host_cublas import HostCublas, aligned
+
+from headwise.cache_controller.block_tables import HostBlockTables, TableShape
+from headwise.kernels.base import AttentionBatch
+from headwise.kernels.cuda import cublas
+from headwise.runtime.ops import gpu_ops
+from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored, padded_columns, padded_rows
+
+GROUPS = 2
+SHAPE = TableShape(max_rows=64, groups=GROUPS, max_blocks=500, block_size=4)
+
+
+class Ops:
+    """As much of `TensorOps` as graphs need; counts what was recorded and replayed."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.captured = self.replayed = self.uploads = 0
+        self._error = error
+
+    def step_upload(self, capacity: int) -> FixedUpload:
+        self.uploads += 1
+        return FixedUpload(capacity)
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        if self._error is not None:
+            raise self._error
+        self.captured += 1
+
+        def replay() -> Any:
+            self.replayed += 1
+            return work()
+
+        return replay
+
+
+class Model:
+    """A step's scores tell what it was given."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, tokens: np.ndarray, positions: np.ndarray, batch: AttentionBatch) -> Scored:
+        assert batch.max_query_len == 1
+        assert batch.groups == GROUPS
+        self.shapes.append((len(tokens), *batch.block_tables.shape))
+        seen = np.stack([tokens, positions, batch.seq_lens, np.diff(batch.cu_seqlens_q)], axis=1)
+        return Scored(seen, (tokens.copy(), batch.block_tables.copy()))
+
+
+class Tables(HostBlockTables):
+    """As wide as is wanted; what no sequence reaches says so. A row names blocks 1000 times its number."""
+
+    BEYOND = -7
+
+    def __init__(self) -> None:
+        super().__init__(SHAPE)
+        self.array[:] = np.arange(SHAPE.max_rows)[:, None, None] * 1000 + np.arange(SHAPE.max_blocks)
+
+    def gather(self, rows: np.ndarray, seq_lens: np.ndarray, columns: int) -> np.ndarray:
+        found = np.full((len(rows), GROUPS, columns), self.BEYOND, np.int32)
+        for to, row, tokens in zip(found, rows, seq_lens, strict=True):
+            used = SHAPE.columns(int(tokens))
+            to[:, :used] = self.array[row, :, :used]
+        return found.reshape(-1, columns)
+
+
+def graphs_of(ops: Any, model: Model | None = None, *more: Any) -> DecodeGraphs:
+    return DecodeGraphs(ops, model or Model(), Tables(), *more)
+
+
+def step(graphs: DecodeGraphs, batch: int, columns: int, first: int = 10, last_row: int = 63) -> Scored:
+    """Sequences in rows ``last_row`` and before it, of so many tokens that they reach ``columns``, or one less."""
+    tokens = np.arange(first, first + batch, dtype=np.int32)
+    seq_lens = np.array([(columns - row % 2) * SHAPE.block_size for row in range(batch)], np.int32)
+    return graphs.step(tokens, seq_lens - 1, seq_lens, np.arange(last_row, last_row - batch, -1, dtype=np.int32))
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (64, 64)])
+def test_batches_are_padded_to_few_sizes(batch: int, rows: int) -> None:
+    assert padded_rows(batch) == rows
+
+
+@pytest.mark.parametrize(("columns", "width"), [(1, 16), (16, 16), (17, 32), (500, 512)])
+def test_tables_are_padded_to_few_widths(columns: int, width: int) -> None:
+    assert padded_columns(columns) == width
+
+
+def test_padding_has_no_queries_no_tokens_and_no_blocks() -> None:
+    found = step(graphs_of(Ops()), batch=3, columns=5, last_row=40)
+    assert found.scores.tolist() == [[10, 19, 20, 1], [11, 15, 16, 1], [12, 19, 20, 1], [0, 0, 0, 0]]
+    tables = found.likeliest[1].reshape(4, GROUPS, 16)
+    for at, (row, used) in enumerate(((40, 5), (39, 4), (38, 5))):
+        np.testing.assert_array_equal(tables[at, :, :used], [np.arange(used) + 1000 * row] * GROUPS)
+        assert (tables[at, :, used:] == Tables.BEYOND).all()
+    assert (tables[3] == Tables.BEYOND).all()
+
+
+def test_a_shape_is_recorded_at_its_second_use_and_replayed_with_what_is_new() -> None:
+    ops, model = Ops(), Model()
+    graphs = graphs_of(ops, model)
+    for first in (10, 20, 30):
+        assert step(graphs, 3, 5, first).scores[:3, 0].tolist() == [first, first + 1, first + 2]
+    assert (ops.captured, ops.replayed, graphs.captured) == (1, 2, 1)
+    step(graphs, 4, 9)  # padded alike
+    assert (ops.captured, ops.replayed) == (1, 3)
+    step(graphs, 4, 17)
+    step(graphs, 5, 17)
+    assert ops.captured == 1, "other shapes, used once each"
+    assert model.shapes[-2:] == [(4, 8, 32), (8, 16, 32)]
+
+
+def test_all_shapes_share_a_buffer_and_graphs_find_what_is_new_in_it() -> None:
+    ops = Ops()
+    graphs = graphs_of(ops)
+    for first in (10, 20, 30, 40):
+        for batch, columns in ((3, 5), (4, 16), (7, 30), (64, 30), (2, 40), (1, 60)):
+            found = step(graphs, batch, columns, first, last_row=63 - first % 7 * (batch < 50))
+            assert found.scores[0, 0] == first
+            assert found.likeliest[1][0, 0] == 1000 * (63 - first % 7 * (batch < 50))
+    assert graphs.captured == 5
+    assert ops.uploads == 1
+
+
+def test_graphs_gather_what_the_tables_say_when_they_are_launched() -> None:
+    ops = Ops()
+    graphs = graphs_of(ops)
+    for block in (5, 6, 7, 8):
+        graphs._tables.apply(np.array([[63, 1, 2, block]], np.int32))
+        assert step(graphs, 1, 4).likeliest[1][1, 2] == block
+    assert ops.replayed == 3
+
+
+def test_where_nothing_can_be_recorded_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = graphs_of(Ops(RuntimeError("not while capturing")))
+    with caplog.at_level(logging.WARNING):
+        for batch in (1, 1, 1, 2, 2):
+            assert step(graphs, batch, 3).scores[0, 0] == 10
+    assert [record.message for record in caplog.records] == [
+        "decode steps run without CUDA graphs: not while capturing"
+    ]
+    assert graphs.captured == 0
+
+
+def test_a_graph_that_another_rank_cannot_record_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    ops, asked = Ops(), []
+    graphs = graphs_of(ops, Model(), lambda is_so: bool(asked.append(is_so)))
+    with caplog.at_level(logging.WARNING):
+        for batch in (1, 1, 1, 2, 2):
+            assert step(graphs, batch, 3).scores[0, 0] == 10
+    assert asked == [True]
+    assert (ops.captured, ops.replayed, graphs.captured) == (1, 0, 0)
+    assert [record.message for record in caplog.records] == [
+        "decode steps run without CUDA graphs: they cannot be recorded on another rank"
+    ]
+
+
+# ---- CuPy's side, with a CuPy that only keeps a log ----
+
+
+class FakeStream:
+    ptr = 0x5000
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self.captures = False
+
+    def begin_capture(self) -> None:
+        self._log.append("begin")
+        self.captures = True
+
+    def end_capture(self) -> Any:
+        self._log.append("end")
+        self.captures = False
+        return SimpleNamespace(launch=lambda: self._log.append("launch"))
+
+
+class FakePool:
+    """Like CuPy's, lets go of what is free when it is told to: here, all."""
+
+    def __init__(self, allocator: Callable[[int], Any] | None = None) -> None:
+        self._allocator, self._blocks = allocator, []
+
+    def malloc(self, size: int) -> Any:
+        self._blocks.append(self._allocator(size))
+
+    def free_all_blocks(self) -> None:
+        self._blocks.clear()
+
+
+class FakeMemory:
+    made: ClassVar[weakref.WeakSet[FakeMemory]] = weakref.WeakSet()
+
+    def __init__(self, size: int) -> None:
+        self.made.add(self)
+
+
+class DeviceArray(np.ndarray):
+    """NumPy's, that tells its place as CuPy's does."""
+
+    device = SimpleNamespace(id=0)
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+@pytest.fixture
+def cupy_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    log: list[str] = []
+    stream = FakeStream(log)
+
+    @contextmanager
+    def using_allocator(allocator: Any) -> Iterator[None]:
+        log.append(f"allocate by {allocator.__qualname__}")
+        yield
+        log.append("allocate as before")
+
+    def asarray(array: np.ndarray) -> np.ndarray:
+        log.append(f"upload {array.nbytes}")
+        return array.copy()
+
+    def dot(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        if stream.captures:
+            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+        return x @ weight
+
+    def empty(shape: Any, dtype: Any) -> np.ndarray:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return aligned(size).view(dtype).reshape(shape).view(DeviceArray)
+
+    cupy = ModuleType("cupy")
+    cupy.empty, cupy.asarray, cupy.dot = empty, asarray, dot  # type: ignore[attr-defined]
+    cupy.ndarray = lambda shape, dtype, at: np.frombuffer(at.mem, dtype).reshape(shape)  # type: ignore[attr-defined]
+    cupy.get_default_memory_pool = FakePool  # type: ignore[attr-defined]
+    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        MemoryPool=FakePool,
+        Memory=FakeMemory,
+        MemoryPointer=lambda memory, offset: SimpleNamespace(mem=memory),
+        UnownedMemory=lambda address, size, owner, gpu: (ctypes.c_uint8 * size).from_address(address),
+        get_current_stream=lambda: stream,
+        using_allocator=using_allocator,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupyx", ModuleType("cupyx"))
+    monkeypatch.setattr(cublas, "_library", HostCublas)
+    for name in ("headwise.runtime.ops.cupy_ops", "headwise.runtime.ops.step_upload"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield log
+    for name in ("headwise.runtime.ops.cupy_ops", "headwise.runtime.ops.step_upload"):
+        sys.modules.pop(name, None)
+
+
+def cupy_ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(gpu_ops, "CudaElementwise", lambda programs: SimpleNamespace(prepare=lambda dtype: None))
+    monkeypatch.setattr(gpu_ops, "CudaSampling", lambda *arguments: None)
+    return import_module("headwise.runtime.ops.cupy_ops").CupyOps("float16", programs=None)
+
+
+def test_a_graph_is_recorded_from_memory_of_its_own_and_launched(
+    cupy_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, made = cupy_ops(monkeypatch), [aligned(16).view(np.float16).reshape(2, 4).view(DeviceArray)]
+    replay = ops.capture(lambda: cupy_log.append("work") or made)
+    assert cupy_log == ["allocate by FakePool.malloc", "begin", "work", "end", "allocate as before"]
+    cupy_log.clear()
+    made[0][:] = 7
+    owner = weakref.ref(made[0])
+    for result in (*replay(), *replay()):
+        np.testing.assert_array_equal(result, np.full((2, 4), 7, np.float16))
+    assert cupy_log == ["launch"] * 2
+    made.clear()
+    assert owner() is None, "what comes of a graph does not keep its memory from the next one"
+
+
+def test_a_recording_that_fails_is_ended(cupy_log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        cupy_ops(monkeypatch).capture(lambda: 1 // 0)
+    assert cupy_log[1:3] == ["begin", "end"]
+
+
+def test_products_are_recorded_though_cupy_refuses_its_own(
+    cupy_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = cupy_ops(monkeypatch)
+    x, weight = ops.tensor(np.ones((3, 16), np.float32)), ops.linear_weight(np.ones((8, 16), np.float32))
+    products: list[np.ndarray] = []
+    ops.capture(lambda: products.append(ops.linear(x, weight)) or products)
+    assert products[0].tolist() == [[16.0] * 8] * 3
+
+
+def test_memory_that_graphs_compute_with_is_kept_where_memory_is_short(
+    cupy_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = cupy_ops(monkeypatch)
+    ops._graph_memory.malloc(100)
+    ops._graph_memory.free_all_blocks()
+    assert len(FakeMemory.made) == 1
+    ops.give_back_memory()
+    assert len(FakeMemory.made) == 0
+
+
+def test_weights_go_to_the_device_in_pieces(cupy_log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = cupy_ops(monkeypatch)
+    monkeypatch.setattr(import_module("headwise.runtime.ops.cupy_ops"), "PIECE_BYTES", 100)
+    for weight, pieces in ((np.arange(70.0), [100, 100, 80]), (np.arange(70.0).reshape(7, 10), [80, 80, 80, 40])):
+        cupy_log.clear()
+        np.testing.assert_array_equal(ops.tensor(weight.astype(np.float32)), weight.astype(np.float16))
+        assert cupy_log == [f"upload {piece}" for piece in pieces]
+    assert ops.tensor(np.ones((2, 60), np.float32)).shape == (2, 60), "rows are not divided"

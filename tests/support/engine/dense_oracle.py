@@ -1,0 +1,122 @@
+"""What tests of models share: plain attention over whole sequences, and ranks that run as threads."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from headwise.cache_controller.planner import plan_head_groups
+from headwise.cache_controller.policy import HeadPolicy
+from headwise.runtime.models.base import ModelConfig, Shard
+from headwise.runtime.models.decoder import Weights
+from headwise.runtime.models.registry import build_model
+from headwise.runtime.ops.comm import Communicator
+from headwise.runtime.ops.select import make_ops
+
+
+def visible(policy: HeadPolicy, count: int) -> np.ndarray:
+    p, k = np.arange(count)[:, None], np.arange(count)[None]
+    return (k <= p) & ((policy.window == 0) | (p - k < policy.window) | (k < policy.sink))
+
+
+def capped(x: np.ndarray, cap: float) -> np.ndarray:
+    return cap * np.tanh(x / cap) if cap else x
+
+
+def softmax(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    scores = np.where(mask, scores, -np.inf)
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def rotate(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+class DenseAttention:
+    """Attention over the whole sequence at once, masked by each head's policy."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, ops) -> None:
+        self._config, self._shard, self._ops = config, shard, ops
+
+    def __call__(self, layer: int, query, key, value, rotation):
+        c, heads = self._config, self._shard.kv_heads[layer]
+        query, key = (self._ops.rope(t, *rotation) for t in (query, key))
+        q, k, v = (self._ops.kernel_array(t).astype(np.float64) for t in (query, key, value))
+        share = c.num_heads // c.num_kv_heads
+        out = np.empty_like(q)
+        for local, head in enumerate(heads):
+            mask = visible(c.policies[layer][head], len(q))
+            for index in range(local * share, (local + 1) * share):
+                scores = q[:, index] @ k[:, local].T * c.attention_scale
+                out[:, index] = softmax(capped(scores, c.attention_softcap), mask) @ v[:, local]
+        return self._ops.from_kernel_array(out.astype(np.float32))
+
+
+class DictWeights:
+    """Weights as `Checkpoint` gives them, out of a dictionary."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self._tensors, self.names = tensors, tuple(tensors)
+
+    def tensor(self, name: str) -> np.ndarray:
+        return self._tensors[name]
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._tensors[name][start:stop]
+
+    def columns(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._tensors[name][:, start:stop]
+
+
+def run_rank(
+    config: ModelConfig, weights: Weights, comm: Communicator, ids: np.ndarray, ops_name: str = "numpy"
+) -> np.ndarray | None:
+    """One rank's logits of every token, with dense attention in place of the cache."""
+    plan = plan_head_groups(config.policies, comm.size)
+    shard = Shard(comm.rank, comm.size, plan.kv_heads(comm.rank))
+    ops = make_ops(ops_name)
+    model = build_model(config, weights, ops, comm, shard)
+    attention = DenseAttention(config, shard, ops)
+    return model.logits(model.forward(ids, np.arange(len(ids), dtype=np.int32), attention))
+
+
+class ThreadComm:
+    """Ranks as threads that meet at a barrier."""
+
+    def __init__(self, rank: int, size: int, shared: list, barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, size
+        self._shared, self._barrier = shared, barrier
+
+    def _exchange(self, x: np.ndarray) -> list[np.ndarray]:
+        self._shared[self.rank] = x.copy()
+        self._barrier.wait(20)
+        everyone = list(self._shared)
+        self._barrier.wait(20)
+        return everyone
+
+    def all_reduce(self, x: np.ndarray) -> np.ndarray:
+        return np.sum(self._exchange(x), axis=0)
+
+    def gather(self, x: np.ndarray) -> np.ndarray | None:
+        everyone = self._exchange(x)
+        return np.concatenate(everyone, axis=-1) if self.rank == 0 else None
+
+
+def run_ranks(config: ModelConfig, weights: Weights, size: int, ids: np.ndarray) -> dict[int, np.ndarray | None]:
+    """What each of ``size`` ranks, as threads, returns for the same tokens."""
+    shared, barrier = [None] * size, threading.Barrier(size)
+    results: dict[int, np.ndarray | None] = {}
+
+    def rank_main(rank: int) -> None:
+        results[rank] = run_rank(config, weights, ThreadComm(rank, size, shared, barrier), ids)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results

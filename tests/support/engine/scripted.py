@@ -1,0 +1,84 @@
+"""An engine without a model, for tests of what is around it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from support.waiting import eventually
+
+from headwise.errors import ConfigError, OverloadedError
+from headwise.runtime.engine.operations import Operation
+from headwise.runtime.protocol.messages import EngineLoad
+from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Usage
+
+
+class ScriptedCore:
+    """Says "0 1 2 ...", one token per step to each request; `gate` holds the steps back, `pace_s` slows them down."""
+
+    def __init__(self, max_requests: int = 100) -> None:
+        self.live: dict[str, tuple[GenerateRequest, int]] = {}
+        self.aborted: list[str] = []
+        self.steps = 0
+        self.max_requests = max_requests
+        self.gate = threading.Event()
+        self.gate.set()
+        self.pace_s = 0.0
+        self.dies: Exception | None = None
+        self.operations: list[Operation] = []
+
+    def operate(self, action: str, tier: str) -> Operation:
+        if tier == "storage":
+            raise ConfigError("this deployment has no storage")
+        self.operations.append(Operation(action, tier))
+        return self.operations[-1]
+
+    def finish(self, blocks: int = 0) -> None:
+        """End the operation that was asked for."""
+        eventually(lambda: bool(self.operations))
+        operation = self.operations.pop(0)
+        operation.blocks, operation.is_done = blocks, True
+
+    def add(self, request: GenerateRequest) -> None:
+        if len(self.live) >= self.max_requests:
+            raise OverloadedError(f"{self.max_requests} requests are waiting already")
+        self.live[request.request_id] = (request, len(request.output_token_ids))
+
+    def abort(self, request_id: str) -> None:
+        if self.live.pop(request_id, None):
+            self.aborted.append(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self.live or self.dies)
+
+    def step(self, timeout_s: float | None) -> list[OutputDelta]:
+        if self.dies is not None:
+            raise self.dies
+        if not self.gate.is_set():
+            return []
+        self.steps += 1
+        time.sleep(self.pace_s)
+        return [self._next(request_id) for request_id in list(self.live)]
+
+    def _next(self, request_id: str) -> OutputDelta:
+        request, count = self.live[request_id]
+        self.live[request_id] = (request, count + 1)
+        if count + 1 < (request.sampling.max_tokens or 1):
+            return OutputDelta(request_id, (count,), f"{count} ")
+        del self.live[request_id]
+        usage = Usage(len(request.prompt_token_ids), 0, count + 1)
+        return OutputDelta(request_id, (count,), f"{count} ", finish_reason=FinishReason.LENGTH, usage=usage)
+
+    def stats(self) -> dict[str, Any]:
+        return {"live": len(self.live)}
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=len(self.live))
+
+    def drain_index_updates(self) -> list[Any]:
+        return []
+
+    def fail_all(self, error: str) -> list[OutputDelta]:
+        failed, self.live = list(self.live), {}
+        return [OutputDelta(request_id, finish_reason=FinishReason.ERROR, error=error) for request_id in failed]

@@ -1,0 +1,202 @@
+"""A model whose KV cache holds token ids: what it says next is a function of every token that block tables lead to."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from support.engine.simulated_copies import DEVICE_POISON, HOST_POISON, Faults, WatchedCopy
+
+from headwise.cache_controller.block_tables import HostBlockTables, TableShape
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig
+from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
+from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.transfer.base import Stream
+
+VOCAB = 97
+
+Context = list[int] | None
+"""The tokens that a sequence's next one depends on; None: it was computed from a block that never came."""
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return zlib.crc32(np.asarray(tokens, dtype=np.int32).tobytes()) % VOCAB
+
+
+def sure_of_one(tokens: list[int]) -> NDArray[np.float32]:
+    """Logits ``[VOCAB]`` that leave no choice, at whatever temperature."""
+    logits = np.full(VOCAB, -1e9, dtype=np.float32)
+    logits[next_token(tokens)] = 0
+    return logits
+
+
+class TokenOps(NumpyOps):
+    """Memory on the device holds nothing at first."""
+
+    def empty_bytes(self, num_bytes: int) -> NDArray[np.uint8]:
+        return np.full(num_bytes // 4, DEVICE_POISON, dtype=np.int32).view(np.uint8)
+
+
+class TokenKernels:
+    """Attention kernels that write keys, which are token ids, and read them again.
+
+    contexts: what each sequence of the latest step has seen
+    """
+
+    name = "simulated"
+
+    def __init__(self, copies: WatchedCopy) -> None:
+        self._copies = copies
+        self.contexts: list[Context] = []
+
+    def write_kv(self, *arguments: Any) -> None:
+        raise AssertionError("the worker prefers to have keys rotated on the way")
+
+    def write_kv_rope(
+        self,
+        query: NDArray[np.float32],
+        key: NDArray[np.float32],
+        value: NDArray[np.float32],
+        cosines: Any,
+        sines: Any,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        blocks, size = _slots(arena, layout), layout.block_size
+        ends = batch.cu_seqlens_q.tolist()
+        places = list(zip(heads.group.tolist(), heads.slot.tolist(), strict=True))
+        for index, length in enumerate(batch.seq_lens.tolist()):
+            tokens = key[ends[index] : ends[index + 1], 0, 0].astype(np.int32)
+            positions = np.arange(length - len(tokens), length)
+            for group, slot in places:
+                ids = batch.block_tables[index * batch.groups + group][positions // size]
+                kept = ids >= 0
+                blocks[ids[kept], slot, positions[kept] % size] = tokens[kept]
+                if self._copies.nonsense:  # they were given to somebody else
+                    self._copies.nonsense.difference_update(ids[kept & (positions % size == 0)].tolist())
+
+    def attend(
+        self,
+        query: NDArray[np.float32],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        softcap: float,
+        out: NDArray[np.float32],
+    ) -> None:
+        out[:] = -1
+        blocks = _slots(arena, layout)
+        self.contexts = [
+            self._read(blocks, batch.block_tables[index * batch.groups :], length, heads)
+            for index, length in enumerate(batch.seq_lens.tolist())
+        ]
+        out[batch.cu_seqlens_q[1:] - 1] = np.arange(len(self.contexts), dtype=np.float32)[:, None, None]
+
+    def _read(self, blocks: NDArray[np.int32], tables: NDArray[np.int32], length: int, heads: HeadTable) -> Context:
+        """The tokens as one head holds them; all must hold the same where they may look."""
+        positions, size = np.arange(length), blocks.shape[2]
+        found = np.full(length, -1, dtype=np.int32)
+        columns = zip(*(column.tolist() for column in (heads.group, heads.slot, heads.window, heads.sink)), strict=True)
+        for group, slot, window, sink in columns:
+            seen = positions if not window else positions[(positions < sink) | (length - 1 - positions < window)]
+            ids = tables[group][seen // size]
+            if (ids < 0).any():
+                self._copies.violations.append(f"group {group} lost a block of {length} tokens")
+                return None
+            if self._copies.nonsense and self._copies.nonsense.intersection(ids.tolist()):
+                return None
+            tokens = blocks[ids, slot, seen % size]
+            known = found[seen]
+            if ((known >= 0) & (known != tokens)).any():
+                self._copies.violations.append("groups hold different tokens for one sequence")
+            found[seen] = tokens
+        return found.tolist()
+
+
+def _slots(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[np.int32]:
+    return arena.view(np.int32).reshape(-1, layout.slots, layout.block_size)
+
+
+class TokenModel(Model):
+    """fails: what its next forward pass raises; breaks: contexts whose logits are no numbers"""
+
+    def __init__(self, config: ModelConfig, kernels: TokenKernels) -> None:
+        self.config = config
+        self._kernels = kernels
+        self.fails: Exception | None = None
+        self.breaks: Callable[[list[int]], bool] = lambda tokens: False
+        self.logits_of: Callable[[list[int]], NDArray[np.float32]] = sure_of_one
+
+    def forward(
+        self, token_ids: NDArray[np.int32], positions: NDArray[np.int32], attention: AttentionLayer
+    ) -> NDArray[np.float32]:
+        """Hidden rows ``[T, 1]``: which of the kernels' contexts each is of; -1 for none."""
+        if self.fails is not None:
+            error, self.fails = self.fails, None
+            raise error
+        tokens = np.repeat(token_ids.astype(np.float32)[:, None, None], self.config.num_kv_heads, axis=1)
+        hidden: NDArray[np.float32] = attention(0, tokens, tokens, tokens, (None, None))[:, 0]
+        return hidden
+
+    def scores(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.stack([self._scores(int(index)) for index in hidden[:, 0]])
+
+    def _scores(self, index: int) -> NDArray[np.float32]:
+        context = self._kernels.contexts[index]
+        if context is None or self.breaks(context):
+            return np.full(VOCAB, np.nan, dtype=np.float32)
+        return self.logits_of(context)
+
+    def logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        return self.scores(hidden)
+
+
+class SimulatedDevice:
+    """`Device` with streams that count steps, and memory in which nothing is found that was not put there."""
+
+    name = "simulated"
+    sampler = None
+
+    def __init__(self, faults: Faults) -> None:
+        self.ops = TokenOps()
+        self.copies = WatchedCopy(faults)
+        self.kernels = TokenKernels(self.copies)
+
+    def check(self, card: ModelCard, model_dir: Path) -> None:
+        pass
+
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def collectives(self, comm: Communicator) -> Collectives:
+        return host_collectives(self.ops, comm)
+
+    def spare_bytes(self) -> int:
+        raise NotImplementedError
+
+    def block_tables(self, shape: TableShape) -> HostBlockTables:
+        return HostBlockTables(shape)
+
+    def block_copy(self) -> WatchedCopy:
+        return self.copies
+
+    def copy_stream(self, name: str) -> Stream:
+        return {"headwise-load": self.copies.loads, "headwise-store": self.copies.stores}[name]
+
+    def host_arena(self, num_bytes: int) -> Any:
+        array = np.full(num_bytes // 4, HOST_POISON, dtype=np.int32).view(np.uint8)
+        return SimpleNamespace(array=array, close=lambda: None)

@@ -1,0 +1,205 @@
+"""The real worker around a simulated model, for tests of the engine: its "KV cache" holds token ids, in real blocks.
+
+What it says next depends on every token that the block tables lead to, so any mistake in tables, hashing, eviction,
+copying or scheduling changes the output.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from support.engine.simulated_copies import (
+    DEVICE_POISON,
+    HOST_POISON,
+    DictionaryStorage,
+    Faults,
+    SteppedStream,
+)
+from support.engine.simulated_copies import Storage as Storage
+from support.engine.simulated_model import VOCAB, SimulatedDevice, TokenModel, next_token
+
+from headwise.cache_controller.layout import BlockLayout, Role
+from headwise.cache_controller.planner import plan_head_groups
+from headwise.cache_controller.policy import HeadPolicy
+from headwise.errors import EngineDiedError
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import CacheSpec, ModelCard
+from headwise.runtime.models.base import ModelConfig, RopeConfig
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.step_channel import WorkerFailed, answer_to
+from headwise.runtime.worker.kv_offload import KVOffload
+from headwise.runtime.worker.worker import ModelWorker, WorkerParts
+
+EOS = 0
+
+_CONFIG = EngineConfig()
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """What the simulated model says after ``prompt``."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def simulated_card(
+    policies: Sequence[HeadPolicy], *, block_size: int, num_blocks: int, max_rows: int, host_blocks: int = 0
+) -> ModelCard:
+    """A card with one layer and one KV head per policy."""
+    plan = plan_head_groups([policies])
+    layout = BlockLayout(block_size, plan.slots, (Role("token", (), "int32"),), alignment=4)
+    max_len = num_blocks // len(plan.groups) * block_size
+    model = ModelConfig(
+        architecture="Simulated",
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=len(policies),
+        num_kv_heads=len(policies),
+        head_dim=1,
+        vocab_size=VOCAB,
+        max_position=max_len,
+        rms_norm_eps=0.0,
+        tie_embeddings=True,
+        policies=(tuple(policies),),
+        ropes=(RopeConfig(1.0),),
+        attention_scale=1.0,
+    )
+    spec = CacheSpec(num_blocks, max_rows, -(-max_len // block_size), host_blocks)
+    return ModelCard("simulated", "simulated", model, plan, layout, spec, max_len)
+
+
+class SimulatedExecutor:
+    """Executes batches in order, each when `finish_one` says so, or at once with ``eager``.
+
+    worker:  a `ModelWorker`, which needs no files
+    faults:  what goes wrong with its copies
+    model:   what it computes with; the next one, after `sleep` and `wake`
+    storage: what is kept beyond the executor's life, by block hash and group; None: there is none
+    fail_wake: why the model cannot be loaded again; None if it can
+    """
+
+    def __init__(self, card: ModelCard, *, eager: bool = True, storage: Storage | None = None) -> None:
+        self.card = card
+        self.eager = eager
+        self.faults = Faults()
+        self.storage = storage
+        self.fail_wake: Exception | None = None
+        self.queue: deque[BatchRequest] = deque()
+        self._answers: deque[StepResult | WorkerFailed] = deque()
+        self._device = SimulatedDevice(self.faults)
+        self.model = TokenModel(card.config, self._device.kernels)
+        parts = WorkerParts(
+            read_card=lambda config, directory: card,
+            load_model=lambda *arguments: self._load_model(),
+            open_copies=self._open_copies,
+            clock=lambda: 0.0,
+        )
+        self.worker = ModelWorker(_CONFIG, Path(), 0, SingleRank(), self._device, parts)
+        self.worker.initialize_cache()
+
+    def _load_model(self) -> TokenModel:
+        if self.fail_wake is not None:
+            raise self.fail_wake
+        return self.model
+
+    def _open_copies(
+        self, config: EngineConfig, card: ModelCard, rank: int, device: object, arena: object
+    ) -> KVOffload:
+        faults, copies = self.faults, self._device.copies
+        storage = None
+        if self.storage is not None:
+            storage = DictionaryStorage(self.storage, card.layout.block_bytes, faults, copies.violations)
+        self._copies = KVOffload(
+            config, card, rank, self._device, arena,
+            storage=storage, background=lambda name: SteppedStream(faults, lambda: faults.storage_steps),
+        )  # fmt: skip
+        return self._copies
+
+    # ---- `Executor` ----
+
+    def submit(self, batch: BatchRequest) -> None:
+        self.queue.append(batch)
+
+    def poll(self, timeout_s: float | None) -> StepResult | None:
+        if self.eager or timeout_s is None:
+            self.finish_one()
+        if not self._answers:
+            return None
+        if isinstance(answer := self._answers[0], WorkerFailed):
+            raise EngineDiedError(answer.reason)
+        self._answers.popleft()
+        return answer
+
+    def finish_one(self) -> None:
+        if self.queue and not (self._answers and isinstance(self._answers[-1], WorkerFailed)):
+            self._answers.append(self._execute(self.queue.popleft()))
+
+    def _execute(self, batch: BatchRequest) -> StepResult | WorkerFailed:
+        assert not (self.is_asleep and len(batch.rows)), "a worker that is asleep cannot compute"
+        self.faults.step = batch.step_id
+        copies = self._device.copies
+        copies.nonsense.update(batch.cache_swap_metadata[:, 2].tolist())
+        answer = answer_to(batch, self.worker, 0)
+        assert not copies.violations, copies.violations
+        return answer
+
+    def close(self) -> None:
+        pass
+
+    # ---- for tests ----
+
+    @property
+    def is_asleep(self) -> bool:
+        """It has given up its device memory, as it was told to."""
+        return self.worker._is_asleep
+
+    def poison(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
+        if not self.is_asleep:
+            arena = self.worker._cache.arena
+            arena.reshape(self.card.spec.num_blocks, -1).view(np.int32)[list(blocks)] = DEVICE_POISON
+
+    def poison_host(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
+        arena = self._copies._arena.array
+        arena.reshape(self.card.spec.num_host_blocks, -1).view(np.int32)[list(blocks)] = HOST_POISON
+
+
+class SimulatedLookup:
+    """Says what a storage has, at once; or nothing while it ``hangs``.
+
+    in_background: questions of that kind so far
+    """
+
+    def __init__(self, storage: Storage, groups: int) -> None:
+        self.hangs = False
+        self.in_background = 0
+        self._storage, self._groups = storage, groups
+        self._asked: dict[str, list[bytes]] = {}
+
+    def submit(self, key: str, hashes: Sequence[bytes], in_background: bool = False) -> None:
+        self._asked[key] = list(hashes)
+        self.in_background += in_background
+
+    def poll(self) -> list[tuple[str, np.ndarray]]:
+        if self.hangs:
+            return []
+        asked, self._asked = self._asked, {}
+        return [
+            (key, np.array([[(h, g) in self._storage for g in range(self._groups)] for h in hashes], dtype=np.bool_))
+            for key, hashes in asked.items()
+        ]
+
+    def cancel(self, key: str) -> None:
+        self._asked.pop(key, None)
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._asked)
+
+    def close(self) -> None:
+        pass

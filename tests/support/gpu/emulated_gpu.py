@@ -1,0 +1,210 @@
+"""A GPU on a CPU: its kernels run in Triton's interpreter and a host shim, on NumPy arrays, at a ten-thousandth of the
+speed. All other code of the GPU path is the real one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from support.gpu.cuda_shim import ShimPrograms
+from support.gpu.host_cublas import HostCublas, aligned
+from support.gpu.host_driver import HostDriver
+
+from headwise.cache_controller.block_tables import TableShape
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.block_copy import BlockCopy
+from headwise.kernels.cuda.block_copy import CudaBlockCopy
+from headwise.kernels.cuda.block_tables import CudaBlockTables
+from headwise.kernels.cuda.cublas import Cublas
+from headwise.kernels.cuda.interpreter import InterpreterLauncher
+from headwise.kernels.cuda.kernels import CudaKernels
+from headwise.kernels.cuda.launch import Grid, Kernel, Program
+from headwise.kernels.cuda.programs import Defines, Programs
+from headwise.kernels.cuda.sampling import CudaSampling
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.ops.base import KernelArray, StepUpload
+from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
+from headwise.runtime.ops.gpu_ops import GpuOps
+from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.worker.device_block_tables import DeviceBlockTables
+from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.transfer.base import Stream
+from headwise.transfer.cpu_stream import CpuStream
+from headwise.transfer.host_memory import HostArena
+
+STREAM = 0x5000
+NO_BLOCK = 0x7F000000
+
+
+class EmulatedOps(GpuOps):
+    """On NumPy arrays. Does what NumPy does not need: keeps memory of its own, and steps' arrays at fixed places in it,
+    and graphs, which do again what was recorded. As with CuPy, nothing of that may come from the host or go there."""
+
+    name = "emulated"
+    give_back_memory = NumpyOps.give_back_memory
+
+    def __init__(self, dtype: str, programs: Programs) -> None:
+        super().__init__(np, numpy_dtype(dtype), programs, threads=64)
+        self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
+        self._is_recorded = False
+
+    def matmul(self, x: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
+        out = np.empty((x.shape[0], weight.shape[1]), self.dtype)
+        assert self._cublas.product(x, weight, out), "CuPy's own product cannot be captured"
+        return out
+
+    def upload(self, array: NDArray[Any]) -> NDArray[Any]:
+        assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
+        return array.copy()
+
+    def host(self, array: NDArray[Any]) -> NDArray[Any]:
+        assert not self._is_recorded, "the current stream is capturing, so D2H transfers are disallowed"
+        return array.copy()
+
+    def numpy(self, tensor: NDArray[Any]) -> NDArray[Any]:
+        return self.host(self._wide(tensor))
+
+    def step_upload(self, capacity: int = 0) -> StepUpload:
+        fixed = FixedUpload(capacity)
+
+        def upload(*arrays: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+            assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
+            return fixed(*arrays)
+
+        return upload
+
+    def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
+        def replay() -> Sequence[KernelArray]:
+            self._is_recorded = True
+            try:
+                return work()
+            finally:
+                self._is_recorded = False
+
+        return replay
+
+
+class FixedUpload:
+    """A `StepUpload` whose arrays all lie in one buffer, which moves when it has to grow."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._buffer: NDArray[np.int32] = np.empty(capacity, np.int32)
+
+    def __call__(self, *arrays: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        size = sum(array.size for array in arrays)
+        if size > len(self._buffer):
+            self._buffer = np.empty(size, np.int32)
+        self._buffer[:] = np.iinfo(np.int32).min
+        parts = np.split(self._buffer[:size], np.cumsum([array.size for array in arrays])[:-1])
+        views = [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        for view, array in zip(views, arrays, strict=True):
+            view[...] = array
+        return views
+
+
+class EmulatedGpu:
+    """`Device` with what a GPU computes, in ``dtype``. libraries: where the shim builds its own."""
+
+    name = "emulated GPU"
+
+    def __init__(self, libraries: Path, dtype: str) -> None:
+        self._dtype, self._libraries = dtype, libraries
+        programs = SerialPrograms(libraries)
+        self._tables = PoisonedTables(programs, threads=64)
+        self.ops = EmulatedOps(dtype, programs)
+        self.sampler = DeviceSampler(self.ops, CudaSampling(programs, numpy_dtype(dtype), threads=64))
+        self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
+
+    def check(self, card: ModelCard, model_dir: Path) -> None:
+        shape = card.config
+        self.kernels.prepare(card.layout, shape.num_heads, shape.num_kv_heads, self._dtype, shape.attention_softcap)
+
+    def current(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def collectives(self, comm: Communicator) -> Collectives:
+        return host_collectives(self.ops, comm)
+
+    def spare_bytes(self) -> int:
+        return 2 << 20
+
+    def block_tables(self, shape: TableShape) -> DeviceBlockTables:
+        return DeviceBlockTables(self.ops, self._tables, shape)
+
+    def block_copy(self) -> BlockCopy:
+        return FinishedCopy(self._libraries)
+
+    def copy_stream(self, name: str) -> Stream:
+        return CpuStream(name)
+
+    def host_arena(self, num_bytes: int) -> HostArena:
+        return HostArena(num_bytes)
+
+
+class PoisonedTables(CudaBlockTables):
+    """What no sequence reaches names a block far out of the arena's memory."""
+
+    def gather(
+        self,
+        tables: NDArray[np.int32],
+        shape: TableShape,
+        rows: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        out: NDArray[np.int32],
+    ) -> None:
+        out[:] = NO_BLOCK
+        super().gather(tables, shape, rows, seq_lens, out)
+
+
+class FinishedCopy:
+    """The block copy of a GPU that returns when the copies are done: the streams here are threads."""
+
+    name = "emulated"
+
+    def __init__(self, libraries: Path) -> None:
+        self._driver, self._lock = HostDriver(), threading.Lock()
+        programs = self._driver.enqueued(SerialPrograms(libraries))
+        self._copy = CudaBlockCopy(self._driver, programs, crossover_bytes=1 << 30)  # the kernel copies all it can
+
+    def __call__(
+        self, source: Any, target: Any, pairs: NDArray[np.int32], ranges: NDArray[np.int64], block_bytes: int
+    ) -> None:
+        with self._lock:
+            self._copy(source, target, pairs, ranges, block_bytes)
+            self._driver.finish()
+
+
+class SerialPrograms(ShimPrograms):
+    """Those of the shim, whose fibers are the process's: copies, on threads of their own, wait for the forward pass."""
+
+    def __call__(self, source: str, defines: Defines) -> SerialProgram:
+        return SerialProgram(super().__call__(source, defines))
+
+
+class SerialProgram:
+    """Launched one at a time in the process."""
+
+    _launching = threading.Lock()
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        kernel = self._program.kernel(name, threads, shared_bytes)
+
+        def launch(grid: Grid, arguments: Sequence[np.generic]) -> None:
+            with self._launching:
+                kernel(grid, arguments)
+
+        return launch
+
+
+def poisoned(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory in which every float is NaN."""
+    return np.full(num_bytes, 0xFF, dtype=np.uint8)

@@ -1,0 +1,195 @@
+"""NCCL between threads of one process, and as much of CuPy as its caller needs: on host memory.
+
+It takes what CuPy's binding takes, refuses what NCCL does not define, and compares what ranks must agree on. Recording
+a step as a graph runs it without its collectives; replaying it runs it with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from support.waiting import PATIENCE_S
+
+from headwise.cache_controller.dtypes import numpy_dtype
+
+DTYPES = {6: numpy_dtype("float16"), 7: numpy_dtype("float32"), 9: numpy_dtype("bfloat16")}
+
+
+class NcclError(RuntimeError):
+    """What CuPy raises for NCCL's error codes."""
+
+
+class Thread(threading.local):
+    """A rank's thread.
+
+    gpu:    its PCI address
+    stream: the current one; 0 is the legacy default stream
+    way:    how what is enqueued comes to run: by itself, or by a graph that is being recorded or launched
+    group:  calls between `groupStart` and `groupEnd`
+    """
+
+    gpu = "0000:00:00.0"
+    stream = 0
+    way = "eager"
+    group: list[Callable[[], None]] | None = None
+
+
+class World:
+    """What the communicators of one id share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.gpus: dict[int, str] = {}
+        self.calls: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
+        self.mail: dict[tuple[int, int], Queue[Any]] = defaultdict(Queue)
+
+
+class HostNccl(ModuleType):
+    """The module `cupy.cuda.nccl`. ``log`` has what was launched, by rank."""
+
+    available = True
+    NCCL_SUM, NCCL_FLOAT16, NCCL_FLOAT32, NCCL_BFLOAT16 = 0, 6, 7, 9
+
+    def __init__(self) -> None:
+        super().__init__("cupy.cuda.nccl")
+        self.thread = Thread()
+        self.log: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
+        self._worlds: dict[bytes, World] = {}
+        self._lock = threading.Lock()
+
+    def get_unique_id(self) -> bytes:
+        return len(self._worlds).to_bytes(4, "little") + bytes(range(124))
+
+    def NcclCommunicator(self, ndev: int, commId: bytes, rank: int) -> Communicator:  # noqa: N802, N803
+        assert type(commId) is bytes
+        if len(commId) != 128:
+            raise ValueError(f"commId length {len(commId)} != 128.")
+        with self._lock:
+            world = self._worlds.setdefault(commId, World(ndev))
+            assert world.size == ndev
+            if self.thread.pci in world.gpus.values():
+                raise NcclError("NCCL_ERROR_INVALID_USAGE: invalid usage")
+            world.gpus[rank] = self.thread.pci
+        world.barrier.wait()
+        return Communicator(self, world, rank)
+
+    def groupStart(self) -> None:  # noqa: N802
+        assert self.thread.group is None
+        self.thread.group = []
+
+    def groupEnd(self) -> None:  # noqa: N802
+        calls, self.thread.group = self.thread.group, None
+        assert calls is not None
+        for call in calls:
+            call()
+
+    def launch(self, call: Callable[[], None]) -> None:
+        """Now, or at the end of the group."""
+        if self.thread.group is None:
+            call()
+        else:
+            self.thread.group.append(call)
+
+
+class Communicator:
+    """`NcclCommunicator`."""
+
+    def __init__(self, nccl: HostNccl, world: World, rank: int) -> None:
+        self._nccl, self._world, self._rank = nccl, world, rank
+
+    def allReduce(  # noqa: N802
+        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int
+    ) -> None:
+        mine, total = self._memory(sendbuf, count, datatype), self._memory(recvbuf, count, datatype)
+        self._check(stream, op)
+        assert op == self._nccl.NCCL_SUM
+
+        def run() -> None:
+            world, told = self._world, ("allReduce", count, datatype, op, self._nccl.thread.way)
+            world.calls[self._rank] = told, mine.copy()
+            world.barrier.wait()
+            calls = list(world.calls)
+            world.barrier.wait()
+            if any(other != told for other, _ in calls):
+                raise NcclError(f"ranks differ: {[other for other, _ in calls]}")
+            total[:] = calls[0][1]
+            for _, part in calls[1:]:
+                total[:] = total + part
+
+        self._launch(run, "allReduce", count, datatype)
+
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        mine = self._memory(sendbuf, count, datatype)
+        self._check(stream, peer)
+        told = ("p2p", count, datatype, self._nccl.thread.way)
+        self._launch(lambda: self._world.mail[self._rank, peer].put((told, mine.copy())), "send", count, datatype, peer)
+
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        target = self._memory(recvbuf, count, datatype)
+        self._check(stream, peer)
+        told = ("p2p", count, datatype, self._nccl.thread.way)
+
+        def run() -> None:
+            try:
+                other, values = self._world.mail[peer, self._rank].get(timeout=PATIENCE_S)
+            except Empty:
+                raise NcclError(f"rank {peer} sent nothing") from None
+            if other != told:
+                raise NcclError(f"ranks differ: {other}, {told}")
+            target[:] = values
+
+        self._launch(run, "recv", count, datatype, peer)
+
+    def _launch(self, run: Callable[[], None], *told: Any) -> None:
+        way = self._nccl.thread.way
+        self._nccl.log[self._rank].append((way, *told))
+        if way != "recorded":
+            self._nccl.launch(run)
+
+    def _check(self, stream: int, number: int) -> None:
+        assert type(number) is type(stream) is int
+        assert stream == self._nccl.thread.stream
+        assert stream > 2, "a stream of one's own"
+
+    def _memory(self, address: int, count: int, datatype: int) -> NDArray[Any]:
+        assert type(address) is type(count) is type(datatype) is int
+        assert address
+        assert count >= 0
+        dtype = DTYPES[datatype]
+        raw = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+        return np.frombuffer(raw, np.uint8).view(dtype)
+
+
+def poisoned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    return np.full(shape, np.nan, dtype)
+
+
+def host_cupy_with(nccl: HostNccl) -> dict[str, ModuleType]:
+    """CuPy's modules by the names under which they are imported."""
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    cupy.ascontiguousarray, cupy.empty, cupy.cuda = np.ascontiguousarray, poisoned, cuda  # type: ignore[attr-defined]
+    cuda.nccl = nccl  # type: ignore[attr-defined]
+    cuda.Device = lambda: SimpleNamespace(id=0)  # type: ignore[attr-defined]
+    cuda.get_current_stream = lambda: SimpleNamespace(ptr=nccl.thread.stream)  # type: ignore[attr-defined]
+    cuda.runtime = SimpleNamespace(deviceGetAttribute=lambda number, device: nccl.thread.pci[number])  # type: ignore[attr-defined]
+    return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
+
+
+@contextmanager
+def way(nccl: HostNccl, name: str) -> Iterator[None]:
+    """How the calling thread's work comes to run meanwhile."""
+    nccl.thread.way = name
+    try:
+        yield
+    finally:
+        nccl.thread.way = "eager"
