@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from headwise.awake_time import AwakeTime
 from headwise.errors import EngineDiedError
 from headwise.runtime import wire
-from headwise.runtime.batch import BatchRequest, StepResult
+from headwise.runtime.batch import WAKE, BatchRequest, StepResult
 from headwise.runtime.executor import Worker, death
 from headwise.runtime.step_limits import Limit, StepLimits, Work
 from headwise.storage.zmq_context import close_context, open_context
@@ -146,6 +146,8 @@ class ZmqExecutor:
                 self._check()
         if not self._steps:
             self._head_since = self._clock()
+        if batch.command == WAKE:
+            self._limits.forget()
         work, limit = (None, self._command_limit) if batch.command else self._limits.sent(batch)
         self._steps.append(_Step(batch.step_id, work, limit))
 
@@ -164,9 +166,7 @@ class ZmqExecutor:
 
     def _take(self, step: _Step) -> StepResult:
         result = self._merge(step)
-        if step.work is None:
-            self._limits.forget()
-        else:
+        if step.work is not None:
             self._limits.came_back(step.work, result.compute_s)
         return result
 
