@@ -1,4 +1,4 @@
-"""What a section of `gpu.py` measures with: times of work on a rig, and the card's bandwidths."""
+"""What a section of `gpu_checks.py` measures with: times of work on a rig, and the card's bandwidths."""
 
 from __future__ import annotations
 

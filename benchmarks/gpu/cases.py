@@ -1,4 +1,4 @@
-"""Attention steps on a device, ready to run: random caches in shuffled blocks, for the timed sections of `gpu.py`."""
+"""Attention steps on a device, ready to run: random caches in shuffled blocks, for the timed sections of `gpu_checks.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Everything that only a GPU can show: correctness, then attention, copies and whole models against their aims.
 
-    python benchmarks/gpu.py [--only decode,copies] [--markdown FILE] [--result FILE] [--work DIR]
-    python benchmarks/gpu.py --emulate
+    python benchmarks/gpu_checks.py [--only decode,copies] [--markdown FILE] [--result FILE] [--work DIR]
+    python benchmarks/gpu_checks.py --emulate
 
 Each section is a process of its own with a time limit: one that fails, hangs or breaks the GPU's context is a row of
 the table, and the others run. The table comes last but for one line of JSON, however the run ends, and both files are
@@ -34,7 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpu.report import FAILED, Recorder, Report, Row, described, from_line, to_line
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+SCRIPT = Path(__file__).resolve().parents[1] / "gpu_checks.py"
+
+sys.path.insert(0, str(SCRIPT.parents[1]))  # headwise itself need not be installed
 
 if TYPE_CHECKING:
     from gpu.rig import Rig
@@ -188,7 +190,7 @@ def run_apart(name: str, command: Sequence[str], limit_s: float, emit: Callable[
 def child_command(name: str, arguments: Sequence[str], options: argparse.Namespace) -> list[str]:
     """This script for one section, with the options of this run."""
     shared = ("--work", str(options.work), "--seed", str(options.seed), "--child", name)
-    return [sys.executable, str(Path(__file__).resolve()), *arguments, *shared]
+    return [sys.executable, str(SCRIPT), *arguments, *shared]
 
 
 # ---- all of them ----
@@ -328,7 +330,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_target(open_rig(options), options.sanitize_target)
             return 0
         return run_all(options, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Fresh random inputs against NumPy on the host: the sections compile and correctness of `gpu.py`."""
+"""Fresh random inputs against NumPy on the host: the sections compile and correctness of `gpu_checks.py`."""
 
 from __future__ import annotations
 

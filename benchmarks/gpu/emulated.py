@@ -1,4 +1,4 @@
-"""A GPU for `gpu.py --emulate`: kernels run in Triton's interpreter and a host shim, on NumPy arrays.
+"""A GPU for `gpu_checks.py --emulate`: kernels run in Triton's interpreter and a host shim, on NumPy arrays.
 
 Every line of the benchmark is executed, at sizes that a CPU gets through; the numbers mean nothing.
 """
@@ -28,7 +28,7 @@ from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import HostArena
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
 from support.gpu.emulated_gpu import EmulatedGpu

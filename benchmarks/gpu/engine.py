@@ -1,4 +1,4 @@
-"""An engine on the rig whose steps are timed: what the whole-model sections of `gpu.py` share."""
+"""An engine on the rig whose steps are timed: what the whole-model sections of `gpu_checks.py` share."""
 
 from __future__ import annotations
 

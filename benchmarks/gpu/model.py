@@ -1,4 +1,4 @@
-"""Whole models on CuPy: the sections model and smollm2 of `gpu.py`."""
+"""Whole models on CuPy: the sections model and smollm2 of `gpu_checks.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of `gpu.py`: what was measured, what was aimed at, and the table and JSON made of them."""
+"""Rows of `gpu_checks.py`: what was measured, what was aimed at, and the table and JSON made of them."""
 
 from __future__ import annotations
 

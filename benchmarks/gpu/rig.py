@@ -1,6 +1,6 @@
-"""What `gpu.py` measures on: a GPU. `gpu_emulated.py` has the other, which is for executing every line without one.
+"""What `gpu_checks.py` measures on: a GPU. `emulated.py` has the other, which is for executing every line without one.
 
-Nothing but these two classes differs between a real run and an emulated one, besides the sizes (`gpu_sizes.py`).
+Nothing but these two classes differs between a real run and an emulated one, besides the sizes (`sizes.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Work = Callable[[], object]
 FLUSH_BYTES = 1 << 30
 """Read before what is timed: more than any cache holds. It leaves no line that must be written back meanwhile."""
 
-READ_SOURCE, READ_KERNEL = Path(__file__).with_name("gpu_read.cu"), "read_all"
+READ_SOURCE, READ_KERNEL = Path(__file__).with_name("read.cu"), "read_all"
 READ_THREADS, READ_BLOCKS_PER_SM = 512, 4
 
 

@@ -1,4 +1,4 @@
-"""Each kernel once under compute-sanitizer: the section sanitizer of `gpu.py`."""
+"""Each kernel once under compute-sanitizer: the section sanitizer of `gpu_checks.py`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def sanitizer(bench: Bench) -> None:
 
 def _target(bench: Bench, kernels: str) -> list[str]:
     """The command that runs ``kernels``."""
-    script, emulate = Path(__file__).with_name("gpu.py"), ["--emulate"] if bench.options.emulate else []
+    script = Path(__file__).resolve().parents[1] / "gpu_checks.py"
+    emulate = ["--emulate"] if bench.options.emulate else []
     shared = ("--work", str(bench.rig.work), "--seed", str(bench.rig.seed))
     return [sys.executable, str(script), "--sanitize-target", kernels, *shared, *emulate]
 

@@ -1,4 +1,4 @@
-"""Sizes of everything `gpu.py` runs: those of a real run, and tiny ones of the same shape for the emulation."""
+"""Sizes of everything `gpu_checks.py` runs: those of a real run, and tiny ones of the same shape for the emulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` without a GPU: every section is executed on an emulated one, and what goes wrong is told."""
+"""`benchmarks/gpu_checks.py` without a GPU: every section is executed on an emulated one, and what goes wrong is told."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from headwise.kernels.cuda.cards import count_cards
 from headwise.kernels.cuda.programs import compile_source
 from headwise.runtime.config.engine_config import EngineConfig
 
-SCRIPT = Path(gpu.__file__)
+SCRIPT = gpu.SCRIPT
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 SANITIZER = r"""#!/bin/sh

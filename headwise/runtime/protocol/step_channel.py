@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from headwise.errors import EngineDiedError
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.batch import WAKE, BatchRequest, StepResult
 from headwise.runtime.protocol.executor import Worker, death
 from headwise.runtime.protocol.step_limits import Limit, StepLimits, Work
 from headwise.sockets.context import close_context, open_context
@@ -150,6 +150,8 @@ class ZmqExecutor:
                 self._check()
         if not self._steps:
             self._head_since = self._clock()
+        if batch.command == WAKE:
+            self._limits.forget()
         work, limit = (None, self._command_limit) if batch.command else self._limits.sent(batch)
         self._steps.append(_Step(batch.step_id, work, limit))
 
@@ -168,9 +170,7 @@ class ZmqExecutor:
 
     def _take(self, step: _Step) -> StepResult:
         result = self._merge(step)
-        if step.work is None:
-            self._limits.forget()
-        else:
+        if step.work is not None:
             self._limits.came_back(step.work, result.compute_s)
         return result
 

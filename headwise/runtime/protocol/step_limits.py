@@ -107,5 +107,5 @@ class StepLimits:
         self._spent_s = 0.0
 
     def forget(self) -> None:
-        """The workers start anew: what they compute with may have to be made again."""
+        """The workers load the model again, and make anew what they compute with."""
         self._measured.clear()

@@ -11,7 +11,7 @@ from headwise.errors import ConfigError
 from headwise.runtime.cli.options import config_reference
 from headwise.runtime.config.engine_config import EngineConfig, parse_bytes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_configuration_page_is_the_one_the_code_generates() -> None:

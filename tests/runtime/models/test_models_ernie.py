@@ -18,7 +18,7 @@ from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 
-REFERENCES = json.loads((Path(__file__).parent.parent / "references" / "ernie45.json").read_text())
+REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "ernie45.json").read_text())
 
 DENSE = {
     "architectures": ["Ernie4_5ForCausalLM"],

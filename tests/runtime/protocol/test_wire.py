@@ -66,6 +66,7 @@ def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
     "message",
     [
         StepResult(3, 1, np.array([5, -1], np.int32), {1: TokenLogprobs(-0.5, ((4, -0.5), (9, -2.0)))}, error="rank 1"),
+        StepResult(3, 1, np.array([5, -1], np.int32), broken={1: "no numbers"}, failed_in=np.array([4], np.int32)),
         StepResult(4, 0, np.empty(0, np.int32), transfers={"load": TransferStats(3, 96, 0.5, 0.25, 1, 2)}),
         GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 2, "salt", "", ((0, 3, "abc"),)),
         OutputDelta("r", (1, 2), "hé", (TokenLogprobs(-1.0, ()),), FinishReason.STOP, None, Usage(1, 0, 2), Timings(1)),
