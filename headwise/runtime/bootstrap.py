@@ -54,6 +54,7 @@ class Deployment:
         self._cluster = cluster
         self._actors: dict[str, Any] = {}
         self._placements: list[Any] = []
+        self._namespace = ""  # whose cache blocks the scheduler asks for
         self._guard: FrontGuard | None = None
         self._stopped = False
 
