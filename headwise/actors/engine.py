@@ -13,7 +13,7 @@ import ray
 from headwise.actors.placement import is_loopback, node_address
 from headwise.actors.worker_group import WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
-from headwise.runtime.block_storage import open_lookup
+from headwise.runtime.block_storage import check_agrees, open_lookup
 from headwise.runtime.config import EngineConfig
 from headwise.runtime.engine import EngineCore
 from headwise.runtime.engine_reports import Reporting
@@ -131,12 +131,7 @@ class Engine:
                 )
             host = address = "127.0.0.1"
         self._front_door = FrontDoor.open(self._config)
-        if self._front_door.namespace != self._namespace:
-            raise DeploymentError(
-                f"{self._name} on node {address} has another model {self._config.model} than the scheduler on node "
-                f"{host}: its files differ ({self._front_door.namespace} is not {self._namespace}); put the same ones "
-                "on all nodes"
-            )
+        check_agrees(f"{self._name} on node {address}", self._front_door.namespace, self._namespace)
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
         check_host_cache(self._config, self._front_door.card)
         self._lookup = open_lookup(self._config, self._front_door.card)
