@@ -3,8 +3,8 @@
     python benchmarks/capacity.py [--quick] [--pattern FILE.tsv] [--trace FILE.jsonl.gz] [--jobs 2]
 
 The scheduler, the cache, the planner and the head policies are the engine's own. Only the GPU is a model
-(`simulation/gpu.py`), so no GPU and no weights are needed, and nothing here proves what a GPU will do. "on" gives windows'
-blocks back, "off" keeps all; kernels read what a head sees either way. The last line is JSON.
+(`simulation/gpu.py`), so no GPU and no weights are needed, and nothing here proves what a GPU will do. "on" gives
+windows' blocks back, "off" keeps all; kernels read what a head sees either way. The last line is JSON.
 """
 
 from __future__ import annotations

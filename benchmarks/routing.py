@@ -2,7 +2,7 @@
 
     python benchmarks/routing.py [--quick] [--trace FILE.jsonl.gz] [--load 1.0] [--plot docs/routing.png]
 
-Eight engines serve the trace (`simulation/cluster.py`). The router is the scheduler's, over statuses that are up to half a
+Eight engines serve the trace (`simulation/cluster.py`). The router is the scheduler's, over statuses up to half a
 second old, and the index is the attention store's, told of blocks when requests end and when blocks are evicted.
 Compared are the router's policies; a router that guesses from the prompts it has sent where, as Ray Serve's
 prefix-aware one does; and an oracle: one cache that all engines share at no cost, and the engine with the least work.

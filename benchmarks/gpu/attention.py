@@ -1,4 +1,4 @@
-"""Attention against the card's bandwidth, torch and FlashInfer: the sections decode, heads and prefill of `gpu_checks.py`.
+"""Attention against the card's bandwidth, torch and FlashInfer: the sections decode, heads, prefill of `gpu_checks.py`.
 
 A step is checked before it is timed: of what is wrong, no time is told.
 """

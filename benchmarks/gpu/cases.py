@@ -1,4 +1,4 @@
-"""Attention steps on a device, ready to run: random caches in shuffled blocks, for the timed sections of `gpu_checks.py`."""
+"""Attention steps on a device, ready: random caches in shuffled blocks, for timed sections of `gpu_checks.py`."""
 
 from __future__ import annotations
 

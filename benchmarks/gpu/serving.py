@@ -1,4 +1,4 @@
-"""What windowed heads bring to serving, by ERNIE-4.5-like heads: the sections published and recycling of `gpu_checks.py`."""
+"""What windowed heads bring serving, by ERNIE-4.5-like heads: the sections published, recycling of `gpu_checks.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Engines that serve a trace behind a scheduler, as discrete events: an hour of eight GPUs in some twenty seconds.
 
 An engine computes prompts in order, chunk by chunk, in steps that also decode all that runs; a step takes what a
-roofline of the GPU says (`simulation/gpu.py`). Between prompts it decodes, and many equal steps are one event. Its cache is
+roofline of the GPU says (`simulation/gpu.py`). Between prompts it decodes; many equal steps are one event. Its cache:
 block lists: device (what runs is held, the rest is least recently used), host (what the device evicts), and storage,
 shared by all engines (what hosts evict). The unit of all caches is a block of the trace, 512 tokens.
 

@@ -52,6 +52,7 @@ class Deployment:
         self.config = config
         self.client_address = ""
         self._cluster = cluster
+        self._namespace = ""  # whose cache blocks the scheduler asks for
         self._roles: dict[str, Role] = {}
         self._sites: list[EngineSite] = []
         self._supervisor: Supervisor = Supervisor(config.engine_timeout_s)

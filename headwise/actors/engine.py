@@ -19,7 +19,7 @@ from headwise.actors.scratch import sweep
 from headwise.actors.watchdog import Watchdog
 from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
-from headwise.runtime.config.block_storage import open_lookup
+from headwise.runtime.config.block_storage import check_agrees, open_lookup
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import with_pool
 from headwise.runtime.engine.core import EngineCore
@@ -142,12 +142,7 @@ class Engine:
         self._check_way(node, host, port)
         sweep(tempfile.gettempdir(), SOCKETS_PREFIX)
         self._front_door = Preprocessor.open(self._config)
-        if self._front_door.namespace != self._namespace:
-            raise DeploymentError(
-                f"{self._name} on node {address} has another model {self._config.model} than the scheduler on node "
-                f"{host}: its files differ ({self._front_door.namespace} is not {self._namespace}); put the same ones "
-                "on all nodes"
-            )
+        check_agrees(f"{self._name} on node {address}", self._front_door.namespace, self._namespace)
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
         check_memory(self._config, self._front_door.card)
         self._lookup = open_lookup(self._config, self._front_door.card)

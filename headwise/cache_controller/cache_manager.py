@@ -20,7 +20,7 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.prefix_match import PrefixFinder, PrefixMatch
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
 from headwise.cache_controller.storage_tier import Fetch
-from headwise.cache_controller.windows import GroupWindows
+from headwise.cache_controller.windows import GroupWindows, column_spans
 
 RESUME_SLACK = 512
 """Tokens before a prompt's end at which the next one may part from it already.
@@ -246,7 +246,7 @@ class CacheManager:
         groups, total = len(self.policies), int((last - first).sum())
         if total * groups > self.pool.num_available:
             return False
-        index, column = _spans(first, last)
+        index, column = column_spans(first, last)
         blocks = self.pool.allocate(total * groups).reshape(total, groups)
         self._enter(rows[index][:, None], np.arange(groups), column[:, None], blocks)
         self.num_blocks[rows] = last
@@ -314,7 +314,7 @@ class CacheManager:
         self._recycle_at[rows] = self.windows.next_recycling(live)
         live = np.minimum(live, self.num_blocks[rows][:, None])
         first = np.maximum(self._recycled[rows], self.windows.sink_blocks)
-        at, column = _spans(first.ravel(), np.maximum(first, live).ravel())
+        at, column = column_spans(first.ravel(), np.maximum(first, live).ravel())
         row, group = rows[at // len(self.policies)], at % len(self.policies)
         blocks = self.tables[row, group, column]
         self._recycled[rows] = np.maximum(self._recycled[rows], live)
@@ -439,14 +439,3 @@ class CacheManager:
             np.add.at(holds, self.host.held_device_blocks(), 1)
         for block in np.flatnonzero(holds != self.pool.references).tolist():
             raise AssertionError(f"block {block} is held {self.pool.references[block]} times, by {holds[block]} owners")
-
-
-def _spans(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The columns ``first[i] .. last[i] - 1`` of each i, one after the other: (i, column) of each."""
-    if len(first) == 1:
-        columns = np.arange(first[0], last[0])
-        return np.zeros(len(columns), dtype=np.int64), columns
-    counts = last - first
-    index = np.repeat(np.arange(len(first)), counts)
-    within = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return index, first[index] + within

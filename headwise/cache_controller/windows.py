@@ -60,3 +60,14 @@ class GroupWindows:
         reach = self.window - 1 + np.asarray(in_flight, dtype=np.int64)[..., None]
         window = -(-reach // self.block_size) + 1
         return np.asarray(np.minimum(whole, self.sink_blocks + window).sum(axis=-1))
+
+
+def column_spans(first: NDArray[np.int64], last: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The columns ``first[i] .. last[i] - 1`` of each i, one after the other: (i, column) of each."""
+    if len(first) == 1:
+        columns = np.arange(first[0], last[0])
+        return np.zeros(len(columns), dtype=np.int64), columns
+    counts = last - first
+    index = np.repeat(np.arange(len(first)), counts)
+    within = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return index, first[index] + within

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_checks.py` without a GPU: every section is executed on an emulated one, and what goes wrong is told."""
+"""`benchmarks/gpu_checks.py` without a GPU: every section runs on an emulated one, and what goes wrong is told."""
 
 from __future__ import annotations
 

@@ -23,10 +23,12 @@ from headwise.cache_controller.head_pattern import (
 )
 from headwise.cache_controller.planner import MAX_PADDING, MAX_ROUNDED_UP, HeadGroupPlan, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
-from headwise.errors import ConfigError, ModelError
+from headwise.errors import ConfigError, DeploymentError, ModelError
+from headwise.runtime.config.block_storage import check_agrees
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import requests_that_fit
 from headwise.runtime.config.model_card import NUMERICS_VERSION, ModelCard, check_unchanged, read_model_card
+from headwise.runtime.frontend.preprocessor import Preprocessor
 
 PUBLISHED = Path(__file__).parents[2].parent / "shared" / "data" / "duo-llama-3.1-8b-full-attention-heads.tsv"
 STREAMING = HeadPolicy(window=256, sink=64)
@@ -274,6 +276,21 @@ def test_a_model_that_was_replaced_is_not_taken_for_the_one_that_is_served(model
     save_file({"w": np.ones(4, dtype=np.float32)}, model / "model.safetensors")
     with pytest.raises(ModelError, match="no longer the one that the deployment was started with"):
         check_unchanged(got, config, model)
+
+
+def test_an_engine_whose_files_differ_from_the_schedulers_is_refused(model: Path, tmp_path: Path) -> None:
+    config = EngineConfig(model="tiny")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_bytes((model / "config.json").read_bytes())
+    for directory, value in ((model, 0.0), (other, 1.0)):
+        save_file({"w": np.full(4, value, dtype=np.float32)}, directory / "model.safetensors")
+    scheduler, engine, same = (
+        Preprocessor(read_model_card(config, directory), None).namespace for directory in (model, other, model)
+    )
+    check_agrees("engine-0", same, scheduler)
+    with pytest.raises(DeploymentError, match="engine-0 has another model than the scheduler"):
+        check_agrees("engine-0", engine, scheduler)
 
 
 def test_a_pattern_that_names_the_weights_fits_however_they_are_computed(model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 
+from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.storage.backends.base import BlockStorage, StorageNamespace
@@ -26,6 +27,18 @@ def open_lookup(config: EngineConfig, card: ModelCard) -> StorageLookup | None:
     namespaces = [storage_namespace(card, rank) for rank in range(card.plan.tp_size)]
     storages = [open_storage(config.storage, each, card.layout.block_bytes, may_lend=False) for each in namespaces]
     return StorageLookup(storages, len(card.plan.groups))
+
+
+def check_agrees(engine: str, own: str, of_scheduler: str) -> None:
+    """Raise `DeploymentError` unless an engine's cache blocks are those that the scheduler routes by.
+
+    own, of_scheduler: what `FrontDoor.namespace` is for each
+    """
+    if own != of_scheduler:
+        raise DeploymentError(
+            f"{engine} has another model than the scheduler: its blocks are {own}, the scheduler's {of_scheduler}; put "
+            "the same files, and the same version of headwise, on all nodes"
+        )
 
 
 def foreign_storage(config: EngineConfig, card: ModelCard) -> str | None:

@@ -55,8 +55,8 @@ class _Stamp:
 
     def is_settled(self, now_ns: int) -> bool:
         """Whether another change would show: one that comes too soon has the time of the one before it."""
-        coarse = not self.mtime_ns % _SECOND_NS  # some file systems count seconds, or two
-        return now_ns - max(self.mtime_ns, self.ctime_ns) > (2 * _SECOND_NS if coarse else _YOUNG_NS)
+        coarse = not self.ctime_ns % _SECOND_NS  # some file systems count seconds, or two
+        return now_ns - self.ctime_ns > (2 * _SECOND_NS if coarse else _YOUNG_NS)
 
 
 @dataclass(frozen=True)

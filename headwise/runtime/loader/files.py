@@ -64,11 +64,13 @@ class LockedFile:
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def acquire(self) -> bool:
-        """Take the lock if nobody has it; at once. Also false where the file system has no locks."""
+        """Take the lock if nobody has it; at once. On a file system without locks, everybody has it."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             return False
+        except OSError:
+            return True
         return True
 
     def read(self) -> bytes:

@@ -27,6 +27,7 @@ from operator import xor
 
 from headwise.storage.index.hash_runs import count_unknown, exhaust, overlap, split, stretches
 from headwise.storage.index.messages import HASH_BYTES, TIERS, Digest, digest_of
+from headwise.storage.index.volumes import Volumes
 
 MAX_BLOCKS = 4_000_000
 MAX_RUN = 256
@@ -72,14 +73,12 @@ class _Node:
     digests:   of all that the node said, be it kept or forgotten: per tier of the resident blocks, then per tier of
                those of them that are not resumable: there are few, so most statements change one digest only
     forgotten: blocks that the node holds as far as is known, and that the index keeps no more
-    volume:    the name of its storage; empty: it has none, or none that others share
     """
 
     bit: int
     blocks: list[int] = field(default_factory=lambda: [0] * PLANES)
     digests: list[Digest] = field(default_factory=lambda: [Digest() for _ in range(PLANES)])
     forgotten: int = 0
-    volume: str = ""
 
 
 class PrefixIndex:
@@ -103,8 +102,7 @@ class PrefixIndex:
         self._by_bit: dict[int, _Node] = {}
         self._names: dict[int, tuple[str, ...]] = {}
         self._first: dict[_End, dict[str, _Depths]] = {}
-        self._volumes: dict[str, int] = {}  # bit sets of nodes
-        self._shared: tuple[int, ...] = ()  # those of several nodes
+        self._volumes = Volumes()
 
     def __len__(self) -> int:
         return len(self._where)
@@ -131,23 +129,8 @@ class PrefixIndex:
 
     def place(self, node: str, volume: str) -> None:
         """The node's storage is this volume, and it finds there what others put there; empty: no others are known."""
-        known = self._nodes.get(node)
-        if known is None:
-            if not volume:
-                return
-            known = self._new_node(node)
-        if known.volume != volume:
-            self._move(known, volume)
-
-    def _move(self, node: _Node, volume: str) -> None:
-        if node.volume:
-            self._volumes[node.volume] ^= node.bit
-            if not self._volumes[node.volume]:
-                del self._volumes[node.volume]
-        if volume:
-            self._volumes[volume] = self._volumes.get(volume, 0) | node.bit
-        node.volume = volume
-        self._shared = tuple(nodes for nodes in self._volumes.values() if nodes & (nodes - 1))
+        if volume or node in self._nodes:
+            self._volumes.place((self._nodes.get(node) or self._new_node(node)).bit, volume)
 
     def drop(self, node: str) -> None:
         """The node holds nothing; unknown nodes are ignored. Goes through all runs: about 0.3 us each."""
@@ -155,7 +138,7 @@ class PrefixIndex:
         if gone is None:
             return
         del self._by_bit[gone.bit]
-        self._move(gone, "")
+        self._volumes.place(gone.bit, "")
         self._first.clear()
         self._names.clear()
         if not any(gone.blocks):
@@ -178,7 +161,7 @@ class PrefixIndex:
         or on a faster tier; so the numbers grow from tier to tier.
         """
         path = block_hashes if isinstance(block_hashes, bytes) else b"".join(block_hashes)
-        where, runs, shared, at, end = self._where, self._runs, self._shared, 0, len(path)
+        where, runs, shared, at, end = self._where, self._runs, self._volumes.shared, 0, len(path)
         device = host = storage = -1
         previous: _Run | None = None
         walked: list[_Run] = []
@@ -260,11 +243,7 @@ class PrefixIndex:
         for node in self._nodes.values():
             assert not node.bit & every, "two nodes have one bit"
             every |= node.bit
-        of_nodes: dict[str, int] = {}
-        for node in self._nodes.values():
-            if node.volume:
-                of_nodes[node.volume] = of_nodes.get(node.volume, 0) | node.bit
-        assert of_nodes == self._volumes, "nodes and volumes disagree"
+        self._volumes.check_integrity(every)
         for number, run in self._runs.items():
             assert run.number == number, f"run {run.number} is kept as {number}"
             assert 0 < len(run.hashes) <= _RUN_BYTES, f"a run of {len(run.hashes)} bytes"

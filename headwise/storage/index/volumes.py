@@ -1,0 +1,38 @@
+"""Which nodes have a storage in common, as bit sets of nodes."""
+
+from __future__ import annotations
+
+
+class Volumes:
+    """The nodes of each volume. A node without a name for its storage shares it with nobody.
+
+    shared: the nodes of each volume that has several
+    """
+
+    def __init__(self) -> None:
+        self.shared: tuple[int, ...] = ()
+        self._of: dict[int, str] = {}  # by a node's bit
+        self._nodes: dict[str, int] = {}
+
+    def place(self, bit: int, volume: str) -> None:
+        """The storage of the node of this bit is this volume now; empty: it has none, or nobody else does."""
+        before = self._of.pop(bit, "")
+        if volume:
+            self._of[bit] = volume
+        if before == volume:
+            return
+        if before:
+            self._nodes[before] ^= bit
+            if not self._nodes[before]:
+                del self._nodes[before]
+        if volume:
+            self._nodes[volume] = self._nodes.get(volume, 0) | bit
+        self.shared = tuple(nodes for nodes in self._nodes.values() if nodes & (nodes - 1))
+
+    def check_integrity(self, known: int) -> None:
+        """Raise `AssertionError` unless both directions agree, for ``known`` nodes only."""
+        nodes: dict[str, int] = {}
+        for bit, volume in self._of.items():
+            assert bit & known, "a volume has an unknown node"
+            nodes[volume] = nodes.get(volume, 0) | bit
+        assert nodes == self._nodes, "nodes and volumes disagree"
