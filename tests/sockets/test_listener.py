@@ -96,7 +96,7 @@ def place() -> Iterator[Place]:
 def test_a_message_that_does_not_end_is_cut_off_at_the_length_of_a_message(place: Place, piece: bytes) -> None:
     stranger, honest = Stranger(place.listener.endpoint), place.peer()
     sent = place.until_closed(stranger, MORE, piece, 64 * MAX_BYTES)
-    assert sent <= 4 * MAX_BYTES
+    assert sent <= 16 * MAX_BYTES  # some of it no further than the kernel's buffers, which take what nobody reads
     honest.send(bytes(MAX_BYTES))
     eventually(lambda: place.has(lambda: place.received == [[bytes(MAX_BYTES)]]))
     eventually(lambda: place.has(lambda: len(place.listener._connections) == 1))
@@ -163,7 +163,13 @@ def test_a_peer_that_leaves_too_many_messages_unread_is_cut_off_and_notices(plac
     (identity,) = place.of
     assert place.listener.is_connected(identity)
     assert not all(place.listener.send(identity, bytes(MAX_BYTES)) for _ in range(64))
-    assert news.poll(1000 * PATIENCE_S)
+
+    def has_noticed() -> bool:
+        while peer.poll(0):
+            peer.recv()  # a socket that is full does not look at its connection
+        return bool(news.poll(0))
+
+    eventually(has_noticed)
     eventually(lambda: place.has(lambda: place.ended == [identity]))
     assert not place.listener.is_connected(identity)
     assert not place.listener.send(identity, b"")
