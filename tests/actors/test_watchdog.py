@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 from support.waiting import PATIENCE_S
 
-from headwise.actors.watchdog import INTERVAL_S, RemoteTurns, Watchdog
+from headwise.actors.watchdog import INTERVAL_S, RemoteProgress, Watchdog
 
 
 class Time:
@@ -68,7 +68,7 @@ class Remote(Time):
         self.questions: list[Future[int] | None] = []
         self.answers = True
         self.is_known_gone = self.is_left = False
-        self.watchdog = Watchdog(RemoteTurns(self.ask), 3.0, lambda: None, clock=lambda: self.now)
+        self.watchdog = Watchdog(RemoteProgress(self.ask), 3.0, lambda: None, clock=lambda: self.now)
 
     def ask(self) -> Future[int] | None:
         question: Future[int] | None = None if self.is_left else Future()

@@ -100,7 +100,7 @@ class SchedulerServer:
                 `InvalidRequestError` if they cannot fit. Called on the server's thread
     tokenizers: prompts that are tokenised at once, each on a thread
     instance:   tells clients this scheduler from the one before it; empty: drawn at random
-    turns:      counts up for as long as the server's thread gets on, and clients can reach it
+    loop_count: counts up for as long as the server's thread gets on, and clients can reach it
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class SchedulerServer:
         self._on_silent = on_silent
         self._clock = LivenessClock(clock)
         self.instance = instance or secrets.token_hex(8)
-        self.turns = 0
+        self.loop_count = 0
         self._entrance = Entrance(host, port)
         self.port = self._entrance.port
         self._context = open_context()
@@ -185,7 +185,7 @@ class SchedulerServer:
                 self._take_prepared(call, outcome)
             self._place()
             self._watch()
-            self.turns += self._entrance.is_open
+            self.loop_count += self._entrance.is_open
         stopping = DeploymentError("the deployment is stopping")
         for call in list(self._calls.values()):
             self._close(call)

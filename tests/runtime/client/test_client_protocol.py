@@ -603,7 +603,7 @@ def test_an_engine_reports_who_it_is_what_it_has_to_do_and_what_it_received(core
         eventually(lambda: latest().load == 0)
         assert [request_id for each in statuses for request_id in each.received] == ["r"]
         assert [fault for each in statuses for fault in each.faults] == ["TP rank 1 was killed"]
-        assert server.turns > 0
+        assert server.loop_count > 0
         server.stop()
 
 

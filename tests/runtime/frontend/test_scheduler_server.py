@@ -197,8 +197,8 @@ def pass_time(now: list[float], deployment: Deployment, peer: Peer, seconds: flo
     """Let the server's clock go on while it is awake, and looks."""
     for _ in range(round(seconds / LONGEST_S)):
         now[0] += LONGEST_S
-        turns = deployment.server.turns
-        while deployment.server.turns < turns + 2:  # the second begins after the time has passed
+        turns = deployment.server.loop_count
+        while deployment.server.loop_count < turns + 2:  # the second begins after the time has passed
             assert peer.hears_nothing()
 
 
@@ -671,8 +671,8 @@ def test_a_scheduler_that_was_suspended_gives_nobody_up(make: Make) -> None:
     client.send(route(1, "waits"))
     assert client.hears_nothing()
     now[0] += 3600.0
-    turns = deployment.server.turns
-    eventually(lambda: deployment.server.turns > turns + 2)
+    turns = deployment.server.loop_count
+    eventually(lambda: deployment.server.loop_count > turns + 2)
     stats = client.stats()
     assert stats["faults"] == []
     assert not deployment.silent
