@@ -11,7 +11,8 @@ from headwise.actors.remote import remote
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.preprocessor import Preprocessor
-from headwise.runtime.frontend.scheduler_server import SchedulerServer, router_options
+from headwise.runtime.frontend.routing import RouterOptions
+from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
 from headwise.storage.index.encryption import CurveKeys
 from headwise.storage.index.store_client import StoreClient
@@ -78,7 +79,7 @@ class GlobalScheduler:
                 secret=self._secret,
                 model=config.model,
                 replicas=config.replicas,
-                routing=router_options(config, preprocessor),
+                routing=_router_options(config, preprocessor),
                 max_queued=config.max_queued,
                 hold_s=config.start_timeout_s,
                 store=store,
@@ -133,3 +134,17 @@ class GlobalScheduler:
         """On the server's thread."""
         with self._silent_lock:
             self._silent.add(engine)
+
+
+def _router_options(config: EngineConfig, preprocessor: Preprocessor) -> RouterOptions:
+    """How a deployment of this configuration routes."""
+    return RouterOptions(
+        policy=config.routing,
+        block_size=config.block_size,
+        blocks_per_token=preprocessor.blocks_per_token,
+        engine_queue=config.engine_queue,
+        max_num_seqs=config.max_num_seqs,
+        step_tokens=config.max_batched_tokens,
+        engine_timeout_s=config.engine_timeout_s,
+        forget_s=max(config.start_timeout_s, config.engine_timeout_s),
+    )

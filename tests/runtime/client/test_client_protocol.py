@@ -57,8 +57,8 @@ from headwise.runtime.protocol.request_checks import check_request
 SECRET = "of-this-deployment"
 
 
-class Door:
-    """A front door whose tokens are characters."""
+class ScriptedPreprocessor:
+    """A preprocessor whose tokens are characters."""
 
     def prepare(
         self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
@@ -78,7 +78,9 @@ class Deployment:
     """A scheduler and engines of this process."""
 
     def __init__(self, replicas: int = 1) -> None:
-        self.scheduler = SchedulerServer(Door(), "127.0.0.1", 0, secret=SECRET, model="scripted", replicas=replicas)
+        self.scheduler = SchedulerServer(
+            ScriptedPreprocessor(), "127.0.0.1", 0, secret=SECRET, model="scripted", replicas=replicas
+        )
         self.scheduler.start()
         self.address = f"127.0.0.1:{self.scheduler.port}"
         self.servers: list[EngineServer] = []
@@ -754,7 +756,7 @@ def test_an_address_where_nothing_answers_is_an_error_with_a_remedy(monkeypatch:
 
 def test_a_port_that_is_taken_is_an_error_with_a_remedy(deployment: Deployment) -> None:
     with pytest.raises(DeploymentError, match=rf"cannot listen on 127.0.0.1:{deployment.scheduler.port}.*--port"):
-        SchedulerServer(Door(), "127.0.0.1", deployment.scheduler.port, secret=SECRET, model="second")
+        SchedulerServer(ScriptedPreprocessor(), "127.0.0.1", deployment.scheduler.port, secret=SECRET, model="second")
 
 
 def test_nothing_is_left_behind(deployment: Deployment, core: ScriptedCore) -> None:

@@ -14,7 +14,7 @@ from headwise.runtime.frontend.preprocessing_pool import (
     SHORT_BYTES,
     Job,
     JobQueue,
-    Prepared,
+    PreparedRequest,
     PreprocessingPool,
 )
 
@@ -22,7 +22,7 @@ LONG = 10 * SHORT_BYTES
 
 
 def job(tag: str, num_bytes: int = 1, is_wanted: bool = True) -> Job:
-    def work() -> Prepared:
+    def work() -> PreparedRequest:
         raise HeadwiseError(tag)
 
     return Job(tag, work, num_bytes, lambda: is_wanted)
