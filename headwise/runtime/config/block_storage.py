@@ -32,7 +32,7 @@ def open_lookup(config: EngineConfig, card: ModelCard) -> StorageLookup | None:
 def check_agrees(engine: str, own: str, of_scheduler: str) -> None:
     """Raise `DeploymentError` unless an engine's cache blocks are those that the scheduler routes by.
 
-    own, of_scheduler: what `FrontDoor.namespace` is for each
+    own, of_scheduler: what `Preprocessor.namespace` is for each
     """
     if own != of_scheduler:
         raise DeploymentError(
