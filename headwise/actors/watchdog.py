@@ -62,7 +62,7 @@ class RemoteProgress:
     """The ``progress`` of a `Watchdog` for a thread in another process: asks one question at a time, and never waits.
 
     The count stands still while no answer comes, or while the answers are the same. An error counts as progress: the
-    process is known to be gone, and whoever knows it takes care of it.
+    process is known to be gone, and is replaced for that reason.
 
     ask: asks for the other thread's loop count; None: nobody can be asked now, which counts as progress
     """

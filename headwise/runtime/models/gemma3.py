@@ -1,4 +1,4 @@
-"""Gemma 3 (text): sliding and full layers in turn, normed queries and keys, norms around attention and MLP."""
+"""Gemma 3 (text): alternating sliding and full layers, normed queries and keys, norms around attention and MLP."""
 
 from __future__ import annotations
 

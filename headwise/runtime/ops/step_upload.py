@@ -1,4 +1,4 @@
-"""A step's numbers on their way to a GPU: one copy, from pinned memory, that the host does not wait for."""
+"""Uploads a step's arrays to a GPU: one copy from pinned memory, for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ALIGNMENT = 64
 """Elements of int32: every array begins on 256 bytes, as if it had been allocated by itself."""
 
 MOST_ARRAYS = 8
-"""That `capacity` is for: each may end with a gap."""
+"""Arrays that `capacity` allows for: each may end with a gap."""
 
 SLOTS = 4
-"""Pinned buffers in turn. A step's is written again four steps later, when its copy is long over."""
+"""Pinned buffers that are used in rotation. A buffer is written again four steps later, when its copy is long over."""
 
 
 class PinnedUpload:
