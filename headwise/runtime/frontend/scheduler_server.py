@@ -195,9 +195,9 @@ class SchedulerServer:
                 self._counts["malformed"] += 1
                 self._send(identity, failure(error))
         if ended := self._listener.ended():
-            self._drop_connections(frozenset(ended))
+            self._forget_peers(frozenset(ended))
 
-    def _drop_connections(self, ended: frozenset[bytes]) -> None:
+    def _forget_peers(self, ended: frozenset[bytes]) -> None:
         """Forget peers whose connections have ended. A client that lives asks again over a new connection."""
         for identity in ended:
             self._heard.pop(identity, None)
