@@ -72,7 +72,7 @@ class EngineTable:
     heard:    when the last status came
     ready_at: when all prompts that were sent there so far will be computed
     reserved: requests routed there that no status has named yet
-    room:     how many more requests may wait there; 0 if it accepts none
+    room:     how many more requests may wait there, reserved ones included; 0 if it accepts none
     requests: running and waiting
     prefill_token_s: see `SLOW`
     host_gain_s, storage_gain_s: seconds by which loading a token from the host, or from storage, is faster than
