@@ -200,7 +200,7 @@ def run(policy: str, trace: Path, count: int, load: float) -> Outcome:
     machine = hardware()
     index = PrefixIndex()
     for number in range(ENGINES if machine.storage > 0 else 0):
-        index.place(f"engine-{number}", "shared")
+        index.set_volume(f"engine-{number}", "shared")
     requests = read_requests(trace, count, load)
     storage = Storage(machine.storage, index)
     if policy == "oracle":

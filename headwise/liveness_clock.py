@@ -1,4 +1,4 @@
-"""Time by which the silence of others is measured."""
+"""The clock by which timeouts of other processes are measured."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import time
 from collections.abc import Callable
 
 LONGEST_S = 0.5
-"""As much of the time between two looks counts. Those who use it look several times a second while they run."""
+"""Between two reads at most so much time counts. Its users read it several times a second while they run."""
 
 
 class LivenessClock:
-    """A clock that goes on only while it is looked at: of a long time between two looks, `LONGEST_S` counts.
+    """A clock that stops while this process is suspended: of a long time between two reads, only `LONGEST_S` counts.
 
-    Whoever was suspended with its process or machine has heard nothing meanwhile, and what the others have said is
-    still to be read: they must not count as silent at the first look at the clock.
+    A suspended process receives nothing. When it goes on, the messages of the others are still unread. So the time of
+    its own suspension must not count as their silence.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._looked_at = self._now = clock()
+        self._read_at = self._now = clock()
 
     def __call__(self) -> float:
-        """Seconds, of no particular beginning."""
+        """Seconds since an arbitrary start."""
         now = self._clock()
-        self._now += min(now - self._looked_at, LONGEST_S)
-        self._looked_at = now
+        self._now += min(now - self._read_at, LONGEST_S)
+        self._read_at = now
         return self._now

@@ -1,4 +1,4 @@
-"""Calls that wait for an engine: by priority, then in the order in which they came."""
+"""A priority queue from which items can be removed at any time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Order = tuple[int, ...]
 
 
 class PriorityQueue(Generic[T]):
-    """What is taken out before its turn is forgotten at once, so nothing piles up behind those that wait."""
+    """The item with the lowest order comes first. An item that is discarded is freed at once."""
 
     def __init__(self) -> None:
         self._heap: list[Order] = []
@@ -23,28 +23,28 @@ class PriorityQueue(Generic[T]):
 
     @property
     def first(self) -> T | None:
-        """The item whose turn it is; None if none waits."""
+        """The first item; None if the queue is empty."""
         while self._heap and self._heap[0] not in self._waiting:
             heapq.heappop(self._heap)
         return self._waiting[self._heap[0]] if self._heap else None
 
     def items(self) -> list[T]:
-        """All that wait, in no order."""
+        """All items, in no order."""
         return list(self._waiting.values())
 
     def push(self, order: Order, item: T) -> None:
-        """Queue an item; one that comes back with its old order has its old place."""
+        """Add an item. One that is added again with its old order gets its old place."""
         self._waiting[order] = item
         heapq.heappush(self._heap, order)
 
     def pop(self) -> T:
-        """The item whose turn it is; raises `IndexError` if none waits."""
+        """Remove and return the first item; raises `IndexError` if the queue is empty."""
         while True:
             order = heapq.heappop(self._heap)
             if order in self._waiting:
                 return self._waiting.pop(order)
 
     def discard(self, order: Order) -> None:
-        """Take an item out before its turn; unknown ones are ignored."""
+        """Remove an item; unknown ones are ignored."""
         if self._waiting.pop(order, None) is not None and len(self._heap) > 2 * len(self._waiting) + 16:
             self._heap = sorted(self._waiting)  # a sorted list is a heap

@@ -1,4 +1,4 @@
-"""At which addresses the processes of a deployment listen, and under which they are told to each other."""
+"""The addresses at which a deployment's processes listen, and under which others reach them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def client_host(host: str, node: str) -> str:
 
 
 def engine_host(host: str, node: str) -> str:
-    """Where an engine listens on a node of Ray's address ``node``: where whoever reaches the scheduler reaches it.
+    """Where an engine listens on a node of Ray's address ``node``. Clients that reach the scheduler must reach it too.
 
-    With several networks, that is the one of the scheduler's address ``host``, and not the one of Ray.
+    With several networks, that is in the network of the scheduler's address ``host``, which may not be Ray's.
     """
     if is_loopback(host):
         return "127.0.0.1"
@@ -42,7 +42,7 @@ def engine_host(host: str, node: str) -> str:
 def outward_address() -> str:
     """This machine's address on the way to other networks; the loopback address where there is none."""
     try:
-        return address_towards("192.0.2.1")  # reserved for documentation: nobody's
+        return address_towards("192.0.2.1")  # reserved for documentation: belongs to no machine
     except DeploymentError:
         return "127.0.0.1"
 
@@ -58,7 +58,7 @@ def address_towards(host: str) -> str:
 
 
 def check_reachable(host: str, port: int, patience_s: float) -> None:
-    """Return once something listens there; raise `OSError` if it cannot be reached for so long."""
+    """Return once something listens there; raise `OSError` if nothing can be reached for ``patience_s``."""
     deadline = time.monotonic() + patience_s
     while True:
         left = deadline - time.monotonic()
@@ -78,7 +78,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def free_ports(*hosts: str) -> list[int]:
-    """A port for each address of this machine, all of them free; raises `DeploymentError` for what is none."""
+    """A free port for each of these addresses; raises `DeploymentError` for one that is not of this machine."""
     with contextlib.ExitStack() as stack:
         return [_listen(stack, host, 0) for host in hosts]
 

@@ -1,4 +1,4 @@
-"""What a call to an actor returns or raises, and why an actor ended, in headwise's own words."""
+"""Calls to actors with headwise's own errors, and the cause of an actor's end in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 400
 
 
 def get(reference: Any) -> Any:
-    """`ray.get`, raising headwise's own errors as they were raised and Ray's as `DeploymentError`."""
+    """`ray.get` that raises headwise's own errors unchanged, and Ray's errors as `DeploymentError`."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:

@@ -23,9 +23,9 @@ from headwise.liveness_clock import LivenessClock
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Of a Ray instance started here: nothing large goes through its object store."""
+"""For a Ray instance started here: nothing large goes through its object store."""
 LOST_S = 15.0
-"""A cluster whose control service answers nobody for so long is lost. Ray ends this process some time later."""
+"""A cluster whose control service has not answered for so long is lost. Ray ends this process some time later."""
 _PROBE_S = 1.0
 _PREFIX = "hw-"
 _LOOPBACK_VARIABLE = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
@@ -55,8 +55,8 @@ class Cluster:
 
     @classmethod
     def start(cls) -> Cluster:
-        """Start a Ray instance of one node in this process: with files and a token of its own, which nobody else
-        needs, at the loopback address, without dashboard. Raises `DeploymentError`.
+        """Start a Ray instance of one node in this process: with files and a token of its own, at the loopback address,
+        without dashboard. Raises `DeploymentError`.
         """
         if ray.is_initialized():
             raise DeploymentError(
@@ -116,7 +116,7 @@ class Cluster:
             raise
 
     def watch(self, on_lost: Callable[[DeploymentError], None]) -> None:
-        """Have it noticed when the cluster is gone, or this node's part of it; ``on_lost`` is called on a thread."""
+        """Watch the cluster: ``on_lost`` is called, on a thread, when it or this node's part of it is gone."""
         context = ray.get_runtime_context()
         here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         raylet = f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}"
@@ -132,7 +132,7 @@ class Cluster:
         return any(watch.is_lost for watch in self._watches)
 
     def disconnect(self) -> None:
-        """Leave no trace of a connection made here, nor of an instance started here."""
+        """Close the connection and end the instance, if they were made here, and restore the environment."""
         for watch in self._watches:
             watch.stop()
         if self._environment is not None:
@@ -148,8 +148,8 @@ class Cluster:
 
 
 class ClusterWatch:
-    """Notices that a process without which Ray does not go on is gone: calls to Ray wait for it, and then end this
-    process with words of their own.
+    """Notices that a process is gone that Ray cannot work without. Calls to Ray wait for it, and later end this process
+    with an error of their own.
 
     what:    which process it is
     address: ``HOST:PORT`` at which it listens

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster is there and takes this process, before Ray is asked: Ray itself waits for minutes."""
+"""Checks that a Ray cluster is there and accepts this process, before Ray is asked: Ray itself waits for minutes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 ANSWER_S = 3.0
 """Longest wait for a connection, and for each answer."""
 SEARCH_S = 4.0
-"""After so long no further cluster of this machine is tried."""
+"""After so long, no further cluster of this machine is tried."""
 _REMEDY = "start one with `ray start --head`, or leave the address out to start a local one"
 
 

@@ -1,4 +1,4 @@
-"""Starting and stopping a deployment: the one module of the runtime that knows Ray."""
+"""Starting and stopping a deployment."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 3
 LOCAL_RESOURCES_TIMEOUT_S = 5.0
-"""Of a Ray instance started here that is too small: it does not grow."""
+"""Longest wait for room on a local Ray instance that is too small: it does not grow."""
 _SLOWEST_START = 2.0
-"""Times ``start_timeout_s`` after which an engine that says nothing of its start counts as one that failed."""
+"""An engine whose start neither succeeds nor fails counts as failed after so many times ``start_timeout_s``."""
 
 
 class Deployment:
     """A running deployment: one scheduler, one attention store, and ``replicas`` engines with their workers.
 
-    This process owns its actors: they end with it, however it ends. It replaces those that die, and those that live
-    and do nothing. Made by `start`.
+    This process owns the actors: they end when it ends. It replaces actors that die and actors that hang. Made by
+    `start`.
     """
 
     def __init__(self, config: EngineConfig, cluster: Cluster) -> None:
@@ -56,7 +56,7 @@ class Deployment:
         self._roles: dict[str, Role] = {}
         self._sites: list[EngineSite] = []
         self._supervisor: Supervisor = Supervisor(config.engine_timeout_s)
-        self._guard: FrontendWatchdog | None = None
+        self._watchdog: FrontendWatchdog | None = None
         self._stopped = False
         self._over = threading.Event()
         self._failure: DeploymentError | None = None
@@ -85,7 +85,7 @@ class Deployment:
         return deployment
 
     def _choose(self, progress: Progress) -> None:
-        """Settle what the configuration leaves to what the cluster has, and say what was chosen."""
+        """Resolve the settings that depend on the cluster (the device), and log what was chosen."""
         from headwise.actors.placement import cluster_gpus
         from headwise.runtime.config.block_storage import foreign_storage
         from headwise.runtime.config.info import chosen
@@ -106,22 +106,22 @@ class Deployment:
         from headwise.storage.index.encryption import CurveKeys
 
         config, secret = self.config, secrets.token_hex(16)
-        curve = CurveKeys.generate() if config.secure else None
+        curve_keys = CurveKeys.generate() if config.secure else None
         progress.stage("starting the scheduler")
-        front, store_endpoint = self._start_front(secret, curve)
-        supervisor, fronts = self._supervisor, ("scheduler", "store")
-        self._guard = FrontendWatchdog(fronts, supervisor.serving, config.front_timeout_s, supervisor.replace)
-        for name in fronts:
+        scheduler, store_endpoint = self._start_frontend(secret, curve_keys)
+        supervisor, frontend = self._supervisor, ("scheduler", "store")
+        self._watchdog = FrontendWatchdog(frontend, supervisor.serving, config.front_timeout_s, supervisor.replace)
+        for name in frontend:
             supervisor.add(self._roles[name])
         supervisor.start()
-        self._guard.start()
+        self._watchdog.start()
         progress.stage("waiting for the cluster's resources")
-        may_come = not self._cluster.owned or placement.could_fit(config)
-        timeout_s = config.start_timeout_s if may_come else LOCAL_RESOURCES_TIMEOUT_S
+        can_fit = not self._cluster.owned or placement.could_fit(config)
+        timeout_s = config.start_timeout_s if can_fit else LOCAL_RESOURCES_TIMEOUT_S
         groups = placement.reserve(config, timeout_s)
         self._sites = [placement.EngineSite(config, group) for group in groups]
         progress.stage(f"loading and warming up {config.replicas} engine(s) with {config.tp_size} worker(s) each")
-        self._start_engines((front, secret, store_endpoint, curve, self._namespace), progress)
+        self._start_engines((scheduler, secret, store_endpoint, curve_keys, self._namespace), progress)
 
     def _start_engines(self, arguments: tuple[Any, ...], progress: Progress) -> None:
         """Start all engines at once, and wait until all serve; raises what keeps one from it."""
@@ -143,11 +143,11 @@ class Deployment:
                 raise
             self._supervisor.add(role)
 
-    def _start_front(self, secret: str, curve: CurveKeys | None) -> tuple[tuple[str, int], str]:
-        """Start the scheduler and the store; the scheduler's node and port, and the store's endpoint.
+    def _start_frontend(self, secret: str, curve_keys: CurveKeys | None) -> tuple[tuple[str, int], str]:
+        """Start the scheduler and the store. Returns the scheduler's node and port, and the store's endpoint.
 
-        Their addresses are chosen here, before they are made, so that a restarted one has that of the one before it.
-        A free port may be taken before it is bound: then others are tried.
+        Their addresses are chosen here, before the actors are made, so that a restarted actor keeps its address.
+        Another process may take a free port before it is bound: then other ports are tried.
         """
         from headwise.actors.placement import node_address
 
@@ -156,7 +156,9 @@ class Deployment:
             port, store_port = free_ports(self.config.host, store_host)
             store_endpoint = f"tcp://{store_host}:{store_port}"
             try:
-                return self._try_front(secret, self.config.port or port, store_endpoint, curve), store_endpoint
+                return self._try_start_frontend(
+                    secret, self.config.port or port, store_endpoint, curve_keys
+                ), store_endpoint
             except _PortTaken as taken:
                 if attempt == PORT_ATTEMPTS:
                     raise taken.error from None
@@ -166,16 +168,18 @@ class Deployment:
                 self._roles.clear()
         raise AssertionError("the last attempt returns or raises")
 
-    def _try_front(self, secret: str, port: int, store_endpoint: str, curve: CurveKeys | None) -> tuple[str, int]:
-        from headwise.actors.placement import FrontSite
+    def _try_start_frontend(
+        self, secret: str, port: int, store_endpoint: str, curve_keys: CurveKeys | None
+    ) -> tuple[str, int]:
+        from headwise.actors.placement import FrontendSite
         from headwise.actors.scheduler import GlobalScheduler
         from headwise.actors.store import AttentionStore
 
-        here, slowest_s = FrontSite(), self.config.start_timeout_s
-        arguments: tuple[Any, ...] = self.config, secret, port, store_endpoint, curve
+        here, slowest_s = FrontendSite(), self.config.start_timeout_s
+        arguments: tuple[Any, ...] = self.config, secret, port, store_endpoint, curve_keys
         scheduler = self._start_role("scheduler", GlobalScheduler, arguments, here, Life(slowest_s))
         try:
-            front: tuple[str, int] = get(scheduler.is_ready)
+            address: tuple[str, int] = get(scheduler.is_ready)
         except DeploymentError as error:
             if self.config.port:
                 raise
@@ -183,13 +187,13 @@ class Deployment:
         assert scheduler.handle is not None
         self.client_address = get(scheduler.handle.client_address.remote())
         namespace = self._namespace = get(scheduler.handle.namespace.remote())
-        arguments = self.config, store_endpoint, namespace, curve
+        arguments = self.config, store_endpoint, namespace, curve_keys
         store = self._start_role("store", AttentionStore, arguments, here, Life(slowest_s))
         try:
             get(store.is_ready)
         except DeploymentError as error:
             raise _PortTaken(error) from None
-        return front
+        return address
 
     def _start_role(self, name: str, actor_class: Any, arguments: tuple[Any, ...], site: Site, life: Life) -> Role:
         """Make an actor under the deployment's name; raises `DeploymentError` if there is one already."""
@@ -225,7 +229,7 @@ class Deployment:
         return {name: role.handle for name, role in list(self._roles.items()) if role.handle is not None}
 
     def _is_stopped(self) -> bool:
-        """Another thread may stop it at any moment."""
+        """Another thread may stop the deployment at any moment."""
         return self._stopped
 
     def worker_pids(self) -> list[list[int]]:
@@ -251,10 +255,10 @@ class Deployment:
         self._stopped = True
         self._over.set()
         self._supervisor.stop()
-        if self._guard is not None:
-            self._guard.stop()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         try:
-            if not self._cluster.is_lost:  # what is gone takes no calls
+            if not self._cluster.is_lost:  # a lost cluster takes no calls
                 self._stop_actors()
         finally:
             self._cluster.disconnect()
@@ -273,7 +277,7 @@ class Deployment:
             role.kill()
 
     def _wait_for_names(self) -> None:
-        """Wait until actors that were killed are no more, and others may have their names."""
+        """Wait until the killed actors are gone and their names are free again."""
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while any(_exists(self.config.name, role) for role in self._roles) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -288,7 +292,7 @@ class Deployment:
 
 
 class _PortTaken(Exception):
-    """A port that was free a moment ago is not; ``error`` tells whose it was to be."""
+    """A port that was free a moment ago is taken; ``error`` says which address."""
 
     def __init__(self, error: DeploymentError) -> None:
         super().__init__(str(error))

@@ -36,42 +36,44 @@ log = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
 _LAST_WORDS_S = 5.0
-"""For the driver to hear why the process ends, before it does."""
+"""Time for the driver to learn why the process ends, before it ends."""
 _REACH_S = 10.0
-"""Longest wait of a deployment's first engines for a way to its scheduler."""
+"""How long a deployment's first engines try to reach its scheduler."""
 
 
 @remote(max_concurrency=5)
 class Engine:
-    """Serves by itself from the moment it is made. Whoever made it learns by `ended` when it cannot go on, and why.
+    """Starts to serve as soon as it is made. `ended` raises when the engine cannot go on, and says why.
 
-    With a lost worker its requests leave for other engines; then all ranks are started anew, with an empty cache and
+    When a worker is lost, the requests move to other engines, and all ranks are started again with an empty cache and
     a new epoch. An engine that loses workers again and again, or cannot start new ones, ends: its node may be bad.
-    A server whose thread stands still ends the process.
+    A server whose thread hangs ends the process.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         index: int,
-        front: tuple[str, int],
+        scheduler: tuple[str, int],
         secret: str,
         store_endpoint: str,
-        curve: CurveKeys | None,
+        curve_keys: CurveKeys | None,
         namespace: str,
         start: int = 0,
     ) -> None:
-        """``front`` is the scheduler's node and port, ``namespace`` whose cache blocks it takes the engines' to be;
-        ``start`` tells how many engines it takes the place of.
+        """
+        scheduler: the node and port of the scheduler
+        namespace: that the scheduler uses for the index; this engine's must be the same
+        start:     how many times this engine was started before
         """
         self._config = config
         self._name = f"engine-{index}"
         self._placement = ray.util.get_current_placement_group()
-        self._front = front
+        self._scheduler = scheduler
         self._secret = secret
         self._start = start
         self._store_endpoint = store_endpoint
-        self._curve = curve
+        self._curve_keys = curve_keys
         self._namespace = namespace
         self._group: WorkerGroup | None = None
         self._server: EngineServer | None = None
@@ -136,20 +138,20 @@ class Engine:
             self._over.set()
 
     def _open(self) -> None:
-        """Everything that outlives the workers: model, flusher, server and who watches over it."""
-        node, port = self._front
+        """Open everything that outlives the workers: model, flusher, server and its watchdog."""
+        node, port = self._scheduler
         host, address = scheduler_host(self._config.host, node), engine_host(self._config.host, node_address())
-        self._check_way(node, host, port)
+        self._check_scheduler_is_reachable(node, host, port)
         sweep(tempfile.gettempdir(), SOCKETS_PREFIX)
-        self._front_door = Preprocessor.open(self._config)
-        check_agrees(f"{self._name} on node {address}", self._front_door.namespace, self._namespace)
+        self._preprocessor = Preprocessor.open(self._config)
+        check_agrees(f"{self._name} on node {address}", self._preprocessor.namespace, self._namespace)
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
-        check_memory(self._config, self._front_door.card)
-        self._lookup = open_lookup(self._config, self._front_door.card)
+        check_memory(self._config, self._preprocessor.card)
+        self._lookup = open_lookup(self._config, self._preprocessor.card)
         epoch = time.time_ns()
         lookup, namespace = self._lookup, self._namespace
         volume = str if lookup is None else lambda: lookup.volume
-        self._flusher = Flusher(self._name, epoch, self._store_endpoint, namespace, self._curve, volume=volume)
+        self._flusher = Flusher(self._name, epoch, self._store_endpoint, namespace, self._curve_keys, volume=volume)
         self._server = EngineServer(
             f"tcp://{address}:*",
             reporting=Reporting(f"tcp://{host}:{port}", self._secret, self._name),
@@ -161,13 +163,13 @@ class Engine:
             self._server.fault("the engine's process was started again")
         self._server.start()
         server = self._server
-        self._watchdog = Watchdog(lambda: server.turns, self._config.engine_timeout_s, self._exit_stuck)
+        self._watchdog = Watchdog(lambda: server.loop_count, self._config.engine_timeout_s, self._exit_stuck)
         self._watchdog.start()
 
-    def _check_way(self, node: str, host: str, port: int) -> None:
-        """Raise `DeploymentError` if the scheduler of a deployment that starts cannot be reached from here.
+    def _check_scheduler_is_reachable(self, node: str, host: str, port: int) -> None:
+        """Raise `DeploymentError` if a starting deployment's scheduler cannot be reached from this node.
 
-        Later it may be away just now, and comes back.
+        An engine that is restarted does not check: the scheduler may be restarting too, and comes back.
         """
         if is_loopback(host) and node_address() != node:
             raise DeploymentError(
@@ -185,7 +187,7 @@ class Engine:
             ) from None
 
     def _serve(self) -> None:
-        """One group of workers after the other, until stopped. Raises what keeps it from going on."""
+        """Run one group of workers after the other, until stopped. Raises what keeps the engine from going on."""
         restarts = Restarts()
         while not self._stopping.is_set():
             assert self._placement is not None, "started in its placement group"
@@ -203,7 +205,7 @@ class Engine:
 
     def _attach(self, group: WorkerGroup) -> None:
         assert self._server is not None
-        card, tokenizer = self._front_door.card, self._front_door.tokenizer
+        card, tokenizer = self._preprocessor.card, self._preprocessor.tokenizer
         card = with_pool(card, self._config, group.executor.num_blocks * card.layout.block_bytes)
         core = EngineCore(self._config, card, tokenizer, group.executor, lookup=self._lookup)
         self._core_died.clear()
@@ -212,7 +214,7 @@ class Engine:
         self._group = group
 
     def _watch(self, group: WorkerGroup) -> None:
-        """Return once the engine's thread has let go of a group that lost a worker, or when stopped."""
+        """Return when stopped, or when a worker was lost and the server's thread uses the group no more."""
         assert self._server is not None
         self._lost = None
         while not self._core_died.is_set():

@@ -1,4 +1,4 @@
-"""Notices a scheduler or a store that lives and does nothing: Ray itself only notices those that die."""
+"""Notices a scheduler or a store that hangs: Ray itself only notices actors that die."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 import ray
 
-from headwise.actors.watchdog import RemoteTurns, Watchdog
+from headwise.actors.watchdog import RemoteProgress, Watchdog
 
 
 class FrontendWatchdog:
-    """Asks the actors how many turns their servers' threads have taken; has one replaced that takes none for
-    ``timeout_s``. It may be stopped as a whole, or one of its threads stands still.
+    """Asks each actor for its server's loop count, and has an actor replaced whose count stands still for
+    ``timeout_s``: its process may be suspended, or the server's thread may hang.
 
-    Lives in the process that started the deployment: that is on the node of both, and the only one to judge them, so
-    nobody else replaces what has just been replaced.
+    Runs in the process that started the deployment. That process is on the same node as both actors, and it is the
+    only one that replaces them, so an actor is not replaced twice.
 
-    roles:    of the actors
-    current:  the handle of a role's actor; None while there is none that serves
-    on_stuck: called with the role and what is wrong with it, on a thread of the guard
+    roles:    of the actors to watch
+    current:  the handle of a role's actor; None while no actor of that role serves
+    on_stuck: called with the role and the cause, on a thread of the watchdog
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class FrontendWatchdog:
     ) -> None:
         cause = f"it has done nothing for {timeout_s:g} s"
         self._watchdogs = [
-            Watchdog(RemoteTurns(partial(_ask, current, role)), timeout_s, partial(on_stuck, role, cause))
+            Watchdog(RemoteProgress(partial(_ask, current, role)), timeout_s, partial(on_stuck, role, cause))
             for role in roles
         ]
 
     def start(self) -> None:
         for watchdog in self._watchdogs:
             watchdog.start()
-        atexit.register(self.stop)  # which comes before Ray's own end: a call in the middle of that may crash
+        atexit.register(self.stop)  # runs before Ray's own shutdown: a call during that may crash
 
     def stop(self) -> None:
         """No actor is asked or replaced any more once this returns. Idempotent."""
@@ -51,9 +51,9 @@ class FrontendWatchdog:
 
 
 def _ask(current: Callable[[str], Any | None], role: str) -> Future[int] | None:
-    """None if there is nobody to be asked, or this process has left its cluster: a call would start another one."""
+    """None if no actor serves, or if this process has left the cluster: a call would then start a new Ray instance."""
     actor = current(role)
     if actor is None or not ray.is_initialized():
         return None
-    question: Future[int] = actor.turns.options(enable_task_events=False).remote().future()
+    question: Future[int] = actor.loop_count.options(enable_task_events=False).remote().future()
     return question

@@ -14,7 +14,7 @@ from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 
 _ray: Any = ray
-"""For its functions that have no types."""
+"""Ray's functions that have no types are called through this."""
 ENGINE_CPUS = 0.1
 WORKER_CPUS = 0.2
 """CPU ranks share their machine's cores by threads, not by Ray's count: a two-core machine must hold TP 3."""
@@ -82,7 +82,7 @@ def node_address() -> str:
 
 
 class EngineSite:
-    """Where an engine runs: a placement group, given up for another one elsewhere when its node is dead or bad.
+    """Where an engine runs: a placement group. It is replaced by one on another node when its node is dead or bad.
 
     node:    Ray's id of the node; empty while there is none
     address: the node's address
@@ -95,7 +95,7 @@ class EngineSite:
         self.is_placed()
 
     def choose(self, life: Life) -> None:
-        """Stay, or ask Ray for room on the node that is next."""
+        """Keep the placement group, or ask Ray for one on the node to try next."""
         target = life.next_node(self.node, _alive_nodes(), _nodes_with_room(self._config))
         if target and target == self.node and self.group is not None:
             return
@@ -134,8 +134,8 @@ class EngineSite:
             self.group = None
 
 
-class FrontSite:
-    """Where the scheduler and the store run: on the node of the process that started the deployment, for good."""
+class FrontendSite:
+    """Where the scheduler and the store run: always on the node of the process that started the deployment."""
 
     def __init__(self) -> None:
         self.node = str(ray.get_runtime_context().get_node_id())
@@ -145,7 +145,7 @@ class FrontSite:
         pass
 
     def is_alive(self) -> bool:
-        return True  # this process lives there; whether Ray does is watched by `Cluster`
+        return True  # this process runs there; `Cluster` watches whether Ray does
 
     def is_placed(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""`ray.remote` as a decorator of actors: Ray's own types know neither all of its options nor what comes of it."""
+"""`ray.remote` as an untyped decorator of actors: Ray's own types lack some options, and the result's type."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ class RestartPolicy:
     """How often something may end before its next start has to wait.
 
     at_once:         ends that are followed by a start at once
-    first_delay_s:   wait after one end more; each further one doubles it
-    longest_delay_s: but it grows no longer than that
+    first_delay_s:   wait after the first end beyond ``at_once``; each further end doubles it
+    longest_delay_s: the longest wait
     refill_s:        seconds after which one end is forgotten
     """
 
@@ -25,7 +25,7 @@ class RestartPolicy:
 
 
 class Restarts:
-    """Counts ends and forgets them with time: nothing is given up for good, and nothing is tried all the time."""
+    """Counts ends and forgets them with time. So restarts never stop for good, and never follow each other too fast."""
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         self.policy = policy or RestartPolicy()
@@ -48,7 +48,9 @@ class Restarts:
 
 
 class Phase(Enum):
-    """DOWN: its next start is not due. PLACING: there is no room yet. STARTING: it does not serve yet. RUNNING."""
+    """DOWN: its next start is not due. PLACING: no node has room yet. STARTING: it does not serve yet. RUNNING: it
+    serves.
+    """
 
     DOWN = auto()
     PLACING = auto()
@@ -91,7 +93,7 @@ class Life:
         return delay
 
     def displaced(self, now: float) -> None:
-        """It ended because its node did: no fault of its own, and no reason to wait."""
+        """It ended because its node died. It may start again at once."""
         self._due = now
         self._enter(Phase.DOWN, now)
 
@@ -100,15 +102,15 @@ class Life:
         return self.phase is Phase.DOWN and now >= self._due
 
     def is_late(self, now: float) -> bool:
-        """Whether its start takes too long. To wait for a node is no start."""
+        """Whether its start takes too long. Waiting for a node does not count."""
         return self.phase is Phase.STARTING and now - self._since > self._start_timeout_s
 
     def has_waited_for(self, seconds: float, now: float) -> bool:
-        """Whether it waits for room since then."""
+        """Whether it has waited for room for so long."""
         return self.phase is Phase.PLACING and now - self._since >= seconds
 
     def has_run_for(self, seconds: float, now: float) -> bool:
-        """Whether it serves since then. What others say of its silence is otherwise of the process before."""
+        """Whether it has served for so long. Earlier reports of its silence are about the process before it."""
         return self.phase is Phase.RUNNING and now - self._since >= seconds
 
     def next_node(self, last: str, alive: Collection[str], with_room: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""The actor of the deployment's front."""
+"""The actor of the global scheduler."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from headwise.actors.remote import remote
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.preprocessor import Preprocessor
-from headwise.runtime.frontend.scheduler_server import SchedulerServer, router_options
+from headwise.runtime.frontend.routing import RouterOptions
+from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
 from headwise.storage.index.encryption import CurveKeys
 from headwise.storage.index.store_client import StoreClient
 
 _BIND_TIMEOUT_S = 10.0
-"""Longest wait of a scheduler for the process before it to let go of the port."""
+"""How long a restarted scheduler waits for its predecessor's process to free the port."""
 
 
 @remote(max_concurrency=5)
 class GlobalScheduler:
-    """Serves at a port that the one that takes its place binds again: clients and engines find it by themselves.
+    """Holds a `SchedulerServer`. A restarted scheduler binds the same port, so clients and engines find it again.
 
-    start: 0, and one more for each one after
+    start: how many times the scheduler was started before
     """
 
     def __init__(
@@ -33,16 +34,16 @@ class GlobalScheduler:
         secret: str,
         port: int,
         store_endpoint: str,
-        curve: CurveKeys | None,
+        curve_keys: CurveKeys | None,
         start: int = 0,
     ) -> None:
         self._config = config
         self._secret = secret
         self._port = port
         self._store_endpoint = store_endpoint
-        self._curve = curve
-        self._front_door: Preprocessor | None = None
-        self._store: StoreClient | None = None  # the server's, while that runs
+        self._curve_keys = curve_keys
+        self._preprocessor: Preprocessor | None = None
+        self._store: StoreClient | None = None  # used by the server's thread while it runs
         self._server: SchedulerServer | None = None
         self._tokenizers: TokenizerPool | None = None
         self._silent: set[str] = set()
@@ -62,13 +63,13 @@ class GlobalScheduler:
             time.sleep(0.1)
 
     def ended(self) -> None:
-        """Return when it is stopped: whoever waits learns at once when the process dies."""
+        """Return when it is stopped. A caller that waits here learns at once when the process dies."""
         self._stopped.wait()
 
     def _serve(self) -> tuple[str, int]:
         config = self._config
-        preprocessor = self._front_door = self._front_door or Preprocessor.open(config)
-        store = self._store = StoreClient(self._store_endpoint, preprocessor.namespace, self._curve)
+        preprocessor = self._preprocessor = self._preprocessor or Preprocessor.open(config)
+        store = self._store = StoreClient(self._store_endpoint, preprocessor.namespace, self._curve_keys)
         tokenising, self._tokenizers = preprocessor.with_pool(config)
         try:
             self._server = SchedulerServer(
@@ -78,7 +79,7 @@ class GlobalScheduler:
                 secret=self._secret,
                 model=config.model,
                 replicas=config.replicas,
-                routing=router_options(config, preprocessor),
+                routing=_router_options(config, preprocessor),
                 max_queued=config.max_queued,
                 hold_s=config.start_timeout_s,
                 store=store,
@@ -95,9 +96,9 @@ class GlobalScheduler:
         return self.address()
 
     def namespace(self) -> str:
-        """Of the index: what its blocks are of."""
-        assert self._front_door is not None
-        return self._front_door.namespace
+        """The namespace of the index: which model and cache layout its blocks belong to."""
+        assert self._preprocessor is not None
+        return self._preprocessor.namespace
 
     def address(self) -> tuple[str, int]:
         return node_address(), self._port
@@ -107,10 +108,10 @@ class GlobalScheduler:
         host, port = self.address()
         return f"tcp://{client_host(self._config.host, host)}:{port}"
 
-    def turns(self) -> int:
+    def loop_count(self) -> int:
         """See `SchedulerServer`."""
         assert self._server is not None
-        return self._server.turns
+        return self._server.loop_count
 
     def stop(self) -> None:
         if self._tokenizers is not None:
@@ -122,8 +123,8 @@ class GlobalScheduler:
         self._stopped.set()
 
     def take_silent(self) -> list[str]:
-        """Engines that have become silent for ``engine_timeout_s`` since the last call: whoever made them replaces
-        them, if it was they who were to be heard.
+        """The engines that have been silent for ``engine_timeout_s`` and were not returned before. The process that
+        started the deployment replaces them.
         """
         with self._silent_lock:
             silent, self._silent = sorted(self._silent), set()
@@ -133,3 +134,17 @@ class GlobalScheduler:
         """On the server's thread."""
         with self._silent_lock:
             self._silent.add(engine)
+
+
+def _router_options(config: EngineConfig, preprocessor: Preprocessor) -> RouterOptions:
+    """How a deployment of this configuration routes."""
+    return RouterOptions(
+        policy=config.routing,
+        block_size=config.block_size,
+        blocks_per_token=preprocessor.blocks_per_token,
+        engine_queue=config.engine_queue,
+        max_num_seqs=config.max_num_seqs,
+        step_tokens=config.max_batched_tokens,
+        engine_timeout_s=config.engine_timeout_s,
+        forget_s=max(config.start_timeout_s, config.engine_timeout_s),
+    )

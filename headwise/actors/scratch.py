@@ -1,4 +1,4 @@
-"""Directories for sockets and the like, which go with the process that made them, also where it is killed."""
+"""Temporary directories for sockets and the like, removed even if the process that made them is killed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _UNLOCKED = "owner.new"
 class ScratchDirectory:
     """A directory of this process alone, until `close`.
 
-    A lock in it is held for as long as the process lives. The kernel gives it up when that dies, whichever way, and
-    process ids need not mean the same to who sweeps: containers may share a directory.
+    The process holds a lock in it. The kernel releases the lock when the process dies, however it dies. (Process ids
+    would not do: containers may share a directory.)
 
     path: ``parent/PREFIX...``
     """
@@ -29,7 +29,7 @@ class ScratchDirectory:
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         self._descriptor: int | None = os.open(self.path / _UNLOCKED, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        # Only now it has the name that is looked for: who sweeps does not find it unlocked.
+        # It gets the name that `sweep` looks for only now, so `sweep` never finds it unlocked.
         os.rename(self.path / _UNLOCKED, self.path / _LOCK)
 
     def close(self) -> None:
@@ -41,9 +41,9 @@ class ScratchDirectory:
 
 
 def sweep(parent: str, prefix: str) -> list[Path]:
-    """Remove directories ``parent/PREFIX...`` of this user whose processes are dead; those that were removed.
+    """Remove directories ``parent/PREFIX...`` of this user whose processes are dead. Returns the removed ones.
 
-    Directories without an owner's lock are nobody's that is known: they stay.
+    Directories without an owner's lock stay: their owners are not known.
     """
     removed = []
     for path in Path(parent).glob(f"{prefix}*"):

@@ -13,21 +13,21 @@ from headwise.storage.index.encryption import CurveKeys
 from headwise.storage.index.store_server import StoreServer
 
 _BIND_TIMEOUT_S = 10.0
-"""Longest wait for the process that had the endpoint before to let go of it."""
+"""How long a restarted store waits for its predecessor's process to free the port."""
 
 
 @remote(max_concurrency=5)
 class AttentionStore:
-    """Serves the index at ``endpoint``, which the one that takes its place binds again: the engines find it by
-    themselves and tell it all they hold.
+    """Serves the index at ``endpoint``. A restarted store binds the same endpoint: the engines find it again and tell
+    it all they hold.
 
-    start: 0, and one more for each one after
+    start: how many times the store was started before
     """
 
     def __init__(
-        self, config: EngineConfig, endpoint: str, namespace: str, curve: CurveKeys | None, start: int = 0
+        self, config: EngineConfig, endpoint: str, namespace: str, curve_keys: CurveKeys | None, start: int = 0
     ) -> None:
-        options = {"max_blocks": config.index_blocks, "curve": curve}
+        options = {"max_blocks": config.index_blocks, "curve_keys": curve_keys}
         self._stopped = threading.Event()
         self._server = _bind(endpoint, namespace, options)
         self._server.start()
@@ -37,7 +37,7 @@ class AttentionStore:
         return self._server.endpoint
 
     def ended(self) -> None:
-        """Return when it is stopped: whoever waits learns at once when the process dies."""
+        """Return when it is stopped. A caller that waits here learns at once when the process dies."""
         self._stopped.wait()
 
     def stats(self) -> dict[str, Any]:
@@ -46,9 +46,9 @@ class AttentionStore:
     def match(self, block_hashes: Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
         return self._server.match(block_hashes)
 
-    def turns(self) -> int:
+    def loop_count(self) -> int:
         """See `StoreServer`."""
-        return self._server.turns
+        return self._server.loop_count
 
     def stop(self) -> None:
         self._server.stop()

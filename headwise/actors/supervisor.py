@@ -1,4 +1,4 @@
-"""Starts a deployment's actors again when they end: Ray's own restarts are counted for life, and know no other node."""
+"""Restarts a deployment's actors when they end. Ray's own restarts are limited for life and stay on one node."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 _LOOK_S = 0.25
 _ASK_S = 1.0
 _TELL_S = 5.0
-"""An actor that waits so long for a node is told of."""
+"""After so long a wait for a node, the wait is logged."""
 _JOIN_S = 5.0
-"""A call to Ray may wait for a cluster that is gone."""
+"""Longest wait for the supervisor's thread to end: a call to Ray may hang when the cluster is gone."""
 
 
 class Site(Protocol):
-    """Where an actor runs: `EngineSite` or `FrontSite`."""
+    """Where an actor runs: `EngineSite` or `FrontendSite`."""
 
     node: str
     address: str
@@ -40,10 +40,10 @@ class Site(Protocol):
 
 
 class Role:
-    """A part that somebody plays in the deployment: which actor it is now, and how the next one is made.
+    """One part of the deployment (``scheduler``, ``store``, ``engine-N``): its present actor, and how to make the next.
 
-    The actor's class has `ready`, which returns once it serves; `ended`, which returns once it is stopped; both raise
-    why it does not serve. Its last argument tells how many were started before it.
+    The actor's class has `ready`, which returns when the actor serves, and `ended`, which returns when it is stopped.
+    Both raise why it does not serve. Its last argument is how many times the role was started before.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Role:
         self.handle: Any | None = None
         self.is_ready: Any = None
         self.is_over: Any = None
-        self.cause = ""  # why it is being replaced, if somebody knows better than Ray
+        self.cause = ""  # why it is being replaced, where Ray does not know
         self.is_told = False
         self._actor_name = actor_name(deployment, name)
         self._class = actor_class
@@ -72,20 +72,20 @@ class Role:
         self.is_ready = handle.ready.remote()
 
     def serves(self, now: float) -> None:
-        """The actor is ready: from now on its end is waited for."""
+        """The actor is ready. From now on the supervisor waits for its end."""
         assert self.handle is not None
         self.is_over = self.handle.ended.remote()
         self.life.ready(now)
 
     def kill(self) -> None:
-        """End the process, if it still lives, and free its name: Ray keeps that of one that died by itself."""
+        """End the process, if it still lives, and free its name: Ray keeps the name of an actor that died by itself."""
         handle = self.handle
         if handle is not None:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 ray.kill(handle)
 
     def awaited(self) -> Any | None:
-        """The call that returns when something is to be done; None: there is none."""
+        """The call whose return must be handled next; None: there is none."""
         return {Phase.STARTING: self.is_ready, Phase.RUNNING: self.is_over}.get(self.life.phase)
 
     def __str__(self) -> str:
@@ -93,15 +93,15 @@ class Role:
 
 
 class Supervisor:
-    """Watches roles whose actors serve, on a thread of its own: what ends is started again, and the cause
-    is logged. What cannot be started is tried again for as long as the deployment lives; the others go on without it.
+    """Watches the roles on a thread of its own. An actor that ends is started again, and the cause is logged. One that
+    cannot be started is tried again for as long as the deployment lives; the others serve without it.
     """
 
     def __init__(self, engine_timeout_s: float) -> None:
         self._engine_timeout_s = engine_timeout_s
         self._roles: dict[str, Role] = {}
         self._clock = LivenessClock()
-        self._silent: Any = None  # the question to the scheduler
+        self._silent: Any = None  # the call to the scheduler that is under way
         self._ask_at = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-supervisor", daemon=True)
@@ -118,17 +118,17 @@ class Supervisor:
             self._thread.join(_JOIN_S)
 
     def add(self, role: Role) -> None:
-        """From now on see to this role, whose actor serves."""
+        """Watch this role from now on. Its actor must serve."""
         role.serves(self._clock())
         self._roles[role.name] = role
 
     def serving(self, name: str) -> Any | None:
-        """The handle of the role's actor; None while there is none that serves."""
+        """The handle of the role's actor; None while no actor of the role serves."""
         role = self._roles.get(name)
         return role.handle if role is not None and role.life.phase is Phase.RUNNING else None
 
     def replace(self, name: str, cause: str) -> None:
-        """End the role's actor: it lives, and is of no use. Callable from any thread."""
+        """End the role's actor, which lives but does not work, and have it started again. Callable from any thread."""
         role = self._roles[name]
         log.error("%s is replaced: %s", role, cause)
         role.cause = cause
@@ -140,15 +140,15 @@ class Supervisor:
         told = ""
         while not self._stopping.is_set():
             try:
-                self._turn()
+                self._run_once()
                 told = ""
-            except Exception as error:  # Ray does not answer, say: each turn goes on where the last one stopped
+            except Exception as error:  # for example Ray does not answer: the next run goes on where this one stopped
                 if (cause := cause_of(error)) != told:
                     log.error("the deployment's actors cannot be seen to: %s", cause)
                 told = cause
                 self._stopping.wait(_LOOK_S)
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         roles = list(self._roles.values())
         waiting = {call: role for role in roles if (call := role.awaited()) is not None}
         if waiting:
@@ -163,7 +163,7 @@ class Supervisor:
             self._take(waiting[call], call, now)
         for role in roles:
             self._advance(role, now)
-        self._hear_of_silence(now)
+        self._replace_silent_engines(now)
 
     def _take(self, role: Role, call: Any, now: float) -> None:
         """The call that was waited for has returned or failed."""
@@ -200,16 +200,16 @@ class Supervisor:
         if life.phase is not Phase.PLACING:
             return
         if role.site.is_placed():
-            with contextlib.suppress(ValueError):  # the name of the one before is still taken: the next turn will do
+            with contextlib.suppress(ValueError):  # the predecessor still has the name: try again next time
                 role.create()
                 life.created(now)
         elif life.has_waited_for(_TELL_S, now) and not role.is_told:
             role.is_told = True
             log.warning("%s waits for a node with room: it needs %s on one node", role.name, role.site.needs())
 
-    def _hear_of_silence(self, now: float) -> None:
-        """Replace engines that the scheduler has not heard of. It tells of those that it knew before: if another one
-        was started since then, that one is not meant.
+    def _replace_silent_engines(self, now: float) -> None:
+        """Replace engines that the scheduler reports as silent. An engine that was started only since then is not
+        meant, and is left alone.
         """
         if self._silent is None:
             scheduler = self.serving("scheduler")
@@ -220,7 +220,7 @@ class Supervisor:
         if not ray.wait([self._silent], timeout=0)[0]:
             return
         question, self._silent = self._silent, None
-        with contextlib.suppress(ray.exceptions.RayError):  # the scheduler has ended, which is seen to
+        with contextlib.suppress(ray.exceptions.RayError):  # the scheduler has ended, which is noticed elsewhere
             for name in ray.get(question):
                 role = self._roles.get(name)
                 if role is not None and role.life.has_run_for(self._engine_timeout_s, now):

@@ -1,4 +1,4 @@
-"""Notices that a thread does not get on, though it should: one of this process, or of another that can be asked."""
+"""Notices a thread that hangs, in this process or in another one that can be asked."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ INTERVAL_S = 0.5
 
 
 class Watchdog:
-    """Calls ``on_stuck`` once ``turns()`` has not changed for ``timeout_s``, and again each time it goes on like that
-    for as long, until stopped. Neither may wait for what is watched.
+    """Calls ``on_stuck`` when ``progress()`` has not changed for ``timeout_s``, and again after each further
+    ``timeout_s`` without a change. Neither function may wait for the watched thread.
 
-    A process that was suspended as a whole, and its threads with it, is given the time again.
+    When this process itself was suspended, the time starts again.
     """
 
     def __init__(
         self,
-        turns: Callable[[], int],
+        progress: Callable[[], int],
         timeout_s: float,
         on_stuck: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._turns = turns
+        self._progress = progress
         self._timeout_s = timeout_s
         self._on_stuck = on_stuck
         self._clock = clock
@@ -43,13 +43,13 @@ class Watchdog:
             self._thread.join()
 
     def is_stuck(self) -> bool:
-        """To be asked every `INTERVAL_S`; after a yes, the time begins anew."""
-        now, turns = self._clock(), self._turns()
+        """Call it every `INTERVAL_S`. After it returned True, the time starts again."""
+        now, progress = self._clock(), self._progress()
         was_suspended = now - self._checked > 4 * INTERVAL_S
         self._checked = now
-        is_stuck = turns == self._seen and not was_suspended and now - self._since > self._timeout_s
-        if turns != self._seen or was_suspended or is_stuck:
-            self._seen, self._since = turns, now
+        is_stuck = progress == self._seen and not was_suspended and now - self._since > self._timeout_s
+        if progress != self._seen or was_suspended or is_stuck:
+            self._seen, self._since = progress, now
         return is_stuck
 
     def _run(self) -> None:
@@ -58,13 +58,13 @@ class Watchdog:
                 self._on_stuck()
 
 
-class RemoteTurns:
-    """For a `Watchdog`, the turns of a thread in another process: one question at a time, never waited for.
+class RemoteProgress:
+    """The ``progress`` of a `Watchdog` for a thread in another process: asks one question at a time, and never waits.
 
-    Only silence stands still, and an answer that is the same as before. An error is no silence: it tells that somebody
-    knows the process to be gone, and sees to it.
+    The count stands still while no answer comes, or while the answers are the same. An error counts as progress: the
+    process is known to be gone, and is replaced for that reason.
 
-    ask: puts the question; None: there is nobody to be asked now, and nothing to be noticed
+    ask: asks for the other thread's loop count; None: nobody can be asked now, which counts as progress
     """
 
     def __init__(self, ask: Callable[[], Future[int] | None]) -> None:
@@ -74,7 +74,7 @@ class RemoteTurns:
         self._changes = 0
 
     def __call__(self) -> int:
-        """Another number than before if the thread may have got on."""
+        """A different number than before if the thread may have made progress."""
         if self._question is None or self._question.done():
             self._take(self._question)
             self._question = self._ask()

@@ -1,4 +1,4 @@
-"""The workers of one engine, from their start to the loss of the first of them."""
+"""The workers of one engine, from their start until the first of them is lost."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from headwise.runtime.protocol.step_channel import ZmqExecutor
 from headwise.runtime.worker.worker import threads_per_worker
 
 COMM_BUFFER_BYTES = 4 << 20
-"""Of each of a rank's two buffers in shared memory, of which containers have little; larger payloads go in pieces."""
+"""Size of each of a rank's two buffers in shared memory. Containers have little of it; larger payloads are split."""
 
 SOCKETS_PREFIX = "headwise-"
-"""Of the directories of groups' sockets, in the node's directory for temporary files."""
+"""Prefix of the directories for groups' sockets, in the node's temporary directory."""
 
 
 class WorkerGroup:
-    """Actors of all ranks, and the executor that reaches them. A group that lost a worker is closed, not mended.
+    """The actors of all ranks, and the executor that reaches them. A group that lost a worker is closed, not repaired.
 
     pids: process ids by rank, once the group is ready
     """
@@ -84,7 +84,7 @@ class WorkerGroup:
         raise EngineDiedError(f"the worker of TP rank {rank} stopped serving")
 
     def close(self) -> None:
-        """End the processes and the channel; nobody may be using the executor any more."""
+        """End the processes and the channel. The executor must not be in use any more."""
         for worker in self._workers:
             worker.stop.remote()
         with suppress(ray.exceptions.RayError):

@@ -1,1 +1,1 @@
-"""ZeroMQ contexts that the garbage collector leaves alone, and bound sockets that no stranger fills."""
+"""ZeroMQ contexts that the garbage collector leaves alone, and a bound socket that no client can fill up."""

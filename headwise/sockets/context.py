@@ -11,10 +11,11 @@ _open: set[Any] = set()
 
 
 def open_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """A context of one's own, until `close_context`.
+    """A new context, kept until `close_context`.
 
-    One that is forgotten stays, with its sockets. To collect it could stop the process for good: a context that ends
-    waits for its sockets, and those may be what the collector would have come to next.
+    A context that is never closed stays in memory, with its sockets. The garbage collector must not collect it: a
+    context that ends waits for its sockets to close, and the collector may not have closed those yet. The process
+    would hang for ever.
     """
     import zmq
 
@@ -24,14 +25,14 @@ def open_context() -> zmq.Context[zmq.Socket[bytes]]:
 
 
 def close_context(context: zmq.Context[Any], linger_ms: int = 0) -> None:
-    """Close a context and its sockets, each after at most ``linger_ms`` for what is still to be sent. May be repeated.
+    """Close a context and its sockets. Each has at most ``linger_ms`` to send what is left. May be called again.
 
-    On the thread that uses the sockets.
+    Call it on the thread that uses the sockets.
     """
     context.destroy(linger=linger_ms)
     _open.discard(context)
 
 
 def num_open() -> int:
-    """Contexts that are open, in use or forgotten."""
+    """How many contexts are open, used or not."""
     return len(_open)

@@ -1,9 +1,9 @@
-"""The bound socket of a server that strangers can reach: nobody fills its memory, and no answer is lost in silence.
+"""The bound socket of a server. Untrusted clients cannot fill its memory, and no answer is lost silently.
 
-libzmq bounds a frame (MAXMSGSIZE) and counts whole messages (RCVHWM, SNDHWM). The frames of a message that does not end
-it keeps without a bound, and tells nobody. So what each connection has brought, as the kernel counts it, is compared
-with what could be read of it; a connection that owes more than a message is closed. A peer that does not read its
-answers is treated likewise: it notices that its connection has ended, and asks again.
+libzmq limits the size of a frame (MAXMSGSIZE) and the number of whole messages (RCVHWM, SNDHWM). It does not limit the
+frames of one message that does not end. So the bytes that a connection has received, as the kernel counts them, are
+compared with what could be read of it. A connection that holds back more than one message's worth is closed. So is the
+connection of a peer that does not read its answers: it notices that the connection has ended, and asks again.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Identity = bytes
-"""Whom a message is from, or for: the socket's name for a connection."""
+"""The sender or receiver of a message: ZeroMQ's name for a connection."""
 
 MAX_UNREAD_BYTES = 64 << 20
-"""Of what was sent to a peer. A longest message more is allowed."""
+"""Most bytes that a peer may leave unread, besides one message of the largest size."""
 MAX_UNFINISHED_BYTES = 256 << 20
-"""Of messages that have not ended yet, over all connections."""
+"""Most bytes of messages that have not ended yet, over all connections."""
 RECEIVE_QUEUE = 16
-"""Whole messages of a connection that wait to be read; then the peer waits."""
+"""Whole messages of a connection that may wait to be read; then the peer has to wait."""
 
 _SLACK_BYTES = 64 << 10
-"""More than libzmq reads in one go, and than its greetings and signs of life add to what a peer sends."""
-_LOOK_S = 0.05
-_LOOK_SHARE = 20
-"""Looking at all connections takes at most one part in so many of the time."""
+"""Tolerance: more than libzmq reads at once, and more than its handshakes and heartbeats add."""
+_COUNT_INTERVAL_S = 0.05
+_COUNT_SHARE = 20
+"""Counting the bytes of all connections takes at most one part in so many of the time."""
 
 _COUNTS = struct.Struct("=QQ")
 _COUNTS_AT = 120
@@ -48,40 +48,40 @@ _COUNTS_AT = 120
 
 @dataclass(eq=False)
 class _Connection:
-    """An accepted connection. Bytes are those on the wire, since it was made.
+    """An accepted connection. Bytes are counted on the wire, since the connection was made.
 
-    inode:    tells the descriptor's socket from a later one of the same number
-    identity: of the peer, once it has said something
-    begun:    bytes that had come when something of it could last be read: the present message began behind them
-    come:     bytes that had come at the last look
-    was_read: whether something of it has been read since
-    is_suspect: it owed more than a message; libzmq may have had the end of that in its hands just then
-    sent:     bytes that were given to libzmq to be sent
+    inode:      tells the descriptor's socket from a later one with the same number
+    identity:   of the peer, once it has sent a message
+    begun:      bytes that had arrived when a message could last be read; the unfinished message began after them
+    arrived:    bytes that had arrived at the last count
+    was_read:   whether a message of it has been read since that count
+    is_suspect: it exceeded the limit once; libzmq may just have been about to pass on the end of the message
+    sent:       bytes that were given to libzmq to be sent
     """
 
     fd: int
     inode: int
     identity: Identity = b""
     begun: int = 0
-    come: int = 0
+    arrived: int = 0
     was_read: bool = False
     is_suspect: bool = False
     sent: int = 0
 
     @property
     def unfinished(self) -> int:
-        return self.come - self.begun
+        return self.arrived - self.begun
 
 
 class Listener:
-    """A ROUTER socket, bound to ``endpoint`` (then the one taken, where port 0 or ``*`` was asked for). One thread's.
+    """A ROUTER socket, bound to ``endpoint`` (for port 0 or ``*``, a free one). Owned by one thread.
 
-    max_message_bytes: of one frame; more ends the connection
-    max_frames:   of one message; of a longer one so many and one more are given, the rest is thrown away
-    send_queue:   messages that a peer may leave unread, before its connection is closed; 0: any number
-    receive_queue: see `RECEIVE_QUEUE`
-    prepare:      sets further options of the socket before it is bound
-    failed_handshakes: connections of peers that spoke something else, or lacked the keys
+    max_message_bytes: most bytes of a frame; a larger one ends the connection
+    max_frames:        most frames of a message; of a longer one, one frame more is returned and the rest is dropped
+    send_queue:        messages that a peer may leave unread before its connection is closed; 0: any number
+    receive_queue:     see `RECEIVE_QUEUE`
+    prepare:           sets further options of the socket before it is bound
+    failed_handshakes: connections of peers that spoke another protocol, or lacked the keys
 
     Raises `zmq.ZMQError` if the endpoint cannot be bound.
     """
@@ -108,8 +108,8 @@ class Listener:
         self._peers: dict[Identity, _Connection] = {}
         self._ended: list[Identity] = []
         self._is_skipping = False
-        self._look_at = clock()
-        self._looked_at: float | None = None
+        self._count_at = clock()
+        self._counted_at: float | None = None
         self._num_read = 0
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -138,16 +138,16 @@ class Listener:
     # ---- in ----
 
     def receive(self, most: int) -> Iterator[tuple[Identity, list[bytes]]]:
-        """At most so many messages, of all peers in turn, each as its frames. To be called every turn of the server's
-        thread. May be left before its end.
+        """At most so many messages, of all peers in turn, each as its frames. Call it once per round of the server's
+        loop. The iterator may be left early.
         """
         import zmq
 
         receive, no_wait = self.socket.recv, int(zmq.NOBLOCK)
         self._take_events()
         if self._num_read > 2 * len(self._connections):  # peers are read in turn
-            self._judge()
-        self._look()
+            self._close_offenders()
+        self._count_bytes()
         for _ in range(most):
             if self._is_skipping:
                 self._is_skipping = receive(no_wait, copy=False).more
@@ -155,7 +155,7 @@ class Listener:
             try:
                 identity = receive(no_wait)
             except zmq.Again:
-                self._judge()
+                self._close_offenders()
                 return
             # As `recv_multipart`, in half its time: asking a frame whether it is the last is faster than the socket.
             frame = receive(no_wait, copy=False)
@@ -171,12 +171,12 @@ class Listener:
         self._num_read += 1
         connection = self._peers.get(identity)
         if connection is None:
-            connection = self._introduce(identity, frame)
+            connection = self._identify(identity, frame)
         if connection is not None:
             connection.was_read = True
 
-    def _introduce(self, identity: Identity, frame: zmq.Frame) -> _Connection | None:
-        """Learn whose connection it is that the first message of a peer came over."""
+    def _identify(self, identity: Identity, frame: zmq.Frame) -> _Connection | None:
+        """Find the connection over which a peer's first message came."""
         import zmq
 
         self._take_events()
@@ -192,8 +192,8 @@ class Listener:
     # ---- out ----
 
     def send(self, identity: Identity, data: bytes) -> bool:
-        """Send without waiting. False: the peer is gone, or has left too much unread: then its connection is closed,
-        which tells it that what it waits for does not come.
+        """Send without waiting. False: the peer is gone, or has left too much unread. In that case its connection is
+        closed, which tells the peer that its answer will not come.
         """
         import zmq
 
@@ -215,14 +215,14 @@ class Listener:
         if connection is not None:
             self._close(connection, why)
 
-    # ---- who comes and goes ----
+    # ---- connections ----
 
     def peers(self) -> list[Identity]:
-        """Whoever has spoken and is still connected."""
+        """The peers that have sent a message and are still connected."""
         return list(self._peers)
 
     def is_connected(self, identity: Identity) -> bool:
-        """Whether the connection is there over which this peer has spoken."""
+        """Whether this peer's connection is still open."""
         return identity in self._peers
 
     def ended(self) -> list[Identity]:
@@ -248,36 +248,38 @@ class Listener:
                 with suppress(OSError):  # it is closed already
                     self._connections[fd] = _Connection(fd, os.fstat(fd).st_ino)
 
-    # ---- what they owe ----
+    # ---- messages that do not end ----
 
-    def _look(self) -> None:
-        """Note what every connection has brought by now, if that is due. What of it was whole is read next."""
+    def _count_bytes(self) -> None:
+        """If it is due, count the bytes that each connection has received. Whole messages among them are read next."""
         started = self._clock()
-        if self._looked_at is not None or started < self._look_at:
+        if self._counted_at is not None or started < self._count_at:
             return
         for connection in list(self._connections.values()):
             counts = _counts(connection)
             if counts is None:
                 continue
-            acked, connection.come = counts
+            acked, connection.arrived = counts
             if connection.sent - acked > MAX_UNREAD_BYTES + self._max_bytes:
                 self._close(connection, f"left {connection.sent - acked} bytes unread that it was sent")
-        self._looked_at = started
+        self._counted_at = started
         self._num_read = 0
-        self._look_at = started + max(_LOOK_S, _LOOK_SHARE * (self._clock() - started))
+        self._count_at = started + max(_COUNT_INTERVAL_S, _COUNT_SHARE * (self._clock() - started))
 
-    def _judge(self) -> None:
-        """All that was whole at the last look has been read, or something of everybody who had something: what the
-        others have brought since they were last read is of one message."""
-        if self._looked_at is None:
+    def _close_offenders(self) -> None:
+        """Close connections whose unfinished message is too large.
+
+        By now every message that was whole at the last count has been read, or at least one message of each connection
+        that had one. So a connection of which nothing was read has received parts of one message only."""
+        if self._counted_at is None:
             return
-        self._looked_at = None
+        self._counted_at = None
         unfinished: list[_Connection] = []
         for connection in self._connections.values():
             if connection.was_read:
-                connection.begun, connection.was_read, connection.is_suspect = connection.come, False, False
+                connection.begun, connection.was_read, connection.is_suspect = connection.arrived, False, False
             elif connection.unfinished > _SLACK_BYTES:
-                connection.come -= _unread_by_us(connection)
+                connection.arrived -= _unread_by_us(connection)
                 unfinished.append(connection)
         total = sum(connection.unfinished for connection in unfinished)
         for connection in sorted(unfinished, key=lambda each: each.unfinished, reverse=True):
@@ -300,7 +302,7 @@ class Listener:
 
 
 def _counts(connection: _Connection) -> tuple[int, int] | None:
-    """Bytes that the peer has taken, and that it has brought; None where that is not known."""
+    """Bytes that the peer has acknowledged, and bytes that it has sent; None where that is not known."""
     if not hasattr(sockets, "TCP_INFO"):
         return None
     data = b""
@@ -313,7 +315,7 @@ def _counts(connection: _Connection) -> tuple[int, int] | None:
 
 
 def _unread_by_us(connection: _Connection) -> int:
-    """Bytes that the kernel holds still: libzmq has not read them."""
+    """Bytes that the kernel still holds: libzmq has not read them."""
     count = bytearray(4)
     with suppress(OSError):
         fcntl.ioctl(connection.fd, termios.FIONREAD, count)

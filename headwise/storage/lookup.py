@@ -1,4 +1,4 @@
-"""Asks storage, beside the engine's loop, which blocks of a prefix it holds."""
+"""Asks storage on a thread of its own which blocks of a prefix it holds."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class _Query:
 
 
 class StorageLookup:
-    """Asks on a thread of its own, in order of submission, which blocks of a path every TP rank has in storage.
+    """Finds out, on its own thread and in order of submission, which blocks of a path every TP rank has in storage.
 
-    What is asked in the background waits for everything else. Any thread may call. A storage that hangs never answers,
-    and neither does what queues behind it.
+    Background queries wait for all others. Any thread may call. If the storage hangs, the present query gets no answer,
+    and neither do those queued behind it.
 
     storages: one per TP rank, of that rank's namespace; `close` closes them
     groups:   head groups of a block
@@ -57,7 +57,7 @@ class StorageLookup:
         self._signal, self._signal_end = socket.socketpair()
         self._signal.setblocking(False)
         self._signal_end.setblocking(False)
-        # A daemon: a process must be able to end while a call hangs.
+        # A daemon thread: the process must be able to end while a call hangs.
         self._thread = threading.Thread(target=self._run, name="headwise-lookup", daemon=True)
         self._thread.start()
 
@@ -67,9 +67,9 @@ class StorageLookup:
         return self._storages[0].volume
 
     def submit(self, key: str, hashes: Sequence[bytes], in_background: bool = False) -> None:
-        """Ask for blocks, by their hashes. Returns at once; ``key`` names the answer.
+        """Queue a query for blocks, by their hashes. Returns at once; ``key`` names the answer.
 
-        in_background: only when nothing else is to be asked
+        in_background: ask only when no other query waits
 
         Raises:
             RuntimeError: the lookup is closed.
@@ -84,7 +84,7 @@ class StorageLookup:
         """The answers since the last call, in order. Never waits.
 
         Each is the key and ``bool [n, groups]``: whether the storages of all ranks contain the block of that hash and
-        group. It is False where one could not tell.
+        group. It is False where a storage could not tell.
         """
         with self._lock:
             answers, self._answers = self._answers, []
@@ -97,7 +97,7 @@ class StorageLookup:
         return self._signal.fileno()
 
     def cancel(self, key: str) -> None:
-        """No answer is wanted to what was submitted under ``key`` so far; unknown keys are ignored."""
+        """Cancel the queries submitted under ``key`` so far; unknown keys are ignored."""
         with self._lock:
             self._queue = deque(query for query in self._queue if query.key != key)
             self._background = deque(query for query in self._background if query.key != key)
@@ -142,7 +142,7 @@ class StorageLookup:
         self._signal_end.close()
 
     def _next(self) -> _Query | None:
-        """The query whose turn it is, once there is one; None when closed."""
+        """Wait for the next query; None when closed."""
         with self._lock:
             self._has_query.wait_for(lambda: bool(self._queue or self._background) or self._is_closed)
             queue = self._queue or self._background
@@ -157,7 +157,7 @@ class StorageLookup:
             for storage in self._storages:
                 if found.any():
                     found &= _contained(storage, per_group, groups)
-        except Exception as error:  # what is not found is computed
+        except Exception as error:  # blocks that are not found are computed
             self._log_once(error)
             found[:] = False
         return found.reshape(len(hashes), self._groups)

@@ -5,13 +5,13 @@ from concurrent.futures import Future
 
 from support.waiting import PATIENCE_S
 
-from headwise.actors.watchdog import INTERVAL_S, RemoteTurns, Watchdog
+from headwise.actors.watchdog import INTERVAL_S, RemoteProgress, Watchdog
 
 
 class Time:
     def __init__(self) -> None:
-        self.now, self.turns = 100.0, 0
-        self.watchdog = Watchdog(lambda: self.turns, 3.0, lambda: None, clock=lambda: self.now)
+        self.now, self.progress = 100.0, 0
+        self.watchdog = Watchdog(lambda: self.progress, 3.0, lambda: None, clock=lambda: self.now)
 
     def passes(self, seconds: float) -> bool:
         """Whether the watchdog has called it stuck at any of its looks."""
@@ -22,17 +22,17 @@ class Time:
         return any(stuck)
 
 
-def test_a_thread_that_takes_no_turn_for_longer_than_the_timeout_is_stuck() -> None:
+def test_a_thread_whose_loop_stands_still_for_longer_than_the_timeout_is_stuck() -> None:
     time = Time()
     assert not time.passes(3.0)
     assert time.passes(1.0)
 
 
-def test_a_thread_that_takes_a_turn_now_and_then_is_not() -> None:
+def test_a_thread_that_makes_progress_now_and_then_is_not_stuck() -> None:
     time = Time()
     for _ in range(5):
         assert not time.passes(2.5)
-        time.turns += 1
+        time.progress += 1
 
 
 def test_a_process_that_was_suspended_is_given_the_time_again() -> None:
@@ -61,14 +61,14 @@ def test_it_tells_until_it_is_stopped() -> None:
 
 
 class Remote(Time):
-    """A process that is asked for the turns of its thread; answers when it is told to."""
+    """A process that is asked for the progress of its thread; answers when it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.questions: list[Future[int] | None] = []
         self.answers = True
         self.is_known_gone = self.is_left = False
-        self.watchdog = Watchdog(RemoteTurns(self.ask), 3.0, lambda: None, clock=lambda: self.now)
+        self.watchdog = Watchdog(RemoteProgress(self.ask), 3.0, lambda: None, clock=lambda: self.now)
 
     def ask(self) -> Future[int] | None:
         question: Future[int] | None = None if self.is_left else Future()
@@ -76,14 +76,14 @@ class Remote(Time):
         if question is not None and self.is_known_gone:
             question.set_exception(ConnectionError("it is being started again"))
         elif question is not None and self.answers:
-            question.set_result(self.turns)
+            question.set_result(self.progress)
         return question
 
     def runs(self, seconds: float) -> bool:
-        """As `passes`, with a turn before each look."""
+        """As `passes`, with some progress before each look."""
         stuck = []
         for _ in range(round(seconds / INTERVAL_S)):
-            self.turns += 1
+            self.progress += 1
             stuck.append(self.passes(INTERVAL_S))
         return any(stuck)
 
@@ -111,11 +111,11 @@ def test_a_process_that_does_not_answer_is_stuck_and_is_asked_only_once() -> Non
 def test_an_answer_that_comes_late_but_within_the_timeout_gives_the_time_again() -> None:
     remote = Remote()
     remote.answers = False
-    for turns in range(5):
+    for progress in range(5):
         assert not remote.passes(2.5)
         question = remote.questions[-1]
         assert question is not None
-        question.set_result(turns)
+        question.set_result(progress)
 
 
 def test_a_process_that_is_being_replaced_is_left_in_peace_however_long_that_takes() -> None:
@@ -127,7 +127,7 @@ def test_a_process_that_is_being_replaced_is_left_in_peace_however_long_that_tak
     remote.is_known_gone = True
     question.set_exception(ConnectionError("it has died"))
     assert not remote.passes(100.0)
-    remote.is_known_gone, remote.answers, remote.turns = False, True, 0
+    remote.is_known_gone, remote.answers, remote.progress = False, True, 0
     assert not remote.runs(20.0)
 
 

@@ -181,7 +181,7 @@ def hang_engine(deployment: Deployment, client: Client) -> list[int]:
     return gone
 
 
-def hang_front(deployment: Deployment, client: Client) -> list[int]:
+def hang_frontend(deployment: Deployment, client: Client) -> list[int]:
     """The scheduler's process is stopped, and the store's server waits for a lock that nobody gives back."""
     store = deployment._actors["store"]
     pids = deployment.actor_pids()
@@ -202,7 +202,7 @@ def sent(number: int, pid: int) -> list[int]:
     return [pid]
 
 
-FAULTS = [kill_store, kill_scheduler, kill_worker, kill_engine, stop_engine, hang_engine, hang_front]
+FAULTS = [kill_store, kill_scheduler, kill_worker, kill_engine, stop_engine, hang_engine, hang_frontend]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

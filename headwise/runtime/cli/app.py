@@ -136,7 +136,7 @@ def generate(
 
 @contextmanager
 def _serving(options: EngineOptions, address: str | None, local: bool) -> Iterator[Client | LocalEngine]:
-    """Whatever answers requests: this process, a deployment made for it, or one that runs already."""
+    """What answers requests: this process, a deployment started for the command, or a running one."""
     if local:
         with _local_engine(options.load()) as engine:
             yield engine

@@ -19,7 +19,7 @@ from headwise.runtime.protocol.request import OutputDelta, SamplingParams, Usage
 if TYPE_CHECKING:
     from rich.table import Table
 
-Stream = Callable[[BenchRequest], AsyncIterator[OutputDelta]]
+OpenStream = Callable[[BenchRequest], AsyncIterator[OutputDelta]]
 """Sends a request and yields its deltas as they come."""
 
 PERCENTILES = (50, 90, 99)
@@ -69,7 +69,7 @@ class Measured:
 
 
 async def run_load(
-    stream: Stream,
+    stream: OpenStream,
     requests: Sequence[BenchRequest],
     load: Load,
     seed: int = 0,
@@ -93,7 +93,7 @@ async def run_load(
     return await asyncio.gather(*(one(index) for index in range(len(requests))))
 
 
-async def _measure(stream: Stream, request: BenchRequest, due: float) -> Measured:
+async def _measure(stream: OpenStream, request: BenchRequest, due: float) -> Measured:
     first = last = due
     tokens, usage = 0, Usage()
     try:

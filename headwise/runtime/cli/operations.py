@@ -1,4 +1,4 @@
-"""``headwise sleep``, ``wake`` and ``reset-cache``: what a running deployment can be told to do."""
+"""``headwise sleep``, ``wake`` and ``reset-cache``: operations on a running deployment."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _ConfigFile = Annotated[
 
 
 class EngineOptions:
-    """What the command line says of the configuration: a file, and the flags that were given."""
+    """The configuration from the command line: a file, and the given flags."""
 
     def __init__(self, path: Path | None, overrides: dict[str, Any]) -> None:
         self.path = path

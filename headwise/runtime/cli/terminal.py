@@ -1,4 +1,4 @@
-"""What the CLI writes to people: progress and log lines on stderr, so that stdout is the command's result alone."""
+"""The CLI's progress and log lines. They go to stderr, so that stdout has only the command's result."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The Python client of a deployment, and the engine in one's own process."""
+"""The Python client of a deployment, and the engine in the caller's own process."""

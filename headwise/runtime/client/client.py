@@ -1,4 +1,4 @@
-"""The client of a deployment: text in, text out, streamed or whole, plain or asynchronous."""
+"""The client of a deployment: text in, text out, streamed or whole, synchronous or asynchronous."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
-from headwise.runtime.client.token_stream import AsyncStream, Stream
+from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.loader.chat import plain_messages
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Route
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
@@ -30,9 +30,9 @@ class Client:
 
     Safe to use from several threads and event loops. Every call takes its sampling as a `SamplingParams`, or as
     keywords of that name, and ``priority`` and ``cache_salt`` (see `GenerateRequest`), and ``session``: requests of
-    one session go to the same engine while that costs little. A request that loses its engine goes on at another,
-    and its stream shows nothing of it. Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing
-    answers at the address.
+    one session go to the same engine while that costs little. A request whose engine is lost continues on another
+    engine, and its stream goes on. Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing answers
+    at the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -44,18 +44,18 @@ class Client:
             self.close()
             raise
 
-    # ---- plain ----
+    # ---- synchronous ----
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
     ) -> GenerationResult | list[GenerationResult]:
         """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others.
 
-        Control tokens that a text holds count as such; what strangers wrote belongs in a chat.
+        Control tokens in the text act as control tokens. So pass text of untrusted users to `chat` instead.
         """
         if _is_one(prompt):
             return self.stream(prompt, sampling, **options).read()  # type: ignore[arg-type]
-        streams: list[Stream] = []
+        streams: list[TokenStream] = []
         try:
             streams.extend(self.stream(one, sampling, **options) for one in prompt)  # type: ignore[arg-type]
             return [stream.read() for stream in streams]
@@ -63,9 +63,9 @@ class Client:
             for stream in streams:
                 stream.cancel()
 
-    def stream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> Stream:
+    def stream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> TokenStream:
         """Complete a prompt and iterate over its deltas, whose ``text`` is what is new."""
-        return Stream(self._io, _route(prompt, None, sampling, options))
+        return TokenStream(self._io, _route(prompt, None, sampling, options))
 
     def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
         """Answer a chat: messages of ``role`` (system, developer, user, assistant, tool) and ``content`` (a string or a
@@ -73,11 +73,11 @@ class Client:
         """
         return self.stream_chat(messages, sampling, **options).read()
 
-    def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> Stream:
-        return Stream(self._io, _route(None, messages, sampling, options))
+    def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> TokenStream:
+        return TokenStream(self._io, _route(None, messages, sampling, options))
 
     def stats(self) -> dict[str, Any]:
-        """Plain data: the model, the scheduler's counts, and by name the engines' statistics of half a second ago."""
+        """Plain data: the model, the scheduler's counts, and the engines' statistics by name, at most 0.5 s old."""
         return _answer_to(lambda deliver: self._io.ask(GetStats, deliver))
 
     def find_prefix(self, prompt: Prompt, cache_salt: str = "") -> dict[str, Any]:
@@ -97,29 +97,28 @@ class Client:
             lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, plain, salt), deliver)
         )
 
-    # ---- operations: of all engines; they return when all are done ----
+    # ---- operations: on all engines; they return when all engines are done ----
 
     def sleep(self) -> None:
-        """Give back the memory of weights and device cache. Requests that run pause, new ones wait, until `wake`.
+        """Release the memory of weights and device cache. Running requests pause, and new ones wait, until `wake`.
 
-        What the device has cached goes to the host, as far as there is room. Does nothing if asleep already.
+        Cached device blocks are copied to the host, as far as there is room. Does nothing if already asleep.
         """
         self._operate("sleep")
 
     def wake(self) -> None:
-        """Load the weights again and go on with all requests. Does nothing if awake already."""
+        """Load the weights again and continue all requests. Does nothing if already awake."""
         self._operate("wake")
 
     def reset_cache(self, tier: str = "all") -> dict[str, int]:
-        """Forget every cached block that no running request needs; the number of blocks forgotten, by engine.
+        """Forget every cached block that no running request needs. Returns how many were forgotten, by engine.
 
-        tier: ``device``, ``host``, ``storage``, or ``all`` that there are. Raises `ConfigError` for one that there
-              is not.
+        tier: ``device``, ``host``, ``storage`` or ``all``. Raises `ConfigError` for a tier that is not configured.
         """
         return self._operate("reset_cache", tier)
 
     def _operate(self, action: str, tier: str = "all") -> dict[str, int]:
-        named = as_string("tier", tier)  # a message with anything else would be none, and end the engine's other calls
+        named = as_string("tier", tier)  # any other type would make the message malformed, which fails all calls
         return _answer_to(lambda deliver: self._io.operate(action, named, deliver))
 
     # ---- asynchronous ----
@@ -129,7 +128,7 @@ class Client:
     ) -> GenerationResult | list[GenerationResult]:
         if _is_one(prompt):
             return await self.astream(prompt, sampling, **options).read()  # type: ignore[arg-type]
-        streams: list[AsyncStream] = []
+        streams: list[AsyncTokenStream] = []
         try:
             streams.extend(self.astream(one, sampling, **options) for one in prompt)  # type: ignore[arg-type]
             return list(await asyncio.gather(*(stream.read() for stream in streams)))
@@ -137,15 +136,15 @@ class Client:
             for stream in streams:
                 stream.cancel()
 
-    def astream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> AsyncStream:
+    def astream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> AsyncTokenStream:
         """Called in an event loop; iterate over it with ``async for``."""
-        return AsyncStream(self._io, _route(prompt, None, sampling, options))
+        return AsyncTokenStream(self._io, _route(prompt, None, sampling, options))
 
     async def achat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
         return await self.astream_chat(messages, sampling, **options).read()
 
-    def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> AsyncStream:
-        return AsyncStream(self._io, _route(None, messages, sampling, options))
+    def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> AsyncTokenStream:
+        return AsyncTokenStream(self._io, _route(None, messages, sampling, options))
 
     async def astats(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.stats)
@@ -153,7 +152,7 @@ class Client:
     # ---- end ----
 
     def close(self) -> None:
-        """Abort what is still running and disconnect; idempotent."""
+        """Abort running requests and disconnect; idempotent."""
         if hasattr(self, "_io"):
             self._io.close()
 
@@ -191,7 +190,7 @@ def _no_address(address: object) -> DeploymentError:
 
 
 def _answer_to(ask: Callable[[Callable[[dict[str, Any] | HeadwiseError], None]], None]) -> dict[str, Any]:
-    """Wait for what is delivered in answer to a question; raises it if it is an error."""
+    """Ask, and wait for the answer; raises it if it is an error."""
     answers: queue.SimpleQueue[dict[str, Any] | HeadwiseError] = queue.SimpleQueue()
     ask(answers.put)
     answer = answers.get()
@@ -210,7 +209,7 @@ def _is_one(prompt: Any) -> bool:
 
 
 def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Route:
-    """The message for a call; raises `InvalidRequestError` on values that no deployment would take."""
+    """The message for a call; raises `InvalidRequestError` for values that no deployment accepts."""
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
     session = as_string("session", options.pop("session", ""))

@@ -16,7 +16,7 @@ from typing import Any
 
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, InvalidRequestError, RequestAbortedError
 from headwise.liveness_clock import LivenessClock
-from headwise.runtime.client.peers import Call, Gathered, Peer
+from headwise.runtime.client.peers import Call, GatheredAnswers, Peer
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
     FIRST_ANSWER_S,
@@ -46,16 +46,16 @@ from headwise.sockets.context import close_context, open_context
 log = logging.getLogger(__name__)
 
 MAX_REROUTES = 3
-"""Engines that one request may lose. A request that kills engines must not kill them all."""
+"""Most engines that one request may lose and still continue. A request that kills engines must not kill all."""
 RECONNECT_S = 60.0
-"""Time in which a scheduler that was there must come back."""
+"""Longest wait for a scheduler that has answered before to come back."""
 
 
 class ClientIO:
-    """Runs calls over ZeroMQ. Its methods may be called from any thread; the rest is the I/O thread's own.
+    """Runs calls over ZeroMQ. Its public methods may be called from any thread; the rest runs on the I/O thread.
 
-    A request whose engine is lost goes on at another, behind the tokens that were delivered. Questions that a
-    scheduler was lost with are asked again of the one that is started in its place.
+    When an engine is lost, its requests continue on another engine, behind the tokens that were delivered. When a
+    scheduler is lost, the open questions are asked again of the scheduler that is started in its place.
     """
 
     def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,7 +70,7 @@ class ClientIO:
         self._keys = itertools.count(1)
         self._scheduler = Peer(self._context, endpoint)
         self._engines: dict[str, Peer] = {}
-        self._calls: dict[str, Call] = {}  # that an engine serves, by the id of the request there
+        self._calls: dict[str, Call] = {}  # those that engines serve, by request id
         self._lock = threading.RLock()  # the garbage collector may cancel a stream in the middle of a command
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="headwise-client", daemon=True)
@@ -85,11 +85,11 @@ class ClientIO:
         self._command(lambda: self._scheduler.ask(call.key, call, data, self._clock()))
 
     def cancel(self, call: Call) -> None:
-        """Abort a call; nothing is delivered after its `RequestAbortedError`. Finished calls are ignored."""
+        """Abort a call: it gets a `RequestAbortedError`, and nothing after that. Finished calls are ignored."""
         self._command(lambda: self._cancel(call), needed=False)
 
     def ask(self, question: Callable[[int], Any], deliver: Callable[[Any], None]) -> None:
-        """Ask the scheduler something; ``question`` makes the message for a key. An answer, or an error, comes back.
+        """Ask the scheduler; ``question`` makes the message for a key. ``deliver`` gets the answer or an error.
 
         Raises as `start` does.
         """
@@ -98,7 +98,7 @@ class ClientIO:
         self._command(lambda: self._scheduler.ask(key, deliver, data, self._clock()))
 
     def operate(self, action: str, tier: str, deliver: Callable[[dict[str, int] | HeadwiseError], None]) -> None:
-        """Have every engine carry out an operation; when all are done, the blocks that each has forgotten, by name."""
+        """Have every engine carry out an operation. When all are done, deliver the blocks that each forgot, by name."""
         self.ask(GetEngines, partial(self._ask_engines, action, tier, deliver))
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class ClientIO:
         reason: HeadwiseError = RequestAbortedError("the client was closed")
         try:
             while not self._closed:
-                self._turn()
+                self._run_once()
         except Exception as error:
             log.exception("the client's thread failed")
             reason = DeploymentError(f"the client of {self.endpoint} failed ({error!r}); make a new one")
@@ -137,8 +137,8 @@ class ClientIO:
                 self._closed = True
             self._finish(reason)
 
-    def _turn(self) -> None:
-        """Wait for something to happen, and see to it."""
+    def _run_once(self) -> None:
+        """Wait for commands, messages and timeouts, and handle them."""
         import zmq
 
         poller = zmq.Poller()
@@ -180,7 +180,7 @@ class ClientIO:
         if isinstance(endpoints, HeadwiseError):
             deliver(endpoints)
             return
-        gathered = Gathered(endpoints, deliver)
+        gathered = GatheredAnswers(endpoints, deliver)
         for name, endpoint in endpoints.items():
             key = next(self._keys)
             question = wire.encode(Operate(key, action, tier))
@@ -212,7 +212,7 @@ class ClientIO:
             self._end(call, RequestAbortedError(f"request {call.name} was aborted by the engine"))
         else:
             if delta.finish_reason is not None:
-                self._leave(call)
+                self._detach(call)
             call.take(delta)
 
     def _take_failure(self, peer: Peer, failed: Failed) -> None:
@@ -230,15 +230,15 @@ class ClientIO:
         elif not failed.request_id:
             error = error_of(failed)
             self._fail_peer(peer, error)
-            peer.has_answered &= not isinstance(error, DeploymentError)  # it has stopped: nobody comes in its place
+            peer.has_answered &= not isinstance(error, DeploymentError)  # it has stopped, and is not restarted
 
     def _reroute(self, call: Call, error: HeadwiseError, was_served: bool = True) -> None:
-        """Have a call go on elsewhere; if it has lost too many engines that served it, it ends with ``error``."""
-        call.lost += was_served
-        if call.lost > MAX_REROUTES:
+        """Continue a call on another engine. If it has lost too many engines, it ends with ``error`` instead."""
+        call.engines_lost += was_served
+        if call.engines_lost > MAX_REROUTES:
             self._end(call, error)
             return
-        self._leave(call)
+        self._detach(call)
         key = next(self._keys)
         self._scheduler.ask(key, call, wire.encode(call.reroute(key)), self._clock())
 
@@ -257,15 +257,15 @@ class ClientIO:
         if call.engine is not None and call.request is not None:
             call.engine.send(Abort(call.request.request_id))
 
-    def _leave(self, call: Call) -> None:
-        """Await nothing more from a call's engine."""
+    def _detach(self, call: Call) -> None:
+        """Expect nothing more from a call's engine."""
         if call.request is not None:
             self._calls.pop(call.request.request_id, None)
             if call.engine is not None:
                 call.engine.answered(call.request.request_id)
 
     def _end(self, call: Call, error: HeadwiseError) -> None:
-        self._leave(call)
+        self._detach(call)
         call.deliver(error)
 
     # ---- messages in ----
@@ -306,7 +306,7 @@ class ClientIO:
             deliver(answer)
 
     def _take_pong(self, peer: Peer, pong: Pong) -> None:
-        """Another instance than before, on the same connection: there is something between that hides the loss."""
+        """Ask again if the scheduler was replaced. A proxy in between may keep the connection, and so hide the loss."""
         is_other = pong.instance == FORGOTTEN or peer.instance not in ("", pong.instance)
         if peer is self._scheduler and is_other:
             peer.ask_again()
@@ -315,21 +315,21 @@ class ClientIO:
     # ---- peers ----
 
     def _check_connection(self, peer: Peer) -> None:
-        """An engine whose connection ends is lost, at once. A scheduler comes back, and knows of nothing then; where
-        none has been so far, none is on its way.
+        """An engine whose connection ends is lost at once. A scheduler comes back, but has forgotten all calls. If no
+        scheduler has answered yet and the connection is refused, there is none.
         """
-        has_ended, is_refused = peer.lost_connection()
+        has_ended, is_refused = peer.connection_events()
         if peer is not self._scheduler:
             if has_ended or is_refused:
-                self._fail_peer(peer, self._lost(peer, "its connection ended"))
+                self._fail_peer(peer, self._lost_error(peer, "its connection ended"))
         elif has_ended:
             peer.reconnect()
             peer.ask_again()
         elif is_refused and not peer.has_answered:
-            self._fail_peer(peer, self._absence("no connection could be made"))
+            self._fail_peer(peer, self._absence_error("no connection could be made"))
 
-    def _lost(self, peer: Peer, how: str) -> EngineDiedError:
-        """The error of an engine; where there was never a word from it, the network may be to blame."""
+    def _lost_error(self, peer: Peer, how: str) -> EngineDiedError:
+        """The error for a lost engine. If it never answered, it may be unreachable from here."""
         if peer.has_answered:
             return EngineDiedError(f"the engine at {peer.endpoint} is gone: {how}")
         return EngineDiedError(
@@ -337,42 +337,42 @@ class ClientIO:
             "be able to connect to the engines, too"
         )
 
-    def _absence(self, how: str) -> DeploymentError:
+    def _absence_error(self, how: str) -> DeploymentError:
         return DeploymentError(
             f"no deployment answers at {self.endpoint} ({how}); check the address, or start one with `headwise serve`"
         )
 
     def _check_silence(self) -> None:
-        """Ping the peers of which something is awaited; one that stays silent is dead."""
+        """Ping the peers from which something is awaited. One that stays silent for too long counts as dead."""
         now = self._clock()
         for peer in [self._scheduler, *self._engines.values()]:
             if not peer.awaiting:
                 continue
-            if now - peer.heard > self._patience(peer):
-                self._fail_peer(peer, self._silence(peer))
+            if now - peer.heard > self._silence_limit_s(peer):
+                self._fail_peer(peer, self._silence_error(peer))
             elif now - peer.pinged >= PING_INTERVAL_S:
                 peer.pinged = now
                 named = [key for key in peer.awaiting if isinstance(key, str)]
                 for first in range(0, max(1, len(named)), MAX_PING_REQUESTS):
                     peer.send(Ping(tuple(named[first : first + MAX_PING_REQUESTS])))
 
-    def _patience(self, peer: Peer) -> float:
+    def _silence_limit_s(self, peer: Peer) -> float:
         if peer is not self._scheduler:
             return PEER_TIMEOUT_S
         return RECONNECT_S if peer.has_answered else FIRST_ANSWER_S
 
-    def _silence(self, peer: Peer) -> HeadwiseError:
-        waited = f"waited {self._patience(peer):g} s"
+    def _silence_error(self, peer: Peer) -> HeadwiseError:
+        waited = f"waited {self._silence_limit_s(peer):g} s"
         if peer is not self._scheduler:
-            return self._lost(peer, f"it stopped answering ({waited})")
+            return self._lost_error(peer, f"it stopped answering ({waited})")
         if peer.has_answered:
             return DeploymentError(f"the deployment at {peer.endpoint} stopped answering ({waited})")
-        return self._absence(waited)
+        return self._absence_error(waited)
 
     def _fail_peer(self, peer: Peer, error: HeadwiseError) -> None:
-        """A peer is not to be talked to any more: its requests go elsewhere, whatever else is awaited of it ends.
+        """Give up a peer: its requests continue on other engines, everything else that it should answer fails.
 
-        An engine's connection is closed; the next ticket to it makes a new one.
+        An engine's connection is closed; the next ticket for it opens a new one.
         """
         is_engine = self._engines.get(peer.endpoint) is peer
         if is_engine:
@@ -414,7 +414,7 @@ def _encode(message: Any) -> bytes:
 
 
 def _deliver(what: Call | Callable[[Any], None], error: HeadwiseError) -> None:
-    """Tell an error to what awaited something else."""
+    """Deliver an error to a call, or to the function that waits for an answer."""
     if isinstance(what, Call):
         what.deliver(error)
     else:

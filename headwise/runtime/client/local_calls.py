@@ -1,4 +1,4 @@
-"""Calls that share one engine core, each on its caller's thread: whoever waits for output steps the core for all."""
+"""Calls that share one engine core. A thread that waits for its output runs the core's steps for all calls."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Inbox = deque[OutputDelta]
 class LocalCalls:
     """Runs requests and operations on ``core``, for any number of threads.
 
-    The core serves one thread at a time, for one step, in the order in which they asked. A step brings output of
-    every call's requests: what is another's waits in its inbox, so a stream that nobody reads holds up nobody.
+    One thread at a time runs one step of the core, in the order in which they asked. A step has output for the requests
+    of several calls. Output of other calls goes to their inboxes, so a stream that nobody reads blocks no other.
     """
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._changed = threading.Condition()  # held by whoever uses the core
-        self._asking: deque[object] = deque()  # turns at the core, the next one first
-        self._inside = threading.local()
+        self._changed = threading.Condition()  # held by the thread that uses the core
+        self._waiting: deque[object] = deque()  # threads that want the core, the next one first
+        self._thread_state = threading.local()
         self._inboxes: dict[str, Inbox] = {}  # by request
-        self._left: deque[str] = deque()  # requests whose call has ended, to be aborted
+        self._to_abort: deque[str] = deque()  # requests whose call has ended, to be aborted
         self._is_closed = False
 
     def run(self, requests: Sequence[GenerateRequest]) -> Iterator[OutputDelta]:
@@ -40,7 +40,7 @@ class LocalCalls:
         inbox: Inbox = deque()
         running: set[str] = set()
         try:
-            with self._turn():
+            with self._core_lock():
                 for request in requests:
                     self._core.add(request)
                     running.add(request.request_id)
@@ -54,83 +54,83 @@ class LocalCalls:
                     del self._inboxes[delta.request_id]
                 yield delta
         finally:
-            self._left.extend(running)
-            self._settle()
+            self._to_abort.extend(running)
+            self._drain()
 
     def operate(self, action: str, tier: str = EVERY_TIER) -> int:
-        """Carry out an operation of the core; the blocks that a reset has forgotten."""
-        with self._turn():
+        """Carry out an operation of the core. Returns how many blocks a reset forgot."""
+        with self._core_lock():
             operation = self._core.operate(action, tier)
         while not operation.is_done:
-            with self._turn():
+            with self._core_lock():
                 self._step()
         return operation.blocks
 
     def close(self) -> None:
-        """Let the core alone from now on; streams that are open end with `EngineDiedError`."""
-        with self._turn():
+        """Use the core no more. Open streams end with `EngineDiedError`."""
+        with self._core_lock():
             self._is_closed = True
 
     def _next(self, inbox: Inbox) -> OutputDelta:
         """The next of a call's deltas; waits while the engine is asleep."""
         while not inbox:
-            with self._turn():
+            with self._core_lock():
                 if not inbox and (self._is_closed or self._core.has_work()):
                     self._step()
-            with self._entered(), self._changed:
+            with self._inside_core(), self._changed:
                 self._changed.wait_for(lambda: inbox or self._is_closed or self._core.has_work())
         return inbox.popleft()
 
     def _step(self) -> None:
-        """Have the core get on, and everybody their output. Within a turn."""
+        """Run one step of the core, and deliver its output to the inboxes. Only within `_core_lock`."""
         if self._is_closed:
             raise EngineDiedError("the engine was closed")
         for delta in self._core.step(None):
             if delta.request_id in self._inboxes:
                 self._inboxes[delta.request_id].append(delta)
 
-    def _settle(self) -> None:
-        """Abort what was left, and let copies and steps in flight end, unless other calls see to that."""
-        if self._is_inside:
-            return  # a stream is collected as garbage in the middle of a turn of this thread: the next one sees to it
-        with suppress(EngineDiedError):  # whoever waits for output hears of it
+    def _drain(self) -> None:
+        """Abort requests whose call has ended, and run until steps and copies in flight end, unless other calls run."""
+        if self._is_in_core:
+            return  # a stream was garbage-collected while this thread uses the core: the next user aborts it
+        with suppress(EngineDiedError):  # calls that wait for output get this error
             while True:
-                with self._turn():
+                with self._core_lock():
                     if self._inboxes or not self._core.has_work():
                         return
                     self._step()
 
-    # ---- turns ----
+    # ---- who uses the core ----
 
     @property
-    def _is_inside(self) -> bool:
-        """Whether this thread asks for the core already, or uses it."""
-        return getattr(self._inside, "depth", 0) > 0
+    def _is_in_core(self) -> bool:
+        """Whether this thread already waits for the core, or uses it."""
+        return getattr(self._thread_state, "depth", 0) > 0
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
-        self._inside.depth = getattr(self._inside, "depth", 0) + 1
+    def _inside_core(self) -> Iterator[None]:
+        self._thread_state.depth = getattr(self._thread_state, "depth", 0) + 1
         try:
             yield
         finally:
-            self._inside.depth -= 1
+            self._thread_state.depth -= 1
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Wait for the core, and use it alone."""
+    def _core_lock(self) -> Iterator[None]:
+        """Wait for the core, and use it alone. Threads get it in the order in which they asked."""
         me = object()
-        with self._entered(), self._changed:
-            self._asking.append(me)
+        with self._inside_core(), self._changed:
+            self._waiting.append(me)
             try:
-                self._changed.wait_for(lambda: self._asking[0] is me)
-                self._abort_left()
+                self._changed.wait_for(lambda: self._waiting[0] is me)
+                self._abort_ended()
                 yield
             finally:
-                self._asking.remove(me)
+                self._waiting.remove(me)
                 self._changed.notify_all()
 
-    def _abort_left(self) -> None:
-        while self._left:
-            request_id = self._left.popleft()
+    def _abort_ended(self) -> None:
+        while self._to_abort:
+            request_id = self._to_abort.popleft()
             self._inboxes.pop(request_id, None)
             self._core.abort(request_id)

@@ -30,8 +30,8 @@ Prompt = str | Sequence[int]
 class LocalEngine:
     """Serves requests in this process, with one worker.
 
-    Any thread may call anything at any time, also while streams are open: all that runs shares the engine's steps. A
-    stream whose engine is asleep waits for `wake`.
+    Any thread may call any method at any time, also while streams are open: all requests share the engine's steps.
+    While the engine sleeps, streams wait for `wake`.
     """
 
     def __init__(self, config: EngineConfig, device: Device | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Whom a client talks to, and the calls that it has with them."""
+"""A client's connections to the scheduler and the engines, and its calls."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     import zmq
 
 Event = OutputDelta | HeadwiseError
-"""What a call hears: deltas, of which one with a finish reason is the last, or an error, which is the last too."""
+"""What a call delivers: deltas, or an error. An error, or a delta with a finish reason, is the last event."""
 
 LAST_WORDS_MS = 100
-"""Time that what was sent last has to leave a socket that is closed."""
+"""Time for the last messages to be sent when a socket is closed."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One request from route to last delta. ``deliver`` is called on the I/O thread.
+    """One request, from the route to the last delta. ``deliver`` is called on the I/O thread.
 
-    Touched by the I/O thread only, once it was started.
+    Once started, only the I/O thread uses it.
 
     key:      of the latest question to the scheduler
-    request:  as it was submitted to ``engine``; its id differs between engines, so that nothing that is said of an
-              earlier attempt can be taken for the present one
+    request:  as submitted to ``engine``. Each attempt has its own request id, so that a late message about an earlier
+              attempt is not taken for one about the present attempt
     name:     the id by which the caller knows the request
-    produced: tokens that were delivered
-    lost:     engines that were lost with the request
+    produced: the delivered tokens
+    engines_lost: how many engines were lost while they served the request
     """
 
     route: Route
@@ -43,16 +43,16 @@ class Call:
     name: str = ""
     produced: list[int] = field(default_factory=list)
     attempts: int = 0
-    lost: int = 0
+    engines_lost: int = 0
 
     def submit(self, request: GenerateRequest, engine: Peer) -> Submit:
-        """The message that has the engine go on with the request."""
+        """The message that gives the request to an engine."""
         self.name = self.name or request.request_id
         self.request, self.engine = request, engine
         return Submit(self.key, request)
 
     def reroute(self, key: int) -> Reroute:
-        """The message that asks for another engine than the present one, which is left."""
+        """The message that asks for another engine instead of the present one."""
         assert self.request is not None
         assert self.engine is not None
         self.attempts += 1
@@ -63,13 +63,13 @@ class Call:
         return Reroute(key, request, lost)
 
     def take(self, delta: OutputDelta) -> None:
-        """Deliver a delta under the name that the caller knows."""
+        """Deliver a delta under the id that the caller knows."""
         self.produced += delta.token_ids
         self.deliver(delta if delta.request_id == self.name else replace(delta, request_id=self.name))
 
 
-class Gathered:
-    """The answers of several engines to one question: delivered by name when all are there, or the first error then."""
+class GatheredAnswers:
+    """Collects the answers of several engines. When all are there, delivers them by name, or the first error."""
 
     def __init__(self, names: Iterable[str], deliver: Callable[[dict[str, Any] | HeadwiseError], None]) -> None:
         self._answers: dict[str, Any] = {}
@@ -85,12 +85,12 @@ class Gathered:
 
 
 class Peer:
-    """A scheduler or an engine: the connection to it, and what is awaited of it.
+    """The connection to a scheduler or an engine, and the answers that are awaited from it.
 
-    awaiting:     what hears the answer, by the question's key; or a `Call`, by its request's id
-    heard:        when it last spoke, or the time was awaited from which on it should
-    has_answered: whether it ever did
-    instance:     who it is; another one has started in its place if this changes
+    awaiting:     by a question's key, the function that gets the answer (or its `Call`); by a request's id, its `Call`
+    heard:        when it last sent something, or when the first awaited question was asked, if that is later
+    has_answered: whether it ever sent something
+    instance:     identifies the process; if it changes, the process was replaced
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -116,24 +116,24 @@ class Peer:
     # ---- out ----
 
     def ask(self, key: int, what: Any, question: bytes, now: float) -> None:
-        """Send a question; ``what`` awaits the answer."""
+        """Send a question; ``what`` gets the answer."""
         self.wait_for(key, what, now)
         self._questions[key] = question
         self.socket.send(question)
 
     def wait_for(self, key: Any, what: Any, now: float) -> None:
-        """Await an answer; the time to give it starts with the first one awaited."""
+        """Await an answer. The timeout starts with the first one awaited."""
         if not self.awaiting:
             self.heard = self.pinged = now
         self.awaiting[key] = what
 
     def answered(self, key: Any) -> Any:
-        """Await no answer to this any more; what did await it, or None."""
+        """Stop waiting for this answer. Returns what waited for it, or None."""
         self._questions.pop(key, None)
         return self.awaiting.pop(key, None)
 
     def ask_again(self) -> None:
-        """Send all questions that are not answered to whoever is there now."""
+        """Send all open questions again, to the process that is there now."""
         for question in self._questions.values():
             self.socket.send(question)
 
@@ -143,7 +143,7 @@ class Peer:
     # ---- in ----
 
     def receive(self) -> Iterator[Any]:
-        """The messages that have arrived; raises `WireError` on one that is none."""
+        """The messages that have arrived; raises `WireError` for a malformed one."""
         import zmq
 
         while not self.socket.closed:
@@ -153,8 +153,8 @@ class Peer:
                 return
             yield wire.decode(data)
 
-    def lost_connection(self) -> tuple[bool, bool]:
-        """Whether there was a connection that has ended, and whether one could not be made, since the last call."""
+    def connection_events(self) -> tuple[bool, bool]:
+        """Whether, since the last call, a connection has ended, and whether one was refused."""
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
@@ -164,7 +164,7 @@ class Peer:
         return bool(events & zmq.EVENT_DISCONNECTED), bool(events & zmq.EVENT_CONNECT_RETRIED)
 
     def reconnect(self) -> None:
-        """Begin anew: whatever is under way to or from the old connection is forgotten."""
+        """Open a new connection. Messages that are under way on the old one are lost."""
         self.close(linger_ms=0)
         self.instance = ""
         self._open()

@@ -14,17 +14,17 @@ from headwise.runtime.protocol.messages import Route
 from headwise.runtime.protocol.request import FinishReason, GenerationResult, OutputDelta
 
 
-class _Output:
-    """What both kinds of streams share: the result so far, and cancellation.
+class _StreamBase:
+    """The common part of both streams: the result so far, and cancellation.
 
-    result: what was read so far; whole once the iteration has ended
+    result: the output read so far; complete when the iteration has ended
     """
 
     def __init__(self, io: ClientIO, route: Route, deliver: Callable[[Event], None]) -> None:
         self.result = GenerationResult("")
         self._io = io
         self._ended = False
-        self._call = Call(route, deliver)  # holds no reference to the stream, so that dropping it ends it
+        self._call = Call(route, deliver)  # no reference to the stream: dropping the stream must end it
         io.start(self._call)
 
     def cancel(self) -> None:
@@ -51,7 +51,7 @@ class _Output:
             self.cancel()
 
 
-class Stream(_Output, Iterator[OutputDelta]):
+class TokenStream(_StreamBase, Iterator[OutputDelta]):
     """Deltas of one request. Leaving the ``with`` block, `close` and dropping the stream abort it."""
 
     def __init__(self, io: ClientIO, route: Route) -> None:
@@ -73,7 +73,7 @@ class Stream(_Output, Iterator[OutputDelta]):
     def close(self) -> None:
         self.cancel()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> TokenStream:
         return self
 
     def __exit__(
@@ -82,8 +82,8 @@ class Stream(_Output, Iterator[OutputDelta]):
         self.cancel()
 
 
-class AsyncStream(_Output, AsyncIterator[OutputDelta]):
-    """Like `Stream`, for one event loop: the one it was made in."""
+class AsyncTokenStream(_StreamBase, AsyncIterator[OutputDelta]):
+    """Like `TokenStream`, for the event loop in which it was made."""
 
     def __init__(self, io: ClientIO, route: Route) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -107,7 +107,7 @@ class AsyncStream(_Output, AsyncIterator[OutputDelta]):
     async def aclose(self) -> None:
         self.cancel()
 
-    async def __aenter__(self) -> AsyncStream:
+    async def __aenter__(self) -> AsyncTokenStream:
         return self
 
     async def __aexit__(

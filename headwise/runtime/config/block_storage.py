@@ -32,7 +32,7 @@ def open_lookup(config: EngineConfig, card: ModelCard) -> StorageLookup | None:
 def check_agrees(engine: str, own: str, of_scheduler: str) -> None:
     """Raise `DeploymentError` unless an engine's cache blocks are those that the scheduler routes by.
 
-    own, of_scheduler: what `FrontDoor.namespace` is for each
+    own, of_scheduler: what `Preprocessor.namespace` is for each
     """
     if own != of_scheduler:
         raise DeploymentError(
@@ -42,7 +42,7 @@ def check_agrees(engine: str, own: str, of_scheduler: str) -> None:
 
 
 def foreign_storage(config: EngineConfig, card: ModelCard) -> str | None:
-    """What to tell whoever gave a storage directory in which no block is of this model, and some are of others."""
+    """A warning if the storage directory has blocks of other models, and none of this one; else None."""
     namespace = storage_namespace(card, 0)
     others = only_of_others(config.storage, namespace)
     if not others:

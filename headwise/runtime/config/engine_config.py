@@ -137,7 +137,7 @@ class EngineConfig:
     index_timeout_s: float = _option(
         0.1, "Seconds that a request waits for what the index knows of it; then it is routed without.", 0.001
     )
-    secure: bool = _option(False, "Encrypt the index's connections; strangers to the deployment cannot open one.")
+    secure: bool = _option(False, "Encrypt the index's connections; only the deployment's own processes can connect.")
     engine_timeout_s: float = _option(
         20.0, "Seconds after which an engine that is alive but does nothing is replaced.", 1.0
     )

@@ -107,7 +107,7 @@ class EngineServer:
     epoch:      of the cache that the first core starts with, and that the flusher has; higher with every new core
     send_queue: messages a client may leave unread before it is dropped
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
-    turns:      counts up for as long as the server's thread gets on
+    loop_count: counts up for as long as the server's thread gets on
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class EngineServer:
             self._context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=send_queue, clock=clock
         )
         self.endpoint = self._listener.endpoint
-        self.turns = 0
+        self.loop_count = 0
         self._instance = uuid.uuid4().hex
         self._burst_clock = clock
         self._clock = LivenessClock(clock)
@@ -197,7 +197,7 @@ class EngineServer:
             if self._flusher is not None:
                 self._flusher.service()
                 self._epoch = self._flusher.epoch  # it may have had to exceed what the index knows
-            self.turns += 1
+            self.loop_count += 1
         self._end_all(_STOPPING)
 
     def _run_commands(self) -> None:

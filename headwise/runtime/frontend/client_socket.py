@@ -1,4 +1,4 @@
-"""The socket that a deployment's clients and engines come to."""
+"""The scheduler's socket, to which clients and engines connect."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import zmq
 
 SEND_QUEUE = 100_000
-"""Answers that a client may leave unread; then its connection is closed, and it asks again."""
+"""Answers that a client may leave unread. Then its connection is closed, and it asks again."""
 
 
 def listen(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> Listener:
-    """Listen at the address; port 0 takes a free one. Closes the context and raises `DeploymentError` if that fails."""
+    """Listen at the address; port 0: any free port. If that fails, closes the context and raises `DeploymentError`."""
     import zmq
 
     endpoint = f"tcp://{host}:{port or '*'}"

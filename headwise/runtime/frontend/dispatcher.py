@@ -1,4 +1,4 @@
-"""Calls on their way to an engine: in order, each when its turn comes, by what the index knows of its prefix."""
+"""Sends waiting calls to engines, in order of priority, after asking the index who has their prefix."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headwise.priority_queue import Order, PriorityQueue
-from headwise.runtime.frontend.index_view import FIND_S, IndexView
-from headwise.runtime.frontend.preprocessing_pool import Prepared
+from headwise.runtime.frontend.index_view import LOOKUP_TIMEOUT_S, IndexView
+from headwise.runtime.frontend.preprocessing_pool import PreparedRequest
 from headwise.runtime.frontend.routing import Matches, RoutedRequest, Router
 from headwise.runtime.frontend.routing.base import TYPICAL_OUTPUT, Choice
 
 
 @dataclass(eq=False)
-class Call:
-    """A client's question, until it is answered.
+class PendingCall:
+    """A client's request or prefix lookup that the scheduler has not answered yet.
 
-    order:    its place in the queue
-    lost:     endpoint of the engine that lost the request; empty: it is new
-    finds:    only who holds its prefix is asked
-    ready_at: when it was prepared
-    asked_at: when the index was asked, while its answer is awaited
+    order:       its place in the queue
+    lost:        endpoint of the engine that lost the request; empty: it is new
+    is_lookup:   the client only asks who holds the prefix; no engine is chosen
+    prepared_at: when it was tokenised and hashed
+    asked_at:    when the index was asked for its prefix
     """
 
     identity: bytes
@@ -29,98 +29,99 @@ class Call:
     order: Order
     session: str = ""
     lost: str = ""
-    finds: bool = False
-    prepared: Prepared | None = None
-    ready_at: float = 0.0
+    is_lookup: bool = False
+    prepared: PreparedRequest | None = None
+    prepared_at: float = 0.0
     asked_at: float = 0.0
     is_over: bool = False
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A place at an engine is reserved for the call."""
+class Dispatched:
+    """The call got an engine, and a place there is reserved."""
 
-    call: Call
+    call: PendingCall
     choice: Choice
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the index knows of the call's prefix; None: it did not answer."""
+class LookedUp:
+    """The lookup is over. matches: the index's answer; None: it did not answer."""
 
-    call: Call
+    call: PendingCall
     matches: Matches | None
 
 
-class Placement:
-    """The index is asked when a call's turn comes, so that its answer is not old when it is used. A request is placed
-    without an answer that is late; a call that only finds waits for it, and is asked again after a silence.
+class Dispatcher:
+    """Keeps prepared calls in order until an engine has room for them.
 
-    Calls that are over are left out. No I/O but the index's.
+    The index is asked only when it is a call's turn, so that the answer is fresh. If the answer is late, a request is
+    dispatched without it. A lookup waits for it, and the index is asked again when it comes back after a silence.
+    Calls that are over are skipped. Does no I/O except through the index.
     """
 
     def __init__(self, router: Router, index: IndexView, clock: Callable[[], float]) -> None:
         self._router, self._index, self._clock = router, index, clock
-        self._queue: PriorityQueue[Call] = PriorityQueue()
-        self._asking: dict[int, Call] = {}  # by the index's key, in the order in which they were asked
-        self._finding: dict[int, Call] = {}  # likewise, what is only to be found
-        self._to_find: list[Call] = []
-        self._outcomes: list[Placed | Found] = []
+        self._queue: PriorityQueue[PendingCall] = PriorityQueue()
+        self._asking: dict[int, PendingCall] = {}  # requests that the index is asked about, by its key, oldest first
+        self._looking_up: dict[int, PendingCall] = {}  # lookups that the index is asked about
+        self._to_look_up: list[PendingCall] = []
+        self._outcomes: list[Dispatched | LookedUp] = []
 
     def __len__(self) -> int:
-        """Calls that wait for an engine; those are not in it that the index is being asked for."""
+        """Requests that wait for an engine, without those that the index is being asked about."""
         return len(self._queue)
 
     @property
     def is_asking(self) -> bool:
-        """Whether the index is to answer."""
-        return bool(self._asking or self._finding)
+        """Whether an answer of the index is awaited."""
+        return bool(self._asking or self._looking_up)
 
-    def add(self, call: Call) -> None:
-        """Take in a call that is prepared."""
-        if call.finds:
-            self._to_find.append(call)
+    def add(self, call: PendingCall) -> None:
+        """Queue a prepared call."""
+        if call.is_lookup:
+            self._to_look_up.append(call)
         else:
             self._queue.push(call.order, call)
 
-    def drop(self, call: Call) -> None:
-        """The call is over."""
+    def drop(self, call: PendingCall) -> None:
+        """Remove a call that is over."""
         self._queue.discard(call.order)
 
-    def drain(self) -> list[Call]:
-        """Give up those that wait."""
+    def clear(self) -> list[PendingCall]:
+        """Remove the waiting requests and return them."""
         return [self._queue.pop() for _ in range(len(self._queue))]
 
-    def turn(self) -> list[Placed | Found]:
-        """Take in what the index answered, and place those whose turn it is, as far as engines have room."""
+    def dispatch(self) -> list[Dispatched | LookedUp]:
+        """Take in the index's answers, and dispatch as many calls as engines have room for. Call it in every loop."""
         self._take_matches()
-        self._serve_finds()
+        self._serve_lookups()
         self._serve_queue()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _ask(self, call: Call) -> bool:
-        """Ask what the index knows of a call's path; False if no answer is to be waited for."""
+    def _ask(self, call: PendingCall) -> bool:
+        """Ask the index about a call's prefix; False if there is no answer to wait for."""
         assert call.prepared is not None
         if not call.prepared.hashes:
             return False
         key = self._index.query(call.prepared.hashes)
         if key is None:
             return False
-        (self._finding if call.finds else self._asking)[key] = call
+        (self._looking_up if call.is_lookup else self._asking)[key] = call
         call.asked_at = self._clock()
         return True
 
     def _take_matches(self) -> None:
         answers, is_back = self._index.poll()
         for answer in answers:
-            call = self._asking.pop(answer.key, None) or self._finding.pop(answer.key, None)
+            call = self._asking.pop(answer.key, None) or self._looking_up.pop(answer.key, None)
             if call is not None and not call.is_over:
-                self._answer(call, answer.depths)
+                self._resolve(call, answer.depths)
         if is_back:
             self._router.note("the index answers again")
-            self._to_find += self._finding.values()  # it may have been started anew, and know of no question
-            self._finding.clear()
+            self._to_look_up += self._looking_up.values()  # it may have been restarted: ask again
+            self._looking_up.clear()
         now = self._clock()
         while self._asking:
             key, call = next(iter(self._asking.items()))
@@ -128,27 +129,27 @@ class Placement:
                 return
             del self._asking[key]
             if not call.is_over:
-                if self._index.late():
+                if self._index.note_late():
                     self._router.note(f"the index has not answered for {self._index.timeout_s:g} s: routed without it")
-                self._answer(call, None)
+                self._resolve(call, None)
 
-    def _answer(self, call: Call, matches: Matches | None) -> None:
-        if call.finds:
-            self._outcomes.append(Found(call, matches))
-        elif not self._place(call, matches):
+    def _resolve(self, call: PendingCall, matches: Matches | None) -> None:
+        if call.is_lookup:
+            self._outcomes.append(LookedUp(call, matches))
+        elif not self._reserve(call, matches):
             self._queue.push(call.order, call)
 
-    def _serve_finds(self) -> None:
-        """Ask what is only to be found, once the index answers; give up what has waited for too long."""
-        for call in [*self._to_find, *self._finding.values()]:
+    def _serve_lookups(self) -> None:
+        """Ask the index about new lookups, once it answers, and give up lookups that waited for too long."""
+        for call in [*self._to_look_up, *self._looking_up.values()]:
             assert call.prepared is not None
             can_be_answered = call.prepared.hashes and self._index.is_there
-            if not call.is_over and not (can_be_answered and self._clock() - call.ready_at <= FIND_S):
+            if not call.is_over and not (can_be_answered and self._clock() - call.prepared_at <= LOOKUP_TIMEOUT_S):
                 call.is_over = True
-                self._outcomes.append(Found(call, None))
-        self._finding = {key: call for key, call in self._finding.items() if not call.is_over}
-        self._to_find = [
-            call for call in self._to_find if not call.is_over and (self._index.is_silent or not self._ask(call))
+                self._outcomes.append(LookedUp(call, None))
+        self._looking_up = {key: call for key, call in self._looking_up.items() if not call.is_over}
+        self._to_look_up = [
+            call for call in self._to_look_up if not call.is_over and (self._index.is_silent or not self._ask(call))
         ]
 
     def _serve_queue(self) -> None:
@@ -159,16 +160,16 @@ class Placement:
         while room > 0 and self._queue:
             call = self._queue.pop()
             if call.lost and not self._router.can_take(call.lost, call.since, self._clock()):
-                passed_over.append(call)  # all the room is at the engine that lost it
+                passed_over.append(call)  # only the engine that lost it has room
                 continue
             room -= 1
-            if not (uses_index and self._ask(call)) and not self._place(call, None):
+            if not (uses_index and self._ask(call)) and not self._reserve(call, None):
                 passed_over.append(call)
         for call in passed_over:
             self._queue.push(call.order, call)
 
-    def _place(self, call: Call, matches: Matches | None) -> bool:
-        """Reserve a place; False if no engine can take the request now."""
+    def _reserve(self, call: PendingCall, matches: Matches | None) -> bool:
+        """Reserve a place at an engine for a request; False if no engine can take it now."""
         assert call.prepared is not None
         request = call.prepared.request
         left = (request.sampling.max_tokens or TYPICAL_OUTPUT) - len(request.output_token_ids)
@@ -184,5 +185,5 @@ class Placement:
         choice = self._router.select_and_reserve(routed, matches, self._clock())
         if choice is None:
             return False
-        self._outcomes.append(Placed(call, choice))
+        self._outcomes.append(Dispatched(call, choice))
         return True

@@ -1,4 +1,4 @@
-"""The attention store as the scheduler sees it: asked, waited for a moment, done without while it is silent."""
+"""The attention store as the scheduler uses it: asked with a short timeout, and ignored while it is silent."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 from headwise.storage.index.messages import IndexStats, Matches
 
-FIND_S = 10.0
-"""Longest wait of a question that is about nothing but what the index knows."""
+LOOKUP_TIMEOUT_S = 10.0
+"""Longest wait of a prefix lookup for the index's answer."""
 
 ASK_STATS_S = 1.0
 PROBE_S = 0.3
-"""How often a store that is silent is asked for a sign of life."""
+"""How often a silent store is asked whether it lives."""
 
 
-class Store(Protocol):
+class IndexClient(Protocol):
     """`headwise.storage.index.store_client.StoreClient`: never waits; `poll` collects answers, late ones too."""
 
     @property
@@ -28,26 +28,26 @@ class Store(Protocol):
 
 
 class IndexView:
-    """Counts as silent until it has answered, and again once an answer is late; any answer ends that.
+    """The index counts as silent until its first answer, and again when an answer is late. Any answer ends the silence.
 
     store:     None: there is no index
-    timeout_s: longest wait of a request for what the index knows of it
+    timeout_s: longest wait of a request for the index's answer
     """
 
-    def __init__(self, store: Store | None, timeout_s: float) -> None:
+    def __init__(self, store: IndexClient | None, timeout_s: float) -> None:
         self.is_silent = True
         self.timeout_s = timeout_s
         self.counts = {"answered": 0, "late": 0, "not_asked": 0}
         self._store = store
         self._keys = itertools.count(1)
         self._stats: dict[str, Any] = {}
-        self._asked: float | None = None  # for statistics, and not answered yet
+        self._asked: float | None = None  # when statistics were asked for; None: no answer is awaited
         self._ask_at = 0.0
         self._has_answered = False
 
     @property
     def socket(self) -> Any | None:
-        """To wait at until `poll` has something; None: there is no index."""
+        """Readable when `poll` has something; None: there is no index."""
         return None if self._store is None else self._store.socket
 
     @property
@@ -56,8 +56,7 @@ class IndexView:
         return self._store is not None
 
     def query(self, path: Sequence[bytes]) -> int | None:
-        """Ask who holds how much of a path: the key of the answer that will come, or None if none is to be waited
-        for."""
+        """Ask who holds how much of a path. Returns the key of the answer, or None if there is none to wait for."""
         key = next(self._keys)
         if self._store is not None and not self.is_silent and self._store.query(key, path):
             return key
@@ -65,7 +64,7 @@ class IndexView:
         return None
 
     def poll(self) -> tuple[list[Matches], bool]:
-        """The answers that have come, and whether they ended a silence; the one before the first is none."""
+        """The answers that have come, and whether they ended a silence. Before the first answer there is no silence."""
         if self._store is None:
             return [], False
         answers, was_silent = self._store.poll(), self.is_silent and self._has_answered
@@ -77,14 +76,14 @@ class IndexView:
         self.counts["answered"] += len(matches)
         return matches, was_silent and not self.is_silent
 
-    def late(self) -> bool:
-        """An answer did not come in time; True if this begins a silence."""
+    def note_late(self) -> bool:
+        """Note that an answer did not come in time; True if a silence begins with it."""
         self.counts["late"] += 1
         was_silent, self.is_silent = self.is_silent, True
         return not was_silent
 
     def service(self, now: float) -> bool:
-        """Ask for statistics now and then, which tells whether the store lives; True if this begins a silence."""
+        """Ask for statistics now and then, which shows whether the store lives; True if a silence begins now."""
         if self._store is None:
             return False
         begins = self._asked is not None and now - self._asked > max(ASK_STATS_S, self.timeout_s) and not self.is_silent
@@ -98,10 +97,10 @@ class IndexView:
         return begins
 
     def gone(self, node: str, epoch: int) -> None:
-        """What the node has said until this epoch is void."""
+        """Tell the store that all the node said up to this epoch is void."""
         if self._store is not None:
             self._store.gone(node, epoch)
 
     def stats(self) -> dict[str, Any]:
-        """What the store told of itself last, and whether it is silent now."""
+        """The store's latest statistics, and whether it is silent now."""
         return {**self._stats, "silent": self.is_silent}

@@ -1,4 +1,4 @@
-"""Tokenising and hashing on a few threads, beside the thread that serves."""
+"""Threads that tokenise and hash requests, so that the scheduler's thread need not."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHORT_BYTES = 64 << 10
-"""A text of so many bytes is tokenised in a moment."""
+"""Texts up to this size are short: they are tokenised in a moment."""
 BYTES_PER_S = 500_000
-"""About what is tokenised in a second."""
+"""About how fast text is tokenised."""
 MAX_WAITING_BYTES = 256 << 20
-"""Of texts that wait to be tokenised."""
+"""Most bytes of text that may wait to be tokenised."""
 
 
-class Door(Protocol):
+class RequestPreprocessor(Protocol):
     """`headwise.runtime.frontend.preprocessor.Preprocessor`: called from several threads."""
 
     def prepare(
@@ -39,7 +39,7 @@ class Door(Protocol):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """A request, and the hashes of the full blocks of its tokens."""
 
     request: GenerateRequest
@@ -50,27 +50,28 @@ class Prepared:
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
 
-Outcome = Prepared | HeadwiseError
+Work = Callable[[], PreparedRequest]
+Outcome = PreparedRequest | HeadwiseError
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be prepared.
+    """A request to prepare.
 
-    tag:       comes back with what came of it
+    tag:       returned with the outcome
     num_bytes: of text to tokenise
-    is_wanted: whether anybody waits for it still; it is left out if not
+    is_wanted: whether the client still waits for it; if not, the job is skipped
     """
 
     tag: Any
-    work: Callable[[], Prepared]
+    work: Work
     num_bytes: int
     is_wanted: Callable[[], bool]
 
 
 class JobQueue:
-    """Jobs of which the one comes first that would end first, had each begun when it came: short texts overtake long
-    ones, and none waits for ever. Safe to use from several threads.
+    """Jobs in the order of their virtual end: arrival time plus estimated duration. So short texts overtake long ones,
+    and no job waits for ever. Safe to use from several threads.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -83,7 +84,7 @@ class JobQueue:
         self._change = threading.Condition()
 
     def put(self, job: Job) -> bool:
-        """False if there are too many bytes of text already: at most `MAX_WAITING_BYTES`, or one job's."""
+        """Add a job. False if too much text waits already: at most `MAX_WAITING_BYTES`, or a single larger job."""
         with self._change:
             if self._num_bytes and self._num_bytes + job.num_bytes > MAX_WAITING_BYTES:
                 self._drop_unwanted()
@@ -97,7 +98,7 @@ class JobQueue:
             return True
 
     def get(self, *, only_short: bool) -> Job | None:
-        """The next job that is wanted, once there is one; None once the queue is closed."""
+        """Wait for the next job that is wanted; None once the queue is closed."""
         with self._change:
             while True:
                 while not self._is_closed and not self._first(only_short):
@@ -110,7 +111,7 @@ class JobQueue:
                     return job
 
     def close(self) -> None:
-        """Nobody waits any more; what is in the queue is dropped."""
+        """Wake all waiting threads, and drop the jobs in the queue."""
         with self._change:
             self._is_closed = True
             self._short, self._long = [], []
@@ -131,9 +132,10 @@ class JobQueue:
 
 
 class PreprocessingPool:
-    """Runs ``work`` for whoever asks; `finished` gives back what came of it, on the thread that serves.
+    """Runs jobs on its threads. The thread that submits them collects the outcomes with `finished`.
 
-    threads: how many run at once. Of several, one takes what is short only, so that this never waits for what is long
+    threads: jobs that run at once. If there are several, one thread takes short texts only, so that these never wait
+             for long ones
     socket:  readable while there is something to collect
     """
 
@@ -145,9 +147,9 @@ class PreprocessingPool:
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.bind("inproc://prepared")
-        self._waker = context.socket(zmq.PUSH)
-        self._waker.setsockopt(zmq.SNDHWM, 0)
-        self._waker.connect("inproc://prepared")
+        self._wake_socket = context.socket(zmq.PUSH)
+        self._wake_socket.setsockopt(zmq.SNDHWM, 0)
+        self._wake_socket.connect("inproc://prepared")
         self._wake_lock = threading.Lock()
         self._threads = [
             threading.Thread(
@@ -159,13 +161,11 @@ class PreprocessingPool:
             thread.start()
 
     def submit(self, job: Job) -> bool:
-        """Do the job on one of the threads; its result or error comes back with its tag. False if it is not taken:
-        too much text waits already.
-        """
+        """Queue a job; its result or error comes back with its tag. False if too much text waits already."""
         return self._jobs.put(job)
 
     def finished(self) -> list[tuple[Any, Outcome]]:
-        """What has been done since the last call."""
+        """The tags and outcomes of the jobs that have ended since the last call."""
         import zmq
 
         done: list[tuple[Any, Outcome]] = []
@@ -177,7 +177,7 @@ class PreprocessingPool:
             done.append(self._outcomes.get())
 
     def close(self) -> None:
-        """Wait for what runs; the rest is dropped."""
+        """Wait for the running jobs; the others are dropped."""
         self._jobs.close()
         for thread in self._threads:
             thread.join()
@@ -186,7 +186,7 @@ class PreprocessingPool:
         while (job := self._jobs.get(only_short=only_short)) is not None:
             self._outcomes.put((job.tag, _outcome(job)))
             with self._wake_lock:
-                self._waker.send(b"")
+                self._wake_socket.send(b"")
 
 
 def _outcome(job: Job) -> Outcome:

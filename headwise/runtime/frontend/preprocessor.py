@@ -1,4 +1,4 @@
-"""From what a user wrote to a request an engine takes: chat template, tokens, limits."""
+"""Turns what a user wrote into a request for an engine: chat template, tokens, limits."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
 
 TYPICAL_PROMPT = 4096
-"""Tokens; windowed heads keep a part of longer prompts only."""
+"""Tokens of the prompt for which `blocks_per_token` is computed: of longer ones, window heads keep only a part."""
 
 
 class Preprocessor:
     """Checks and tokenises requests. Holds no state between calls; safe to use from several threads.
 
-    encoder: makes tokens of texts, in another process or (None) in this one
+    encoder: tokenises texts in other processes; None: they are tokenised in this one
     """
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, encoder: PromptEncoder | None = None) -> None:
@@ -48,11 +48,11 @@ class Preprocessor:
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
-        """Made when it is needed: an engine's door has nothing to tokenise."""
+        """Made when it is needed: an engine's preprocessor has nothing to tokenise."""
         return self._other_encoder or LocalPromptEncoder(self.tokenizer, self.limits)
 
     def with_pool(self, config: EngineConfig) -> tuple[Preprocessor, TokenizerPool]:
-        """One that tokenises in processes of its own, which the pool has and ends."""
+        """A preprocessor that tokenises in the processes of a new pool, and that pool, which the caller closes."""
         from headwise.runtime.frontend.tokenizer_pool import TokenizerPool  # a local engine has none
 
         directory = resolve_model(config.model, config.cache_path)
@@ -65,7 +65,7 @@ class Preprocessor:
 
     @property
     def namespace(self) -> str:
-        """Whose cache blocks the deployment's are: the model's, in this layout; those of others mean nothing here."""
+        """Names the model and the cache layout: blocks of another namespace cannot be used here."""
         blocks = storage_namespace(self.card, 0)
         return f"{blocks.model}/{blocks.layout}/tp{blocks.tp_size}"
 
@@ -77,7 +77,7 @@ class Preprocessor:
         return float(int(blocks) / tokens)
 
     def hashes(self, request: GenerateRequest) -> list[bytes]:
-        """The block hashes of all that an engine computes first: the prompt, and what a lost engine had produced."""
+        """The block hashes of the prompt and of the tokens that a lost engine had already produced."""
         tokens = request.prompt_token_ids
         if request.output_token_ids:
             tokens = np.concatenate((tokens, np.array(request.output_token_ids, np.int32)))
@@ -98,7 +98,7 @@ class Preprocessor:
     ) -> GenerateRequest:
         """A request for one prompt (text or token ids) or one chat; raises `InvalidRequestError`.
 
-        A missing seed is drawn here, once, so that the request samples the same tokens wherever it ends up.
+        A missing seed is drawn here, once, so that the request samples the same tokens on every engine.
         """
         if (prompt is None) == (messages is None):
             raise InvalidRequestError("give either a prompt or messages")

@@ -1,4 +1,4 @@
-"""From texts and chats to token ids, within bounds: what cannot fit the model's length is refused before it costs."""
+"""Turns texts and chats into token ids. Texts that cannot fit the model's length are refused before they cost time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.request import as_token_ids
 
 _ENTRY_BYTES = 128
-"""What an entry of a list or mapping counts for, beside its text."""
+"""Each entry of a list or mapping counts as so many bytes, besides its text."""
 _SLICE = 4
-"""Characters per token that fits: longer texts, by far the most of which cannot fit, are counted in slices first."""
+"""Texts with more characters than so many times the model's length are first counted in slices: most cannot fit."""
 
 
 @dataclass(frozen=True)
 class TextLimits:
-    """What a model takes of texts.
+    """Limits for the length of texts.
 
-    tokens:      its length, prompt and output
+    tokens:      the model's length, prompt and output together
     token_bytes: most bytes of text, in UTF-8, that become one token
     """
 
@@ -38,11 +38,11 @@ class TextLimits:
 
     @property
     def chat_bytes(self) -> int:
-        """Most bytes of messages that are rendered at all: a template may leave out some of what they say."""
+        """Most bytes of messages that are rendered at all. More than `bytes`: a template may leave parts out."""
         return 4 * self.bytes + (1 << 20)
 
     def size(self, prompt: Any, messages: Any) -> int:
-        """At least how many bytes of text are to be encoded. Raises `InvalidRequestError` if they cannot fit."""
+        """A lower bound of the bytes of text to encode. Raises `InvalidRequestError` if they cannot fit."""
         most = self.bytes if messages is None else self.chat_bytes
         num_bytes = prompt_bytes(prompt, messages, most)
         if num_bytes > most:
@@ -57,7 +57,7 @@ class TextLimits:
 
 
 class PromptEncoder(Protocol):
-    """Token ids ``int32 [n]`` of what users write. Raises `InvalidRequestError`."""
+    """Turns what users write into token ids ``int32 [n]``. Raises `InvalidRequestError`."""
 
     def text(self, text: str) -> NDArray[np.int32]: ...
 
@@ -65,7 +65,7 @@ class PromptEncoder(Protocol):
 
 
 class LocalPromptEncoder:
-    """Encodes in this process. Time and memory are bounded by the limits, not by the text."""
+    """Encodes in this process. The limits bound its time and memory, however long the text."""
 
     def __init__(self, tokenizer: Tokenizer, limits: TextLimits) -> None:
         self._tokenizer = tokenizer
@@ -82,8 +82,10 @@ class LocalPromptEncoder:
         return as_token_ids(self._tokenizer.encode_chat(rendered))
 
     def _check(self, text: str) -> None:
-        """A cut between slices may break a token into its bytes, and words beside it differently. All slices together
-        have no more than these and twice the tokens of the whole text.
+        """Raise `InvalidRequestError` for a long text that cannot fit, by counting the tokens of its slices.
+
+        A cut between two slices may split a token into its bytes, and the words beside it differently. So the slices
+        may have more tokens than the text: at most twice as many, and the bytes of one token per cut.
         """
         self._limits.size(text, None)
         size, counted, most = _SLICE * self._limits.tokens, 0, 2 * self._limits.tokens
@@ -100,7 +102,7 @@ class LocalPromptEncoder:
 
 
 def text_bytes(text: str) -> int:
-    """Bytes in UTF-8; raises `InvalidRequestError` if the text is no Unicode."""
+    """Bytes in UTF-8; raises `InvalidRequestError` if the text is not valid Unicode."""
     try:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:
@@ -110,12 +112,12 @@ def text_bytes(text: str) -> int:
 
 
 def any_size(prompt: Any, messages: Any) -> int:
-    """Like `TextLimits.size`, where there are none."""
+    """Like `TextLimits.size`, without limits."""
     return prompt_bytes(prompt, messages, sys.maxsize)
 
 
 def prompt_bytes(prompt: Any, messages: Any, most: int) -> int:
-    """At least how many bytes of text are to be encoded; counting ends beyond ``most``. Token ids are no text."""
+    """A lower bound of the bytes of text to encode; counting stops beyond ``most``. Token ids count as 0."""
     if messages is None:
         return text_bytes(prompt) if isinstance(prompt, str) else 0
     counted, left = 0, [messages]

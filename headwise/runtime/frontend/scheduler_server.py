@@ -1,10 +1,10 @@
-"""The deployment's front: checks and tokenises requests, and tells clients which engine to go to.
+"""The global scheduler's server: checks and tokenises requests, and tells clients which engine to go to.
 
-    Route --threads--> tokens and hashes --> queue --> what the index knows --> engine chosen, place reserved --> Ticket
-                                               ^                                     |
-                                               +------- no engine can take it -------+
+    Route --threads--> tokens and hashes --> queue --> ask the index --> choose an engine, reserve a place --> Ticket
+                                               ^                              |
+                                               +---- no engine can take it ---+
 
-All state is rebuilt from nothing: engines report twice a second, the index is the store's, clients ask again.
+A restarted scheduler needs no saved state: engines report twice a second, the store has the index, clients ask again.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from typing import Any, ClassVar
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.liveness_clock import LivenessClock
-from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.client_socket import listen
-from headwise.runtime.frontend.dispatcher import Call, Placed, Placement
-from headwise.runtime.frontend.entrance import Entrance
-from headwise.runtime.frontend.index_view import IndexView, Store
-from headwise.runtime.frontend.preprocessing_pool import Door, Job, Prepared, PreprocessingPool
-from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.frontend.dispatcher import Dispatched, Dispatcher, PendingCall
+from headwise.runtime.frontend.index_view import IndexClient, IndexView
+from headwise.runtime.frontend.preprocessing_pool import (
+    Job,
+    Outcome,
+    PreparedRequest,
+    PreprocessingPool,
+    RequestPreprocessor,
+    Work,
+)
 from headwise.runtime.frontend.prompts import any_size
 from headwise.runtime.frontend.routing import Matches, Router, RouterOptions
 from headwise.runtime.frontend.routing.base import RESERVATION_S, Choice
+from headwise.runtime.frontend.tcp_proxy import TcpProxy
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
@@ -57,55 +62,41 @@ from headwise.storage.index.messages import TIERS
 log = logging.getLogger(__name__)
 
 ENGINES_REPORT_S = 15.0
-"""A scheduler that has just started may not have heard yet of engines that are there: they may be slow to connect."""
+"""A scheduler that has just started waits so long for the reports of engines before it refuses requests."""
 
 DELAY_S = 0.2
-"""A request that waited so long for an engine counts as delayed: the index alone does not take that long."""
+"""A request that waited so long for an engine counts as delayed. The index alone does not take that long."""
 
 _NO_ENGINE = "no engine is ready: they are starting, or were lost; try again later"
 
 _IDLE_MS, _ASKING_MS = 100, 10
 _WATCH_S, _SWEEP_S = 0.25, 1.0
 _BURST = 256
-"""Messages taken in before anything else is done."""
-
-
-def router_options(config: EngineConfig, preprocessor: Preprocessor) -> RouterOptions:
-    """How a deployment of this configuration routes."""
-    return RouterOptions(
-        policy=config.routing,
-        block_size=config.block_size,
-        blocks_per_token=preprocessor.blocks_per_token,
-        engine_queue=config.engine_queue,
-        max_num_seqs=config.max_num_seqs,
-        step_tokens=config.max_batched_tokens,
-        engine_timeout_s=config.engine_timeout_s,
-        forget_s=max(config.start_timeout_s, config.engine_timeout_s),
-    )
+"""Most messages handled before anything else is done."""
 
 
 class SchedulerServer:
-    """Serves at ``tcp://host:port`` on one thread, behind an `Entrance`; tokenises on a few others.
+    """Serves at ``tcp://host:port`` on one thread, behind a `TcpProxy`. A few other threads tokenise.
 
     secret:     of the deployment; engines report with it
     replicas:   engines of the deployment
     routing:    see `RouterOptions`
     max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
-    hold_s:     longest wait of a request while no engine reports; while one does, be it full or asleep, requests wait
+    hold_s:     longest wait of a request while no engine reports. While one reports, even full or asleep, requests wait
     store:      the index of what engines hold; None: there is none. Used by the server's thread only
-    index_timeout_s: longest wait of a request for what the index knows of it
+    index_timeout_s: longest wait of a request for the index's answer
     on_silent:  called with the name of an engine that has been silent for ``routing.engine_timeout_s``, once per
                 silence, on the server's thread: it must not wait
-    size:       at least how many bytes of text a prompt or messages have to be tokenised; raises
+    size:       returns a lower bound of the bytes of text to tokenise for a prompt or messages; raises
                 `InvalidRequestError` if they cannot fit. Called on the server's thread
     tokenizers: prompts that are tokenised at once, each on a thread
-    instance:   tells clients this scheduler from the one before it; empty: drawn at random
-    turns:      counts up for as long as the server's thread gets on, and clients can reach it
+    instance:   lets clients tell this scheduler from its predecessor; empty: drawn at random
+    loop_count: rounds of the thread's loop in which clients could connect; it stands still when the thread hangs
     """
 
     def __init__(
         self,
-        preprocessor: Door,
+        preprocessor: RequestPreprocessor,
         host: str,
         port: int,
         *,
@@ -115,7 +106,7 @@ class SchedulerServer:
         routing: RouterOptions | None = None,
         max_queued: int = 4096,
         hold_s: float = 600.0,
-        store: Store | None = None,
+        store: IndexClient | None = None,
         index_timeout_s: float = 0.1,
         on_silent: Callable[[str], None] = lambda engine: None,
         size: Callable[[Any, Any], int] = any_size,
@@ -123,7 +114,7 @@ class SchedulerServer:
         clock: Callable[[], float] = time.monotonic,
         instance: str = "",
     ) -> None:
-        self._front_door = preprocessor
+        self._preprocessor = preprocessor
         self._secret = secret
         self._model = model
         self._replicas = replicas
@@ -135,16 +126,16 @@ class SchedulerServer:
         self._on_silent = on_silent
         self._clock = LivenessClock(clock)
         self.instance = instance or secrets.token_hex(8)
-        self.turns = 0
-        self._entrance = Entrance(host, port)
-        self.port = self._entrance.port
+        self.loop_count = 0
+        self._proxy = TcpProxy(host, port)
+        self.port = self._proxy.port
         self._context = open_context()
-        self._listener = listen(self._context, "127.0.0.1", 0)  # what strangers say is turned away before
+        self._listener = listen(self._context, "127.0.0.1", 0)  # clients connect through the proxy
         self._size = size
-        self._preparer = PreprocessingPool(self._context, tokenizers)
+        self._preprocessing = PreprocessingPool(self._context, tokenizers)
         self._numbers = itertools.count(1)
-        self._calls: dict[tuple[bytes, int], Call] = {}
-        self._placement = Placement(self._router, self._index, self._clock)
+        self._calls: dict[tuple[bytes, int], PendingCall] = {}
+        self._dispatcher = Dispatcher(self._router, self._index, self._clock)
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._heard: dict[bytes, float] = {}
         self._reporters: dict[str, bytes] = {}  # by an engine's endpoint, whose connection its statuses come over
@@ -157,17 +148,17 @@ class SchedulerServer:
         self._thread = threading.Thread(target=self._run, name="headwise-scheduler", daemon=True)
 
     def start(self) -> None:
-        self._entrance.start(int(self._listener.endpoint.rpartition(":")[2]))
+        self._proxy.start(int(self._listener.endpoint.rpartition(":")[2]))
         self._thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._preparer.close()
+        self._preprocessing.close()
         self._listener.close()
         close_context(self._context, linger_ms=100)
-        self._entrance.close()
+        self._proxy.close()
 
     # ---- the loop ----
 
@@ -175,22 +166,22 @@ class SchedulerServer:
         import zmq
 
         poller = zmq.Poller()
-        for socket in (self._listener.socket, self._preparer.socket, self._index.socket):
+        for socket in (self._listener.socket, self._preprocessing.socket, self._index.socket):
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
         while not self._stopping.is_set():
-            poller.poll(_ASKING_MS if self._placement.is_asking else _IDLE_MS)
+            poller.poll(_ASKING_MS if self._dispatcher.is_asking else _IDLE_MS)
             self._receive()
-            for call, outcome in self._preparer.finished():
+            for call, outcome in self._preprocessing.finished():
                 self._take_prepared(call, outcome)
-            self._place()
+            self._dispatch()
             self._watch()
-            self.turns += self._entrance.is_open
+            self.loop_count += self._proxy.is_open
         stopping = DeploymentError("the deployment is stopping")
         for call in list(self._calls.values()):
             self._close(call)
             self._fail(call, stopping)
-        for identity in self._listener.peers():  # also those that wait for nothing now: they need not wait later
+        for identity in self._listener.peers():  # idle clients too: their next call fails at once
             self._send(identity, failure(stopping))
 
     def _receive(self) -> None:
@@ -199,25 +190,25 @@ class SchedulerServer:
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-                self._take(identity, wire.decode(frames[0], *self._TAKES))
+                self._take(identity, wire.decode(frames[0], *self._HANDLERS))
             except HeadwiseError as error:
                 self._counts["malformed"] += 1
                 self._send(identity, failure(error))
         if ended := self._listener.ended():
-            self._part(frozenset(ended))
+            self._forget_peers(frozenset(ended))
 
-    def _part(self, ended: frozenset[bytes]) -> None:
-        """Nothing can be answered over connections that have ended: whoever had them asks again over another."""
+    def _forget_peers(self, ended: frozenset[bytes]) -> None:
+        """Forget peers whose connections have ended. A client that lives asks again over a new connection."""
         for identity in ended:
             self._heard.pop(identity, None)
         for endpoint in [endpoint for endpoint, identity in self._reporters.items() if identity in ended]:
             del self._reporters[endpoint]
-            self._router.lose(endpoint, self._clock(), "has lost its connection to the scheduler")
+            self._router.mark_lost(endpoint, self._clock(), "has lost its connection to the scheduler")
         for call in [call for call in self._calls.values() if call.identity in ended]:
             self._close(call)
 
     def _take(self, identity: bytes, message: Any) -> None:
-        self._TAKES[type(message)](self, identity, message)
+        self._HANDLERS[type(message)](self, identity, message)
 
     def _take_status(self, identity: bytes, status: EngineStatus) -> None:
         if status.secret == self._secret:
@@ -237,7 +228,7 @@ class SchedulerServer:
         self._prepare_prompt(call, route, route.sampling, route.priority)
 
     def _reroute(self, identity: bytes, reroute: Reroute) -> None:
-        """It was admitted once: it goes before what is new, also where that is refused."""
+        """The request was accepted before, so it goes before new ones, even where new ones are refused."""
         call = self._new_call(identity, reroute.key, (reroute.request.priority, 0))
         try:
             check_request(reroute.request)
@@ -245,39 +236,39 @@ class SchedulerServer:
             self._fail(call, error)
             return
         if reroute.lost:
-            self._router.doubt(reroute.lost, self._clock())
+            self._router.suspect(reroute.lost, self._clock())
         call.lost = reroute.lost
         self._prepare(call, lambda: self._prepared(reroute.request), 2 * self._max_queued)
 
     def _find_prefix(self, identity: bytes, find: FindPrefix) -> None:
         call = self._new_call(identity, find.key, (0, 1))
-        call.finds = True
+        call.is_lookup = True
         self._prepare_prompt(call, find, {"max_tokens": 1}, 0)
 
-    def _prepare_prompt(self, call: Call, asked: Route | FindPrefix, sampling: dict[str, Any], priority: int) -> None:
+    def _prepare_prompt(
+        self, call: PendingCall, asked: Route | FindPrefix, sampling: dict[str, Any], priority: int
+    ) -> None:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
         messages, salt = asked.messages, asked.cache_salt
 
-        def prepare() -> Prepared:
+        def prepare() -> PreparedRequest:
             return self._prepared(
-                self._front_door.prepare(
+                self._preprocessor.prepare(
                     prompt=prompt, messages=messages, sampling=sampling, priority=priority, cache_salt=salt
                 )
             )
 
         self._prepare(call, prepare, self._max_queued, prompt, messages)
 
-    def _prepared(self, request: GenerateRequest) -> Prepared:
-        return Prepared(request, self._front_door.hashes(request))
+    def _prepared(self, request: GenerateRequest) -> PreparedRequest:
+        return PreparedRequest(request, self._preprocessor.hashes(request))
 
-    def _new_call(self, identity: bytes, key: int, rank: tuple[int, int]) -> Call:
-        return Call(identity, key, self._clock(), (*rank, next(self._numbers)))
+    def _new_call(self, identity: bytes, key: int, rank: tuple[int, int]) -> PendingCall:
+        return PendingCall(identity, key, self._clock(), (*rank, next(self._numbers)))
 
-    def _prepare(
-        self, call: Call, work: Callable[[], Prepared], limit: int, prompt: Any = None, messages: Any = None
-    ) -> None:
+    def _prepare(self, call: PendingCall, work: Work, limit: int, prompt: Any = None, messages: Any = None) -> None:
         if (call.identity, call.key) in self._calls:
-            return  # asked again by a client that did not know whether it was heard
+            return  # the client did not know whether its first message arrived
         if len(self._calls) >= limit:
             self._fail(call, self._overloaded())
             return
@@ -286,20 +277,20 @@ class SchedulerServer:
         except HeadwiseError as error:
             self._fail(call, error)
             return
-        if self._preparer.submit(Job(call, work, num_bytes, lambda: not call.is_over)):
+        if self._preprocessing.submit(Job(call, work, num_bytes, lambda: not call.is_over)):
             self._calls[call.identity, call.key] = call
         else:
             self._fail(call, OverloadedError("too much text waits to be tokenised already; try again later"))
 
-    def _take_prepared(self, call: Call, outcome: Prepared | HeadwiseError) -> None:
+    def _take_prepared(self, call: PendingCall, outcome: Outcome) -> None:
         if call.is_over:
             return
         if isinstance(outcome, HeadwiseError):
             self._close(call)
             self._fail(call, outcome)
             return
-        call.prepared, call.ready_at = outcome, self._clock()
-        self._placement.add(call)
+        call.prepared, call.prepared_at = outcome, self._clock()
+        self._dispatcher.add(call)
 
     def _withdraw(self, identity: bytes, withdraw: Withdraw) -> None:
         call = self._calls.get((identity, withdraw.key))
@@ -312,18 +303,18 @@ class SchedulerServer:
 
     # ---- requests out ----
 
-    def _place(self) -> None:
+    def _dispatch(self) -> None:
         if not self._router.num_engines and self._clock() - self._started > ENGINES_REPORT_S:
-            for call in self._placement.drain():
+            for call in self._dispatcher.clear():
                 self._close(call)
                 self._fail(call, OverloadedError(_NO_ENGINE))
-        for outcome in self._placement.turn():
-            if isinstance(outcome, Placed):
+        for outcome in self._dispatcher.dispatch():
+            if isinstance(outcome, Dispatched):
                 self._send_ticket(outcome.call, outcome.choice)
             else:
-                self._answer_find(outcome.call, outcome.matches)
+                self._answer_lookup(outcome.call, outcome.matches)
 
-    def _answer_find(self, call: Call, matches: Matches | None) -> None:
+    def _answer_lookup(self, call: PendingCall, matches: Matches | None) -> None:
         assert call.prepared is not None
         self._close(call)
         if matches is None and call.prepared.hashes:
@@ -337,13 +328,13 @@ class SchedulerServer:
         }
         self._send(call.identity, PrefixFound(call.key, call.prepared.num_tokens, engines))
 
-    def _send_ticket(self, call: Call, choice: Choice) -> None:
+    def _send_ticket(self, call: PendingCall, choice: Choice) -> None:
         assert call.prepared is not None
         request, now = call.prepared.request, self._clock()
         self._close(call)
         self._counts["routed"] += 1
         self._counts["rerouted"] += bool(call.lost)
-        self._counts["delayed"] += now - call.ready_at > DELAY_S
+        self._counts["delayed"] += now - call.prepared_at > DELAY_S
         self._tickets[call.identity, call.key] = request.request_id, now + RESERVATION_S
         self._send(call.identity, Ticket(call.key, choice.endpoint, request))
 
@@ -354,13 +345,13 @@ class SchedulerServer:
             answer = failure(error, get.key)
         self._send(identity, answer)
 
-    def _close(self, call: Call) -> None:
-        """The call needs no answer any more, or gets it now."""
+    def _close(self, call: PendingCall) -> None:
+        """Forget a call, which needs no answer any more or gets it now."""
         call.is_over = True
         self._calls.pop((call.identity, call.key), None)
-        self._placement.drop(call)
+        self._dispatcher.drop(call)
 
-    def _fail(self, call: Call, error: HeadwiseError) -> None:
+    def _fail(self, call: PendingCall, error: HeadwiseError) -> None:
         self._counts["refused"] += 1
         self._send(call.identity, failure(error, call.key))
 
@@ -370,7 +361,7 @@ class SchedulerServer:
             f"{self._router.describe(self._clock())}; try again later"
         )
 
-    # ---- time passes ----
+    # ---- timers ----
 
     def _watch(self) -> None:
         now = self._clock()
@@ -394,7 +385,7 @@ class SchedulerServer:
             self._sweep(now)
 
     def _sweep(self, now: float) -> None:
-        """Drop what waits for a client that is gone, and refuse what has waited too long."""
+        """Drop the calls of clients that are gone, and refuse calls that have waited too long."""
         self._heard = {each: at for each, at in self._heard.items() if now - at <= CLIENT_TIMEOUT_S}
         if self._router.alive(now):
             self._alive_at = now
@@ -423,7 +414,7 @@ class SchedulerServer:
             "scheduler": {
                 **self._counts,
                 "pending": len(self._calls),
-                "queued": len(self._placement),
+                "queued": len(self._dispatcher),
                 "max_queued": self._max_queued,
                 "instance": self.instance,
                 **self._router.stats(),
@@ -436,10 +427,10 @@ class SchedulerServer:
         self._send(identity, Stats(get.key, stats))
 
     def _send(self, identity: bytes, message: Any) -> None:
-        """To clients that are gone, nothing. One that does not read is cut off, which tells it to ask again."""
+        """Send, unless the client is gone. A client that does not read is disconnected, and then asks again."""
         self._listener.send(identity, wire.encode(message))
 
-    _TAKES: ClassVar[dict[type, Callable[[SchedulerServer, bytes, Any], None]]] = {
+    _HANDLERS: ClassVar[dict[type, Callable[[SchedulerServer, bytes, Any], None]]] = {
         Route: _route,
         Reroute: _reroute,
         Withdraw: _withdraw,

@@ -1,4 +1,4 @@
-"""Tokenising in processes of its own, beside the one that serves. Each is replaced when it dies or hangs."""
+"""Tokenises in separate processes. Each process is replaced when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from headwise.runtime.frontend.tokenizer_process import LENGTH
 log = logging.getLogger(__name__)
 
 START_S = 120.0
-"""Longest that a process may take to load its tokenizer."""
+"""Longest time for a process to load its tokenizer."""
 ANSWER_S = 30.0
 BYTES_PER_S = 50_000
-"""Longest that a text may take: `ANSWER_S`, and its bytes at this rate, a tenth of what a slow core does."""
+"""Longest time for a text: `ANSWER_S`, and its bytes at this rate, a tenth of a slow core's rate."""
 
 _LOOK_S = 0.1  # between looks at the time and at `close`
 
@@ -40,9 +40,9 @@ _LOOK_S = 0.1  # between looks at the time and at `close`
 class TokenizerPool:
     """A `PromptEncoder` over ``processes`` processes that each have loaded the model's tokenizer.
 
-    Safe to use from as many threads as there are processes; more wait for each other. A process that ends, or takes too
-    long, is replaced. The prompt of one that ended is tried once more: it may not have been the cause. Raises
-    `DeploymentError` if it was, if there was no answer in time, or once the pool is closed, also to those that wait.
+    Any number of threads may use it; there is one prompt per process at a time. A process that ends, or takes too long,
+    is replaced. If it ended, its prompt is tried once more: the prompt may not have been the cause. Raises
+    `DeploymentError` if the second process ends too, if there is no answer in time, and once the pool is closed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TokenizerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes as they are now."""
+        """The ids of the present processes."""
         return [process.pid for process in self._all]
 
     def close(self) -> None:
@@ -87,11 +87,11 @@ class TokenizerPool:
 
 
 class _EndedError(Exception):
-    """The process has ended before it answered."""
+    """The process ended before it answered."""
 
 
 class _Process:
-    """One process at a time, started anew when it is asked and is not there. One thread asks; any may close."""
+    """One tokenizer process, replaced when it fails. One thread asks at a time; any thread may close."""
 
     def __init__(self, directory: Path, limits: TextLimits, clock: Callable[[], float]) -> None:
         self._arguments = (str(directory), str(limits.tokens), str(limits.token_bytes))
@@ -105,7 +105,7 @@ class _Process:
         return self._child.pid
 
     def ask(self, question: bytes, longest_s: float) -> NDArray[np.int32]:
-        """Token ids, or what the process says instead; raises `_EndedError`, `DeploymentError`."""
+        """Token ids; raises the process's error, `_EndedError` or `DeploymentError`."""
         try:
             if not self._is_ready:
                 self._receive(START_S)
@@ -128,16 +128,16 @@ class _Process:
                 self._start()
 
     def _start(self) -> None:
-        """No fork of this process, which has threads and may be Ray's: a fresh interpreter with the same path."""
+        """Start a fresh interpreter with the same path: a fork of this process, which has threads, is not safe."""
         self._is_ready = False
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         environment = {
             **os.environ,
-            "PYTHONSAFEPATH": "1",  # not what lies in the working directory
+            "PYTHONSAFEPATH": "1",  # import nothing from the working directory
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "TOKENIZERS_PARALLELISM": "false",
-            "OPENBLAS_NUM_THREADS": "1",  # of numpy: no threads that are not needed
+            "OPENBLAS_NUM_THREADS": "1",  # numpy needs no threads here
         }
         command = [
             sys.executable,
@@ -194,7 +194,7 @@ class _Process:
         return bytes(data)
 
     def _wait(self, event: int, is_over: Callable[[], bool]) -> None:
-        """Until the socket may be ready; raises at the deadline, and once the pool is closed."""
+        """Wait until the socket may be ready; raises at the deadline, and once the pool is closed."""
         if self._is_closed:
             raise self._ended()
         poller = select.poll()
@@ -210,7 +210,7 @@ class _Process:
         return DeploymentError("the deployment is stopping") if self._is_closed else _EndedError()
 
     def _deadline(self, longest_s: float) -> Callable[[], bool]:
-        """Whether so much time has passed; time in which this process was suspended is none."""
+        """Returns whether so much time has passed. Time in which this process was suspended does not count."""
         clock = LivenessClock(self._clock)
         until = clock() + longest_s
         return lambda: clock() > until

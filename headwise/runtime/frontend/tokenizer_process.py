@@ -1,12 +1,12 @@
-"""A process that does nothing but tokenise, for `headwise.runtime.frontend.tokenizer_pool`.
+"""A process that only tokenises, for `headwise.runtime.frontend.tokenizer_pool`.
 
-``tokenizers`` holds Python's global lock for most of a text: in the scheduler's process one long text would stop all.
+``tokenizers`` holds Python's global lock for most of a text: in the scheduler's process a long text would stop all.
 
     parent -> child    [kind, value]        "text" and a string, or "chat" and messages
     child -> parent    [error, value]       "" and the bytes of token ids int32 [n], or an error's class and its message
 
-Each is msgpack behind its length in four bytes. The child says ["", b""] once it is ready. It ends with its parent,
-however that ends: the kernel kills it when the other end of its standard input is closed, whatever it is doing.
+Each message is msgpack behind its length in four bytes. The child sends ["", b""] when it is ready. It ends when its
+parent ends: the kernel kills it when the other end of its standard input is closed, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _end_with_parent() -> None:
 
 
 def _be_first_to_go() -> None:
-    """Where memory runs out, a tokenizer is replaced sooner than anything else."""
+    """When memory runs out, the kernel shall kill a tokenizer first: it is easily replaced."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -75,7 +75,7 @@ def _answer(encoder: LocalPromptEncoder, question: Any) -> tuple[str, str | byte
         tokens = encoder.text(value) if kind == "text" else encoder.chat(value)
     except HeadwiseError as error:
         return type(error).__name__, str(error)
-    except Exception as error:  # a defect, or a chat template's: the next text is another matter
+    except Exception as error:  # a defect, here or in a chat template: the next text may work
         return "HeadwiseError", f"the prompt could not be tokenised: {type(error).__name__}: {error}"
     return "", tokens.tobytes()
 
@@ -86,7 +86,7 @@ def _send(connection: socket.socket, message: tuple[str, str | bytes]) -> None:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """None at the end."""
+    """The next message; None when the parent has closed the connection."""
     header = _read(connection, LENGTH.size)
     data = _read(connection, LENGTH.unpack(header)[0]) if header else b""
     return msgpack.unpackb(data, strict_map_key=False) if data else None

@@ -47,15 +47,15 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
             )
-        # A template is a program of the model's author: it fails in Python's ways, too, on what it did not foresee.
+        # A template is a program: on unexpected input it may raise any Python error.
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from None
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages as templates and the wire take them: plain data, each with a known role and its content as one string.
+    """Messages in the form that templates and the wire need: plain data, a known role, the content as one string.
 
-    Text parts (``{"type": "text", "text": ...}``) are put together as they are. Raises `InvalidRequestError`.
+    Text parts (``{"type": "text", "text": ...}``) are joined. Raises `InvalidRequestError`.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""What users wrote stays text: control tokens in a rendered chat are the template's own."""
+"""Keeps users' text from becoming control tokens: in a rendered chat, only the template's own count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat's text. user_at: ascending, where a user's text could be, begin or end a control token."""
+    """A rendered chat. user_at: ascending positions of user's characters that could be part of a control token."""
 
     text: str
     user_at: tuple[int, ...]
@@ -28,11 +28,11 @@ class Rendered:
 
 
 class Marks:
-    """Marks users' characters before a template is rendered and finds them afterwards: each is replaced by one of its
-    own, which is no character of control tokens, and stays one character whatever the template does with it.
+    """Marks users' characters before a template is rendered, and finds them afterwards. Each is replaced by a unique
+    character that no control token has, and that stays one character whatever the template does with it.
 
-    Only characters are marked with which a control token could begin within the text, or which could complete one that
-    begins before it: other text comes to the template as it is.
+    Only those characters are marked that could begin a control token within the text, or complete one that begins
+    before it. All other text goes to the template unchanged.
     """
 
     def __init__(self, control_tokens: Collection[str]) -> None:
@@ -46,7 +46,7 @@ class Marks:
         self._longest = max(self._lengths, default=0)
 
     def positions(self, text: str) -> Iterator[int]:
-        """Where in a user's text are characters that are to be marked; some may come twice."""
+        """Positions of the characters to mark in a user's text; some may come twice."""
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())  # templates strip
         if any(text[start : start + length] in self._tails for length in range(1, min(self._longest, end - start) + 1)):
             yield start

@@ -1,4 +1,4 @@
-"""What tells two models' weights apart: a digest of every byte, computed once and remembered while the files stay.
+"""Identifies a model's weights by a digest of every byte, computed once and cached while the files do not change.
 
 Cache blocks in storage outlive a deployment and are shared by others, so weights that differ anywhere must differ here.
 A file is hashed in chunks, as many at once as there are cores: SHA-256 takes 1 to 2 GB/s on each. Its digest is that
@@ -27,14 +27,14 @@ from headwise.units import format_bytes
 log = logging.getLogger(__name__)
 
 RECORDS = ".headwise-digests.json"
-"""Beside the weights; where their directory cannot be written, a file in the cache directory does."""
+"""The cache file beside the weights; if their directory cannot be written, a file in the cache directory is used."""
 
 CHUNK_BYTES, READ_BYTES = 32 << 20, 1 << 20
 MAX_THREADS = 16
 MAX_RECORDS_BYTES = 16 << 20
 
 STALLED_S = 10.0
-"""Whoever waits for another process's digest computes it alone once that has got no further for so long."""
+"""A process that waits for another's digest computes it itself when the other makes no progress for so long."""
 
 _YOUNG_NS = 100_000_000
 _SECOND_NS = 1_000_000_000
@@ -42,7 +42,7 @@ _SECOND_NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class _Stamp:
-    """What changes with a file's content. The change time does even where the time of modification is set back."""
+    """What changes with a file's content. The change time changes even if the modification time is set back."""
 
     size: int
     mtime_ns: int
@@ -54,7 +54,7 @@ class _Stamp:
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def is_settled(self, now_ns: int) -> bool:
-        """Whether another change would show: one that comes too soon has the time of the one before it."""
+        """Whether a later change would show. A change that follows too soon gets the same time stamp."""
         coarse = not self.ctime_ns % _SECOND_NS  # some file systems count seconds, or two
         return now_ns - self.ctime_ns > (2 * _SECOND_NS if coarse else _YOUNG_NS)
 
@@ -157,9 +157,9 @@ def _remember(files: list[_File], digests: dict[str, str], places: list[Path]) -
 
 @contextmanager
 def _alone(path: Path, is_done: Callable[[], bool], progress: Progress) -> Iterator[Callable[[int, int], None]]:
-    """Wait until no other process of this node reads the same weights, or it has: how to tell others how far one is.
+    """Wait until no other process of this node reads the same weights. Yields a function to report progress to others.
 
-    A process that gets no further, such as a suspended one, is not waited for; nor where nothing can be locked.
+    A process that makes no progress, such as a suspended one, is not waited for. Without file locks nobody waits.
     """
     try:
         lock = LockedFile(path)

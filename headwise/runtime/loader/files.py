@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all, whoever is killed and however many processes start at once."""
+"""Files and directories that appear whole or not at all, even if processes are killed or many start at once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LockedFile:
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def acquire(self) -> bool:
-        """Take the lock if nobody has it; at once. On a file system without locks, everybody has it."""
+        """Take the lock without waiting; False if another process has it. Without file locks, every process gets it."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -74,7 +74,7 @@ class LockedFile:
         return True
 
     def read(self) -> bytes:
-        """What the holder wrote last, of a line's length."""
+        """The line that the holder wrote last."""
         return os.pread(self._handle, 128, 0)
 
     def write(self, text: bytes) -> None:
@@ -82,7 +82,7 @@ class LockedFile:
         os.pwrite(self._handle, text.ljust(64), 0)
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         os.close(self._handle)
 
 

@@ -1,4 +1,4 @@
-"""How slow steps (downloads, conversions) tell what they are doing."""
+"""How slow operations (downloads, conversions) report their progress."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ _ALLOWED = (
 def resolve_model(name: str, cache_dir: Path, progress: Progress | None = None, *, weights: bool = True) -> Path:
     """The Hugging Face style directory of a model: ``config.json``, safetensors and ``tokenizer.json``.
 
-    What has to be downloaded or converted for it is kept under ``cache_dir``; several processes may ask at once.
-    What costs least is looked at first: the config, then the tokenizer, the weights last.
+    Downloaded and converted files are kept under ``cache_dir``; several processes may call this at once.
+    The cheapest files are checked first: the config, then the tokenizer, the weights last.
 
     weights: False: only the config is needed; a directory may lack the rest, and of a repository it is not fetched
 

@@ -56,7 +56,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Load ``tokenizer.json`` and what the other files say of it; raises `ModelError` if that cannot be."""
+        """Load ``tokenizer.json`` and the files that configure it; raises `ModelError` if that fails."""
         from tokenizers import Tokenizer as Backend
 
         path = directory / "tokenizer.json"
@@ -93,7 +93,7 @@ class Tokenizer:
         return max(longest, added) * (_SHRINKS if _may_shorten(self._backend) else 1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, in which control tokens count as such: whoever writes it writes the model's input.
+        """Token ids of a text. Control tokens in the text act as control tokens: it is the model's raw input.
 
         Text from `render_chat` already has its special tokens: encode it without more.
         """
@@ -125,7 +125,7 @@ class Tokenizer:
 
     @cached_property
     def _plain_backend(self) -> Backend:
-        """Takes control tokens for the text that they are written with."""
+        """A tokenizer that treats control tokens as ordinary text."""
         from tokenizers import Tokenizer as Backend
 
         plain = Backend.from_str(self._backend.to_str())
@@ -134,7 +134,7 @@ class Tokenizer:
 
     @cached_property
     def _unknown(self) -> int | None:
-        """Stands for what the vocabulary has no token for."""
+        """The id for text that the vocabulary has no token for."""
         unknown = getattr(self._backend.model, "unk_token", None)
         return None if unknown is None else self._backend.token_to_id(unknown)
 
@@ -170,7 +170,7 @@ class Tokenizer:
 
 
 def _may_shorten(backend: Backend) -> bool:
-    """Whether a text may have fewer bytes, or fewer words' worth of tokens, once it is normalised."""
+    """Whether normalising may make a text shorter, in bytes or in tokens."""
     if backend.normalizer is None:
         return False
     state = json.loads(backend.normalizer.__getstate__())

@@ -106,7 +106,7 @@ class AttentionLayer(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
         """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``.
 
-        Queries and keys are not rotated yet, and nobody's but the layer's: it may do so in place.
+        Queries and keys are not rotated yet. Only the layer uses them, so it may rotate them in place.
         """
 
 

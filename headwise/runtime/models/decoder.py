@@ -1,4 +1,4 @@
-"""The pre-norm decoder that Llama-like models share. A model overrides what it does otherwise."""
+"""The pre-norm decoder that Llama-like models share. A model overrides the parts that differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headwise.runtime.ops.comm import Collectives
 
 
 class Weights(Protocol):
-    """Where weights come from, in the parts that a rank needs: float32, by their Hugging Face names."""
+    """Reads weights, or the parts that a rank needs: float32, by their Hugging Face names."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -65,15 +65,15 @@ class Layer:
     norms: dict[str, Tensor]
 
 
-class Stream(NamedTuple):
-    """The residual stream between two parts of the decoder, and its norm, which the next one computes with."""
+class Residual(NamedTuple):
+    """The residual stream between two parts of the decoder, and its norm, which is the next part's input."""
 
     x: Tensor
     normed: Tensor
 
 
 class Decoder(Model):
-    """Attention and a gated MLP, each behind an RMS norm and added to the residual stream.
+    """Attention and a gated MLP, each after an RMS norm and added to the residual stream.
 
     Tensor parallel: heads and MLP columns are split over the ranks, whose partial sums meet in two all-reduces a
     layer; the embedding is on every rank, the LM head's vocabulary is split and gathered on rank 0.
@@ -117,7 +117,7 @@ class Decoder(Model):
     # ---- weights ----
 
     def _find_prefix(self, weights: Weights) -> str:
-        """What stands before the decoder's names: multimodal checkpoints nest it."""
+        """The prefix of the decoder's weight names: multimodal checkpoints nest the decoder."""
         for name in weights.names:
             if name.endswith("embed_tokens.weight"):
                 return name.removesuffix("embed_tokens.weight")
@@ -197,29 +197,29 @@ class Decoder(Model):
         rotations = [self.ops.rotation(positions, inverse) for inverse in self._frequencies]
         norms = [layer.norms["input_layernorm"] for layer in self._layers]
         x = self.embed(token_ids)
-        stream = Stream(x, self.norm(x, norms[0]))
-        for index, (layer, behind) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
-            attended = self.attend(index, layer, stream.normed, rotations[self._rope_of[index]], attention)
-            stream = self.feed(layer, self.add_attended(layer, stream.x, attended), behind)
-        return stream.normed
+        residual = Residual(x, self.norm(x, norms[0]))
+        for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
+            attended = self.attend(index, layer, residual.normed, rotations[self._rope_of[index]], attention)
+            residual = self.after_mlp(layer, self.after_attention(layer, residual.x, attended), next_norm)
+        return residual.normed
 
     def embed(self, token_ids: KernelArray) -> Tensor:
         return self.ops.embedding(self._embedding, token_ids)
 
-    def add_attended(self, layer: Layer, x: Tensor, attended: Tensor) -> Stream:
-        """The residual stream ``x`` behind attention, normed for the MLP."""
+    def after_attention(self, layer: Layer, x: Tensor, attended: Tensor) -> Residual:
+        """The residual stream ``x`` after attention, normed for the MLP."""
         return self.add(x, attended, layer.norms["post_attention_layernorm"])
 
-    def feed(self, layer: Layer, stream: Stream, behind: Tensor) -> Stream:
-        """The residual stream behind the MLP, normed with the weight ``behind``: that of what comes next."""
-        return self.add(stream.x, self.mlp(layer, stream.normed), behind)
+    def after_mlp(self, layer: Layer, residual: Residual, next_norm: Tensor) -> Residual:
+        """The residual stream after the MLP, normed with ``next_norm``, the norm weight of the next layer."""
+        return self.add(residual.x, self.mlp(layer, residual.normed), next_norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.ops.rms_norm(x, weight, self.config.rms_norm_eps)
 
-    def add(self, x: Tensor, addend: Tensor, weight: Tensor) -> Stream:
+    def add(self, x: Tensor, addend: Tensor, weight: Tensor) -> Residual:
         """The sum, and its norm with ``weight``."""
-        return Stream(*self.ops.add_rms_norm(x, addend, weight, self.config.rms_norm_eps))
+        return Residual(*self.ops.add_rms_norm(x, addend, weight, self.config.rms_norm_eps))
 
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
         """Self attention of the normed ``x [T, hidden]``, summed over the ranks."""
@@ -274,7 +274,7 @@ def _distinct(ropes: Sequence[RopeConfig]) -> list[RopeConfig]:
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbouring ranges as one, so that whole tensors are read (and shared) whole."""
+    """Join neighbouring ranges, so that whole tensors are read (and shared) as a whole."""
     merged: list[tuple[int, int]] = []
     for start, stop in ranges:
         if merged and merged[-1][1] == start:

@@ -1,10 +1,10 @@
-"""Gemma 3 (text): sliding and full layers in turn, normed queries and keys, norms around attention and MLP."""
+"""Gemma 3 (text): alternating sliding and full layers, normed queries and keys, norms around attention and MLP."""
 
 from __future__ import annotations
 
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, RopeConfig
-from headwise.runtime.models.decoder import Decoder, Layer, Stream
+from headwise.runtime.models.decoder import Decoder, Layer, Residual
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, positive, rope
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import KernelArray, Tensor
@@ -68,13 +68,13 @@ class Gemma3(Decoder):
     def embed(self, token_ids: KernelArray) -> Tensor:
         return self.ops.embedding(self._embedding, token_ids, self.config.hidden_size**0.5)
 
-    def add_attended(self, layer: Layer, x: Tensor, attended: Tensor) -> Stream:
+    def after_attention(self, layer: Layer, x: Tensor, attended: Tensor) -> Residual:
         normed = self.norm(attended, layer.norms["post_attention_layernorm"])
         return self.add(x, normed, layer.norms["pre_feedforward_layernorm"])
 
-    def feed(self, layer: Layer, stream: Stream, behind: Tensor) -> Stream:
-        fed = self.mlp(layer, stream.normed)
-        return self.add(stream.x, self.norm(fed, layer.norms["post_feedforward_layernorm"]), behind)
+    def after_mlp(self, layer: Layer, residual: Residual, next_norm: Tensor) -> Residual:
+        fed = self.mlp(layer, residual.normed)
+        return self.add(residual.x, self.norm(fed, layer.norms["post_feedforward_layernorm"]), next_norm)
 
     def normed_heads(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         norms = layer.norms

@@ -21,7 +21,7 @@ _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
 """Fields that change what a decoder computes, and the values that are served: others would be silently wrong."""
 
 MOST_LAYERS, MOST_HEAD_DIM, MOST_MEMBERS = 4096, 4096, 16384
-"""No model has as many; members are (layer, KV head) pairs. What claims more would take minutes and gigabytes."""
+"""No model has more; members are (layer, KV head) pairs. A config that claims more would cost minutes and gigabytes."""
 _MOST = 2**31 - 1
 """Of every other integer: what token ids and sizes of arrays go up to."""
 

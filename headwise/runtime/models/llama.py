@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, and whoever else calls itself ``LlamaForCausalLM``."""
+"""Llama 2 and 3, SmolLM2, and other models with the architecture ``LlamaForCausalLM``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a ``config.json``, which a stranger wrote: how they are read as numbers, and shown in errors."""
+"""Reads untrusted values of a ``config.json`` as numbers, and shows them in errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shown(value: Any) -> str:
 
 
 def finite_number(value: Any) -> float | None:
-    """An integer or float of JSON as a float; None if it is no number, or too large to be a finite one."""
+    """A JSON number as a float; None if it is not a number, or not finite as a float."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

@@ -42,7 +42,7 @@ class TensorOps(Protocol):
         """An array of a step's numbers as a kernel array, its dtype kept; the same array on a CPU."""
 
     def step_upload(self, capacity: int = 0) -> StepUpload:
-        """A way for steps' arrays to the device.
+        """An object that uploads steps' arrays to the device.
 
         As long as the arrays of a call have at most ``capacity`` elements together, equal shapes have equal places,
         whatever came between.
@@ -64,7 +64,7 @@ class TensorOps(Protocol):
         """``uint8 [num_bytes]`` on the device, with anything in it."""
 
     def give_back_memory(self) -> None:
-        """Return what was freed to whoever else wants it: allocators keep much of it for later."""
+        """Return freed memory to the system: allocators keep much of it for later."""
 
     def linear_weight(self, weight: NDArray[np.float32]) -> Weight:
         """Prepare a weight stored as ``[out, in]``."""
@@ -120,7 +120,7 @@ class CapturingOps(TensorOps, Protocol):
     """Operations of a device that can do much work in one go."""
 
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
-        """What does again what ``work`` does, in one go: reads and writes the same memory, and returns the same arrays.
+        """A function that repeats ``work`` in one launch: it uses the same memory and returns the same arrays.
 
         ``work`` only enqueues, and was called before, so that all it needs is there. All that is captured shares the
         memory that it computes with: arrays that one such call returned are valid until the next one.

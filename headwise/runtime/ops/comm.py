@@ -54,7 +54,7 @@ class Collectives(Protocol):
 
 
 class SingleRank:
-    """The communicator of an engine without tensor parallelism, and its collectives: all is here already."""
+    """The communicator and collectives of an engine without tensor parallelism: they have nothing to do."""
 
     name = "none"
     captures = True
@@ -94,5 +94,5 @@ class HostCollectives:
 
 
 def host_collectives(ops: TensorOps, comm: Communicator) -> Collectives:
-    """Collectives that go where ``comm`` goes; with one rank, nowhere."""
+    """Collectives over ``comm``; with one rank they do nothing."""
     return comm if isinstance(comm, SingleRank) else HostCollectives(ops, comm)

@@ -1,7 +1,7 @@
 """Collectives between GPUs by NCCL, through CuPy's binding: on the current stream, in the dtype of the tensors.
 
-They only enqueue: no host waits for another rank here. Where a rank is gone, the others' kernels wait for it without an
-end, and so does a host that wants their results, until whoever supervises the processes ends them.
+They only enqueue work: no host waits for another rank here. If a rank is gone, the others' kernels wait for ever, and
+so does a host that wants their results, until the engine ends the processes.
 """
 
 from __future__ import annotations

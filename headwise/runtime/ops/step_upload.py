@@ -1,4 +1,4 @@
-"""A step's numbers on their way to a GPU: one copy, from pinned memory, that the host does not wait for."""
+"""Uploads a step's arrays to a GPU: one copy from pinned memory, for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ALIGNMENT = 64
 """Elements of int32: every array begins on 256 bytes, as if it had been allocated by itself."""
 
 MOST_ARRAYS = 8
-"""That `capacity` is for: each may end with a gap."""
+"""Arrays that `capacity` allows for: each may end with a gap."""
 
 SLOTS = 4
-"""Pinned buffers in turn. A step's is written again four steps later, when its copy is long over."""
+"""Pinned buffers that are used in rotation. A buffer is written again four steps later, when its copy is long over."""
 
 
 class PinnedUpload:
@@ -34,7 +34,7 @@ class PinnedUpload:
         self._device = self._buffers(capacity + MOST_ARRAYS * ALIGNMENT if capacity else 0)
         self._pinned: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)] * SLOTS
         self._copied = [cupy.cuda.Event(disable_timing=True) for _ in range(SLOTS)]
-        self._turn = 0
+        self._current = 0
         self._shapes: tuple[tuple[int, ...], ...] = ()
         self._views: list[Any] = []
 
@@ -59,10 +59,10 @@ class PinnedUpload:
 
     def _slot(self, size: int) -> tuple[NDArray[np.int32], int]:
         """A pinned buffer that no copy reads any more; both sides hold ``size`` elements."""
-        self._turn = (self._turn + 1) % SLOTS
-        self._copied[self._turn].synchronize()
+        self._current = (self._current + 1) % SLOTS
+        self._copied[self._current].synchronize()
         if self._device.size < size:
             self._device, self._shapes = self._buffers(2 * size), ()
-        if self._pinned[self._turn].size < size:
-            self._pinned[self._turn] = cupyx.empty_pinned(2 * size, dtype=np.int32)
-        return self._pinned[self._turn], self._turn
+        if self._pinned[self._current].size < size:
+            self._pinned[self._current] = cupyx.empty_pinned(2 * size, dtype=np.int32)
+        return self._pinned[self._current], self._current

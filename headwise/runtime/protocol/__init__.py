@@ -1,1 +1,1 @@
-"""What processes say to each other: requests, batches, messages, and how they are encoded."""
+"""The messages between processes: requests, batches, and how they are encoded."""

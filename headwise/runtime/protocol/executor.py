@@ -29,8 +29,8 @@ class Executor(Protocol):
 class Worker(Protocol):
     """What an executor needs of a worker: `headwise.runtime.worker.worker.ModelWorker`.
 
-    `execute` raises when nothing more may be asked of the worker, whatever it raises: copies may be under way that
-    nobody has told the engine of. What a worker can go on after is in its result.
+    After `execute` has raised anything, the worker must not be used again: copies may be under way that the engine does
+    not know of. An error after which the worker can continue is in the result instead.
     """
 
     @property
@@ -40,7 +40,7 @@ class Worker(Protocol):
 
 
 def death(error: BaseException) -> EngineDiedError:
-    """What a worker raised, as an executor raises it."""
+    """The error that an executor raises for what a worker raised."""
     if isinstance(error, EngineDiedError):
         return error
     return EngineDiedError(f"the worker failed: {type(error).__name__}: {first_line(error)}")

@@ -28,16 +28,16 @@ from headwise.runtime.protocol.wire import register
 
 PING_INTERVAL_S = 1.0
 PEER_TIMEOUT_S = 4.0
-"""An engine that is asked and says nothing for so long is taken for dead."""
+"""An engine that is pinged and stays silent for so long counts as dead."""
 FIRST_ANSWER_S = 10.0
 """Longest wait for the first answer of a scheduler: there may be none at the address."""
 CLIENT_TIMEOUT_S = 10.0
-"""A client that says nothing for so long has its requests aborted."""
+"""The requests of a client that is silent for so long are aborted."""
 STATUS_INTERVAL_S = 0.5
 MAX_MESSAGE_BYTES = 16 << 20
-"""Four million token ids. Every stranger may have the servers keep so much for it."""
+"""Four million token ids. A server must keep so much memory for every client, also for untrusted ones."""
 MAX_PING_REQUESTS = 100
-"""That one `Ping` names; there are as many answers to it."""
+"""Most requests that one `Ping` names: there may be as many answers to it."""
 FORGOTTEN = ""
 
 
@@ -47,7 +47,7 @@ class Route:
     """Ask for an engine. Exactly one of the prompt's three forms is given; ``sampling`` is checked by the scheduler.
 
     key: the client's number of the call, repeated in the answer
-    session: requests of one session go to the same engine while that is no worse than a little; empty: of none
+    session: requests of one session go to the same engine while that costs little; empty: no session
     """
 
     key: int
@@ -76,7 +76,7 @@ class Reroute:
 @register
 @dataclass(frozen=True)
 class Withdraw:
-    """The ticket of this call is not wanted any more."""
+    """The client no longer wants the ticket of this call."""
 
     key: int
 
@@ -84,7 +84,7 @@ class Withdraw:
 @register
 @dataclass(frozen=True)
 class Ticket:
-    """The engine to go to, and the request to submit there as it stands."""
+    """The chosen engine, and the request to submit there unchanged."""
 
     key: int
     endpoint: str
@@ -107,7 +107,7 @@ class Abort:
 @register
 @dataclass(frozen=True)
 class Outputs:
-    """All that one engine step made for one client."""
+    """All output of one engine step for one client."""
 
     deltas: tuple[OutputDelta, ...]
 
@@ -117,7 +117,7 @@ class Outputs:
 class Failed:
     """A call (``key``), or a request that was being served (``request_id``), ended with an error.
 
-    key 0 with an empty request_id: what the peer sent was not a message.
+    key 0 with an empty request_id: the peer sent a malformed message, or the sender is stopping.
     """
 
     key: int
@@ -129,8 +129,8 @@ class Failed:
 @register
 @dataclass(frozen=True)
 class Ping:
-    """A sign of life, naming the requests whose output is awaited, at most `MAX_PING_REQUESTS`: the engine fails those
-    that it does not serve.
+    """A sign of life. It names the requests whose output is awaited, at most `MAX_PING_REQUESTS`. The engine answers
+    with `Failed` for those that it does not serve.
     """
 
     request_ids: tuple[str, ...] = ()
@@ -139,8 +139,8 @@ class Ping:
 @register
 @dataclass(frozen=True)
 class Pong:
-    """instance: differs between a scheduler (or engine) and the one that was started in its place; `FORGOTTEN` if what
-    the client has asked is not known any more, as the client was silent for too long
+    """instance: differs between a scheduler (or engine) and the one started in its place. `FORGOTTEN`: the client was
+    silent for too long, and its open questions were dropped.
     """
 
     instance: str = ""
@@ -211,7 +211,7 @@ class Operate:
 @register
 @dataclass(frozen=True)
 class Operated:
-    """It is done. blocks: how many blocks a reset has forgotten"""
+    """The operation is done. blocks: how many blocks a reset forgot"""
 
     key: int
     blocks: int
@@ -220,7 +220,7 @@ class Operated:
 @register
 @dataclass(frozen=True)
 class EngineLoad:
-    """What decides how soon an engine could serve a request. Speeds are measured; 0 means not yet.
+    """An engine's load and measured throughput, from which routing estimates costs. 0 seconds means not measured yet.
 
     waiting, running: requests
     queued_tokens:    tokens of waiting and running requests' prompts that are not computed yet
@@ -228,7 +228,7 @@ class EngineLoad:
     prefill_token_s:  seconds to compute a token of a prompt
     decode_step_s:    seconds of a step that only decodes
     host_token_s, storage_token_s: seconds to bring a token's cache from the host, from storage to the host
-    accepts:          False while it is asleep or going to stop: it gets no requests
+    accepts:          False while it sleeps or is about to stop: it gets no requests
     """
 
     waiting: int = 0
@@ -250,7 +250,7 @@ class EngineStatus:
 
     secret:   of the deployment; a status with another one is ignored
     load:     requests running and waiting, and held until there are workers
-    epoch:    of its cache: a higher one has nothing of what the index knew
+    epoch:    of its cache. In a new epoch, none of the earlier blocks are there
     received: ids of the requests that arrived since the last status: from now on ``work`` has them
     faults:   what went wrong since the last status, in words
     """
@@ -277,5 +277,5 @@ def failure(error: HeadwiseError, key: int = 0, request_id: str = "") -> Failed:
 
 
 def error_of(failed: Failed) -> HeadwiseError:
-    """The error of a message, of the class that was raised on the other side where this side knows it."""
+    """The error in a message: of the class that was raised on the other side, if this side knows the class."""
     return _ERRORS.get(failed.error, HeadwiseError)(failed.message)

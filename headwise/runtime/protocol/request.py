@@ -57,7 +57,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """Every value becomes one of Python's own: the wire takes no others."""
+        """Convert every value to a plain Python type: the wire accepts no others."""
         given: Any = self.stop
         stop = (given,) if isinstance(given, str) else given
         values = {
@@ -108,7 +108,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, sampling: object, options: Mapping[str, Any] | None = None) -> SamplingParams:
-        """From what a user gave: nothing, parameters, or a mapping of some; ``options`` come before those.
+        """Parameters from a user's input: nothing, parameters, or a mapping; ``options`` take precedence.
 
         Raises `InvalidRequestError`.
         """
@@ -127,14 +127,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One request as the engine takes it.
+    """One request, as an engine accepts it.
 
     prompt_token_ids: ``int32 [n]``, n >= 1
     priority:   lower is served first; equal priorities are first come, first served
     cache_salt: only requests with the same salt share cache blocks
     lora_id, extra_keys: further identity of the cached blocks. An extra key is ``(start, end, hash)``: a
                 multimodal item over the tokens ``[start, end)``.
-    output_token_ids: what an engine that was lost had produced already: generation goes on behind it
+    output_token_ids: tokens that a lost engine had already produced: generation continues behind them
     """
 
     request_id: str
@@ -224,7 +224,7 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
 
 
 def as_integer(name: str, value: Any, low: int, high: int) -> int:
-    """An integer of Python's or NumPy's as Python's; raises `InvalidRequestError` on anything else, or out of range."""
+    """A Python or NumPy integer as a Python int; raises `InvalidRequestError` on anything else, or out of range."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, got {value!r:.80}")
     return int(value)
@@ -236,7 +236,7 @@ def as_priority(value: Any) -> int:
 
 
 def as_string(name: str, value: Any) -> str:
-    """A string as Python's own kind; raises `InvalidRequestError`."""
+    """A string as a plain Python string; raises `InvalidRequestError` for anything else."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}")
     return str(value)

@@ -1,4 +1,4 @@
-"""What a request must be that comes from outside: the types on the wire do not say all of it."""
+"""Checks a request that came over the wire, beyond the types of its fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_KEY_CHARACTERS = 128
 
 
 def check_request(request: GenerateRequest) -> None:
-    """Raise `InvalidRequestError` with what is wrong and what is allowed. Looks at each token, and computes nothing."""
+    """Raise `InvalidRequestError` naming what is wrong and what is allowed. Cheap: only looks at each token."""
     if not 0 < len(request.request_id) <= MAX_ID_CHARACTERS:
         raise InvalidRequestError(f"a request id must have 1 to {MAX_ID_CHARACTERS} characters")
     prompt, output = request.prompt_token_ids, request.output_token_ids
@@ -26,7 +26,7 @@ def check_request(request: GenerateRequest) -> None:
 
 
 def _check_identity(request: GenerateRequest) -> None:
-    """What the cached blocks are known by, besides their tokens."""
+    """Check what identifies cached blocks besides their tokens."""
     if len(request.cache_salt) > MAX_SALT_CHARACTERS:
         raise InvalidRequestError(
             f"a cache_salt has {len(request.cache_salt)} characters; at most {MAX_SALT_CHARACTERS} are allowed"

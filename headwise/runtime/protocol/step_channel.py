@@ -1,4 +1,4 @@
-"""The way of a step: engine -> every tensor-parallel worker, and the results back, over ZeroMQ.
+"""Carries steps from the engine to every tensor-parallel worker, and the results back, over ZeroMQ.
 
     engine   ROUTER, bound            worker   DEALER, connected, identity = rank
              <- WorkerReady                    once, after it connected
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_RESULT_BYTES = 256 << 20
-"""Of a worker's message. Strangers do not reach the channel: its socket lies in a directory of the user's own."""
+"""Most bytes of a worker's message. Only workers reach the channel: its socket lies in the user's own directory."""
 
 _SLICE_S = 0.1
-"""Longest wait without a look at whether a worker was reported lost, or a stop asked for."""
+"""Longest wait before the loop checks again whether a worker was lost, or a stop was asked for."""
 
 
 @wire.register
 @dataclass(frozen=True)
 class WorkerReady:
-    """A worker's first message: it is connected and takes steps, with so many blocks in its pool."""
+    """A worker's first message: it is connected and ready for steps, with so many blocks in its pool."""
 
     rank: int
     num_blocks: int = 0
@@ -54,7 +54,7 @@ class WorkerReady:
 @wire.register
 @dataclass(frozen=True)
 class WorkerFailed:
-    """A worker takes no more steps, for what it could not do leaves its memory in doubt: it ends."""
+    """A worker's last message: after a failure its memory may be inconsistent, so it ends."""
 
     rank: int
     reason: str
@@ -62,7 +62,7 @@ class WorkerFailed:
 
 @dataclass
 class _Step:
-    """A step in flight and the results that are there already, by rank. work: None for a command"""
+    """A step in flight, and the results that have come, by rank. work: None for a command"""
 
     step_id: int
     work: Work | None
@@ -73,13 +73,12 @@ class _Step:
 class ZmqExecutor:
     """The `Executor` whose workers are processes.
 
-    Owned by one thread, but for `lost`, which any thread may call.
+    Owned by one thread; only `lost` may be called from any thread.
 
-    endpoint: to bind: ``ipc://PATH``, or ``tcp://HOST:*``; `endpoint` then tells the one taken
+    endpoint: to bind: ``ipc://PATH``, or ``tcp://HOST:*``; the attribute `endpoint` is the bound one
     size:     tensor-parallel ranks
-    step_timeout_s: seconds after which the oldest step in flight counts as lost; much sooner once it is known how long
-                    such steps take
-    start_timeout_s: the same for a command, which may have the workers load the model; None: as for a step
+    step_timeout_s: seconds after which the oldest step in flight counts as lost; see `StepLimits` for shorter limits
+    start_timeout_s: the same for a command, which may load the model; None: as for a step
     load_timeout_s: seconds that workers wait for blocks from the host
     """
 
@@ -115,13 +114,13 @@ class ZmqExecutor:
 
     @property
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
-        """Sockets that become readable when `poll` may have something to give."""
+        """Sockets that become readable when `poll` may have a result."""
         return () if self._socket.closed else (self._socket,)
 
     def wait_ready(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """Wait until every worker is connected; raises `EngineDiedError` if one is lost or late.
 
-        ``check`` is called meanwhile and may raise what it knows of the workers' fate.
+        ``check`` is called meanwhile; it raises if it knows that a worker has failed.
         """
         deadline = self._clock() + timeout_s
         while len(self._ready) < len(self._ranks):
@@ -195,7 +194,7 @@ class ZmqExecutor:
             pass
 
     def _receive(self, timeout_s: float) -> bool:
-        """Take in one message if it comes in time."""
+        """Handle one message; False if none comes in time."""
         import zmq
 
         if not self._socket.poll(math.ceil(timeout_s * 1000)):
@@ -224,7 +223,7 @@ class ZmqExecutor:
         self.lost(f"TP rank {result.rank} answered step {result.step_id}, which is not in flight")
 
     def _merge(self, step: _Step) -> StepResult:
-        """One result of all ranks: rank 0's tokens, the slowest rank's time, transfers that every rank has finished."""
+        """Merge the ranks' results: rank 0's tokens, the slowest rank's time, transfers that all ranks finished."""
         results = [step.results[rank] for rank in range(len(self._ranks))]
         errors = [r.error if len(results) == 1 else f"TP rank {r.rank}: {r.error}" for r in results if r.error]
         stored, failed_out = self._stores.finished([(r.swapped_out, r.failed_out) for r in results])
@@ -251,13 +250,13 @@ class ZmqExecutor:
 
 
 def _of_any_rank(failed: Sequence[NDArray[np.int32] | None]) -> NDArray[np.int32] | None:
-    """Blocks that one of the ranks lacks; None if there is no word of one rank's."""
+    """Blocks that failed on any rank; None if a rank did not report."""
     known = [blocks for blocks in failed if blocks is not None]
     return np.unique(np.concatenate(known)) if len(known) == len(failed) else None
 
 
 class _OfEveryRank:
-    """Copies of host blocks in one direction: which of them every rank is through with."""
+    """Copies of host blocks in one direction: finds those that every rank has finished."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -267,7 +266,7 @@ class _OfEveryRank:
     def finished(
         self, reports: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Blocks that all ranks have copied, and those that one could not, given each rank's (copied, failed)."""
+        """Blocks that all ranks have copied, and those that failed on a rank, given each rank's (copied, failed)."""
         for copied, failed in reports:
             self._done.update(copied.tolist())
             self._done.update(failed.tolist())
@@ -284,7 +283,7 @@ class _OfEveryRank:
 def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:
     """Run the worker's side until ``should_stop``: receive, execute, reply, in order.
 
-    What a step raises is told to the engine, and raised: no later step is served, however many are queued.
+    An error of a step is sent to the engine and then raised. Later steps are not served, however many are queued.
     """
     import zmq
 
@@ -310,7 +309,7 @@ def _serve_one(worker: Worker, rank: int, socket: Any) -> None:
 
 
 def answer_to(batch: BatchRequest, worker: Worker, rank: int) -> StepResult | WorkerFailed:
-    """What the worker of a rank makes of a batch; after `WorkerFailed` it must not be given another."""
+    """Run a batch on a rank's worker. After `WorkerFailed`, the worker must not be given another batch."""
     try:
         return worker.execute(batch)
     except Exception as error:

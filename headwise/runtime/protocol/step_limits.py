@@ -1,4 +1,4 @@
-"""How long a step may take before its workers count as hung: by how long steps like it took."""
+"""How long a step may take before its workers count as hung, estimated from similar steps."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 from headwise.runtime.protocol.batch import BatchRequest
 
 LEAST_S = 15.0
-"""No step counts as hung sooner: kernels may be compiled and graphs recorded for a shape at any time, and a machine
-that is short of memory or cores stands still for seconds."""
+"""No limit is shorter: a new shape may need kernels compiled or graphs recorded at any time, and a machine that is
+short of memory or cores stands still for seconds."""
 
 FACTOR = 10.0
-"""A step may take so many times what was measured."""
+"""A step may take so many times as long as measured."""
 
 MEASURED = 3
-"""So many steps of a size must have been measured before one of them counts as late: the first ones compile."""
+"""So many steps of a size must be measured before the limit uses them: the first steps also compile."""
 
 KEPT = 8
-"""The latest measurements of a size, of which the slowest counts."""
+"""So many of the latest measurements of a size are kept, and the slowest counts."""
 
 LOAD_WAITS = 3
-"""Times in a row that a step may wait for loads: in its layers, at its end, and for those that it gave up."""
+"""How often in a row a step may wait for loads: in its layers, at its end, and for loads that it gave up."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a device has to do until a step is over.
+    """The device's work until a step is over.
 
-    A step that samples nothing may be over for the host before the device has begun with it: what it has to do counts
-    for the next one, up to one that samples.
+    A step that samples nothing may be over for the host before the device has begun it. Then its work counts for the
+    next step, up to the next step that samples.
 
-    tokens:   of all of its sequences
-    pairs:    of a token and one before it that it may look at
-    loads:    whether blocks come from the host meanwhile
-    is_whole: it samples, so that nothing of it is left for the next step
+    tokens:   of all sequences in the step
+    pairs:    pairs of a token and an earlier one that it may attend to
+    loads:    whether blocks are loaded from the host meanwhile
+    is_whole: the step samples, so that none of its work is left for the next step
     """
 
     tokens: int = 0
@@ -43,7 +43,7 @@ class Work:
     is_whole: bool = True
 
     def then(self, batch: BatchRequest) -> Work:
-        """What there is to do for a batch, and before it."""
+        """The work of the next batch, with the work that is left from before."""
         before = Work() if self.is_whole else self
         pairs = int((batch.query_lens.astype(int) * (batch.starts + batch.query_lens)).sum())
         return Work(
@@ -65,14 +65,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Limit:
-    """Of a step: seconds, and how to call them."""
+    """The time limit of a step: seconds, and words for it."""
 
     seconds: float
     text: str
 
 
 class StepLimits:
-    """Seconds that steps may take. To be told of each step in order, when it is sent and when it came back.
+    """Computes how long steps may take. It must be told of each step, in order, when it is sent and when it is done.
 
     step_timeout_s: at most, and while too little is known
     load_timeout_s: seconds that a step waits for loads, each time that it does
@@ -86,7 +86,7 @@ class StepLimits:
         self._spent_s = 0.0
 
     def sent(self, batch: BatchRequest) -> tuple[Work, Limit]:
-        """What there is to do for a step, and how long it may take."""
+        """The work of a step, and how long it may take."""
         work = self._sent = self._sent.then(batch)
         known = self._measured[work.size]
         if len(known) < MEASURED:
@@ -98,7 +98,7 @@ class StepLimits:
         return work, Limit(limit, f"{limit:.3g} s, although such steps take at most {slowest:.2g} s,")
 
     def came_back(self, work: Work, compute_s: float) -> None:
-        """A step took the workers so long. What it waited for loads says nothing of how long others take."""
+        """Note how long a step took. Steps with loads are not kept: their waiting says nothing about other steps."""
         self._spent_s += compute_s
         if not work.is_whole:
             return
@@ -107,5 +107,5 @@ class StepLimits:
         self._spent_s = 0.0
 
     def forget(self) -> None:
-        """The workers load the model again, and make anew what they compute with."""
+        """Drop all measurements: the workers load the model again, and must compile again."""
         self._measured.clear()

@@ -1,8 +1,8 @@
-"""How dataclasses cross processes: msgpack, one schema per class, read off its type hints.
+"""Encodes dataclasses as msgpack, with one schema per class, taken from its type hints.
 
 A message is ``[VERSION, tag, [field, ...]]``; a nested registered dataclass is its list of fields. NumPy arrays are
 an extension type (dtype, shape, bytes), decoded as read-only views of the message. Decoding checks every field
-against its hint, so that what comes out of `decode` has the types it claims, whoever sent it.
+against its hint, so the result of `decode` always has the right types, whoever sent it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Hits = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class StorageNamespace:
-    """Whose blocks they are: blocks of one namespace mean nothing in another, and are never found there.
+    """Which model and layout blocks belong to. Blocks of one namespace are never found in another.
 
     model:  identity of the weights, and of whatever else decides their keys and values
     layout: `BlockLayout.identity`, together with whatever else decides what a group's block holds
@@ -66,7 +66,7 @@ class StorageStats:
 
     blocks, bytes:  stored, as far as this process knows
     misses:         blocks asked for and not served; includes ``corrupt``: those found short or altered
-    evictions:      blocks of the namespace that went to make room, or vanished, whoever took them
+    evictions:      blocks of the namespace that any process evicted, or that vanished
     write_failures: blocks that could not be stored
     disk_full:      times that the disk or a quota had no room for a write, though the capacity was not reached
     """
@@ -85,8 +85,8 @@ class StorageStats:
 class BlockStorage(ABC):
     """Blocks of one namespace, all of ``block_bytes`` bytes. Every method may be called from any thread.
 
-    Calls may take as long as the file system or the network lets them, for ever if it hangs. Callers that must go on
-    call from a thread of their own, and keep the blocks of the arena out of use until the call is back.
+    A call takes as long as the file system or the network takes, for ever if that hangs. Callers that cannot wait use a
+    thread of their own, and must not touch the blocks of the arena until the call returns.
 
     hashes: n hashes of `HASH_BYTES` bytes
     groups: int32 [n], each the group of the hash at its place; no two keys of a call are the same
@@ -104,7 +104,7 @@ class BlockStorage(ABC):
 
     @property
     def volume(self) -> str:
-        """Storages of which this is the same find what each other wrote; empty: nobody else is known to."""
+        """Storages with the same volume find each other's blocks; empty: not known to be shared."""
         return ""
 
     @abstractmethod
@@ -115,13 +115,13 @@ class BlockStorage(ABC):
     def write(
         self, hashes: Sequence[bytes], groups: NDArray[np.int32], arena: Arena, blocks: NDArray[np.int32]
     ) -> Hits:
-        """Store blocks of the arena; bool [n]: whether each is stored now, as far as this process knows, be it since
-        an earlier write.
+        """Store blocks of the arena; bool [n]: whether each is stored now, by this or an earlier write, as far as this
+        process knows.
         """
 
     @abstractmethod
     def read(self, hashes: Sequence[bytes], groups: NDArray[np.int32], arena: Arena, blocks: NDArray[np.int32]) -> Hits:
-        """Fill blocks of the arena; bool [n]: which were filled. What the others hold after that is undefined."""
+        """Fill blocks of the arena; bool [n]: which were filled. The content of the others is undefined."""
 
     @abstractmethod
     def delete(self, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> None:
@@ -140,9 +140,9 @@ class BlockStorage(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of files and connections; what is stored stays. May be called again.
+        """Close files and connections; the stored blocks stay. May be called again.
 
-        No other call may be under way, and none may follow.
+        No other call may be under way, or follow.
         """
 
 

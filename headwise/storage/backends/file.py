@@ -163,7 +163,7 @@ class FileStorage(BlockStorage):
             while done < len(keys):
                 done = self._append_run(keys, views, done)
         except OSError as error:
-            self._release_tail()  # whoever takes it over looks at what did get there
+            self._release_tail()  # the next owner checks which blocks were written
             if error.errno == errno.EFBIG:
                 told = f"segments of {self._form.size} bytes exceed the limit on file sizes; raise it (ulimit -f)"
                 error = OSError(errno.EFBIG, told)
@@ -184,7 +184,7 @@ class FileStorage(BlockStorage):
                 if left == 0:
                     self._vain += 1
                     raise
-                if not self._space.give_way(error):
+                if not self._space.evict_for_full_disk(error):
                     raise
                 left -= 1
             else:
@@ -268,9 +268,9 @@ class FileStorage(BlockStorage):
 
 
 def _is_worth_evicting(vain: int) -> bool:
-    """Whether segments shall go for a write on a full disk, after ``vain`` writes in a row that this did not help.
+    """Whether to evict segments for a write on a full disk, after ``vain`` writes in a row for which that did not help.
 
-    Snapshots, readers that hang or another user's quota can keep what is evicted from being room for new blocks. So
-    that the store keeps most of what it has then, segments go for writes ever further apart only.
+    Snapshots, readers that hang or another user's quota may keep the space of evicted files from becoming free. So that
+    the store then keeps most of its blocks, it evicts for ever fewer writes.
     """
     return vain & (vain - 1) == 0 or vain % MAX_PATIENCE == 0

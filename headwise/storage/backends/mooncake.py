@@ -52,7 +52,7 @@ CHECK_BYTES = 8
 MAX_VOLUME = 128
 
 STAGING_BYTES = 16 << 20
-"""Moved by one transfer, in either direction; one block if that is larger."""
+"""Bytes moved by one transfer, in either direction; one block if that is larger."""
 
 MIN_SEGMENT_BYTES = 16 << 20
 """Mooncake refuses less."""
@@ -166,7 +166,7 @@ class MooncakeStorage(BlockStorage):
         self._store.remove_by_regex(f"^{re.escape(self._prefix)}", True)
 
     def close(self) -> None:
-        """Leave the store; the memory this process lent, and the blocks in it, go with it."""
+        """Leave the store. The memory that this process lent is withdrawn, with the blocks in it."""
         store, self._store = self._store, None  # calling a store that was closed ends the process
         if store is not None:
             store.close()
@@ -234,7 +234,7 @@ class _Staging:
 
 
 def _check(name: str, block: memoryview) -> bytes:
-    """Checksum of a block under its name: what came late, for another one, does not have it."""
+    """Checksum of a block and its name: a late transfer of another block does not match it."""
     return xxh3_64_digest(block, xxh3_64_intdigest(name.encode()))
 
 
@@ -261,7 +261,7 @@ def _connect(config: MooncakeConfig) -> Any:
 
 
 def _address_towards(master: str) -> str:
-    """This machine's address on the way to the master, which is tried so that a wrong one is told of at once."""
+    """This machine's address towards the master. Connects to the master, so that a wrong address fails at once."""
     host, _, port = master.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S) as connection:

@@ -1,7 +1,7 @@
-"""Which block of a namespace lies in which slot of which segment, as its directory tells. Safe for several threads.
+"""An index of a namespace's directory: which block lies in which slot of which segment. Safe for several threads.
 
-The files are the truth and the index follows them: it lists the directory when that changed, and reads the entries that
-were added to segments which are still being filled, by whatever process.
+The index follows the files: it lists the directory when that has changed, and reads new entries of the segments that
+any process is still filling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headwise.storage.backends.segment import MAX_SLOTS, SegmentFormat, max_run,
 SUFFIX = ".seg"
 
 SETTLED_NS = 100_000_000
-"""A directory that changed less than this ago may change again without its time stamp telling."""
+"""A directory that changed less than this ago may change again without a new time stamp."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class SegmentIndex:
             names = {name for name in os.listdir(self._directory) if name.endswith(SUFFIX)}
         except (FileNotFoundError, NotADirectoryError):
             changed_at, names = 0, set()
-        except OSError:  # this says nothing of what is there: what was known counts until a look succeeds
+        except OSError:  # an error is no empty directory: keep what is known until a listing succeeds
             self._settled_at = 0
             return
         self._settled_at = changed_at if time.time_ns() - changed_at > SETTLED_NS else 0

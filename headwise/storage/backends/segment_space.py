@@ -1,9 +1,9 @@
-"""The directory that processes share: who may append to which segment, and what goes when it, or the disk, is full.
+"""The directory that processes share: which process may append to a segment, and which segments are evicted.
 
-    path/volume-id                             which directory this is, wherever it is mounted
+    path/volume-id                             identifies the directory, wherever it is mounted
     path/lock                                  held while a segment is created, taken over or evicted
     path/<namespace digest>/about.txt          the namespace, for people
-    path/<namespace digest>/<id>.seg           a segment; whoever appends to it holds a lock on it
+    path/<namespace digest>/<id>.seg           a segment; the process that appends to it holds a lock on it
     path/<namespace digest>/<id>.tmp           a segment that is being created
 
 Locks are advisory ones (flock), which the kernel frees when their holder dies. So a segment without a lock has no
@@ -33,8 +33,8 @@ from headwise.units import format_bytes
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 30.0
-"""Longest wait for another process that creates or evicts a segment: with a busy disk, or suspended meanwhile. Only
-writes wait, in the background; what they would have written is lost to storage if they do not get their turn."""
+"""Longest wait for another process that creates or evicts a segment: its disk may be busy, or it may be suspended. Only
+writes wait, in the background. If the wait is too long, their blocks are not stored."""
 LOCK_POLL_S = 0.005
 UNFINISHED = ".tmp"
 
@@ -45,12 +45,12 @@ _NAMESPACE_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 def lacks_space(error: OSError) -> bool:
-    """Whether other files had to go for the call to succeed. EFBIG is not of these: it limits each file by itself."""
+    """Whether the error means that the disk or a quota is full. Not EFBIG: that limits a single file."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class _File(NamedTuple):
-    """A segment as the directory tells of it, whole or not; in the order in which they are evicted.
+    """A segment's file, complete or not. Files are ordered by when they are evicted.
 
     used_ns: when it was last used
     size:    bytes that count towards the capacity
@@ -77,21 +77,21 @@ class Tail:
         return self.slot < self.form.slots and os.fstat(self.fd).st_nlink > 0
 
     def release(self) -> None:
-        with suppress(OSError):  # of writes before, on a network's file system; checksums tell what got there
+        with suppress(OSError):  # an error of earlier writes, on a network file system: checksums tell
             os.close(self.fd)
 
 
 class SegmentSpace:
     """The files under ``root``, at most ``capacity`` bytes of them. Methods raise OSError where the system does.
 
-    A disk that has less room is full for a spell, which is logged once: from the first `give_way` until the segments
-    have grown well beyond the least that they had to shrink to.
+    If the disk has less room, it counts as full from the first `evict_for_full_disk` until the segments have grown well
+    beyond the size that they had shrunk to. This is logged once.
     """
 
     def __init__(self, root: Path, capacity: int, volume: Volume | None = None) -> None:
         self._root, self._capacity = root, capacity
         self._volume = volume or Volume(root)
-        self._fits: int | None = None  # bytes on disk; None: no spell
+        self._full_at: int | None = None  # least bytes of segments while the disk was full; None: it is not
 
     def acquire(self, directory: Path, about: str, form: SegmentFormat, known: Iterable[Segment]) -> Tail:
         """A segment to append to: one of the ``known`` that has room and no writer, else a new one in ``directory``.
@@ -115,11 +115,11 @@ class SegmentSpace:
             for path in directory.glob(f"*{SUFFIX}"):
                 path.unlink(missing_ok=True)
 
-    def give_way(self, error: OSError) -> bool:
-        """Evict the least recently used segment since a write failed for lack of space, with ``error``.
+    def evict_for_full_disk(self, error: OSError) -> bool:
+        """Evict the least recently used segment, because a write failed with ``error`` on a full disk.
 
-        False if all are being filled. More is not taken at once, so that processes that find the disk full together
-        leave most of what is stored: one segment is room for many writes.
+        False if all segments are being filled. It evicts only one, which is room for many writes: so several processes
+        that find the disk full at once do not evict too much.
         """
         with self._locked():
             files = sorted(self._files())
@@ -139,7 +139,7 @@ class SegmentSpace:
             raise OSError(f"{used} of {self._capacity} bytes are in segments that are being filled")
 
     def _note_full(self, on_disk: int, error: OSError) -> None:
-        if self._fits is None:
+        if self._full_at is None:
             log.warning(
                 "storage %s cannot reach its capacity of %s: the disk or a quota is full (%s) with %s stored; least "
                 "recently used blocks give way to new ones until there is room again; free space or give less capacity",
@@ -148,12 +148,12 @@ class SegmentSpace:
                 error.strerror,
                 format_bytes(on_disk),
             )
-        self._fits = on_disk if self._fits is None else min(self._fits, on_disk)
+        self._full_at = on_disk if self._full_at is None else min(self._full_at, on_disk)
 
     def _note_growth(self, on_disk: int) -> None:
-        if self._fits is not None and on_disk >= self._fits + self._capacity // GROWTH_OF_SPELL:
+        if self._full_at is not None and on_disk >= self._full_at + self._capacity // GROWTH_OF_SPELL:
             log.info("storage %s has room again: %s are stored", self._root, format_bytes(on_disk))
-            self._fits = None
+            self._full_at = None
 
     def _files(self) -> Iterator[_File]:
         """Every segment; what dead processes left unfinished is removed."""

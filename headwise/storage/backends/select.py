@@ -50,8 +50,8 @@ def check_storage(url: str) -> None:
 def only_of_others(url: str, namespace: StorageNamespace) -> list[str]:
     """What the directory at ``url`` has blocks of, if it has some and none of them are of ``namespace``.
 
-    It can be used: those blocks count towards the capacity, and are evicted in time. But who expects it to be warm
-    has another model, head pattern, block size or TP size than whoever filled it.
+    The directory can be used: those blocks count towards the capacity, and are evicted in time. But a user who expects
+    cache hits has changed the model, head pattern, block size or TP size.
     """
     from headwise.storage.backends.segment_space import namespaces_in
 

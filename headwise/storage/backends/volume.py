@@ -1,8 +1,8 @@
-"""Which directory a path leads to: one that all nodes share, each node's own, or the place where a mount is missing.
+"""Tells whether nodes share a storage directory, and whether its mount is missing.
 
-    path/volume-id      32 hexadecimal digits, drawn by whoever used the directory first
+    path/volume-id      32 hexadecimal digits, drawn by the first process that used the directory
 
-Who reads the same digits uses the same directory, and finds there what the others wrote.
+Processes that read the same digits use the same directory, and find each other's blocks there.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ID = re.compile(rb"[0-9a-f]{32}")
 
 
 class Volume:
-    """The directory at ``root``, made if it is not there. Raises OSError if it cannot be.
+    """The directory at ``root``, created if it is missing. Raises OSError if that fails.
 
-    A directory that was deleted may be made again. But where the path leads to another file system than before, as when
-    the one that was mounted there is gone, nothing is written until it is back.
+    A directory that was deleted may be created again. But if the path leads to another file system than before (it was
+    unmounted), nothing is written until the first one is back.
 
-    is_missing: whether the last `check` found it so
+    is_missing: whether the last `check` found the file system missing
     """
 
     def __init__(self, root: Path) -> None:
@@ -48,7 +48,7 @@ class Volume:
         return "" if self.is_missing else self._id
 
     def check(self) -> None:
-        """Raise OSError where the path leads elsewhere than it did."""
+        """Raise OSError if the path leads to another file system than before."""
         device = os.stat(_nearest(self._root)).st_dev
         if device != self._device:
             self.is_missing = not self._id or _read_id(self._root) != self._id
@@ -59,7 +59,7 @@ class Volume:
         self.is_missing = False
 
     def prepare(self) -> None:
-        """Have the directory ready to be written to; raises OSError if it cannot be."""
+        """Make sure that the directory can be written to; raises OSError if it cannot."""
         self.check()
         self._root.mkdir(parents=True, exist_ok=True)
         if self._id and not (self._root / ID_FILE).exists():
@@ -67,7 +67,7 @@ class Volume:
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or the first above it that is there."""
+    """The path, or its nearest parent that exists."""
     return next((each for each in (path, *path.parents) if each.exists()), path)
 
 
@@ -85,7 +85,7 @@ def _read_id(root: Path) -> str:
 
 
 def _write_id(root: Path, volume: str) -> str:
-    """Write the file, unless another process does so first; what it says then."""
+    """Write the file, unless another process does so first. Returns the id that it then has."""
     unfinished = root / f"{ID_FILE}.{uuid.uuid4().hex}.tmp"
     try:
         unfinished.write_text(volume + "\n")

@@ -1,4 +1,4 @@
-"""What the nodes said, message by message, and the index it adds up to. No I/O and no clock: the server hands it in."""
+"""Applies the nodes' messages to the prefix index, and finds out when one was missed. No I/O and no clock."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwise.storage.index.messages import TIERS, Flush, Gone, Heartbeat, Snapshot, Statement
+from headwise.storage.index.messages import TIERS, Flush, Gone, Heartbeat, NodeMessage, Snapshot
 from headwise.storage.index.prefix_index import MAX_BLOCKS, PrefixIndex
 
 MAX_AHEAD = 1024
-"""Flushes of one node kept while an earlier one is missing; those beyond come back with the snapshot."""
+"""Flushes of one node that are kept while an earlier one is missing. A snapshot makes up for the others."""
 
 MAX_GONE = 65_536
-"""Nodes of which is remembered that they are gone."""
+"""The store remembers at most so many nodes as gone."""
 
 
 @dataclass
 class _Node:
-    """What one node said last.
+    """What is known of one node.
 
-    next_seq: of the first flush that is not applied yet
-    heard:    the highest seq that any message of this epoch spoke of
+    next_seq: number of the first flush that is not applied yet
+    heard:    the highest seq that any message of this epoch had
     ahead:    flushes that came before an earlier one
-    agrees:   whether the last digest that could be compared was the same; None if none was yet
+    agrees:   whether the last digests that could be compared were equal; None if none were compared yet
     volume:   the name of its storage
     """
 
@@ -40,11 +40,11 @@ class _Node:
 
 
 class AttentionStore:
-    """Applies the nodes' statements and answers which node holds how much of a prefix.
+    """Applies the nodes' messages and answers which node holds how much of a prefix.
 
-    Lost, doubled, late and reordered messages, and restarts of either side, converge to what the nodes hold, as
-    long as snapshots are asked for from the nodes that `wanting` names. The index advises: the engine's own match
-    decides.
+    After lost, doubled, late or reordered messages, and after a restart of either side, the index becomes equal to
+    what the nodes hold, provided that the nodes in `wanting` are asked for snapshots. The index advises: the engine's
+    own match decides.
 
     applied: flushes and snapshots taken in so far
     """
@@ -56,35 +56,35 @@ class AttentionStore:
         self._behind: set[str] = set()
         self.applied = self._snapshots = 0
 
-    def apply(self, statement: Statement | Gone) -> bool:
-        """Take in one statement. An old epoch's is ignored (False), a newer epoch drops what the node said before."""
-        if isinstance(statement, Gone):
-            self._void(statement)
+    def apply(self, message: NodeMessage | Gone) -> bool:
+        """Apply one message. One of an old epoch is ignored (False); a newer epoch drops what the node said before."""
+        if isinstance(message, Gone):
+            self._void(message)
             return True
-        node = self._nodes.get(statement.node)
-        if node is None or statement.epoch > node.epoch:
-            if statement.epoch <= self._gone.get(statement.node, -1):
+        node = self._nodes.get(message.node)
+        if node is None or message.epoch > node.epoch:
+            if message.epoch <= self._gone.get(message.node, -1):
                 return False
-            self.drop(statement.node)
-            node = self._nodes[statement.node] = _Node(statement.epoch)
-        elif statement.epoch < node.epoch:
+            self.drop(message.node)
+            node = self._nodes[message.node] = _Node(message.epoch)
+        elif message.epoch < node.epoch:
             return False
-        if statement.seq > node.heard:
-            node.heard = statement.seq
-        if isinstance(statement, Flush):
-            self._apply_flush(node, statement)
-        elif isinstance(statement, Snapshot):
-            self._apply_snapshot(node, statement)
+        if message.seq > node.heard:
+            node.heard = message.seq
+        if isinstance(message, Flush):
+            self._apply_flush(node, message)
+        elif isinstance(message, Snapshot):
+            self._apply_snapshot(node, message)
         else:
-            self._compare(node, statement)
+            self._compare(node, message)
         if node.behind:
-            self._behind.add(statement.node)
+            self._behind.add(message.node)
         else:
-            self._behind.discard(statement.node)
+            self._behind.discard(message.node)
         return True
 
     def epoch(self, node: str) -> int:
-        """The highest epoch in which the node spoke, or that is void; -1: it is not known."""
+        """The node's highest epoch, of those it used and those that `Gone` made void; -1: the node is not known."""
         known = self._nodes.get(node)
         return max(-1 if known is None else known.epoch, self._gone.get(node, -1))
 
@@ -93,7 +93,7 @@ class AttentionStore:
         return node in self._nodes
 
     def wanting(self) -> list[str]:
-        """Nodes of which something was missed: a snapshot of theirs is wanted."""
+        """The nodes that must send a snapshot, because one of their messages was missed."""
         return list(self._behind)
 
     def drop(self, node: str) -> bool:
@@ -133,7 +133,7 @@ class AttentionStore:
         behind = {name for name, node in self._nodes.items() if node.behind}
         assert behind == self._behind, f"{sorted(behind)} are behind, known are {sorted(self._behind)}"
 
-    # ---- statements ----
+    # ---- messages ----
 
     def _void(self, gone: Gone) -> None:
         self._gone[gone.node] = max(gone.epoch, self._gone.pop(gone.node, -1))
@@ -165,7 +165,7 @@ class AttentionStore:
         if snapshot.seq + 1 < node.next_seq or not (node.behind or snapshot.seq + 1 > node.next_seq):
             return
         self._index.drop(snapshot.node)
-        self._index.place(snapshot.node, node.volume)
+        self._index.set_volume(snapshot.node, node.volume)
         for tier, (block_hashes, resumable) in snapshot.tiers.items():
             self._index.apply(snapshot.node, tier, block_hashes, True, resumable)
         node.next_seq = snapshot.seq + 1
@@ -177,7 +177,7 @@ class AttentionStore:
 
     def _compare(self, node: _Node, heartbeat: Heartbeat) -> None:
         node.volume = heartbeat.volume
-        self._index.place(heartbeat.node, heartbeat.volume)
+        self._index.set_volume(heartbeat.node, heartbeat.volume)
         if heartbeat.seq + 1 == node.next_seq:
             node.agrees = self._index.digests(heartbeat.node) == heartbeat.digests
 

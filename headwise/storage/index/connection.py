@@ -1,4 +1,4 @@
-"""A peer's connection to the attention store: one DEALER socket that never waits and keeps nothing for later."""
+"""A client's connection to the attention store: a DEALER socket that never waits and buffers nothing while offline."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from headwise.storage.index.wire import MAX_MESSAGE_BYTES, ProtocolError, decode
 
 ALIVE_MS = 500
 LOST_MS = 1500
-"""A connection over which the other side's machine answers nothing for so long is opened anew."""
+"""A connection without any sign of the other side for so long is opened again."""
 
 
 class Connection:
     """Sends to the store and receives from it. Owned by one thread.
 
-    While the store is away, messages are dropped, not kept: when it is back it has to be told what is true then.
+    While the store is away, messages are dropped, not kept: they would be out of date when it is back.
 
-    send_queue: messages that may wait to be sent; beyond, they are dropped
-    dropped:    messages that were
+    send_queue: messages that may wait to be sent; further ones are dropped
+    dropped:    how many messages were dropped
     """
 
-    def __init__(self, endpoint: str, namespace: str, curve: CurveKeys | None, send_queue: int) -> None:
+    def __init__(self, endpoint: str, namespace: str, curve_keys: CurveKeys | None, send_queue: int) -> None:
         import zmq
 
         self.endpoint = endpoint
@@ -31,8 +31,8 @@ class Connection:
         self._namespace = namespace
         self._context = open_context()
         self.socket = self._context.socket(zmq.DEALER)
-        if curve is not None:
-            secure_client(self.socket, curve)
+        if curve_keys is not None:
+            secure_client(self.socket, curve_keys)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, send_queue),
@@ -46,7 +46,7 @@ class Connection:
         self.socket.connect(endpoint)
 
     def send(self, messages: Sequence[Message]) -> bool:
-        """Send all in one go; False: dropped, for lack of room or of a store."""
+        """Send all as one message; False: dropped, because the queue was full or the store away."""
         import zmq
 
         try:
@@ -57,7 +57,7 @@ class Connection:
         return True
 
     def receive(self) -> Iterator[Message]:
-        """What has arrived; malformed messages are left out."""
+        """The messages that have arrived; malformed ones are left out."""
         import zmq
 
         while True:

@@ -1,4 +1,4 @@
-"""CURVE keys of a deployment, and the check that lets nobody in who does not have them."""
+"""A deployment's CURVE keys (ZeroMQ's encryption), and the check that a client has them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class CurveKeys:
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
-    """Have a socket that is going to connect talk to the deployment's server only, encrypted."""
+    """Set up a client socket, before it connects, to talk to the deployment's server only, encrypted."""
     socket.curve_serverkey = keys.server_public
     socket.curve_publickey = keys.client_public
     socket.curve_secretkey = keys.client_secret
 
 
 def secure_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
-    """Have a socket that is going to bind take CURVE clients only; which of them, a `CurveAuthenticator` decides."""
+    """Set up a server socket, before it binds, to accept CURVE clients only. A `CurveAuthenticator` decides which."""
     socket.curve_server = True
     socket.curve_publickey = keys.server_public
     socket.curve_secretkey = keys.server_secret
@@ -47,17 +47,17 @@ def secure_server(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
 
 
 class CurveAuthenticator:
-    """Answers libzmq's question whether a client that has opened a connection may come in (ZAP, ZeroMQ RFC 27).
+    """Decides for libzmq which clients may connect (ZAP, ZeroMQ RFC 27): those that have the deployment's client key.
 
-    CURVE alone lets in whoever knows the server's public key: this lets in the deployment's client key only. Make it
-    before the context's server sockets are bound, and call `answer` whenever ``socket`` is readable: handshakes wait.
+    CURVE alone accepts every client that knows the server's public key. Create this before the context's server
+    sockets are bound, and call `answer` whenever ``socket`` is readable: handshakes wait for it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
         import zmq
         from zmq.utils import z85
 
-        self._welcome = z85.decode(keys.client_public)
+        self._client_key = z85.decode(keys.client_public)
         self.socket = context.socket(zmq.REP)
         self.socket.bind(_ZAP_ENDPOINT)
 
@@ -69,6 +69,6 @@ class CurveAuthenticator:
                 request = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            is_welcome = request[5:6] == [b"CURVE"] and request[_CREDENTIALS:] == [self._welcome]
-            status = [b"200", b"OK"] if is_welcome else [b"400", b"not a client of this deployment"]
+            is_allowed = request[5:6] == [b"CURVE"] and request[_CREDENTIALS:] == [self._client_key]
+            status = [b"200", b"OK"] if is_allowed else [b"400", b"not a client of this deployment"]
             self.socket.send_multipart([_ZAP_VERSION, request[1], *status, b"", b""])

@@ -1,4 +1,4 @@
-"""The engine's side of the attention store: numbers its statements, sends them, answers with snapshots."""
+"""The engine's side of the attention store: sends flushes and heartbeats, and snapshots when asked."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 RETRY_S = 0.05
-"""A heartbeat follows so soon after what could not be sent: it shows the store what it missed."""
+"""A heartbeat is sent so soon after a message that could not be sent. It shows the store that one is missing."""
 SNAPSHOT_INTERVAL_S = 0.25
-"""At most one snapshot in so long: it costs the engine about 0.1 us per block held."""
+"""At most one snapshot per interval: it costs the engine about 0.1 us per block held."""
 SEND_QUEUE = 256
-"""Steps' messages that may wait to be sent."""
+"""Messages that may wait to be sent."""
 _WARN_INTERVAL_S = 60.0
 
 
@@ -61,10 +61,10 @@ class IndexUpdate(Protocol):
 
 
 class Ledger:
-    """What a node has said in this epoch, and so what it holds. No I/O, no clock.
+    """What a node told the store in this epoch, and so what it holds. No I/O, no clock.
 
-    Its flushes are exact: each names only blocks of which it changes what was said. So the store can tell a block
-    that it has forgotten from one that never was.
+    Its flushes are exact: each names only blocks whose state changes. So the store can tell a block that it has
+    forgotten from one that it was never told of.
 
     blocks: per tier, the resident blocks and for each whether it is resumable (1 or 0), in the order they came
     """
@@ -74,18 +74,18 @@ class Ledger:
         self.restart(epoch)
 
     def restart(self, epoch: int) -> None:
-        """Start anew with an empty cache; ``epoch`` must be higher than any before."""
+        """Start again with an empty cache; ``epoch`` must be higher than any before."""
         self.epoch = epoch
         self.seq = -1
         self.blocks: dict[str, dict[bytes, int]] = {tier: {} for tier in TIERS}
         self._digests = {tier: (Digest(), Digest()) for tier in TIERS}
 
     def exceed(self, epoch: int) -> None:
-        """Say what is held in an epoch that is higher than this one, as far as it is not."""
+        """Continue in a higher epoch than the given one; nothing changes if this epoch is higher already."""
         self.epoch = max(self.epoch, epoch + 1)
 
     def flush(self, update: IndexUpdate) -> list[Flush]:
-        """The next flushes, for a change of the cache: one where all its blocks change alike, none if none does.
+        """The flushes for a change of the cache: one if all its blocks change alike, none if no block changes.
 
         With encoding and sending, costs the engine about 0.2 us a block and 5 us a flush.
         """
@@ -111,13 +111,13 @@ class Ledger:
         return Heartbeat(self.node, self.epoch, self.seq, (*resident, *resumable), volume)
 
     def _flush_changes(self, update: IndexUpdate) -> list[Flush]:
-        """Flushes of the stretches of an update that change something, block by block.
+        """Flushes for the blocks of an update that change, compared block by block.
 
-        A block whose resumability changes is taken back and stated anew.
+        A block whose resumability changes is flushed twice: as not resident, then as resident with the new flag.
         """
         held, flushes = self.blocks[update.tier], list[Flush]()
         changes: list[tuple[int, bytes, bool, int]] = []  # block, hash, resident, resumable
-        # Of a block that is named twice, the last word counts.
+        # Where a block is named twice, the last flag counts.
         stated = dict(zip(update.block_hashes, _flags_of(update), strict=True))
         for index, (block_hash, flag) in enumerate(stated.items()):
             was = held.get(block_hash)
@@ -150,7 +150,7 @@ class Ledger:
 
 
 def _stretches(changes: list[tuple[int, bytes, bool, int]]) -> list[list[tuple[int, bytes, bool, int]]]:
-    """Changes of neighbouring blocks, together."""
+    """Groups the changes of neighbouring blocks."""
     stretches: list[list[tuple[int, bytes, bool, int]]] = []
     for change in changes:
         if stretches and stretches[-1][-1][0] + 1 == change[0]:
@@ -166,21 +166,21 @@ def _flags_of(update: IndexUpdate) -> bytes:
 
 
 def _packed(flags: bytes) -> bytes:
-    """Flags as messages have them: nothing if all are 1."""
+    """Flags as messages carry them: empty if all are 1."""
     return flags if 0 in flags else b""
 
 
 class Flusher:
-    """Sends an engine's index updates to the store. Never blocks: what cannot be sent is dropped, and the store
-    then sees the gap and asks for a snapshot. Owned by one thread.
+    """Sends an engine's index updates to the store. Never blocks: a message that cannot be sent is dropped, and the
+    store then sees the gap and asks for a snapshot. Owned by one thread.
 
-    Epochs are taken from a clock that may be set back. A node that was started in another's place and finds that the
-    store knows a higher epoch takes one above that. Once its own epoch has counted, a higher one that is heard is of
-    the node in its own place, and is left alone.
+    Epochs come from a clock that may be set back. So a restarted node may find that the store knows a higher epoch of
+    its predecessor: it then takes a still higher one. But once the store has accepted a node's epoch, a higher epoch
+    means that another process has replaced this one, and this one leaves it alone.
 
-    ledger:  what was said
+    ledger:  what the store was told
     channel: to the store, instead of a connection to ``endpoint``
-    volume:  tells the name of the node's storage: see `Heartbeat`
+    volume:  returns the name of the node's storage: see `Heartbeat`
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Flusher:
         epoch: int,
         endpoint: str,
         namespace: str = "",
-        curve: CurveKeys | None = None,
+        curve_keys: CurveKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
         channel: Channel | None = None,
@@ -197,7 +197,7 @@ class Flusher:
     ) -> None:
         self.ledger = Ledger(node, epoch)
         self._endpoint = endpoint
-        self._channel = channel or Connection(endpoint, namespace, curve, SEND_QUEUE)
+        self._channel = channel or Connection(endpoint, namespace, curve_keys, SEND_QUEUE)
         self._clock = clock
         self._beat_at = self._warn_at = self._snapshot_at = clock()
         self._is_snapshot_wanted = False
@@ -211,11 +211,11 @@ class Flusher:
 
     @property
     def dropped(self) -> int:
-        """Messages that were not sent, for lack of room or of a store."""
+        """Messages that were not sent, because the queue was full or the store away."""
         return self._channel.dropped
 
     def restart(self, epoch: int) -> None:
-        """The cache is empty again; the store drops what was said before as soon as it hears of it."""
+        """The cache is empty again. The store drops what it was told before when it hears of the new epoch."""
         self.ledger.restart(epoch)
         self._is_snapshot_wanted = False
         self._beat_at = self._clock()
@@ -250,7 +250,7 @@ class Flusher:
     def _take_outdated(self, outdated: Outdated, now: float) -> None:
         ledger = self.ledger
         if outdated.node != ledger.node or outdated.epoch < ledger.epoch:
-            return  # late
+            return  # of an earlier epoch: it came late
         if not (outdated.is_replaced and self._is_accepted):
             log.warning("%s goes on behind epoch %d: %d was not heard", ledger.node, outdated.epoch, ledger.epoch)
             ledger.exceed(outdated.epoch)

@@ -1,4 +1,4 @@
-"""Runs of block hashes, as one ``bytes`` each: where they are alike, and what they consist of."""
+"""Functions on runs: sequences of block hashes, each run one ``bytes`` of joined hashes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwise.storage.index.messages import HASH_BYTES
 
 
 def stretches(hashes: bytes, resumable: bytes) -> Iterator[tuple[bytes, bool]]:
-    """The parts of a run of hashes that have equal flags, and the flag of each; ``resumable``: one byte a block."""
+    """Split a run where the flag changes: each part and its flag. ``resumable`` has one byte per block."""
     first, blocks = 0, len(resumable)
     while first < blocks:
         flag = resumable[first]
@@ -23,7 +23,7 @@ def stretches(hashes: bytes, resumable: bytes) -> Iterator[tuple[bytes, bool]]:
 
 
 def overlap(hashes: bytes, path: bytes, at: int) -> tuple[int, int]:
-    """Where in ``hashes`` the hash at byte ``at`` of ``path`` is, and how many bytes are the same from there on."""
+    """Where in ``hashes`` the hash at byte ``at`` of ``path`` begins, and how many bytes match from there on."""
     if path.startswith(hashes, at):
         return 0, len(hashes)
     start = 0
@@ -46,7 +46,7 @@ def overlap(hashes: bytes, path: bytes, at: int) -> tuple[int, int]:
 
 
 def count_unknown(keys: Sequence[bytes], where: Container[bytes]) -> int:
-    """How many leading ``keys`` are neither known nor named before."""
+    """How many leading ``keys`` are new: neither in ``where`` nor earlier among the keys."""
     seen: set[bytes] = set()
     for index, key in enumerate(keys):
         if key in where or key in seen:
@@ -66,4 +66,4 @@ def _splitter(blocks: int) -> Callable[[bytes], tuple[bytes, ...]]:
 
 
 exhaust = deque[object](maxlen=0).extend
-"""Run an iterator to its end, for what it does."""
+"""Run an iterator to its end for its side effects."""

@@ -1,4 +1,4 @@
-"""What the attention store's server does with messages and with time; sockets and threads are the server's."""
+"""What the attention store does with messages and as time passes. Sockets and threads belong to the server."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from headwise.storage.index.messages import (
     IndexStats,
     Matches,
     Message,
+    NodeMessage,
     Outdated,
     Query,
     Rejected,
     Snapshot,
     SnapshotRequest,
-    Statement,
 )
 from headwise.storage.index.wire import MAX_FRAMES, ProtocolError, decode, encode
 
 log = logging.getLogger(__name__)
 
 ASK_INTERVAL_S = 0.5
-"""A node that does not answer with its snapshot is asked again after so long."""
+"""A node that sends no snapshot is asked again after so long."""
 LOG_INTERVAL_S = 10.0
-"""Of each kind of bad messages, one line in so long."""
+"""At most one log line per interval for each kind of bad message."""
 
 Identity = bytes
-"""Whom a message is from, or for: the server's name for a connection."""
+"""The sender or receiver of a message: ZeroMQ's name for a connection."""
 
 
 class MessageHandler:
-    """Takes peers' messages in and answers them, asks nodes for snapshots, and drops nodes that fell silent.
+    """Handles and answers the peers' messages, asks nodes for snapshots, and drops silent nodes.
 
     send: sends bytes to a peer; False if they cannot be sent. Must not wait.
     """
@@ -66,10 +66,10 @@ class MessageHandler:
         self._rejected: Counter[str] = Counter()
         self._log_at: dict[str, float] = {}
         self._queries = 0
-        self._volumes: dict[str, str] = {}  # what was told of each node's storage
+        self._volumes: dict[str, str] = {}  # each node's storage, as it was logged
 
     def take(self, identity: Identity, frames: Sequence[bytes]) -> None:
-        """Take in what a peer sent: one message a frame. What is wrong is counted, answered and dropped."""
+        """Handle a peer's frames, one message each. A bad message is counted, answered with `Rejected`, and dropped."""
         size = sum(map(len, frames))
         if size > self._max_message_bytes or not 0 < len(frames) <= MAX_FRAMES:
             reason = f"{len(frames)} frames with {size} bytes; allowed are 1 to {MAX_FRAMES} with at most "
@@ -81,8 +81,8 @@ class MessageHandler:
             except ProtocolError as error:
                 self._reject(identity, error)
 
-    def turn(self) -> None:
-        """Do what is due by now; call it ten times a second or more often."""
+    def tick(self) -> None:
+        """Do what is due; call it ten times a second or more often."""
         now = self._clock()
         for node in [node for node, heard in self._heard.items() if now - heard > self._node_timeout_s]:
             if self.store.drop(node):
@@ -104,7 +104,7 @@ class MessageHandler:
         return {**stats, "queries": self._queries, "rejected": dict(self._rejected)}
 
     def count(self, kind: str, text: str) -> None:
-        """Something bad of this kind has come. A flood of it does not flood the log."""
+        """Count a bad message of this kind. Many of them make few log lines."""
         self._rejected[kind] += 1
         now = self._clock()
         if now >= self._log_at.get(kind, now):
@@ -113,7 +113,7 @@ class MessageHandler:
 
     def _take(self, identity: Identity, message: Message) -> None:
         if isinstance(message, Flush | Snapshot | Heartbeat):
-            self._take_statement(identity, message)
+            self._take_node_message(identity, message)
         elif isinstance(message, Query):
             self._queries += 1
             self._send(identity, Matches(message.key, self.store.match(message.block_hashes)))
@@ -126,20 +126,20 @@ class MessageHandler:
         else:
             raise ProtocolError(f"{type(message).__name__} goes from the store, not to it", "unexpected")
 
-    def _take_statement(self, identity: Identity, statement: Statement) -> None:
-        known = self.store.epoch(statement.node)
-        if self.store.apply(statement):
-            self._peers[statement.node] = identity
-            self._heard[statement.node] = self._clock()
-            if known != statement.epoch:
-                self._send(identity, Accepted(statement.node, statement.epoch))
-            if isinstance(statement, Heartbeat) and self._volumes.get(statement.node, "") != statement.volume:
-                self._note_volume(statement.node, statement.volume)
-        elif isinstance(statement, Heartbeat):
-            self._send(identity, Outdated(statement.node, known, is_replaced=self.store.has(statement.node)))
+    def _take_node_message(self, identity: Identity, message: NodeMessage) -> None:
+        known = self.store.epoch(message.node)
+        if self.store.apply(message):
+            self._peers[message.node] = identity
+            self._heard[message.node] = self._clock()
+            if known != message.epoch:
+                self._send(identity, Accepted(message.node, message.epoch))
+            if isinstance(message, Heartbeat) and self._volumes.get(message.node, "") != message.volume:
+                self._note_volume(message.node, message.volume)
+        elif isinstance(message, Heartbeat):
+            self._send(identity, Outdated(message.node, known, is_replaced=self.store.has(message.node)))
 
     def _note_volume(self, node: str, volume: str) -> None:
-        """A node's storage is this one now: have people told where it is not the others'."""
+        """A node has a new storage: log a warning if other nodes have a different one."""
         before, self._volumes[node] = self._volumes.get(node, ""), volume
         if before:
             now = "another directory" if volume else "not there"

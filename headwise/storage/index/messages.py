@@ -1,10 +1,10 @@
 """What engines, the attention store and the scheduler say to each other.
 
-Statements are absolute: each is true on its own. An engine (a *node*) numbers its flushes from 0 within an *epoch*,
-which is new whenever its cache starts empty. The node alone writes what is true of it; the store only repeats it.
+Messages are absolute statements: each is true without the others. An engine (a *node*) numbers its flushes from 0
+within an *epoch*. It starts a new epoch whenever its cache starts empty. Only the node itself says what it holds.
 
-Wherever block hashes go by the run, they are one ``bytes`` of `HASH_BYTES` each: a run of 157 hashes is copied,
-compared and cut as one object.
+A *run* of block hashes is one ``bytes`` of joined hashes of `HASH_BYTES` each: a run of 157 hashes is copied, compared
+and cut as one object.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Flush:
     """ "On this path, from block ``start_write_block_idx`` on, these blocks are (not) resident on this tier."
 
     block_hashes: a run of hashes
-    resumable:    per block 1 if a request can go on right behind it with what this tier and faster ones hold, else 0;
-                  empty: 1 for all. Of blocks that are no longer resident: what was said of them before.
+    resumable:    per block 1 if a request can continue right behind it with what this tier and faster tiers hold,
+                  else 0; empty: 1 for all. For blocks that are no longer resident, the flag they had before.
     """
 
     node: str
@@ -58,10 +58,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The node lives, its last flush was ``seq`` (-1: none yet), and these are the digests of what it then held.
+    """The node lives, its last flush was ``seq`` (-1: none yet), and it then held blocks with these digests.
 
     digests: per tier in the order of `TIERS`, `digest_of` the resident blocks; then the same of the resumable ones
-    volume:  names the node's storage: nodes of one volume find there what each of them wrote; empty: no other does
+    volume:  names the node's storage. Nodes with the same volume share what is stored; empty: it is not shared
     """
 
     node: str
@@ -73,7 +73,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Gone:
-    """From the scheduler: all that the node said in this epoch and earlier ones is void."""
+    """From the scheduler: all that the node said in this and earlier epochs is void."""
 
     node: str
     epoch: int
@@ -88,7 +88,7 @@ class SnapshotRequest:
 
 @dataclass(frozen=True)
 class Accepted:
-    """From the store: the node's statements of this epoch count from now on."""
+    """From the store: the node's messages of this epoch count from now on."""
 
     node: str
     epoch: int
@@ -96,10 +96,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Outdated:
-    """From the store: the node is not heard.
+    """From the store: the node's messages are ignored, because its epoch is too low.
 
-    epoch:       it must take a higher one
-    is_replaced: that one is of a node in its place, which is heard; else the node was said to be gone
+    epoch:       the node must take a higher one
+    is_replaced: True: another process with this epoch has replaced the node; False: the node was said to be gone
     """
 
     node: str
@@ -111,7 +111,7 @@ class Outdated:
 class Query:
     """From the scheduler: who holds how much of this path?
 
-    key:          the asker's number of the question, repeated in the answer
+    key:          the asker's number of the query, repeated in the answer
     block_hashes: a run of hashes, from the path's first block on
     """
 
@@ -140,14 +140,14 @@ class IndexStats:
 
 @dataclass(frozen=True)
 class Rejected:
-    """From the store, to whoever sent what it did not take, and why."""
+    """From the store, to the sender of a message that it did not accept: the reason."""
 
     reason: str
 
 
-Statement = Flush | Snapshot | Heartbeat
+NodeMessage = Flush | Snapshot | Heartbeat
 Message = (
-    Statement | Gone | SnapshotRequest | Accepted | Outdated | Query | Matches | GetIndexStats | IndexStats | Rejected
+    NodeMessage | Gone | SnapshotRequest | Accepted | Outdated | Query | Matches | GetIndexStats | IndexStats | Rejected
 )
 
 
@@ -158,7 +158,7 @@ def digest_of(block_hashes: bytes) -> int:
     """
     rows = len(block_hashes) // _ROW_BYTES
     if rows > 1:
-        # Whole rows are laid over each other, then what is left over and the row that remains.
+        # Fold whole rows into one row first, then that row and the rest.
         laid = np.frombuffer(block_hashes, np.uint64, rows * _ROW_BYTES // 8).reshape(rows, -1)
         block_hashes = np.bitwise_xor.reduce(laid, axis=0).tobytes() + block_hashes[rows * _ROW_BYTES :]
     blocks = len(block_hashes) // HASH_BYTES
@@ -172,9 +172,9 @@ def digest_of(block_hashes: bytes) -> int:
 
 
 class Digest:
-    """`digest_of` a set of blocks that changes. A change costs next to nothing: folding waits until it is asked for.
+    """`digest_of` a changing set of blocks. A change is cheap: folding waits until the value is asked for.
 
-    Adding a block that is in the set takes it out.
+    Toggling a block that is in the set takes it out.
     """
 
     __slots__ = ("_folded", "_pending")
@@ -184,7 +184,7 @@ class Digest:
         self._pending: list[bytes] = []
 
     def toggle(self, block_hashes: bytes) -> None:
-        """These blocks come into the set, or leave it."""
+        """Add these blocks to the set, or take them out if they are in it."""
         pending = self._pending
         pending.append(block_hashes)
         if len(pending) >= _FOLD_AT:
@@ -198,4 +198,4 @@ class Digest:
 
 
 _FOLD_AT = 64
-"""Runs that a `Digest` gathers at most."""
+"""Most runs that a `Digest` collects before it folds them."""

@@ -1,17 +1,17 @@
 """Which nodes hold which token blocks, on which tier: as bit sets of nodes, over runs of blocks. No I/O, no clock.
 
-Blocks that are stated together are kept together, as a `_Run`: one ``bytes`` of their hashes and one bit set of nodes
-per tier and state, the same for all its blocks. A run is cut where a statement holds for a part of it, and joined with
-its successor again when a lookup goes through both and nobody holds one otherwise than the other. So whatever is said
-takes a few bit operations per run, not per block, and a lookup probes the dictionary once per run of its path and
-compares the rest as bytes. Nothing relies on presence being monotone along a path: a run holds what was said of
-exactly its blocks, so a hole ends the prefix, and whatever lies behind it counts again once it is filled.
+Blocks that were reported together are kept together, as a `_Run`: one ``bytes`` of their hashes and one bit set of
+nodes per tier and state, the same for all its blocks. A run is cut when a flush names only a part of it. Two runs are
+joined again when a lookup goes through both and the same nodes hold them. So a flush takes a few bit operations per
+run, not per block, and a lookup probes the dictionary once per run of its path and compares the rest as bytes. Nothing
+relies on presence being monotone along a path: a run holds what was said of exactly its blocks. So a hole ends the
+prefix, and the blocks behind it count again when it is filled.
 
     where:  hash -> number of its run    h0..h77 -> 0    h78..h156 -> 1     h'78..h'99 -> 2
     runs:   number -> hashes, bit sets   0: device {n1, n2, n3}   1: device {n1}   2: device {n2}, host {n3}
 
-The large dictionary leads to numbers, not to the runs themselves: CPython's garbage collector leaves dictionaries of
-plain values alone (until 3.13), and so never stops the store to go through millions of entries.
+The large dictionary maps to numbers, not to the runs themselves: CPython's garbage collector (until 3.13) does not
+track dictionaries of plain values, so it never stops the store to go through millions of entries.
 
 Memory, measured by `benchmarks/index.py`: about 105 to 150 bytes a block in runs of 80 (the dictionary's entry and key,
 which grow in steps, and 16 for the run); about 500 where no two neighbouring blocks are held alike.
@@ -31,11 +31,11 @@ from headwise.storage.index.volumes import Volumes
 
 MAX_BLOCKS = 4_000_000
 MAX_RUN = 256
-"""Blocks of a run, so that one block is found in it fast."""
+"""Most blocks of a run: a block must be found in it fast."""
 
 _RUN_BYTES = MAX_RUN * HASH_BYTES
 _MAX_KEPT = 1024
-"""Sets of nodes that are kept ready by name."""
+"""Most sets of nodes whose names are cached."""
 
 PLANES = 2 * len(TIERS)
 """Bit sets of a run: per tier the nodes where it is resident, then per tier those where it is resumable too."""
@@ -49,10 +49,10 @@ _End = tuple[int, int, int, int]
 
 
 class _Run:
-    """Blocks of which the same is true.
+    """Blocks that the same nodes hold in the same way.
 
-    number: its own, never given again
-    hashes: at least one, at most `MAX_RUN`, no two the same
+    number: unique, never used again
+    hashes: at least one, at most `MAX_RUN`, no two equal
     nodes:  `PLANES` bit sets of nodes, at least one of them not empty
     """
 
@@ -68,11 +68,11 @@ class _Run:
 class _Node:
     """What the index knows of a node.
 
-    bit:       the node's, in the runs' bit sets
-    blocks:    by plane, how many blocks it holds
-    digests:   of all that the node said, be it kept or forgotten: per tier of the resident blocks, then per tier of
-               those of them that are not resumable: there are few, so most statements change one digest only
-    forgotten: blocks that the node holds as far as is known, and that the index keeps no more
+    bit:       the node's bit in the runs' bit sets
+    blocks:    by plane, how many of its blocks are kept
+    digests:   of all blocks that the node reported, kept or forgotten: per tier of the resident ones, then per tier of
+               those that are not resumable. There are few of these, so most flushes change one digest only
+    forgotten: blocks that the node holds, as far as is known, and that the index no longer keeps
     """
 
     bit: int
@@ -82,14 +82,14 @@ class _Node:
 
 
 class PrefixIndex:
-    """Takes in what nodes hold and answers how much of a path each could serve.
+    """Keeps which blocks each node holds, and answers how much of a path each node could serve.
 
-    Keeps at most ``max_blocks`` distinct blocks: beyond, the blocks of the run that was longest not stated and not
-    looked up are forgotten, its last ones first. (The order is one of runs: a part that is cut off counts as used.)
-    What was forgotten stays in its nodes' digests, which tell what the nodes said and so whether all of it arrived,
-    and is kept anew when it is stated again.
+    Keeps at most ``max_blocks`` distinct blocks. When there are more, it forgets blocks of the least recently used run,
+    its last ones first. (A run is used when it is flushed or looked up; a part that is cut off counts as used.)
+    Forgotten blocks stay in their nodes' digests: those tell whether all messages arrived. A forgotten block is kept
+    again when it is flushed again.
 
-    What one node has in storage serves every node of its volume: see `place`.
+    A block that one node has in storage serves every node of its volume: see `set_volume`.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -127,10 +127,10 @@ class PrefixIndex:
         while len(self._where) > self.max_blocks:
             self._forget_oldest(len(self._where) - self.max_blocks)
 
-    def place(self, node: str, volume: str) -> None:
-        """The node's storage is this volume, and it finds there what others put there; empty: no others are known."""
+    def set_volume(self, node: str, volume: str) -> None:
+        """The node shares its storage with all nodes of this volume; empty: it shares it with none."""
         if volume or node in self._nodes:
-            self._volumes.place((self._nodes.get(node) or self._new_node(node)).bit, volume)
+            self._volumes.assign((self._nodes.get(node) or self._new_node(node)).bit, volume)
 
     def drop(self, node: str) -> None:
         """The node holds nothing; unknown nodes are ignored. Goes through all runs: about 0.3 us each."""
@@ -138,7 +138,7 @@ class PrefixIndex:
         if gone is None:
             return
         del self._by_bit[gone.bit]
-        self._volumes.place(gone.bit, "")
+        self._volumes.assign(gone.bit, "")
         self._first.clear()
         self._names.clear()
         if not any(gone.blocks):
@@ -261,7 +261,7 @@ class PrefixIndex:
                 assert node.blocks[plane] * HASH_BYTES == len(held), f"count of {name}, plane {plane}"
                 assert node.forgotten or digest_of(held) == self.digests(name)[plane], f"digest of {name}, {plane}"
 
-    # ---- statements ----
+    # ---- flushes ----
 
     def _add(self, node: _Node, plane: int, hashes: bytes, is_resumable: bool, touched: list[_Run]) -> None:
         bit, where, at, end, limit = node.bit, self._where, 0, len(hashes), _RUN_BYTES
@@ -294,7 +294,7 @@ class PrefixIndex:
                 if not any(run.nodes):
                     self._delete(run)
             elif node.forgotten:
-                # A node takes back only what it said: these blocks were forgotten here, and leave its digest now.
+                # Flushes are exact, so the node held these blocks, and the index forgot them. They leave its digest.
                 node.forgotten = max(0, node.forgotten - length // HASH_BYTES)
                 node.digests[plane].toggle(hashes[at : at + length])
                 if not was_resumable:
@@ -319,9 +319,9 @@ class PrefixIndex:
     # ---- runs ----
 
     def _insert(self, hashes: bytes, limit: int) -> tuple[_Run, int]:
-        """A run of the leading blocks of ``hashes`` that are unknown, as is the first; and how many bytes to try next.
+        """Add a run of the leading unknown blocks of ``hashes`` (the first is one); and how many bytes to try next.
 
-        Tries all of them at once, and takes them back if some were known: known and unknown blocks rarely alternate.
+        Adds all of them at once, and undoes that if some were known: known and unknown blocks rarely alternate.
         """
         where, number = self._where, next(self._numbers)
         run = self._runs[number] = _Run(number, hashes, [0] * PLANES)
@@ -344,7 +344,7 @@ class PrefixIndex:
         return run
 
     def _cut(self, run: _Run, at: int) -> tuple[_Run, _Run]:
-        """Both parts of a run that is cut before byte ``at``; the longer one remains what it was."""
+        """Both parts of a run that is cut before byte ``at``. The longer part keeps the run's number."""
         head, tail = run.hashes[:at], run.hashes[at:]
         rest, part = (head, tail) if len(head) >= len(tail) else (tail, head)
         number = next(self._numbers)
@@ -354,7 +354,7 @@ class PrefixIndex:
         return (run, other) if rest is head else (other, run)
 
     def _join(self, first: _Run, second: _Run) -> _Run:
-        """One run of two of which the same is true."""
+        """Join two runs that the same nodes hold in the same way."""
         hashes = first.hashes + second.hashes
         kept, other = (first, second) if len(first.hashes) >= len(second.hashes) else (second, first)
         self._where.update(zip(split(other.hashes), repeat(kept.number), strict=False))
@@ -369,16 +369,16 @@ class PrefixIndex:
     # ---- what is forgotten ----
 
     def _touch(self, used: list[_Run]) -> None:
-        """Runs of a path were used. Its end is forgotten before its beginning, without which it serves nobody."""
+        """Runs of a path were used. The path's end is forgotten before its beginning: alone it would be of no use."""
         runs = self._runs
         for run in reversed(used):
             try:
                 runs.move_to_end(run.number)
             except KeyError:
-                continue  # a path that names a block twice has joined it with another since
+                continue  # a path that names a block twice: the run was joined with another since
 
     def _forget_oldest(self, excess: int) -> None:
-        """Forget up to ``excess`` blocks, the last ones of the run that was longest not used."""
+        """Forget up to ``excess`` blocks, the last ones of the least recently used run."""
         run = next(iter(self._runs.values()))
         kept = max(0, len(run.hashes) - excess * HASH_BYTES)
         part = run.hashes[kept:]
@@ -423,7 +423,7 @@ class PrefixIndex:
             return {}
         depths = self._depths_at(ends[0]).copy()
         for blocks, device, host, storage in ends[1:]:
-            # Whoever can resume here on a tier can do so on all slower ones.
+            # A node that can resume here on one tier can do so on all slower tiers.
             on_device = blocks, blocks, blocks
             for name in self._named(device):
                 depths[name] = on_device
@@ -435,7 +435,7 @@ class PrefixIndex:
         return depths
 
     def _depths_at(self, end: _End) -> dict[str, _Depths]:
-        """By node, its depths if no other end is passed. Kept ready: many paths begin with the same run."""
+        """By node, its depths if the path has no other end. Cached: many paths begin with the same run."""
         depths = self._first.get(end)
         if depths is None:
             blocks, device, host, storage = end

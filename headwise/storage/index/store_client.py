@@ -1,4 +1,4 @@
-"""The scheduler's side of the attention store: asks, and collects the answers when they are there."""
+"""The scheduler's side of the attention store: sends queries, and collects the answers later."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 GONE_INTERVAL_S = 0.5
 GONE_REPEATS = 6
-"""A store that is being restarted hears it, too."""
+"""Often enough for a store that is being restarted to hear it."""
 _SEND_QUEUE = 1000
 
 
 class StoreClient:
-    """Never waits. What cannot be sent is dropped: who asked does without an answer. Owned by one thread."""
+    """Never waits. A query that cannot be sent is dropped, and gets no answer. Owned by one thread."""
 
     def __init__(
         self,
         endpoint: str,
         namespace: str = "",
-        curve: CurveKeys | None = None,
+        curve_keys: CurveKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._connection = Connection(endpoint, namespace, curve, _SEND_QUEUE)
+        self._connection = Connection(endpoint, namespace, curve_keys, _SEND_QUEUE)
         self._clock = clock
         self._gone: dict[str, tuple[Gone, int]] = {}  # what to repeat, and how often
         self._repeat_at = 0.0
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """To wait at until `poll` has something to collect."""
+        """Readable when `poll` has something to collect."""
         return self._connection.socket
 
     def query(self, key: int, block_hashes: bytes | Sequence[bytes]) -> bool:
@@ -49,7 +49,7 @@ class StoreClient:
         return self._connection.send([GetIndexStats(key)])
 
     def gone(self, node: str, epoch: int) -> None:
-        """All that the node said in this epoch and earlier ones is void, at once. Repeated for a few seconds."""
+        """Make void all that the node said in this and earlier epochs. Repeated for a few seconds."""
         gone = Gone(node, epoch)
         self._connection.send([gone])
         self._gone[node] = gone, GONE_REPEATS

@@ -1,4 +1,4 @@
-"""The attention store behind a ZeroMQ socket: one thread that takes statements in, asks for snapshots and answers."""
+"""The attention store behind a ZeroMQ socket, served by one thread."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ log = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _BATCH = 256
-"""Messages taken in before other things get their turn."""
+"""Most messages handled before other work is done."""
 _QUEUE = 1000
-"""Messages from a peer, or for it, that may wait."""
+"""Messages from one peer, or to it, that may wait."""
 
 
 class StoreServer:
     """Serves an `AttentionStore` at ``endpoint`` (the one bound, where port 0 or ``*`` was asked for).
 
-    A node that says nothing for ``node_timeout_s`` is dropped; if it only was slow, its next heartbeat brings it
-    back by a snapshot. What is malformed, too large, of another version or namespace, or sent by somebody without
-    the deployment's keys, is counted by kind, answered with the reason (strangers get none) and dropped.
+    A node that is silent for ``node_timeout_s`` is dropped. If it lives, its next heartbeat leads to a snapshot, which
+    brings it back. A message that is malformed, too large, or of another version or namespace is counted by kind,
+    answered with the reason and dropped. A peer without the deployment's keys is counted, and gets no answer.
 
-    ``turns`` counts up for as long as the server's thread gets on.
+    loop_count: iterations of the thread's loop; a count that stands still shows that the thread hangs
 
     Raises `zmq.ZMQError` if the endpoint cannot be bound.
     """
@@ -47,13 +47,13 @@ class StoreServer:
         endpoint: str,
         namespace: str = "",
         max_blocks: int = MAX_BLOCKS,
-        curve: CurveKeys | None = None,
+        curve_keys: CurveKeys | None = None,
         node_timeout_s: float = 10.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._empty_store = partial(AttentionStore, max_blocks)
-        self._desk = MessageHandler(
+        self._handler = MessageHandler(
             self._empty_store(),
             lambda identity, data: self._listener.send(identity, data),
             clock,
@@ -61,24 +61,24 @@ class StoreServer:
             node_timeout_s=node_timeout_s,
             max_message_bytes=max_message_bytes,
         )
-        self.turns = 0
+        self.loop_count = 0
         self._lock = threading.Lock()
-        self._open(endpoint, curve, max_message_bytes)
+        self._open(endpoint, curve_keys, max_message_bytes)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-store", daemon=True)
 
-    def _open(self, endpoint: str, curve: CurveKeys | None, max_message_bytes: int) -> None:
+    def _open(self, endpoint: str, curve_keys: CurveKeys | None, max_message_bytes: int) -> None:
         import zmq
 
         self._context = open_context()
-        self._doorkeeper = CurveAuthenticator(self._context, curve) if curve else None
+        self._authenticator = CurveAuthenticator(self._context, curve_keys) if curve_keys else None
 
         def prepare(socket: zmq.Socket[bytes]) -> None:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
-            if curve is not None:
-                secure_server(socket, curve)
+            if curve_keys is not None:
+                secure_server(socket, curve_keys)
 
         try:
             self._listener = Listener(
@@ -108,17 +108,17 @@ class StoreServer:
     def match(self, block_hashes: bytes | Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
         """See `PrefixIndex.match`; callable from any thread."""
         with self._lock:
-            return self._desk.store.match(block_hashes)
+            return self._handler.store.match(block_hashes)
 
     def stats(self) -> dict[str, Any]:
         """See `MessageHandler.stats`; callable from any thread."""
         with self._lock:
-            return self._desk.stats()
+            return self._handler.stats()
 
     @property
     def applied(self) -> int:
         """See `AttentionStore.applied`."""
-        return self._desk.store.applied
+        return self._handler.store.applied
 
     # ---- the loop ----
 
@@ -128,34 +128,34 @@ class StoreServer:
         poller = zmq.Poller()
         poller.register(self._listener.socket, zmq.POLLIN)
         poller.register(self._listener.monitor, zmq.POLLIN)
-        if self._doorkeeper is not None:
-            poller.register(self._doorkeeper.socket, zmq.POLLIN)
+        if self._authenticator is not None:
+            poller.register(self._authenticator.socket, zmq.POLLIN)
         while not self._stopping.is_set():
             poller.poll(_POLL_MS)
             try:
                 self._take_messages()
-                if self._doorkeeper is not None:
-                    self._doorkeeper.answer()
-                self._count_strangers()
+                if self._authenticator is not None:
+                    self._authenticator.answer()
+                self._count_failed_handshakes()
                 with self._lock:
-                    self._desk.turn()
+                    self._handler.tick()
             except Exception:
                 log.exception("the attention store failed and starts anew, empty: the engines tell it all again")
                 with self._lock:
-                    self._desk.store = self._empty_store()
-            self.turns += 1
+                    self._handler.store = self._empty_store()
+            self.loop_count += 1
 
     def _take_messages(self) -> None:
         for identity, frames in self._listener.receive(_BATCH):
             with self._lock:
-                self._desk.take(identity, frames)
+                self._handler.take(identity, frames)
         self._listener.ended()
 
-    def _count_strangers(self) -> None:
+    def _count_failed_handshakes(self) -> None:
         while self._failed_handshakes < self._listener.failed_handshakes:
             self._failed_handshakes += 1
             with self._lock:
-                self._desk.count("stranger", "a peer that lacks the deployment's keys, or speaks something else")
+                self._handler.count("stranger", "a peer that lacks the deployment's keys, or speaks something else")
 
     def _close(self) -> None:
         self._listener.close()

@@ -1,12 +1,12 @@
-"""Which nodes have a storage in common, as bit sets of nodes."""
+"""Which nodes share a storage, as bit sets of nodes."""
 
 from __future__ import annotations
 
 
 class Volumes:
-    """The nodes of each volume. A node without a name for its storage shares it with nobody.
+    """The nodes of each volume. A node with an empty volume shares its storage with no other node.
 
-    shared: the nodes of each volume that has several
+    shared: the bit sets of the volumes that have several nodes
     """
 
     def __init__(self) -> None:
@@ -14,8 +14,8 @@ class Volumes:
         self._of: dict[int, str] = {}  # by a node's bit
         self._nodes: dict[str, int] = {}
 
-    def place(self, bit: int, volume: str) -> None:
-        """The storage of the node of this bit is this volume now; empty: it has none, or nobody else does."""
+    def assign(self, bit: int, volume: str) -> None:
+        """The node of this bit has this volume from now on; empty: it shares its storage with no other node."""
         before = self._of.pop(bit, "")
         if volume:
             self._of[bit] = volume

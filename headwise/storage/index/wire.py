@@ -34,9 +34,9 @@ VERSION = 3
 MAX_NAME = 256
 MAX_REASON = 1000
 MAX_MESSAGE_BYTES = 256 << 20
-"""Bytes of a message, over all its frames."""
+"""Most bytes of a message, over all its frames."""
 MAX_FRAMES = 256
-"""Messages that may travel together, one a frame."""
+"""Most messages that travel together, one per frame."""
 
 _DIGESTS = 2 * len(TIERS)
 _AT_DIGESTS = 3
@@ -78,7 +78,7 @@ def decode(data: bytes, namespace: str = "") -> Message:
         raise ProtocolError(f"message of protocol version {version!r:.40}; this side speaks {VERSION}", "version")
     if kind not in _FIELDS:
         raise ProtocolError(f"unknown message {kind!r:.80}; known are {', '.join(_FIELDS)}")
-    if its_namespace != namespace and kind != "Rejected":  # whoever has got the namespace wrong is to hear so
+    if its_namespace != namespace and kind != "Rejected":  # a peer with a wrong namespace must learn of it
         raise ProtocolError(
             f"{kind} of namespace {its_namespace!r:.80}; this side serves {namespace!r:.80}: a peer must be of the "
             "same deployment, model and cache layout",

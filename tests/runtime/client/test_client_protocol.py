@@ -57,8 +57,8 @@ from headwise.runtime.protocol.request_checks import check_request
 SECRET = "of-this-deployment"
 
 
-class Door:
-    """A front door whose tokens are characters."""
+class ScriptedPreprocessor:
+    """A preprocessor whose tokens are characters."""
 
     def prepare(
         self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
@@ -78,7 +78,9 @@ class Deployment:
     """A scheduler and engines of this process."""
 
     def __init__(self, replicas: int = 1) -> None:
-        self.scheduler = SchedulerServer(Door(), "127.0.0.1", 0, secret=SECRET, model="scripted", replicas=replicas)
+        self.scheduler = SchedulerServer(
+            ScriptedPreprocessor(), "127.0.0.1", 0, secret=SECRET, model="scripted", replicas=replicas
+        )
         self.scheduler.start()
         self.address = f"127.0.0.1:{self.scheduler.port}"
         self.servers: list[EngineServer] = []
@@ -602,7 +604,7 @@ def test_an_engine_reports_who_it_is_what_it_has_to_do_and_what_it_received(core
         eventually(lambda: latest().load == 0)
         assert [request_id for each in statuses for request_id in each.received] == ["r"]
         assert [fault for each in statuses for fault in each.faults] == ["TP rank 1 was killed"]
-        assert server.turns > 0
+        assert server.loop_count > 0
         server.stop()
 
 
@@ -753,7 +755,7 @@ def test_an_address_where_nothing_answers_is_an_error_with_a_remedy(monkeypatch:
 
 def test_a_port_that_is_taken_is_an_error_with_a_remedy(deployment: Deployment) -> None:
     with pytest.raises(DeploymentError, match=rf"cannot listen on 127.0.0.1:{deployment.scheduler.port}.*--port"):
-        SchedulerServer(Door(), "127.0.0.1", deployment.scheduler.port, secret=SECRET, model="second")
+        SchedulerServer(ScriptedPreprocessor(), "127.0.0.1", deployment.scheduler.port, secret=SECRET, model="second")
 
 
 def test_nothing_is_left_behind(deployment: Deployment, core: ScriptedCore) -> None:

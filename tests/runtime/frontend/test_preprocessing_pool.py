@@ -14,7 +14,7 @@ from headwise.runtime.frontend.preprocessing_pool import (
     SHORT_BYTES,
     Job,
     JobQueue,
-    Prepared,
+    PreparedRequest,
     PreprocessingPool,
 )
 
@@ -22,7 +22,7 @@ LONG = 10 * SHORT_BYTES
 
 
 def job(tag: str, num_bytes: int = 1, is_wanted: bool = True) -> Job:
-    def work() -> Prepared:
+    def work() -> PreparedRequest:
         raise HeadwiseError(tag)
 
     return Job(tag, work, num_bytes, lambda: is_wanted)
@@ -95,12 +95,12 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 def test_long_and_short_are_prepared_by_however_many_threads(
     context: zmq.Context[zmq.Socket[bytes]], threads: int
 ) -> None:
-    preparer = PreprocessingPool(context, threads)
+    pool = PreprocessingPool(context, threads)
     for tag, num_bytes in (("long", LONG), ("short", 1)):
-        preparer.submit(job(tag, num_bytes))
+        pool.submit(job(tag, num_bytes))
     done: dict[str, str] = {}
     while len(done) < 2:
-        assert preparer.socket.poll(120_000)
-        done |= {tag: str(outcome) for tag, outcome in preparer.finished()}
-    preparer.close()
+        assert pool.socket.poll(120_000)
+        done |= {tag: str(outcome) for tag, outcome in pool.finished()}
+    pool.close()
     assert done == {"long": "long", "short": "short"}

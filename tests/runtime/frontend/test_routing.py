@@ -285,7 +285,7 @@ def test_a_slot_that_was_given_back_says_nothing_of_its_next_owner() -> None:
     expected = ExpectedBlocks()
     slot = expected.take_slot()
     expected.add(path(9), slot, 0.0)
-    expected.give_back(slot)
+    expected.free_slot(slot)
     taken = {expected.take_slot() for _ in range(3)}
     assert slot not in taken
     for now in (EXPECTED_S, 2 * EXPECTED_S, 3 * EXPECTED_S):
@@ -349,7 +349,7 @@ def test_an_engine_that_is_not_expected_back_is_forgotten_with_all_that_was_sent
 def test_a_lost_engine_gets_nothing_before_a_status_that_was_sent_after() -> None:
     r = router()
     report(r, "a")
-    r.lose("tcp://a", 1.0)
+    r.mark_lost("tcp://a", 1.0)
     report(r, "a", now=1.0 + IN_FLIGHT_S / 2)
     assert r.select_and_reserve(request(), None, 1.2) is None
     report(r, "a", now=1.5)
@@ -361,7 +361,7 @@ def test_many_clients_that_lose_an_engine_are_one_fault() -> None:
     r = router()
     report(r, "a")
     for n in range(5):
-        r.lose("tcp://a", 1.0 + n / 100)
+        r.mark_lost("tcp://a", 1.0 + n / 100)
     assert len(r.faults()) == 1
 
 
@@ -487,7 +487,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def is_lost(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.heard)))
-        self.router.lose(f"tcp://{name}", self.now)
+        self.router.mark_lost(f"tcp://{name}", self.now)
         self.lost.add(name)
         self.now += 2 * IN_FLIGHT_S  # the next status counts
 

@@ -1,4 +1,4 @@
-"""The scheduler's server over real sockets on loopback; the front door, the engines and the store are scripted."""
+"""The scheduler's server over real sockets on loopback; the preprocessor, the engines and the store are scripted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from support.waiting import PATIENCE_S, eventually
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.errors import InvalidRequestError
 from headwise.liveness_clock import LONGEST_S
-from headwise.runtime.frontend import dispatcher as placement
+from headwise.runtime.frontend import dispatcher, scheduler_server
 from headwise.runtime.frontend import preprocessing_pool as preparing
-from headwise.runtime.frontend import scheduler_server
 from headwise.runtime.frontend.preprocessing_pool import SHORT_BYTES
 from headwise.runtime.frontend.prompts import TextLimits
 from headwise.runtime.frontend.routing import RouterOptions, engines
@@ -50,7 +49,7 @@ SECRET = "of-this-deployment"
 BLOCK = 4
 
 
-class Door:
+class ScriptedPreprocessor:
     """Its tokens are characters, and a request's id is its text."""
 
     def prepare(
@@ -70,7 +69,7 @@ class Door:
         return hashes
 
 
-class BusyDoor(Door):
+class BusyPreprocessor(ScriptedPreprocessor):
     """Is busy with whatever is asked for, until it may go on."""
 
     def __init__(self) -> None:
@@ -157,7 +156,9 @@ class Peer:
 class Deployment:
     """A server, and as many peers as a test wants."""
 
-    def __init__(self, store: StoreStandIn | None = None, door: Door | None = None, **options: Any) -> None:
+    def __init__(
+        self, store: StoreStandIn | None = None, preprocessor: ScriptedPreprocessor | None = None, **options: Any
+    ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.store = store
         self.silent: list[str] = []
@@ -165,7 +166,7 @@ class Deployment:
             **{"block_size": BLOCK, "engine_queue": 2, "max_num_seqs": 4, **options.pop("routing", {})}
         )
         self.server = SchedulerServer(
-            door or Door(),
+            preprocessor or ScriptedPreprocessor(),
             "127.0.0.1",
             options.pop("port", 0),
             secret=SECRET,
@@ -197,8 +198,8 @@ def pass_time(now: list[float], deployment: Deployment, peer: Peer, seconds: flo
     """Let the server's clock go on while it is awake, and looks."""
     for _ in range(round(seconds / LONGEST_S)):
         now[0] += LONGEST_S
-        turns = deployment.server.turns
-        while deployment.server.turns < turns + 2:  # the second begins after the time has passed
+        turns = deployment.server.loop_count
+        while deployment.server.loop_count < turns + 2:  # the second begins after the time has passed
             assert peer.hears_nothing()
 
 
@@ -248,7 +249,7 @@ def test_the_index_is_asked_for_the_hashes_of_the_prompt_s_full_blocks(make: Mak
     index_answers(client)
     ticket = client.ask(route(1, "eleven char", cache_salt="tenant"))
     ((_, hashes),) = deployment.store.queries
-    assert list(hashes) == Door().hashes(ticket.request)
+    assert list(hashes) == ScriptedPreprocessor().hashes(ticket.request)
     assert len(hashes) == 2
 
 
@@ -354,7 +355,7 @@ def test_finding_a_prefix_waits_for_an_index_that_is_late_or_is_started_anew(mak
 def test_finding_a_prefix_is_given_up_where_the_index_stays_silent(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
-    monkeypatch.setattr(placement, "FIND_S", 0.2)
+    monkeypatch.setattr(dispatcher, "LOOKUP_TIMEOUT_S", 0.2)
     store = StoreStandIn()
     store.is_there, store.is_late = is_there, True
     deployment = make(store=store)
@@ -494,35 +495,35 @@ def test_a_request_waits_for_an_engine_that_sleeps_as_long_as_it_takes(
 
 
 def test_short_prompts_do_not_wait_for_long_ones_that_are_being_tokenised(make: Make) -> None:
-    door = BusyDoor()
-    deployment = make(door=door, routing={"engine_queue": 9})
+    preprocessor = BusyPreprocessor()
+    deployment = make(preprocessor=preprocessor, routing={"engine_queue": 9})
     deployment.report("a")
     hog, client = deployment.peer(), deployment.peer()
     for key in range(1, 5):
         hog.send(route(key, f"long {key}" + " and more" * SHORT_BYTES))
     assert [client.ask(route(key, f"short {key}")).key for key in range(1, 4)] == [1, 2, 3]
-    assert [each for each in door.prepared if each.startswith("long")] == ["long 1 a"]
-    door.may_go_on.set()
+    assert [each for each in preprocessor.prepared if each.startswith("long")] == ["long 1 a"]
+    preprocessor.may_go_on.set()
     assert sorted(hog.receive().key for _ in range(4)) == [1, 2, 3, 4]
 
 
 def test_what_was_withdrawn_is_not_tokenised(make: Make) -> None:
-    door = BusyDoor()
-    deployment = make(door=door, tokenizers=1, routing={"engine_queue": 9})
+    preprocessor = BusyPreprocessor()
+    deployment = make(preprocessor=preprocessor, tokenizers=1, routing={"engine_queue": 9})
     deployment.report("a")
     client = deployment.peer()
     for key, text in enumerate(("long one", "unwanted", "wanted"), start=1):
         client.send(route(key, text))
     client.send(Withdraw(2))
     assert client.hears_nothing()
-    door.may_go_on.set()
+    preprocessor.may_go_on.set()
     assert sorted(client.receive().key for _ in range(2)) == [1, 3]
-    assert door.prepared == ["long one", "wanted"]
+    assert preprocessor.prepared == ["long one", "wanted"]
 
 
 def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised(make: Make) -> None:
-    door = BusyDoor()
-    deployment = make(door=door, size=TextLimits(10, 3).size)
+    preprocessor = BusyPreprocessor()
+    deployment = make(preprocessor=preprocessor, size=TextLimits(10, 3).size)
     deployment.report("a")
     client = deployment.peer()
     for key, question in enumerate((route(1, "1" * 31), FindPrefix(2, "1" * 31, None, None, "")), start=1):
@@ -530,23 +531,23 @@ def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised(make: Make)
         assert (answer.key, answer.error) == (key, "InvalidRequestError")
         assert "a text of at least 31 bytes cannot fit: send at most 30, as 10 tokens fit" in answer.message
     assert isinstance(client.ask(route(3, "1" * 30)), Ticket)
-    assert door.prepared == ["1" * 8]
+    assert preprocessor.prepared == ["1" * 8]
     assert client.stats()["scheduler"]["pending"] == 0
 
 
 def test_too_much_text_at_once_is_refused_until_some_is_tokenised(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "MAX_WAITING_BYTES", 20)
-    door = BusyDoor()
-    deployment = make(door=door, tokenizers=1, routing={"engine_queue": 9})
+    preprocessor = BusyPreprocessor()
+    deployment = make(preprocessor=preprocessor, tokenizers=1, routing={"engine_queue": 9})
     deployment.report("a")
     client = deployment.peer()
     client.send(route(1, "long one"))
-    eventually(lambda: door.prepared == ["long one"])
+    eventually(lambda: preprocessor.prepared == ["long one"])
     client.send(route(2, "it waits with 20 b."))
     answer = client.ask(route(3, "one too many"))
     assert (answer.key, answer.error) == (3, "OverloadedError")
     assert "too much text waits to be tokenised" in answer.message
-    door.may_go_on.set()
+    preprocessor.may_go_on.set()
     assert sorted(client.receive().key for _ in range(2)) == [1, 2]
     assert isinstance(client.ask(route(4, "fits again")), Ticket)
 
@@ -671,8 +672,8 @@ def test_a_scheduler_that_was_suspended_gives_nobody_up(make: Make) -> None:
     client.send(route(1, "waits"))
     assert client.hears_nothing()
     now[0] += 3600.0
-    turns = deployment.server.turns
-    eventually(lambda: deployment.server.turns > turns + 2)
+    turns = deployment.server.loop_count
+    eventually(lambda: deployment.server.loop_count > turns + 2)
     stats = client.stats()
     assert stats["faults"] == []
     assert not deployment.silent

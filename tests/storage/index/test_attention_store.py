@@ -13,7 +13,7 @@ from support.index.truth import Held, Update, block, depths, kept, paths, truth
 from headwise.storage.index import attention_store
 from headwise.storage.index.attention_store import AttentionStore
 from headwise.storage.index.flusher import Ledger
-from headwise.storage.index.messages import Gone, Statement
+from headwise.storage.index.messages import Gone, NodeMessage
 from headwise.storage.index.wire import decode, encode
 
 PATHS = paths(3, 8)
@@ -30,7 +30,7 @@ def tell(store: AttentionStore, node: Ledger, *updates: Update) -> None:
             store.apply(flush)
 
 
-def said(node: Ledger, update: Update) -> Statement:
+def said(node: Ledger, update: Update) -> NodeMessage:
     """The one flush of an update, not applied yet."""
     (flush,) = node.flush(update)
     return flush
@@ -78,8 +78,8 @@ def test_what_a_node_that_is_gone_said_is_void_and_stays_so() -> None:
     late = said(node, holds(5, 8))
     store.apply(Gone("a", 5))
     assert store.match(PATH) == {}
-    for statement in (late, node.heartbeat(), node.snapshot()):
-        store.apply(statement)
+    for message in (late, node.heartbeat(), node.snapshot()):
+        store.apply(message)
     assert store.match(PATH) == {}
     assert store.stats()["nodes"] == {}
     node.restart(6)
@@ -250,7 +250,7 @@ class Network(RuleBasedStateMachine):
         self.flying: list[bytes] = []
         self.history: dict[tuple[str, int, int], Held] = {}
 
-    def send(self, *statements: Statement) -> None:
+    def send(self, *statements: NodeMessage) -> None:
         self.flying += map(encode, statements)
         for ledger in self.ledgers.values():
             self.history[ledger.node, ledger.epoch, ledger.seq] = truth([ledger])

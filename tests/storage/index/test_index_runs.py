@@ -158,7 +158,7 @@ def test_a_prefix_ends_at_a_block_where_a_request_can_resume() -> None:
 def test_shared_storage_serves_every_node_behind_what_it_has_itself() -> None:
     index = PrefixIndex()
     for node in "abc":
-        index.place(node, "shared")
+        index.set_volume(node, "shared")
     holding(index, "a", 2, 12, "storage")
     assert index.match(PATH) == {}
     holding(index, "b", 0, 4)
@@ -174,17 +174,17 @@ def test_shared_storage_serves_every_node_behind_what_it_has_itself() -> None:
 def test_storage_serves_the_nodes_of_its_own_volume_only() -> None:
     index = PrefixIndex()
     for node, volume in (("a", "one"), ("b", "one"), ("c", "other"), ("d", "other"), ("e", "alone"), ("f", "")):
-        index.place(node, volume)
+        index.set_volume(node, volume)
     holding(index, "a", 0, 12, "storage")
     holding(index, "c", 0, 4, "storage")
     holding(index, "f", 0, 6, "storage")
     holding(index, "e", 0, 2)
     expected = {"a": (0, 0, 12), "b": (0, 0, 12), "c": (0, 0, 4), "d": (0, 0, 4), "e": (2, 2, 2), "f": (0, 0, 6)}
     assert index.match(PATH) == expected
-    index.place("b", "alone")
+    index.set_volume("b", "alone")
     holding(index, "e", 0, 3, "storage")
     assert index.match(PATH) == {**expected, "b": (0, 0, 3), "e": (2, 2, 3)}
-    index.place("b", "")
+    index.set_volume("b", "")
     assert "b" not in index.match(PATH)
     index.check_integrity()
 

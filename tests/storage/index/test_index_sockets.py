@@ -137,10 +137,10 @@ def test_a_store_that_fails_starts_anew_and_is_told_all_again(
         flusher.flush([holds(0, 4)])
         eventually(lambda: server.match(PATH) == {"n": (4, 4, 4)}, flusher.service)
 
-        def fail(statement: Message) -> bool:
+        def fail(message: Message) -> bool:
             raise RuntimeError("a fault of its own")
 
-        monkeypatch.setattr(server._desk.store, "apply", fail)  # of this store: the one that follows is whole
+        monkeypatch.setattr(server._handler.store, "apply", fail)  # of this store: the one that follows is whole
         flusher.flush([holds(4, 8)])
         eventually(lambda: server.match(PATH) == {"n": (8, 8, 8)}, flusher.service)
 
@@ -299,9 +299,9 @@ def test_keys_survive_a_process_boundary_and_keep_their_secrets_to_themselves() 
 
 def test_with_keys_the_deployment_talks_and_strangers_get_nothing_in_and_nothing_out() -> None:
     keys = CurveKeys.generate()
-    server = StoreServer("tcp://127.0.0.1:*", curve=keys)
+    server = StoreServer("tcp://127.0.0.1:*", curve_keys=keys)
     server.start()
-    with closing(Flusher("n", 1, server.endpoint, curve=keys)) as flusher:
+    with closing(Flusher("n", 1, server.endpoint, curve_keys=keys)) as flusher:
         flusher.flush([holds(0, 5)])
         eventually(lambda: server.match(PATH) == {"n": (5, 5, 5)}, flusher.service)
         own = CurveKeys.generate()
@@ -310,9 +310,9 @@ def test_with_keys_the_deployment_talks_and_strangers_get_nothing_in_and_nothing
             "keys of another deployment": own,
             "keys of its own and the right server": replace(own, server_public=keys.server_public),
         }
-        for curve in strangers.values():
+        for curve_keys in strangers.values():
             before = server.stats()["rejected"].get("stranger", 0)
-            with closing(Connection(server.endpoint, "", curve, 10)) as connection:
+            with closing(Connection(server.endpoint, "", curve_keys, 10)) as connection:
                 said: list[Message] = [Flush("x", 1, 0, "device", 0, b"".join(PATH), True), Gone("n", 1), Query(1, b"")]
                 eventually(
                     lambda before=before: server.stats()["rejected"].get("stranger", 0) > before,  # type: ignore[misc]

@@ -166,7 +166,7 @@ class SimulatedWorld(World):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.now = 1e9
-        self.desk: MessageHandler | None = None
+        self.handler: MessageHandler | None = None
         self.inboxes: dict[bytes, deque[bytes]] = {}
         self.start_store()
 
@@ -181,17 +181,17 @@ class SimulatedWorld(World):
         while self.now < end:
             self.now += 0.02
             self.service()
-            if self.desk is not None:
-                self.desk.turn()
+            if self.handler is not None:
+                self.handler.tick()
 
     def suspend(self) -> None:
         """Let an hour pass for which everything was suspended, the store being the first to go on."""
         self.now += SUSPENDED_S
-        if self.desk is not None:
-            self.desk.turn()
+        if self.handler is not None:
+            self.handler.tick()
 
     def start_store(self) -> None:
-        self.desk = MessageHandler(
+        self.handler = MessageHandler(
             AttentionStore(),
             self._answer,
             self.clock,
@@ -200,20 +200,20 @@ class SimulatedWorld(World):
         )
 
     def stop_store(self) -> None:
-        self.desk = None
+        self.handler = None
 
     def gone(self, name: str) -> None:
-        if self.desk is not None:
-            self.desk.take(b"scheduler", [encode(Gone(name, self.dead[name]))])
+        if self.handler is not None:
+            self.handler.take(b"scheduler", [encode(Gone(name, self.dead[name]))])
 
     def kept(self, names: Iterable[str]) -> Held:
-        assert self.desk is not None
-        self.desk.store.check_integrity()
-        return kept(self.desk.store, names)
+        assert self.handler is not None
+        self.handler.store.check_integrity()
+        return kept(self.handler.store, names)
 
     def match(self, path: Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
-        assert self.desk is not None
-        return self.desk.store.match(path)
+        assert self.handler is not None
+        return self.handler.store.match(path)
 
     def _answer(self, identity: bytes, data: bytes) -> bool:
         self.inboxes[identity].append(data)
@@ -230,10 +230,10 @@ class _Wire:
         self.dropped = 0
 
     def send(self, messages: Sequence[Message]) -> bool:
-        if self._world.desk is None:
+        if self._world.handler is None:
             self.dropped += len(messages)
             return False
-        self._world.desk.take(self._identity, list(map(encode, messages)))
+        self._world.handler.take(self._identity, list(map(encode, messages)))
         return True
 
     def receive(self) -> Iterable[Message]:
@@ -286,7 +286,7 @@ class SocketWorld(World):
     def kept(self, names: Iterable[str]) -> Held:
         assert self.server is not None
         with self.server._lock:
-            return kept(self.server._desk.store, names)
+            return kept(self.server._handler.store, names)
 
     def close(self) -> None:
         super().close()

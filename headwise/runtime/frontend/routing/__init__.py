@@ -1,9 +1,9 @@
-"""Which engine gets the next request. Pure arithmetic: no I/O, no clock (``now`` is handed in), randomness injected.
+"""Chooses the engine for a request. Pure arithmetic: no I/O, no clock (``now`` is an argument), randomness injected.
 
-base       what goes in and what comes out
-engines    the engines that report, and what was sent their way since (reservations)
-expected   what an engine's cache has or soon will have, although the index does not know yet
-costs      seconds to the first token, for all engines at once
+base       the router's input and output
+engines    the engines' reports, and the requests sent to them since (reservations)
+expected   blocks that engines have or will soon have, and that the index does not know yet
+costs      the cost of a request on each engine, in seconds
 policies   cache_aware, least_loaded, round_robin
 router     select and reserve in one step
 """

@@ -1,4 +1,4 @@
-"""What the router is asked, and what it answers."""
+"""The input and output of the router."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 STATUS_TIMEOUT_S = 3.0
-"""An engine that reports nothing for so long gets no requests."""
+"""An engine that sends no report for so long gets no requests."""
 
 RESERVATION_S = 5.0
-"""A request that no status has named for so long after it was routed is not on its way any more."""
+"""A reservation ends when no status of the engine has named the request for so long."""
 
 TYPICAL_OUTPUT = 256
-"""Tokens of an answer. What really comes is not known beforehand, and ``max_tokens`` often is no more than a cap."""
+"""Assumed tokens of an answer: the real number is not known beforehand, and ``max_tokens`` is often only a cap."""
 
 Matches = Mapping[str, tuple[int, int, int]]
 """By engine, the blocks of a prompt that its device, its device and host, and all tiers serve. Engines that serve none
-are left out. What several engines have in storage together is told of each of them."""
+are left out. Blocks in shared storage count for every engine that shares it."""
 
 
 @dataclass(frozen=True)
 class RoutedRequest:
     """What routing needs to know of a request.
 
-    hashes:     of the full blocks of what is to be computed: the prompt, and the output of an engine that was lost
-    num_tokens: of the same, in all
-    max_tokens: most tokens to be generated
-    session:    requests of one session stay together while that costs little; empty: of none
-    exclude:    endpoint of an engine that lost the request: taken only if no other can take it, and only once it has
-                reported since; empty: none
-    lost_at:    when the router was told of that
+    hashes:     of the full blocks to compute: of the prompt, and of the output of an engine that was lost
+    num_tokens: tokens of the prompt and that output
+    max_tokens: most tokens to generate
+    session:    requests of one session stay on one engine while that costs little; empty: no session
+    exclude:    endpoint of an engine that lost the request. It is chosen only if no other engine can take the request,
+                and only if it has reported since; empty: none
+    lost_at:    when the router was told of that loss
     """
 
     request_id: str
@@ -43,9 +43,9 @@ class RoutedRequest:
 
 @dataclass(frozen=True)
 class Choice:
-    """Where a request goes, and what is expected of it there.
+    """The engine chosen for a request, and what is expected there.
 
-    cost:   what the policy minimised: seconds under ``cache_aware``
+    cost:   the cost that the policy minimised: seconds for ``cache_aware``
     reason: why this engine: ``session``, ``rerouted``, ``hit`` (none has more of the prefix), ``spread`` (one that has
             more is too busy), ``no_hit``; under other policies their name
     device, host, storage: tokens expected from each tier
@@ -62,15 +62,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """What stays the same while the router lives.
+    """The router's settings.
 
     policy:           ``cache_aware``, ``least_loaded`` or ``round_robin``
     block_size:       tokens of a block that is hashed
-    blocks_per_token: blocks of an engine's pool that a token of a sequence takes, over all head groups
-    engine_queue:     an engine where so many requests wait gets no more
+    blocks_per_token: blocks of an engine's pool that each token of a sequence takes, over all head groups
+    engine_queue:     an engine with so many waiting requests gets no more
     max_num_seqs:     sequences that an engine runs at once
     step_tokens:      tokens that an engine computes in a step
-    engine_timeout_s: an engine that is silent for so long is to be replaced
+    engine_timeout_s: an engine that is silent for so long is replaced
     forget_s:         an engine that is silent for so long is not expected back
     """
 

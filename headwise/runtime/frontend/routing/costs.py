@@ -1,20 +1,20 @@
-"""What a request costs on each engine, in seconds: until its first token, and what it takes from others.
+"""What a request costs on each engine, in seconds: the time to its first token, and the time it takes from others.
 
     cost = wait + own + pace + admission + answer + WORK_WEIGHT * own
 
 - wait: the engine's backlog: tokens of prompts not computed yet (its status, and reservations since), times its
   measured seconds per token, less the time that has passed since.
-- own: what is left of the prompt after the best use of the tiers, times seconds per token, and the loads. Device
-  blocks are free; another tier is used only where loading from it, at its measured speed, beats computing.
+- own: the prompt's tokens that no tier serves, times seconds per token, and the loads. Device blocks are free. Another
+  tier is used only where loading from it, at its measured throughput, is faster than computing.
 - pace: prompts are computed in steps of ``step_tokens``, and each step also decodes what runs: where anything runs,
   wait and own take longer by a decode step's measured seconds over those of ``step_tokens`` tokens of a prompt.
-- admission: a request that does not fit beside what is held and queued (blocks of the pool, sequences) waits until
-  enough of it has ended. All that runs has ended once after the decode steps of a typical answer; so it waits for the
-  share of the capacity that is missing, times that: this grows with the shortage and has no cliff.
-- answer: with all sequences that may run a decode step takes about twice as long as with one (assumed), and so does
-  the answer: the time of a typical answer, times the share of sequences that run or wait there. This spreads requests
-  that have nothing to compute.
-- `WORK_WEIGHT`: tokens computed twice keep others waiting, and their blocks push others' out.
+- admission: a request that does not fit into the pool, or has too many sequences beside it, waits until others have
+  ended. All running requests end within about the decode steps of a typical answer. So the wait is the missing share
+  of the capacity, times that: it grows with the shortage and has no jump.
+- answer: a decode step with all sequences takes about twice as long as with one (assumed), and so does the answer. So
+  this is the time of a typical answer, times the share of sequences that run or wait there. It spreads requests that
+  have nothing to compute.
+- `WORK_WEIGHT`: the same tokens computed on two engines keep other requests waiting, and push out other blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOTHING = (0, 0, 0)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Per engine the cost that is minimised, and what its tiers could serve.
+    """Per engine the cost to minimise, and what its tiers could serve.
 
     served: ``float64 [engines, 3]``: tokens that the device, device and host, and all tiers could serve
     """
@@ -49,7 +49,7 @@ def estimate(
     table: EngineTable, request: RoutedRequest, matches: Matches | None, options: RouterOptions, now: float
 ) -> Estimate:
     """The cost on every engine; see the module."""
-    most = max(0, request.num_tokens - 1) // options.block_size  # the last token is computed always
+    most = max(0, request.num_tokens - 1) // options.block_size  # the last token is always computed
     served = _depths(table, request.hashes, matches, most) * options.block_size
     prefill = table.prefill_token_s
     own = (request.num_tokens - served[:, 0]) * prefill
@@ -66,7 +66,7 @@ def estimate(
 
 
 def tiers_used(table: EngineTable, row: int, served: NDArray[np.float64]) -> tuple[int, int, int]:
-    """Tokens that the device of one engine serves, and those loaded from its host, and from storage by way of it.
+    """Tokens that one engine's device serves, that are loaded from its host, and that are loaded from storage.
 
     served: the engine's of `Estimate.served`
     """
@@ -80,8 +80,8 @@ def tiers_used(table: EngineTable, row: int, served: NDArray[np.float64]) -> tup
 
 
 def _depths(table: EngineTable, path: Sequence[bytes], matches: Matches | None, most: int) -> NDArray[np.float64]:
-    """``float64 [engines, 3]``: blocks that the device, device and host, and all tiers serve, as the index says and as
-    is expected besides; at most ``most``."""
+    """``float64 [engines, 3]``: blocks that the device, device and host, and all tiers serve, by the index and by
+    what is expected besides; at most ``most``."""
     count = len(table)
     if matches:
         served = chain.from_iterable(map(matches.get, table.names, repeat(_NOTHING)))
@@ -95,7 +95,7 @@ def _depths(table: EngineTable, path: Sequence[bytes], matches: Matches | None, 
 
 
 def _decoding(table: EngineTable, tokens: Column, options: RouterOptions) -> Column:
-    """Seconds of admission, for so many tokens and one more sequence, and of the answer."""
+    """The seconds of admission and answer, for a request of so many tokens."""
     sequences = (table.requests + table.reserved + 1.0) * (1.0 / options.max_num_seqs)
     needed = np.maximum(table.used + table.used_per_token * tokens, sequences)
     return (np.maximum(needed - 1.0, 0.0) + np.minimum(sequences, 1.0)) * table.turnover_s

@@ -1,4 +1,4 @@
-"""The engines that report, as columns over which costs are computed, and what was sent their way since."""
+"""The engines' reports as columns of numbers, and the requests sent to them since (reservations)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from headwise.runtime.frontend.routing.expected import EXPECTED_TOKENS, Expected
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineStatus
 
 IN_FLIGHT_S = 0.25
-"""A status that comes so soon after an engine was lost may have been sent before."""
+"""A status that comes so soon after the loss of an engine may have been sent before the loss."""
 
 OVERDUE_S = 2.5 * STATUS_INTERVAL_S
-"""An engine that a client says is lost, and that has not reported for so long, is."""
+"""An engine that a client reported as lost counts as lost when it has sent no status for so long."""
 
-DOUBT_NOTED_S = 60.0
-"""Of clients that say that an engine is lost that is not, one line in so long."""
+SUSPICION_NOTED_S = 60.0
+"""At most one fault line per interval about clients that report an engine as lost while it still sends statuses."""
 
-DEFAULT_SPEEDS = {"prefill_token_s": 1e-3, "decode_step_s": 3e-2, "host_token_s": 1e-4, "storage_token_s": 4e-4}
-"""Until an engine has measured its own, and no other has: only their proportions matter then."""
+DEFAULT_SECONDS = {"prefill_token_s": 1e-3, "decode_step_s": 3e-2, "host_token_s": 1e-4, "storage_token_s": 4e-4}
+"""Used until an engine has measured its own values. Only their proportions matter."""
 
 SLOW = 1.5
-"""Engines of a deployment are alike. What they measure of prompts differs by what they computed last: behind a long
-context a token costs several times as much. So the median of all stands for each, but for an engine that is so many
-times slower or faster than that for long. One status says little, also behind a long silence."""
+"""Engines of a deployment are alike, but their measured seconds per prompt token vary: behind a long context a token
+costs several times as much. So each engine counts with the median of all, unless it has been so many times slower or
+faster than that for long. A single status changes little, even after a long silence."""
 SLOWNESS_S = 60.0
 
 Column = NDArray[np.float64]
@@ -38,22 +38,22 @@ Column = NDArray[np.float64]
 
 @dataclass(eq=False)
 class Engine:
-    """One engine: its last status, and how it stands.
+    """One engine: its last status, and its state.
 
-    slot:    its place in `ExpectedBlocks`
-    slowness: its seconds per token of a prompt over the median of all, averaged over `SLOWNESS_S`; 0: not measured
-    lost_at: when it was found to be lost; None: not since the last status
-    doubted_at: when a client said that it is; None: not since the last status
-    noted_at: when people were told last that one has said so, and is wrong
-    began:    when the first status of its epoch came
+    slot:         its slot in `ExpectedBlocks`
+    slowness:     its seconds per prompt token over the median of all, averaged over `SLOWNESS_S`; 0: not measured
+    lost_at:      when it was found to be lost; None: not since the last status
+    suspected_at: when a client reported it as lost; None: not since the last status
+    suspicion_noted_at: when a fault line was last written about a client's wrong report
+    began:        when the first status of its epoch came
     """
 
     status: EngineStatus
     slot: int
     slowness: float = 0.0
     lost_at: float | None = None
-    doubted_at: float | None = None
-    noted_at: float = -math.inf
+    suspected_at: float | None = None
+    suspicion_noted_at: float = -math.inf
     began: float = -math.inf
     is_silent: bool = False
     is_given_up: bool = False
@@ -72,14 +72,15 @@ class EngineTable:
     heard:    when the last status came
     ready_at: when all prompts that were sent there so far will be computed
     reserved: requests routed there that no status has named yet
-    room:     requests that may be waiting there, less those that are; 0 if it takes none
+    room:     how many more requests may wait there, reserved ones included; 0 if it accepts none
     requests: running and waiting
     prefill_token_s: see `SLOW`
-    host_gain_s, storage_gain_s: seconds by which loading a token from the host, or from storage by way of it, is faster
-              than computing it, as measured; by the median of others' where an engine has none
-    pace:     share by which what runs slows down the computing of prompts
-    turnover_s: seconds in which all that runs has ended once
-    used, used_per_token: shares of the pool: held, and what a token more will hold; 0 where the pool is not known
+    host_gain_s, storage_gain_s: seconds by which loading a token from the host, or from storage, is faster than
+              computing it, as measured; the median of the others where an engine has measured nothing
+    pace:     share by which running requests slow down the computing of prompts
+    turnover_s: seconds in which all running requests end
+    used, used_per_token: shares of the pool that are held, and that one more token will hold; 0 where the pool is not
+              known
     """
 
     heard: Column
@@ -117,14 +118,14 @@ class EngineTable:
     # ---- statuses ----
 
     def update(self, status: EngineStatus, now: float) -> list[str]:
-        """Take in a status; what it tells of faults, in words. One of an earlier epoch is ignored."""
+        """Take in a status, and return the faults it tells of, in words. A status of an earlier epoch is ignored."""
         row = self.rows.get(status.engine)
         if row is None:
             row = self._add(status, now)
         engine, faults = self.engines[row], []
         silent_s = now - float(self.heard[row])
         if status.epoch < engine.status.epoch and silent_s <= STATUS_TIMEOUT_S:
-            return []  # of the process that was replaced
+            return []  # from the process that was replaced
         if status.epoch != engine.status.epoch:
             faults.append(f"{status.engine} came back with an empty cache (epoch {status.epoch})")
             self.forget_cache(row)
@@ -133,7 +134,7 @@ class EngineTable:
         elif engine.is_silent:
             faults.append(f"{status.engine} reports again after {silent_s:.1f} s")
         engine.status, engine.is_silent, engine.is_given_up = status, False, False
-        engine.doubted_at = None
+        engine.suspected_at = None
         if engine.lost_at is not None and now - engine.lost_at > IN_FLIGHT_S:
             engine.lost_at = None
         self._learn_slowness(engine, min(silent_s, STATUS_TIMEOUT_S) / SLOWNESS_S)
@@ -145,7 +146,7 @@ class EngineTable:
         return [*faults, *(f"{status.engine}: {fault}" for fault in status.faults)]
 
     def _confirm(self, row: int, status: EngineStatus) -> None:
-        """From now on the status counts these requests."""
+        """End the reservations of the requests that this status counts."""
         for request_id in status.received:
             held = self._reservations.get(request_id)
             if held is not None and held.engine == status.engine:
@@ -153,7 +154,7 @@ class EngineTable:
                 self.reserved[row] -= 1
 
     def _derive(self, row: int) -> None:
-        """Fill the columns that follow from statuses alone."""
+        """Compute the columns that depend on statuses only."""
         engine, options = self.engines[row], self._options
         work = engine.status.work
         takes = work.accepts and engine.lost_at is None
@@ -176,12 +177,12 @@ class EngineTable:
         return np.where(own > 0, own, self._median(name))
 
     def _median(self, name: str) -> float:
-        """Of what engines have measured; the default where none has."""
+        """The median of the measured values; the default where no engine has measured."""
         measured = sorted(value for engine in self.engines if (value := getattr(engine.status.work, name)) > 0)
         return (
             (measured[len(measured) // 2] + measured[(len(measured) - 1) // 2]) / 2
             if measured
-            else DEFAULT_SPEEDS[name]
+            else DEFAULT_SECONDS[name]
         )
 
     def _learn_slowness(self, engine: Engine, weight: float) -> None:
@@ -204,21 +205,21 @@ class EngineTable:
         """Forget an engine."""
         self._drop_reservations(name)
         row = self.rows[name]
-        self.expected.give_back(self.engines[row].slot)
+        self.expected.free_slot(self.engines[row].slot)
         for column in self._COLUMNS:
             setattr(self, column, np.delete(getattr(self, column), row))
         del self.names[row], self.engines[row]
         self.rows = {name: row for row, name in enumerate(self.names)}
         del self._slots[row]
 
-    # ---- which of them live ----
+    # ---- liveness ----
 
     def alive(self, now: float) -> NDArray[np.bool_]:
-        """Which engines reported lately."""
+        """Which engines have reported recently."""
         return self.heard >= now - STATUS_TIMEOUT_S
 
-    def lose(self, endpoint: str, now: float) -> list[str]:
-        """The engine there is lost: it gets nothing until it reports again. The names for which that is news."""
+    def mark_lost(self, endpoint: str, now: float) -> list[str]:
+        """The engine at this endpoint is lost: it gets nothing until it reports again. Returns the names newly lost."""
         news = []
         for row, engine in enumerate(self.engines):
             if engine.status.endpoint == endpoint:
@@ -228,32 +229,32 @@ class EngineTable:
                 self.room[row] = 0
         return news
 
-    def doubt(self, endpoint: str, now: float) -> list[str]:
-        """A client says that the engine there is lost: it is, unless it reports. The names of those that do, and of
-        which people have not been told lately."""
+    def suspect(self, endpoint: str, now: float) -> list[str]:
+        """A client reports the engine at this endpoint as lost: it counts as lost unless it sends statuses. Returns the
+        names of engines that do, if no fault line was written about that recently."""
         wrong = []
         for row, engine in enumerate(self.engines):
             if engine.status.endpoint == endpoint:
-                engine.doubted_at = now
-                if now - self.heard[row] <= OVERDUE_S and now - engine.noted_at > DOUBT_NOTED_S:
-                    engine.noted_at = now
+                engine.suspected_at = now
+                if now - self.heard[row] <= OVERDUE_S and now - engine.suspicion_noted_at > SUSPICION_NOTED_S:
+                    engine.suspicion_noted_at = now
                     wrong.append(self.names[row])
         return wrong
 
     def overdue(self, now: float) -> list[str]:
-        """The endpoints of the engines that clients say are lost, and that have not reported in time."""
+        """The endpoints of the engines that clients reported as lost and that have sent no status in time."""
         return [
             engine.status.endpoint
             for engine, heard in zip(self.engines, self.heard, strict=True)
-            if engine.doubted_at is not None and engine.lost_at is None and now - heard > OVERDUE_S
+            if engine.suspected_at is not None and engine.lost_at is None and now - heard > OVERDUE_S
         ]
 
     def reported_since(self, then: float) -> NDArray[np.bool_]:
-        """Which engines have sent a status since."""
+        """Which engines have sent a status since then."""
         began = np.array([engine.began for engine in self.engines], np.float64)
         return (self.heard > then + IN_FLIGHT_S) | (began > then)
 
-    # ---- what is expected of their caches ----
+    # ---- expected cache contents ----
 
     def expect(self, path: Sequence[bytes], row: int, now: float) -> None:
         """The blocks of a path will be on the device of this row's engine."""
@@ -267,15 +268,15 @@ class EngineTable:
         return np.fromiter(map(found.get, self._slots, repeat(0)), np.float64, len(self))
 
     def forget_cache(self, row: int) -> None:
-        """Expect nothing of what was sent to this row's engine so far."""
+        """This row's engine has lost its cache: expect no blocks there any more."""
         engine = self.engines[row]
-        self.expected.give_back(engine.slot)
+        self.expected.free_slot(engine.slot)
         engine.slot = self._slots[row] = self.expected.take_slot()
 
     # ---- reservations ----
 
     def backlog(self, now: float) -> Column:
-        """Seconds of computing before a request that arrives now."""
+        """Seconds of computing before a request that arrives now can start."""
         return np.maximum(self.ready_at - now, 0.0)
 
     def reserve(self, request_id: str, row: int, tokens: int, now: float) -> None:
@@ -286,7 +287,7 @@ class EngineTable:
         self.ready_at[row] = max(self.ready_at[row], now) + tokens * self.prefill_token_s[row]
 
     def release(self, request_id: str) -> None:
-        """The request does not come; unknown ids are ignored."""
+        """The request will not come: end its reservation. Unknown ids are ignored."""
         reservation = self._reservations.pop(request_id, None)
         if reservation is not None:
             row = self.rows[reservation.engine]
@@ -294,7 +295,7 @@ class EngineTable:
             self.ready_at[row] -= reservation.tokens * self.prefill_token_s[row]
 
     def expire(self, now: float) -> None:
-        """Give up reservations that no status has confirmed in time, and what was expected long ago."""
+        """End reservations that no status has confirmed in time, and forget blocks expected long ago."""
         while self._reservations:
             request_id, first = next(iter(self._reservations.items()))
             if first.until > now:
@@ -310,10 +311,10 @@ class EngineTable:
     def num_reserved(self) -> int:
         return len(self._reservations)
 
-    # ---- for people ----
+    # ---- statistics ----
 
     def stats(self, now: float) -> dict[str, dict[str, Any]]:
-        """What each engine tells of itself, and how it stands: plain data, by name."""
+        """Each engine's own statistics and its state, as plain data, by name."""
         backlog = self.backlog(now)
         return {
             name: {

@@ -1,4 +1,4 @@
-"""What was routed a moment ago: those engines' caches have it, or soon will, and the index may not know yet."""
+"""Blocks of recently routed requests: their engines have them, or soon will, and the index may not know it yet."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 EXPECTED_S = 120.0
-"""Engines tell the index of a request's blocks when it *ends*: entries live for a long generation, and half of that at
-least."""
+"""Engines tell the index of a request's blocks when it *ends*. So entries live as long as a long generation does, or at
+least half as long."""
 
 EXPECTED_BLOCKS = 1 << 19
 """Most blocks expected, of all engines: 33 million tokens in blocks of 64, and some 75 MB."""
 
 EXPECTED_TOKENS = 512
-"""Of longer paths, one block in so many tokens stands for those before it: an expectation need not be exact."""
+"""Of longer paths, only one block per so many tokens is kept: an expectation need not be exact."""
 
 _Generation = dict[bytes, int]
 
 
 class ExpectedBlocks:
-    """Bit sets of engines by block hash, in two generations, of which the older is forgotten as a whole.
+    """Bit sets of engines by block hash, in two generations. The older one is forgotten as a whole.
 
-    A path is added from its first block on. So, within a generation, whoever is expected to have a block is expected to
-    have all before it: bit sets only shrink along a path, and bisection finds where.
+    A path is added from its first block on. So, within a generation, an engine that is expected to have a block is
+    expected to have all blocks before it: bit sets only shrink along a path, and bisection finds where.
 
-    Of a path, the first ``step`` blocks are kept, and every ``step``-th behind them, so depths beyond are rounded down.
+    Of a path, the first ``step`` blocks are kept, and then every ``step``-th, so larger depths are rounded down.
 
-    An engine's bit is its *slot*. An engine whose cache is gone gets another slot, and what its old one says counts for
-    nothing until it is free again.
+    An engine's bit is its *slot*. An engine whose cache is gone gets another slot. Its old slot is used again only when
+    both generations that name it are forgotten.
     """
 
     def __init__(self, step: int = 1) -> None:
         self._step = step
         self._newer: _Generation = {}
         self._older: _Generation = {}
-        self._turned = 0.0
+        self._rotated_at = 0.0
         self._num_slots = 0
         self._free: list[int] = []
-        self._leaving: tuple[list[int], list[int]] = ([], [])  # given back since the last turn, before it
+        self._freed: tuple[list[int], list[int]] = ([], [])  # freed since the last rotation, and before it
 
     def __len__(self) -> int:
         return len(self._newer) + len(self._older)
@@ -46,15 +46,15 @@ class ExpectedBlocks:
     # ---- slots ----
 
     def take_slot(self) -> int:
-        """A slot of which nothing is expected."""
+        """A slot for which no blocks are expected."""
         if self._free:
             return self._free.pop()
         self._num_slots += 1
         return self._num_slots - 1
 
-    def give_back(self, slot: int) -> None:
-        """Forget what is expected of a slot."""
-        self._leaving[0].append(slot)
+    def free_slot(self, slot: int) -> None:
+        """Forget the blocks that are expected for a slot."""
+        self._freed[0].append(slot)
 
     # ---- paths ----
 
@@ -62,7 +62,7 @@ class ExpectedBlocks:
         """Expect the blocks of a path, from its first one on, of an engine."""
         path = self._kept(path)[: EXPECTED_BLOCKS // 4]
         if len(self._newer) + len(path) > EXPECTED_BLOCKS // 2:
-            self._turn(now)
+            self._rotate(now)
         newer, bit = self._newer, 1 << slot
         known = _depth(newer, path[::-1])
         has = bisect_left(path, True, 0, known, key=lambda block_hash: not newer[block_hash] & bit)
@@ -86,19 +86,19 @@ class ExpectedBlocks:
         return path if step == 1 else [*path[:step], *path[2 * step - 1 :: step]]
 
     def expire(self, now: float) -> None:
-        """Forget what was added long ago; to be called every few seconds."""
-        if now - self._turned > EXPECTED_S / 2:
-            self._turn(now)
+        """Forget what was added long ago; call it every few seconds."""
+        if now - self._rotated_at > EXPECTED_S / 2:
+            self._rotate(now)
 
-    def _turn(self, now: float) -> None:
-        self._older, self._newer, self._turned = self._newer, {}, now
-        recent, earlier = self._leaving
+    def _rotate(self, now: float) -> None:
+        self._older, self._newer, self._rotated_at = self._newer, {}, now
+        recent, earlier = self._freed
         self._free += earlier
-        self._leaving = ([], recent)
+        self._freed = ([], recent)
 
 
 def _depth(generation: _Generation, from_last: Sequence[bytes]) -> int:
-    """How many leading blocks of a path anyone has; ``from_last``: its hashes, the last one first."""
+    """How many leading blocks of a path any engine has; ``from_last``: its hashes, the last one first."""
     return len(from_last) - bisect_left(from_last, True, key=generation.__contains__)
 
 
@@ -107,7 +107,7 @@ def _is_of(generation: _Generation, bits: int, block: bytes) -> bool:
 
 
 def _depths(generation: _Generation, kept: Sequence[bytes], step: int) -> dict[int, int]:
-    """By slot, of the path of which these blocks are kept."""
+    """By slot, the expected depth of the path of which these blocks are kept."""
     found: dict[int, int] = {}
     if kept[0] not in generation:
         return found
@@ -116,7 +116,7 @@ def _depths(generation: _Generation, kept: Sequence[bytes], step: int) -> dict[i
         bits = generation[kept[count - 1]]
         depth = count if count <= step else (count - step + 1) * step
         found.update(dict.fromkeys(_slots(bits & ~deeper), depth))
-        # Where the same engines are expected already, nobody's path ends.
+        # Blocks with the same bit set are not the last one of any engine: skip them.
         same = bisect_left(kept, True, 0, count - 1, key=partial(_is_of, generation, bits))
         count, deeper = same, bits
     return found

@@ -1,4 +1,4 @@
-"""The policies: what each engine would cost a request, in a unit of the policy's own. The router takes the least."""
+"""The routing policies: each gives every engine a cost, in its own unit. The router takes the engine with the least."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Policy(Protocol):
     uses_index: bool
 
     def estimate(self, table: EngineTable, request: RoutedRequest, matches: Matches | None, now: float) -> Estimate:
-        """Per engine the cost that is to be least, whether or not the engine can be asked."""
+        """The cost of every engine, also of those that cannot take the request."""
         ...
 
-    def took(self, row: int) -> None:
+    def note_selected(self, row: int) -> None:
         """The engine of this row got the request."""
         ...
 
 
 class CacheAware:
-    """Where the request is expected to start first and to cost others least; see `costs`."""
+    """Prefers the engine where the request starts first and takes the least time from others; see `costs`."""
 
     uses_index = True
 
@@ -38,7 +38,7 @@ class CacheAware:
     def estimate(self, table: EngineTable, request: RoutedRequest, matches: Matches | None, now: float) -> Estimate:
         return estimate(table, request, matches, self._options, now)
 
-    def took(self, row: int) -> None:
+    def note_selected(self, row: int) -> None:
         pass
 
 
@@ -50,12 +50,12 @@ class LeastLoaded:
     def estimate(self, table: EngineTable, request: RoutedRequest, matches: Matches | None, now: float) -> Estimate:
         return _without_hits(table.requests + table.reserved)
 
-    def took(self, row: int) -> None:
+    def note_selected(self, row: int) -> None:
         pass
 
 
 class RoundRobin:
-    """Each engine in turn; one that cannot be asked is passed over."""
+    """Each engine in turn; one that cannot take the request is skipped."""
 
     uses_index = False
 
@@ -66,7 +66,7 @@ class RoundRobin:
         count = len(table)
         return _without_hits((np.arange(count, dtype=np.float64) - self._last - 1) % count)
 
-    def took(self, row: int) -> None:
+    def note_selected(self, row: int) -> None:
         self._last = row
 
 

@@ -1,4 +1,4 @@
-"""Selects the engine of a request and reserves its place there, in one step."""
+"""Selects the engine for a request and reserves a place there, in one step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from headwise.runtime.frontend.routing.policies import make_policy
 from headwise.runtime.protocol.messages import EngineStatus
 
 TIE = 0.01
-"""Costs within this share of the least are equal: one of those engines is drawn at random."""
+"""Costs within this share of the least count as equal: one of those engines is drawn at random."""
 
 SESSION_TIE, SESSION_TIE_S = 1.5, 0.2
-"""A session stays on its engine while that costs at most so many times the least, and so many seconds more."""
+"""A session stays on its engine while that costs at most so many times the least cost plus so many seconds."""
 
 MAX_SESSIONS = 100_000
 MAX_FAULTS = 200
@@ -31,7 +31,7 @@ MAX_FAULTS = 200
 
 @dataclass(frozen=True)
 class Silence:
-    """An engine that stopped reporting, the epoch of its last status, and whether it is now to be replaced."""
+    """An engine that stopped reporting, the epoch of its last status, and whether it must now be replaced."""
 
     engine: str
     epoch: int
@@ -40,7 +40,7 @@ class Silence:
 
 
 class Router:
-    """``now`` is in seconds of one clock; ``rng`` breaks ties; ``unix_clock`` tells people when something happened."""
+    """``now`` is in seconds of one clock; ``rng`` breaks ties; ``unix_clock`` dates the faults."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Router:
 
     @property
     def uses_index(self) -> bool:
-        """Whether matches of the index are worth asking for."""
+        """Whether the policy uses the index's matches."""
         return self._policy.uses_index
 
     # ---- engines ----
@@ -70,25 +70,25 @@ class Router:
         for fault in self.table.update(status, now):
             self.note(fault)
 
-    def lose(self, endpoint: str, now: float, how: str = "was lost by a client") -> None:
+    def mark_lost(self, endpoint: str, now: float, how: str = "was lost by a client") -> None:
         """The engine at ``endpoint`` is lost: it gets nothing until its next status."""
-        for name in self.table.lose(endpoint, now):
+        for name in self.table.mark_lost(endpoint, now):
             self.note(f"{name} {how}")
 
-    def doubt(self, endpoint: str, now: float) -> None:
-        """A client says that the engine at ``endpoint`` is lost, and may be the only one that cannot reach it. So the
+    def suspect(self, endpoint: str, now: float) -> None:
+        """A client reports the engine at ``endpoint`` as lost. It may be the only client that cannot reach it, so the
         engine's own reports decide: it is lost as soon as one is overdue."""
-        for name in self.table.doubt(endpoint, now):
+        for name in self.table.suspect(endpoint, now):
             self.note(f"{name} was lost by a client, but reports: can all clients reach {endpoint}?")
         self._lose_overdue(now)
 
     def _lose_overdue(self, now: float) -> None:
         for endpoint in self.table.overdue(now):
-            self.lose(endpoint, now)
+            self.mark_lost(endpoint, now)
 
     def watch(self, now: float) -> list[Silence]:
-        """Engines that have just become silent, or have just been silent for so long that they are to be replaced:
-        each once a silence. To be called a few times a second."""
+        """Engines that have just become silent, or have just been silent for long enough to be replaced: each once per
+        silence. Call it a few times a second."""
         table = self.table
         table.expire(now)
         self._lose_overdue(now)
@@ -110,11 +110,11 @@ class Router:
 
     @property
     def num_engines(self) -> int:
-        """Engines that reported once, and are expected back if they are silent."""
+        """Engines that have reported and are not forgotten; silent ones are expected back."""
         return len(self.table)
 
     def alive(self, now: float) -> list[str]:
-        """The names of the engines that reported lately."""
+        """The names of the engines that have reported recently."""
         return [self.table.names[row] for row in np.flatnonzero(self.table.alive(now))]
 
     def room(self, now: float) -> int:
@@ -147,9 +147,9 @@ class Router:
     # ---- requests ----
 
     def select_and_reserve(self, request: RoutedRequest, matches: Matches | None, now: float) -> Choice | None:
-        """The engine for a request, whose cost counts there from now on; None if no engine can take it now.
+        """Choose the engine for a request, and count its cost there from now on; None if no engine can take it now.
 
-        matches: what the index knows of the request's blocks; None if it does not answer
+        matches: the index's answer for the request's blocks; None: it did not answer
 
         An engine can take it if it has reported in the last `STATUS_TIMEOUT_S`, was not lost since, accepts requests,
         and has fewer than ``engine_queue`` waiting, those on their way included.
@@ -163,7 +163,7 @@ class Router:
         computed = request.num_tokens - choice.device - choice.host - choice.storage
         self.table.reserve(request.request_id, row, computed, now)
         self.table.expect(request.hashes, row, now)
-        self._policy.took(row)
+        self._policy.note_selected(row)
         self._remember(request, choice)
         return choice
 
@@ -224,10 +224,10 @@ class Router:
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
 
-    # ---- for people ----
+    # ---- statistics ----
 
     def note(self, fault: str) -> None:
-        """Keep a fault for `faults`."""
+        """Add a fault to `faults`."""
         self._faults.append((round(self._unix_clock(), 3), fault))
 
     def faults(self) -> Sequence[tuple[float, str]]:

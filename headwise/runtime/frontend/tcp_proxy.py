@@ -1,6 +1,6 @@
-"""The port that clients connect to. ZeroMQ's connections go through; who speaks anything else is told what the port is.
+"""The port that clients connect to. It passes on ZeroMQ connections, and answers all others with one line of text.
 
-ZeroMQ cannot tell them: its listener speaks first, in bytes that no other protocol's clients show.
+ZeroMQ itself cannot send such a line: its listener starts with binary data that other clients do not show.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from contextlib import suppress
 from headwise.errors import DeploymentError
 
 HELLO_S = 30.0
-"""Longest wait for what a connection says first."""
+"""Longest wait for the first bytes of a connection."""
 CLOSE_S = 5.0
-"""Longest that a connection which ends may take to be read to its end."""
+"""Longest time for the peers to read what is left when a connection ends."""
 
 _ZEROMQ = b"\xff"
-"""First byte of every connection of ZeroMQ since its version 3."""
+"""First byte of every ZeroMQ connection since version 3."""
 _HTTP = re.compile(rb"[A-Z]+ \S")
 _PORTION = 1 << 16
 
 
-class Entrance:
-    """Listens at ``host:port`` at once, 0 for a free port; raises `DeploymentError` if that cannot be.
+class TcpProxy:
+    """Listens at ``host:port`` as soon as it is made (0: any free port); raises `DeploymentError` if it cannot.
 
-    Between `start` and `close`, a thread of its own hands bytes on. No more of them are in memory than a connection's
-    two buffers hold: a side that does not read keeps the other from writing.
+    Between `start` and `close`, its thread copies bytes between the outer and the inner connections. It keeps at most
+    two buffers per connection in memory: if one side does not read, the other side cannot write.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -48,20 +48,20 @@ class Entrance:
         self._loop = asyncio.new_event_loop()
         self._connections: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="headwise-entrance", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="headwise-proxy", daemon=True)
 
     @property
     def is_open(self) -> bool:
-        """Whether connections are handed on."""
+        """Whether connections are passed on."""
         return self._thread.is_alive()
 
     def start(self, inner_port: int) -> None:
-        """Hand on connections of ZeroMQ to this port of the loopback interface."""
+        """Pass on ZeroMQ connections to this port of the loopback interface."""
         self._inner_port = inner_port
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more, and end connections, which have a second to deliver what was said already."""
+        """Stop listening, and end connections, which have a second to deliver what was sent."""
         if self.is_open:
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
@@ -92,60 +92,60 @@ class Entrance:
         self._connections.add(task)
         try:
             with suppress(OSError, asyncio.TimeoutError, asyncio.CancelledError):
-                said = await asyncio.wait_for(reader.read(_PORTION), HELLO_S)
-                if said.startswith(_ZEROMQ):
-                    await self._hand_on(said, reader, writer)
-                elif said:
-                    await _tell(said, reader, writer)
+                first = await asyncio.wait_for(reader.read(_PORTION), HELLO_S)
+                if first.startswith(_ZEROMQ):
+                    await self._pass_on(first, reader, writer)
+                elif first:
+                    await _answer_in_text(first, reader, writer)
         finally:
             self._connections.discard(task)
             writer.transport.abort()
 
-    async def _hand_on(self, said: bytes, reader: StreamReader, writer: StreamWriter) -> None:
+    async def _pass_on(self, first: bytes, reader: StreamReader, writer: StreamWriter) -> None:
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._inner_port)
         try:
-            inner_writer.write(said)
-            ways = [
-                asyncio.ensure_future(_pump(reader, inner_writer)),
-                asyncio.ensure_future(_pump(inner_reader, writer)),
+            inner_writer.write(first)
+            directions = [
+                asyncio.ensure_future(_copy(reader, inner_writer)),
+                asyncio.ensure_future(_copy(inner_reader, writer)),
             ]
             try:
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for way in ways:
-                    way.cancel()
+                for direction in directions:
+                    direction.cancel()
             await asyncio.gather(_finish(writer), _finish(inner_writer))
         finally:
             inner_writer.transport.abort()
 
 
-async def _pump(reader: StreamReader, writer: StreamWriter) -> None:
+async def _copy(reader: StreamReader, writer: StreamWriter) -> None:
     with suppress(OSError):
-        while said := await reader.read(_PORTION):
-            writer.write(said)
+        while data := await reader.read(_PORTION):
+            writer.write(data)
             await writer.drain()
 
 
 async def _finish(writer: StreamWriter) -> None:
-    """Have what was written read, if that does not take long."""
+    """Close, and wait a while until the peer has read everything."""
     writer.close()
     with suppress(OSError, asyncio.TimeoutError):
         await asyncio.wait_for(writer.wait_closed(), CLOSE_S)
 
 
-async def _tell(said: bytes, reader: StreamReader, writer: StreamWriter) -> None:
+async def _answer_in_text(first: bytes, reader: StreamReader, writer: StreamWriter) -> None:
     host, port = writer.get_extra_info("sockname")[:2]
     line = (
         f'headwise serves here, over ZeroMQ and not HTTP: connect with headwise.Client("{host}:{port}"), or try '
         f'`headwise generate --address {host}:{port} "Hello"`\n'
     ).encode()
-    if _HTTP.match(said):
+    if _HTTP.match(first):
         head = f"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: {len(line)}\r\n"
         line = f"{head}Connection: close\r\n\r\n".encode() + line
     writer.write(line)
     await writer.drain()
     writer.write_eof()
-    await asyncio.wait_for(_ignore(reader), CLOSE_S)  # what is left unread would end the connection before the line
+    await asyncio.wait_for(_ignore(reader), CLOSE_S)  # unread data would reset the connection
 
 
 async def _ignore(reader: StreamReader) -> None:

@@ -11,28 +11,28 @@ import zmq
 from support.waiting import PATIENCE_S
 
 from headwise.errors import DeploymentError
-from headwise.runtime.frontend import entrance as entrance_module
-from headwise.runtime.frontend.entrance import Entrance
+from headwise.runtime.frontend import tcp_proxy as tcp_proxy_module
+from headwise.runtime.frontend.tcp_proxy import TcpProxy
 
 
 @pytest.fixture
 def inner() -> Iterator[socket.socket]:
-    """What the entrance leads to."""
+    """What the proxy leads to."""
     with socket.create_server(("127.0.0.1", 0)) as inner:
         inner.settimeout(PATIENCE_S)
         yield inner
 
 
 @pytest.fixture
-def entrance(inner: socket.socket) -> Iterator[Entrance]:
-    entrance = Entrance("127.0.0.1", 0)
-    entrance.start(inner.getsockname()[1])
-    yield entrance
-    entrance.close()
+def proxy(inner: socket.socket) -> Iterator[TcpProxy]:
+    proxy = TcpProxy("127.0.0.1", 0)
+    proxy.start(inner.getsockname()[1])
+    yield proxy
+    proxy.close()
 
 
-def connect(entrance: Entrance) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", entrance.port), timeout=PATIENCE_S)
+def connect(proxy: TcpProxy) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE_S)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -41,53 +41,53 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/models", "/" + "x" * 300_000])
-def test_http_gets_one_line_that_says_what_the_port_is(entrance: Entrance, path: str) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", entrance.port, timeout=PATIENCE_S)
+def test_http_gets_one_line_that_says_what_the_port_is(proxy: TcpProxy, path: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=PATIENCE_S)
     connection.request("GET", path)
     answer = connection.getresponse()
     text = answer.read().decode()
     connection.close()
     assert answer.status == 400
     assert text.count("\n") == 1
-    assert f'connect with headwise.Client("127.0.0.1:{entrance.port}")' in text
+    assert f'connect with headwise.Client("127.0.0.1:{proxy.port}")' in text
 
 
-def test_whoever_speaks_neither_zeromq_nor_http_gets_the_line_alone(entrance: Entrance) -> None:
-    connection = connect(entrance)
+def test_whoever_speaks_neither_zeromq_nor_http_gets_the_line_alone(proxy: TcpProxy) -> None:
+    connection = connect(proxy)
     connection.sendall(b"hello?\r\n")
     connection.shutdown(socket.SHUT_WR)
     assert read_all(connection).startswith(b"headwise serves here, over ZeroMQ and not HTTP")
 
 
-def test_a_connection_that_says_nothing_is_ended(entrance: Entrance, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance_module, "HELLO_S", 0.05)
-    assert read_all(connect(entrance)) == b""
+def test_a_connection_that_says_nothing_is_ended(proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_proxy_module, "HELLO_S", 0.05)
+    assert read_all(connect(proxy)) == b""
 
 
 def test_zeromq_goes_through_both_ways_in_whole(inner: socket.socket) -> None:
     inner.close()
-    entrance = Entrance("127.0.0.1", 0)
+    proxy = TcpProxy("127.0.0.1", 0)
     message = bytes(range(256)) * 20_000
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
-        entrance.start(router.bind_to_random_port("tcp://127.0.0.1"))
-        dealer.connect(f"tcp://127.0.0.1:{entrance.port}")
+        proxy.start(router.bind_to_random_port("tcp://127.0.0.1"))
+        dealer.connect(f"tcp://127.0.0.1:{proxy.port}")
         for _ in range(3):
             dealer.send(message)
             assert router.poll(1000 * PATIENCE_S)
             router.send_multipart(router.recv_multipart())
             assert dealer.poll(1000 * PATIENCE_S)
             assert dealer.recv() == message
-    entrance.close()
+    proxy.close()
 
 
-def test_what_was_said_last_is_delivered_whichever_side_ends(entrance: Entrance, inner: socket.socket) -> None:
+def test_what_was_said_last_is_delivered_whichever_side_ends(proxy: TcpProxy, inner: socket.socket) -> None:
     last = b"\xff" + b"last words" * 10_000
-    outside = connect(entrance)
+    outside = connect(proxy)
     outside.sendall(last)
     outside.close()
     inside, _ = inner.accept()
     assert read_all(inside) == last
-    outside = connect(entrance)
+    outside = connect(proxy)
     outside.sendall(b"\xff")
     inside, _ = inner.accept()
     inside.sendall(last)
@@ -96,22 +96,22 @@ def test_what_was_said_last_is_delivered_whichever_side_ends(entrance: Entrance,
 
 
 def test_an_entrance_that_closes_delivers_what_was_said(inner: socket.socket) -> None:
-    entrance = Entrance("127.0.0.1", 0)
-    entrance.start(inner.getsockname()[1])
-    outside = connect(entrance)
+    proxy = TcpProxy("127.0.0.1", 0)
+    proxy.start(inner.getsockname()[1])
+    outside = connect(proxy)
     outside.sendall(b"\xff")
     inside, _ = inner.accept()
     inside.recv(1)
     inside.sendall(b"last words")
     inside.close()
-    entrance.close()
+    proxy.close()
     assert read_all(outside) == b"last words"
     with pytest.raises(ConnectionRefusedError):
-        connect(entrance)
+        connect(proxy)
 
 
-def test_a_side_that_does_not_read_keeps_the_other_from_writing(entrance: Entrance, inner: socket.socket) -> None:
-    outside = connect(entrance)
+def test_a_side_that_does_not_read_keeps_the_other_from_writing(proxy: TcpProxy, inner: socket.socket) -> None:
+    outside = connect(proxy)
     outside.sendall(b"\xff")
     inside, _ = inner.accept()
     inside.settimeout(0.5)
@@ -120,22 +120,22 @@ def test_a_side_that_does_not_read_keeps_the_other_from_writing(entrance: Entran
 
 
 def test_where_nobody_is_behind_the_entrance_the_connection_ends(inner: socket.socket) -> None:
-    entrance = Entrance("127.0.0.1", 0)
-    entrance.start(inner.getsockname()[1])
+    proxy = TcpProxy("127.0.0.1", 0)
+    proxy.start(inner.getsockname()[1])
     inner.close()
-    connection = connect(entrance)
+    connection = connect(proxy)
     connection.sendall(b"\xff")
     assert read_all(connection) == b""
-    entrance.close()
+    proxy.close()
 
 
 def test_an_entrance_that_was_never_opened_can_be_closed_and_its_port_taken_again() -> None:
-    first = Entrance("127.0.0.1", 0)
+    first = TcpProxy("127.0.0.1", 0)
     with pytest.raises(
         DeploymentError, match=f"cannot listen on 127.0.0.1:{first.port}: Address already in use; choose"
     ):
-        Entrance("127.0.0.1", first.port)
+        TcpProxy("127.0.0.1", first.port)
     with pytest.raises(DeploymentError, match="cannot listen on no host:0"):
-        Entrance("no host", 0)
+        TcpProxy("no host", 0)
     first.close()
-    Entrance("127.0.0.1", first.port).close()
+    TcpProxy("127.0.0.1", first.port).close()
