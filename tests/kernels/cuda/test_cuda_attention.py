@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_kernels_attention import Case, Scene
+from support.attention_scene import Case, Scene
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import itertools
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu.host_cupy import HostArray, host_cupy
+from support.gpu.host_cupy import HostArray
+from support.gpu.paddle_on_the_host import cupy_on_the_host
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
@@ -31,8 +29,6 @@ from headwise.transfer.cuda_stream import ComputeStream
 
 paddle = pytest.importorskip("paddle")
 
-WITH_CUPY = [f"headwise.runtime.ops.{name}" for name in ("cupy_lending", "paddle_gpu_ops", "step_upload")]
-"""Modules that import CuPy."""
 
 draw = np.random.default_rng(0)
 
@@ -43,25 +39,6 @@ def normal(*shape: int) -> np.ndarray:
 
 def int32(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
-
-
-def poisoned(shape: Any, dtype: str) -> Any:
-    """What `paddle.empty` gives, in the worst case."""
-    return paddle.full(shape, float("nan") if "float" in dtype else -1 if dtype != "uint8" else 255, dtype)
-
-
-@contextmanager
-def cupy_on_the_host() -> Iterator[ModuleType]:
-    """The module `paddle_gpu_ops`; what imported the stand-in for CuPy meanwhile is forgotten afterwards."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in host_cupy().items():
-            patch.setitem(sys.modules, name, module)
-        for name in WITH_CUPY:
-            patch.delitem(sys.modules, name, raising=False)
-        patch.setattr(paddle, "empty", poisoned)
-        yield importlib.import_module("headwise.runtime.ops.paddle_gpu_ops")
-        for name in WITH_CUPY:
-            sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
@@ -277,34 +254,10 @@ def test_memory_lives_as_long_as_the_last_array_in_it(ops: Any) -> None:
     assert memory() is None
 
 
-def die_in_every_order() -> None:
-    """Tensors, arrays of them, parts of these, tensors of the parts: let go of in every order, in two threads."""
-    with cupy_on_the_host() as module:
-        ops = module.PaddleGpuOps("float32")
-
-        def live_and_die() -> None:
-            for order in itertools.permutations(range(5)):
-                tensor = ops.tensor(np.ones((8, 8), dtype=np.float32))
-                array = ops.kernel_array(tensor)
-                part = ops.from_kernel_array(array[2:])
-                chain: list[Any] = [tensor, array, part, ops.kernel_array(part), ops.from_kernel_array(array)]
-                del tensor, array, part
-                for index in order:
-                    assert chain[index].sum() in (48, 64)
-                    chain[index] = None
-
-        threads = [threading.Thread(target=live_and_die) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        print("all are dead")
-
-
 def test_tensors_and_arrays_can_die_in_any_order() -> None:
-    code = "import test_ops_paddle_gpu as test; test.die_in_every_order()"
+    code = f"import sys; sys.path[:0] = {sys.path!r}; from support.gpu import paddle_on_the_host as paddle"
     found = subprocess.run(  # a deadlock is out of Python's reach
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", f"{code}; paddle.die_in_every_order()"], capture_output=True, text=True, timeout=120
     )
     assert found.stdout.strip() == "all are dead", found.stderr
 
@@ -438,7 +391,7 @@ def test_a_whole_engine_says_what_one_on_a_cpu_says(module: ModuleType, tmp_path
     pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
     from support.gpu.cuda_shim import LIBRARIES
     from support.gpu.emulated_gpu import EmulatedGpu
-    from test_gpu_engine import answers, configuration, write_model
+    from support.gpu.tiny_engine import answers, configuration, write_model
 
     from headwise import LocalEngine
 
