@@ -17,7 +17,6 @@ from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.moe import route, tokens_by_expert
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
-from headwise.runtime.ops.select import make_ops
 
 REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "ernie45.json").read_text())
 
@@ -234,20 +233,6 @@ def test_tokens_are_grouped_by_expert_and_experts_without_tokens_left_out() -> N
         (expert, tokens.tolist(), shares.tolist()) for expert, tokens, shares in tokens_by_expert(chosen, weights)
     ]
     assert groups == [(0, [0, 1], [0.25, 0.375]), (2, [1, 2], [0.5, 0.75]), (5, [0, 2], [0.125, 0.625])]
-
-
-@pytest.mark.parametrize("ops_name", ["numpy", "paddle"])
-def test_rows_are_added_where_they_belong(ops_name: str) -> None:
-    if ops_name == "paddle":
-        pytest.importorskip("paddle")
-    ops = make_ops(ops_name)
-    x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    target = ops.tensor(np.ones((4, 3), np.float32))
-    ops.scatter_add_rows(target, np.array([3, 0]), ops.tensor(x), np.array([2.0, -1.0], np.float32))
-    expected = np.ones((4, 3))
-    expected[3] += 2 * x[0]
-    expected[0] -= x[1]
-    np.testing.assert_array_equal(ops.numpy(target), expected)
 
 
 @pytest.mark.parametrize(
