@@ -1,7 +1,7 @@
 """CUDA's streams and events as CuPy gives them, on the host: what is enqueued runs when it is let, as late as it may.
 
 Streams are queues of host functions. A wait for an event blocks its queue until the record that it saw is run, and
-nothing runs before `HostCuda.advance`, which somebody who waits for the host calls, too.
+nothing runs before `HostCuda.advance`, which whoever waits on the host calls, too.
 """
 
 from __future__ import annotations
@@ -58,19 +58,23 @@ class _Device:
 class HostEvent:
     def __init__(self, cuda: HostCuda) -> None:
         self._cuda = cuda
-        self.recorded = self.reached = 0
+        self.recorded = self.reached = self._looks = 0
 
     @property
     def done(self) -> bool:
-        self._cuda.advance()
+        """A first look is always in time to see what is still to come."""
+        self._looks += 1
+        if self._looks > 1:
+            self._cuda.advance()
         return self.reached == self.recorded
 
     def record(self, stream: HostStream) -> None:
-        self.recorded += 1
+        self.recorded, self._looks = self.recorded + 1, 0
         number = self.recorded
         stream.queue.append(lambda: setattr(self, "reached", max(self.reached, number)))
 
     def synchronize(self) -> None:
+        self._cuda.advance()
         assert self.done, "the host would wait for ever"
 
 
