@@ -1,6 +1,6 @@
 """Write what transformers computes in float32 for tiny random ERNIE 4.5 models: `ernie45.json`.
 
-    PYTHONPATH=tests/unit python tests/references/make_ernie_references.py
+    PYTHONPATH=tests python tests/references/make_ernie_references.py
 
 Needs torch and transformers, which nothing else here does. The weights are drawn by `test_models_ernie.draw_weights`,
 written by their published names and read by transformers itself. Each entry holds:
