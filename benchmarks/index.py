@@ -162,7 +162,8 @@ def publish(endpoint: str, stored: list[Stored], start: multiprocessing.synchron
         start.wait()
         for message in messages:
             socket.send(message)
-        socket.recv()  # is never answered: the parent ends this process when all has arrived
+        while True:  # what is answered says nothing of that: the parent ends this process when all has arrived
+            socket.recv()
 
 
 def ingest(stored: list[Stored]) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from headwise.errors import InvalidRequestError
 from headwise.kernels.cuda.cards import count_cards
 from headwise.runtime.client.local_calls import LocalCalls
 from headwise.runtime.config.block_storage import open_lookup
@@ -56,10 +57,11 @@ class LocalEngine:
         **kwargs: Any,
     ) -> list[GenerationResult]:
         """Run prompts (texts or token ids) as one batch; ``sampling`` is one for all, or one each."""
-        each = [sampling] * len(prompts) if not isinstance(sampling, Sequence) else sampling
+        if isinstance(prompts, str):
+            raise InvalidRequestError("prompts must be a list of texts or of token ids; for one prompt, a list of one")
         requests = [
             self.preprocessor.prepare(prompt=prompt, sampling=params, **kwargs)
-            for prompt, params in zip(prompts, each, strict=True)
+            for prompt, params in zip(prompts, sampling_of_each(sampling, len(prompts)), strict=True)
         ]
         results = {request.request_id: GenerationResult(request.request_id) for request in requests}
         for delta in self._calls.run(requests):
@@ -105,3 +107,15 @@ class LocalEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def sampling_of_each(sampling: object, count: int) -> list[SamplingParams]:
+    """The sampling of each of ``count`` prompts, of which one was given for all or one each.
+
+    Raises `InvalidRequestError`.
+    """
+    if isinstance(sampling, str) or not isinstance(sampling, Sequence):
+        return [SamplingParams.of(sampling)] * count
+    if len(sampling) != count:
+        raise InvalidRequestError(f"{count} prompts came with {len(sampling)} samplings: give one for all, or one each")
+    return [SamplingParams.of(each) for each in sampling]

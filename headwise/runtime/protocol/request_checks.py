@@ -7,7 +7,6 @@ from headwise.runtime.protocol.request import GenerateRequest
 
 MAX_ID_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 1024
-MAX_STOP_TOKENS = 1024
 MAX_EXTRA_KEYS = 1024
 MAX_KEY_CHARACTERS = 128
 
@@ -23,10 +22,6 @@ def check_request(request: GenerateRequest) -> None:
         raise InvalidRequestError(f"prompt_token_ids must not be negative, got {prompt.min()}")
     if output and not 0 <= min(output) <= max(output) < 2**31:
         raise InvalidRequestError("output_token_ids must be from 0 to 2**31 - 1")
-    if len(request.sampling.stop_token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequestError(
-            f"{len(request.sampling.stop_token_ids)} stop_token_ids were given; at most {MAX_STOP_TOKENS} are allowed"
-        )
     _check_identity(request)
 
 

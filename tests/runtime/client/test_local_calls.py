@@ -131,7 +131,7 @@ def test_a_request_that_fails_fails_its_own_call(core: EngineCore, calls: LocalC
     next(stream)
     with pytest.raises(InvalidRequestError, match="ids must differ"):
         list(calls.run([request("open", [1, 2, 3])]))
-    core._executor.fail_next = "out of memory"
+    core._executor.model.fails = ValueError("out of memory")
     with pytest.raises(EngineDiedError, match="out of memory"):
         list(stream)
     assert tokens(list(calls.run([request("next", [7])]))) == continuation([7], 12)

@@ -57,7 +57,7 @@ params_strategy = st.builds(
 def test_the_filters_keep_what_their_definitions_say(params: SamplingParams, seed: int) -> None:
     logits = np.random.default_rng(seed).integers(-6, 6, VOCAB).astype(np.float32)  # with many ties
     kept, weights = filtered(logits, params)
-    scaled = logits / params.temperature
+    scaled = logits.astype(np.float64) / params.temperature
     probability = np.exp(scaled - scaled.max())
     order = sorted(range(VOCAB), key=lambda i: (-logits[i], i))
     assert kept.tolist() == sorted(order[: len(kept)])
