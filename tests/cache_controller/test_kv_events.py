@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.cached_sequences import BLOCK, WINDOW, evict, grow, hashes_of, manager, nothing, serve
 from support.index.model import Heard
-from test_cache_manager import BLOCK, WINDOW, evict, grow, hashes_of, manager, nothing, serve
 
 from headwise.cache_controller import kv_events as index_statements
 from headwise.cache_controller.cache_manager import CacheManager

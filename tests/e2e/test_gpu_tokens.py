@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.engine.loaded_model import GREEDY, MODELS
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
 from support.reference import answers, assert_same
-from test_tokens import GREEDY, MODELS
 
 from headwise import EngineConfig, LocalEngine
 

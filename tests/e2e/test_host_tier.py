@@ -7,9 +7,9 @@ import threading
 from dataclasses import replace
 
 import pytest
+from support.engine.loaded_model import GREEDY, MODELS, Bench, serve
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S
-from test_tokens import GREEDY, MODELS, Bench, serve
 
 from headwise.errors import LayerSwapTimeoutError
 from headwise.runtime.engine.core import EngineCore

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.engine.loaded_model import GREEDY, Bench
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
-from test_tokens import GREEDY, Bench
 
 from headwise import EngineConfig, LocalEngine
 from headwise.errors import ConfigError, EngineDiedError

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine.loaded_model import GREEDY, MODELS, Bench, serve
+from support.mooncake import Master, require_mooncake
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
-from test_mooncake import Master, require_mooncake
-from test_tokens import GREEDY, MODELS, Bench, serve
 
 from headwise.errors import ConfigError
 from headwise.runtime.engine.core import EngineCore

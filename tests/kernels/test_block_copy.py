@@ -1,18 +1,37 @@
+"""What all block copies promise; that of a GPU but for the driver: its kernel runs on the CPU, by `cuda_shim`."""
+
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.block_copies import SOURCE_BLOCKS, TARGET_BLOCKS, copies, int32, some_bytes
+from support.gpu.cuda_shim import ShimPrograms
+from support.gpu.host_driver import HostDriver
 
 from headwise.errors import ConfigError
 from headwise.kernels import block_copy_cpu
 from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy
+from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.select import make_block_copy
 
-SOURCE_BLOCKS, TARGET_BLOCKS, GROUPS = 9, 7, 3
+
+class OnTheHost:
+    """The block copy of a GPU, which returns when its copies are done."""
+
+    name = "cuda"
+
+    def __init__(self, crossover_bytes: int = 300) -> None:
+        self._driver = HostDriver()
+        self._copy = CudaBlockCopy(self._driver, self._driver.enqueued(ShimPrograms()), crossover_bytes)
+
+    def __call__(self, *arguments: Any) -> None:
+        self._copy(*arguments)
+        self._driver.finish()
 
 
 @pytest.fixture(scope="module")
@@ -20,45 +39,16 @@ def compiled() -> BlockCopy:
     return make_block_copy("numba", threads=2)
 
 
-@pytest.fixture(params=["numba", "reference"])
-def copy(request, compiled) -> BlockCopy:
-    return compiled if request.param == "numba" else ReferenceBlockCopy()
-
-
-def some_bytes(count: int, seed: int = 0, offset: int = 0) -> np.ndarray:
-    """Random bytes that begin ``offset`` bytes behind wherever NumPy begins."""
-    array = np.empty(count + offset, np.uint8)[offset:]
-    array[:] = np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
-    return array
-
-
-def int32(*rows: tuple[int, ...]) -> np.ndarray:
-    return np.array(rows, dtype=np.int32)
-
-
-@st.composite
-def copies(draw):
-    """(block bytes, ranges, pairs): any ranges, target blocks once each, often side by side in both arenas."""
-    block_bytes = draw(st.sampled_from([1, 63, 64, 200, 256, 1000, 4096]))
-    bounds = st.one_of(
-        st.just((0, block_bytes)), st.tuples(st.integers(0, block_bytes), st.integers(0, block_bytes)).map(sorted)
-    )
-    ranges = np.array(draw(st.lists(bounds, min_size=GROUPS, max_size=GROUPS)), dtype=np.int64)
-    targets = draw(st.lists(st.integers(0, TARGET_BLOCKS - 1), unique=True))
-    if draw(st.booleans()):
-        targets.sort()
-    shift = draw(st.integers(0, SOURCE_BLOCKS - TARGET_BLOCKS))
-    sources = st.one_of(st.integers(0, SOURCE_BLOCKS - 1), st.none())
-    pairs = []
-    for target in targets:
-        source = draw(sources)
-        pairs.append((draw(st.integers(0, GROUPS - 1)), target + shift if source is None else source, target))
-    return block_bytes, ranges, np.array(pairs, dtype=np.int32).reshape(-1, 3)
+@pytest.fixture(scope="module", params=["reference", "numba", "cuda"])
+def copy(request: pytest.FixtureRequest, compiled: BlockCopy) -> BlockCopy:
+    return {"reference": ReferenceBlockCopy, "numba": lambda: compiled, "cuda": OnTheHost}[request.param]()
 
 
 @settings(max_examples=200, deadline=None)
 @given(copies(), st.integers(0, 70), st.integers(0, 70), st.sampled_from([1, 100, 1 << 20]))
-def test_copies_what_the_reference_copies_and_nothing_else(compiled, what, source_offset, target_offset, share_bytes):
+def test_numba_copies_what_the_reference_copies_and_nothing_else(
+    compiled, what, source_offset, target_offset, share_bytes
+):
     block_bytes, ranges, pairs = what
     source = some_bytes(SOURCE_BLOCKS * block_bytes, seed=1, offset=source_offset)
     target = some_bytes(TARGET_BLOCKS * block_bytes, seed=2, offset=target_offset)
@@ -70,10 +60,10 @@ def test_copies_what_the_reference_copies_and_nothing_else(compiled, what, sourc
     assert np.array_equal(target, expected)
 
 
-def test_the_reference_copies_the_groups_range_of_each_block():
+def test_the_groups_range_of_each_block_is_copied(copy):
     source, target = np.arange(12, dtype=np.uint8), np.full(8, 99, np.uint8)
     ranges = np.array([[0, 1], [2, 4]], dtype=np.int64)
-    ReferenceBlockCopy()(source, target, int32((0, 2, 0), (1, 1, 0), (1, 0, 1)), ranges, 4)
+    copy(source, target, int32((0, 2, 0), (1, 1, 0), (1, 0, 1)), ranges, 4)
     assert target.tolist() == [8, 99, 6, 7, 99, 99, 2, 3]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_kernels_attention import Case, Scene
+from support.attention_scene import Case, Scene
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError

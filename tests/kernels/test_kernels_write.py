@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.gpu.cuda_shim import ShimPrograms
 
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
-from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.kv_write import CudaKvWrite
 from headwise.kernels.gqa import gqa_layout, kv_views
 from headwise.kernels.select import make_kernels
 
+Write = Callable[[np.ndarray, np.ndarray, np.ndarray, BlockLayout, AttentionBatch, HeadTable], None]
 
-@pytest.fixture(scope="module", params=["reference", "numba"])
-def kernels(request: pytest.FixtureRequest) -> AttentionKernels:
-    return make_kernels(request.param, threads=2)
+
+@pytest.fixture(scope="module", params=["reference", "numba", "cuda"])
+def write_kv(request: pytest.FixtureRequest) -> Write:
+    """That of a GPU is executed by a host shim."""
+    if request.param == "cuda":
+        return CudaKvWrite(ShimPrograms()).write_kv
+    return make_kernels(request.param, threads=2).write_kv
+
+
+@pytest.fixture
+def head_dims(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return (64, 96) if request.node.callspec.params["write_kv"] == "cuda" else (16, 64)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=4),
     block_size=st.sampled_from([1, 3, 16, 64]),
-    head_dim=st.sampled_from([16, 64]),
+    is_large=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_tokens_land_in_their_blocks_and_nothing_else_changes(
-    kernels: AttentionKernels, lengths: list[tuple[int, int]], block_size: int, head_dim: int, seed: int
+    write_kv: Write,
+    head_dims: tuple[int, int],
+    lengths: list[tuple[int, int]],
+    block_size: int,
+    is_large: bool,
+    seed: int,
 ) -> None:
-    rng = np.random.default_rng(seed)
+    rng, head_dim = np.random.default_rng(seed), head_dims[is_large]
     seq_lens = np.array([queries + before for queries, before in lengths], np.int32)
     cu = np.concatenate([[0], np.cumsum([queries for queries, _ in lengths])]).astype(np.int32)
     columns = -(-int(seq_lens.max()) // block_size)
@@ -51,7 +70,7 @@ def test_tokens_land_in_their_blocks_and_nothing_else_changes(
                         offset = (before + token) % block_size
                         views[block, heads.slot[head], offset] = tokens[cu[sequence] + token, head]
 
-    kernels.write_kv(key, value, arena, layout, AttentionBatch(cu, seq_lens, tables, 2), heads)
+    write_kv(key, value, arena, layout, AttentionBatch(cu, seq_lens, tables, 2), heads)
     np.testing.assert_array_equal(arena, expected)
 
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python tests/references/make_ernie_references.py
 
-Needs torch and transformers, which nothing else here does. The weights are drawn by `test_models_ernie.draw_weights`,
-written by their published names and read by transformers itself. Each entry holds:
+Needs torch and transformers, which nothing else here does. `support.random_ernie.draw_weights` draws the weights;
+they are written by their published names and read by transformers itself. Each entry holds:
 
     name, config       the `config.json` that the weights were drawn for, with NumPy's seed 0
     ids                the prompt
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from test_models_ernie import DENSE, MOE, draw_weights
+from support.random_ernie import DENSE, MOE, draw_weights
 from transformers import AutoModelForCausalLM
 
 from headwise.runtime.loader.safetensors_file import write_safetensors

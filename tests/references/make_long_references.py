@@ -1,8 +1,8 @@
 """Write what transformers makes of Gemma 3's long prompts, in float32: `gemma3-270m-long.json`.
 
-    PYTHONPATH=tests/e2e python tests/references/make_long_references.py [--cache-dir DIR]
+    PYTHONPATH=tests python tests/references/make_long_references.py [--cache-dir DIR]
 
-Needs torch and transformers, 6 GB of memory and some minutes. `tests/e2e/long_prompts.py` makes the prompts. Each
+Needs torch and transformers, 6 GB of memory and some minutes. `tests/support/long_prompts.py` makes the prompts. Each
 entry holds:
 
     name, digest    of the prompt and of its tokens

@@ -8,8 +8,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from support.engine.loaded_model import GREEDY, MODELS, Bench
 from support.reference import answers, assert_same
-from test_tokens import GREEDY, MODELS, Bench
 
 from headwise.runtime.protocol.request import GenerationResult
 

@@ -22,8 +22,14 @@ HANG_S = 60.0
 """Longest that a call hangs: never reached unless the test fails."""
 
 
+NAMESPACE = StorageNamespace("model", "layout")
+Shared = dict[StorageNamespace, dict[bytes, bytes]]
+
+
 class MemoryStorage(BlockStorage):
-    """blocks:  the bytes stored, by key
+    """shared:  what several of them store together, by namespace
+
+    blocks:  the bytes stored, by key
     calls:   (method, number of keys) of each call, in order
     threads: those that called
     errors:  by method, what it raises
@@ -32,15 +38,18 @@ class MemoryStorage(BlockStorage):
     corrupt: keys whose blocks are found altered: misses that leave garbage in the arena
     """
 
-    def __init__(self, block_bytes: int = 8) -> None:
-        super().__init__(StorageNamespace("model", "layout"), block_bytes)
-        self.blocks: dict[bytes, bytes] = {}
+    def __init__(
+        self, block_bytes: int = 8, namespace: StorageNamespace = NAMESPACE, shared: Shared | None = None
+    ) -> None:
+        super().__init__(namespace, block_bytes)
+        self.blocks: dict[bytes, bytes] = {} if shared is None else shared.setdefault(namespace, {})
         self.calls: list[tuple[str, int]] = []
         self.threads: set[threading.Thread] = set()
         self.errors: dict[str, Exception] = {}
         self.answers: dict[str, object] = {}
         self.full = False
         self.corrupt: set[bytes] = set()
+        self._hits = self._misses = self._written = self._write_failures = 0
         self._hung: dict[str, tuple[threading.Event, threading.Event]] = {}
 
     def hang(self, method: str) -> threading.Event:
@@ -66,13 +75,19 @@ class MemoryStorage(BlockStorage):
         for key, view in zip(keys, block_views(arena, blocks, self.block_bytes, len(keys)), strict=True):
             if not self.full:
                 self.blocks[key] = bytes(view)
-        return self._answer("write", [key in self.blocks for key in keys])
+        stored = [key in self.blocks for key in keys]
+        self._written += sum(stored)
+        self._write_failures += len(keys) - sum(stored)
+        return self._answer("write", stored)
 
     def read(self, hashes: Sequence[bytes], groups: NDArray[np.int32], arena: Arena, blocks: NDArray[np.int32]) -> Hits:
         keys = self._enter("read", hashes, groups)
         for key, view in zip(keys, block_views(arena, blocks, self.block_bytes, len(keys)), strict=True):
             view[:] = bytes(self.block_bytes) if key in self.corrupt else self.blocks.get(key, view)
-        return self._answer("read", [key in self.blocks and key not in self.corrupt for key in keys])
+        found = [key in self.blocks and key not in self.corrupt for key in keys]
+        self._hits += sum(found)
+        self._misses += len(keys) - sum(found)
+        return self._answer("read", found)
 
     def delete(self, hashes: Sequence[bytes], groups: NDArray[np.int32]) -> None:
         for key in self._enter("delete", hashes, groups):
@@ -83,7 +98,10 @@ class MemoryStorage(BlockStorage):
         self.blocks.clear()
 
     def stats(self) -> StorageStats:
-        return StorageStats(len(self.blocks), len(self.blocks) * self.block_bytes, 0, 0, 0, 0, 0, 0)
+        counted = {"hits": self._hits, "misses": self._misses}
+        counted |= {"written": self._written, "write_failures": self._write_failures}
+        held = {"blocks": len(self.blocks), "bytes": len(self.blocks) * self.block_bytes}
+        return StorageStats(**held, **counted, evictions=0, corrupt=0)
 
     def close(self) -> None:
         self._enter("close")

@@ -129,42 +129,6 @@ def test_an_arena_is_not_exchanged_under_copies_nor_for_one_of_another_size(slow
 # ---- streams ----
 
 
-def test_a_cpu_stream_runs_its_work_in_order_beside_the_caller(threads):
-    done, go = [], threading.Event()
-    threads[0].submit(lambda: done.append(go.wait(WAIT_S)))
-    last = [threads[0].submit(lambda i=i: done.append(i)) for i in range(20)][-1]
-    assert not last.done
-    go.set()
-    assert threads[0].wait_for(last, WAIT_S)
-    assert done == [True, *range(20)]
-
-
-def test_a_piece_that_raises_raises_to_whoever_waits_and_the_next_one_runs(threads):
-    stream, error = threads[0], OSError("the disk is gone")
-
-    def fail() -> None:
-        raise error
-
-    broken, fine = stream.submit(fail), stream.submit(lambda: None)
-    assert fine.wait(WAIT_S)
-    assert broken.done
-    for wait in (broken.wait, lambda: stream.wait_for(broken, WAIT_S)):
-        with pytest.raises(OSError, match="the disk is gone"):
-            wait()
-    again = stream.submit(lambda: None, broken)
-    assert again is broken
-    assert again.wait(WAIT_S)
-
-
-def test_a_wait_that_is_too_short_says_so(threads):
-    go = threading.Event()
-    event = threads[0].submit(lambda: go.wait(WAIT_S))
-    assert not event.wait(0)
-    assert not threads[0].wait_for(event, 0)
-    go.set()
-    assert event.wait(WAIT_S)
-
-
 def test_a_closed_stream_has_finished_its_work_and_takes_no_more():
     stream, done = CpuStream("in"), []
     stream.submit(lambda: done.append(1))

@@ -1,8 +1,10 @@
-"""The attention kernels of a GPU, run by Triton's interpreter on poisoned arenas, against the reference kernels."""
+"""What the attention kernels of a GPU promise beyond the contract of all: other dtypes, tiles, splits and launches.
+
+They are run by Triton's interpreter on poisoned arenas, against the reference kernels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_kernels_attention import Case, Scene
+from support.attention_scene import Case, Scene
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
@@ -19,30 +21,15 @@ from headwise.kernels.reference import ReferenceKernels
 
 pytest.importorskip("triton")
 
+from support.gpu.interpreted_attention import SMALL, triton_attention
+
 from headwise.kernels.cuda import interpreter
 from headwise.kernels.cuda.attention import AttentionShape, TritonAttention, Tuning, check_supported, variants_of
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
-from headwise.kernels.cuda.launch import Grid, Variant
-from headwise.kernels.cuda.tiles import Tile
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, of infinities that are meant
 
-SMALL = Tuning(prefill=Tile(16, 16, 4, 2), decode=Tile(16, 16, 4, 2), min_split_tokens=32)
-"""Tiles that short sequences fill several of."""
-
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-
-
-class RecordingLauncher(InterpreterLauncher):
-    """Also keeps what was launched."""
-
-    def __init__(self, sms: int = 4) -> None:
-        super().__init__(sms=sms)
-        self.launched: list[tuple[str, Grid]] = []
-
-    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
-        self.launched.append((variant.kernel, grid))
-        super().launch(variant, grid, arguments)
 
 
 @dataclass(frozen=True)
@@ -75,10 +62,6 @@ class TypedScene(Scene):
         return out.astype(np.float64)
 
 
-def triton_attention(tuning: Tuning = SMALL, sms: int = 4) -> TritonAttention:
-    return TritonAttention(RecordingLauncher(sms), lambda nbytes: np.full(nbytes, 0xFF, np.uint8), tuning)
-
-
 def assert_right(case: Case, dtypes: Dtypes = Dtypes(), attention: TritonAttention | None = None) -> None:
     scene = TypedScene(case, dtypes)
     got, expected = scene.answer(attention or triton_attention()), scene.answer(ReferenceKernels())
@@ -102,9 +85,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=cases(), dtypes=st.sampled_from([Dtypes(), Dtypes("float16", "float16"), Dtypes("float32", "int8")]))
-def test_any_batch_matches_the_reference(case: Case, dtypes: Dtypes) -> None:
+@settings(max_examples=33, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(), dtypes=st.sampled_from([Dtypes("float16", "float16"), Dtypes("float32", "int8")]))
+def test_any_batch_of_narrow_numbers_matches_the_reference(case: Case, dtypes: Dtypes) -> None:
     assert_right(case, dtypes)
 
 
@@ -113,15 +96,6 @@ def test_any_batch_matches_the_reference(case: Case, dtypes: Dtypes) -> None:
 def test_every_pair_of_dtypes_prefill_and_decode(query: str, kv: str) -> None:
     case = Case((1, 20), (70, 40), ((0, 0), (20, 4)), share=2, head_dim=64, block_size=16)
     assert_right(case, Dtypes(query, kv))
-
-
-@pytest.mark.parametrize(
-    ("window", "sink"), [(1, 0), (3, 0), (16, 0), (17, 1), (16, 16), (40, 20), (16, 200), (500, 4), (500, 0)]
-)
-@pytest.mark.parametrize("queries", [1, 30])
-def test_windowed_head_with_recycled_middle_blocks(window: int, sink: int, queries: int) -> None:
-    # Two sequences, so that the single query goes through decode with its splits.
-    assert_right(Case((queries, 0), (203, 9), ((window, sink),), share=3, head_dim=64, block_size=16))
 
 
 @pytest.mark.parametrize(("share", "head_dim"), [(3, 64), (8, 128), (4, 256), (2, 96), (1, 64), (20, 64)])
@@ -209,33 +183,6 @@ def test_cost_of_a_windowed_head_does_not_grow_with_the_context(monkeypatch: pyt
         counts.append(len(steps))
     # Window and sinks span at most 4 and 2 tiles of 16; the twelve queries of the second sequence are one row each.
     assert counts[0] == counts[1] <= 12
-
-
-def test_query_that_sees_no_mapped_block_gets_zeros() -> None:
-    scene = TypedScene(Case((1, 5), (90, 9), ((0, 0),), head_dim=64), Dtypes())
-    scene.batch.block_tables[:] = -1
-    assert (scene.answer(triton_attention()) == 0).all()
-
-
-def test_visible_token_without_a_block_counts_as_not_visible() -> None:
-    scene = TypedScene(Case((1, 40), (90, 80), ((0, 0),), head_dim=64, block_size=16), Dtypes())
-    scene.batch.block_tables[:, 1:3] = -1
-    np.testing.assert_allclose(scene.answer(triton_attention()), scene.answer(ReferenceKernels()), rtol=0, atol=2e-5)
-
-
-def test_a_nan_in_a_query_shows_in_that_query_only() -> None:
-    scene = TypedScene(Case((1, 1, 4), (90, 30, 30), ((0, 0),), head_dim=64), Dtypes())
-    scene.query[[0, 4]] = np.nan
-    out = scene.answer(triton_attention())
-    assert np.isnan(out[[0, 4]]).all()
-    assert np.isfinite(out[[1, 2, 3, 5]]).all()
-
-
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_scores_of_any_size_stay_finite(softcap: float) -> None:
-    scene = TypedScene(Case((1, 12), (40, 40), ((0, 0), (20, 4)), head_dim=64, softcap=softcap), Dtypes())
-    scene.query *= 1e4
-    assert np.isfinite(scene.answer(triton_attention())).all()
 
 
 def test_tiny_values_of_a_quantised_cache_keep_their_precision() -> None:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.emulated_gpu import EmulatedOps
-from test_cuda_programs import TARGETS, machine_code, spilled
+from support.gpu.machine_code import TARGETS, machine_code, spilled
 
 from headwise.cache_controller.block_tables import HostBlockTables, TableShape
 from headwise.kernels.cuda.block_tables import SOURCE, CudaBlockTables

@@ -6,40 +6,18 @@ import re
 from pathlib import Path
 
 import pytest
+from support.gpu.machine_code import TARGETS, accesses, need_nvrtc, spilled
 
 from headwise.errors import ConfigError
 from headwise.kernels.cuda import nvrtc, programs
 from headwise.kernels.cuda.kv_write import all_variants
-from headwise.kernels.cuda.nvrtc import Compiled, find_nvrtc
+from headwise.kernels.cuda.nvrtc import find_nvrtc
 from headwise.kernels.cuda.programs import Defines, compile_source, cubin_path
-
-TARGETS = (80, 90, 100)
 
 
 @pytest.fixture(autouse=True)
 def _compiler() -> None:
-    _need_nvrtc()
-
-
-def _need_nvrtc() -> None:
-    """Skip where its wheel is not installed; where it is, that it is not found is a failure."""
-    pytest.importorskip("nvidia.cuda_nvrtc", reason="nvidia-cuda-nvrtc-cu12 compiles the kernels, and is not installed")
-
-
-def machine_code(source: str, defines: Defines, sm: int) -> Compiled:
-    """``source`` compiled; where NVRTC is not installed, the test is skipped."""
-    _need_nvrtc()
-    return compile_source(source, defines, sm)
-
-
-def spilled(compiled: Compiled) -> list[str]:
-    """Bytes of stack and spills, as ptxas tells."""
-    return re.findall(r"([1-9]\d*) bytes (?:stack frame|spill stores|spill loads)", compiled.log)
-
-
-def accesses(compiled: Compiled, kind: str) -> set[str]:
-    """The kinds of access to global memory, e.g. ``v4.u32``."""
-    return set(re.findall(rf"\b{kind}\.global\.([.\w]*)", compiled.ptx))
+    need_nvrtc()
 
 
 @pytest.mark.parametrize("sm", TARGETS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.gpu.cuda_shim import ShimPrograms
-from test_cuda_programs import TARGETS, machine_code, spilled
+from support.gpu.machine_code import TARGETS, machine_code, spilled
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from support.engine.simulated_engine import BLOCK, LetterTokenizer, make_engine, request, run
 from support.engine.simulation import (
     EOS,
     VOCAB,
@@ -31,73 +32,6 @@ from headwise.runtime.engine.throughput import smooth
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer
 from headwise.runtime.protocol.messages import EngineLoad
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams
-
-BLOCK = 4
-
-
-class LetterTokenizer:
-    """Token t is one letter; nothing ends a text by itself."""
-
-    eos_token_ids = (VOCAB + 1,)
-
-    def detokenizer(self) -> LetterTokenizer:
-        return self
-
-    def push(self, ids) -> str:
-        return "".join(chr(ord("!") + i) for i in ids)
-
-    def flush(self) -> str:
-        return ""
-
-
-class Ticks:
-    """A clock that goes on by a tenth of a second at every look."""
-
-    def __init__(self) -> None:
-        self._now = 1e9
-
-    def __call__(self) -> float:
-        self._now += 0.1
-        return self._now
-
-    def skip(self, seconds: float) -> None:
-        self._now += seconds
-
-
-def make_engine(
-    policies=(FULL,), *, num_blocks=16, max_rows=4, host_blocks=0, eager=True, storage: Storage | None = None, **config
-) -> tuple[EngineCore, SimulatedExecutor]:
-    config = {"max_batched_tokens": 16, **config}
-    if storage is not None:
-        config |= {"storage": "simulated:", "host_cache": "1KiB"}
-    card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows, host_blocks=host_blocks)
-    executor = SimulatedExecutor(card, eager=eager, storage=storage)
-    engine = EngineCore(
-        EngineConfig(block_size=BLOCK, **config),
-        card,
-        LetterTokenizer(),
-        executor,
-        clock=Ticks(),
-        lookup=None if storage is None else SimulatedLookup(storage, len(card.plan.groups)),
-    )
-    return engine, executor
-
-
-def request(name: str, prompt, max_tokens: int, *, priority: int = 0, salt: str = "", **sampling) -> GenerateRequest:
-    params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
-    return GenerateRequest(name, np.array(prompt, dtype=np.int32), params, priority, salt)
-
-
-def run(engine: EngineCore) -> dict[str, GenerationResult]:
-    results: dict[str, GenerationResult] = {}
-    for _ in range(10_000):
-        for delta in engine.step(None):
-            results.setdefault(delta.request_id, GenerationResult(delta.request_id)).add(delta)
-        if not engine.has_work():
-            assert engine.cache.pool.num_held == 0
-            engine.cache.check_integrity()
-            return results
-    raise AssertionError("the engine does not come to an end")
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])

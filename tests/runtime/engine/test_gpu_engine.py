@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu
-from support.tiny_models import byte_level_tokenizer, write_tokenizer_directory
-from test_models import random_weights
+from support.gpu.tiny_engine import (
+    PROMPT,
+    SHORT_PROMPTS,
+    answers,
+    configuration,
+    lose_numbers,
+    tokens_and_errors,
+    write_model,
+)
 
-from headwise import EngineConfig, LocalEngine
+from headwise import LocalEngine
 from headwise.cache_controller.block_tables import TableShape
-from headwise.runtime.models.registry import model_config
-from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, SamplingParams
+from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.sampler import NOT_FINITE, Draws
-from headwise.runtime.worker.worker import ModelWorker
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
-
-TINY = {
-    "architectures": ["Ernie4_5ForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 263,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "window_size": 24,
-    "sink_size": 4,
-    "head_wise_swa_ratio": 0.5,
-}
-"""Of its two KV heads, one sees a window."""
-
-PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 200, 70)]
 
 
 @pytest.fixture(scope="module")
@@ -50,62 +34,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def write_model(directory: Path) -> Path:
-    write_tokenizer_directory(directory, byte_level_tokenizer())
-    (directory / "config.json").write_text(json.dumps(TINY))
-    weights = random_weights(model_config(TINY))
-    named = {name: weights.tensor(name) for name in weights.names if not name.endswith(".bias")}
-    save_file(named, directory / "model.safetensors")
-    return directory
-
-
 @pytest.fixture(scope="module")
 def libraries() -> Path:
     return LIBRARIES
-
-
-def answers(engine: LocalEngine) -> list[tuple[list[int], int]]:
-    """Tokens of several prompts at once, then of one of them again; and how many of each prompt's were cached."""
-    greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    with engine:
-        results = engine.generate([PROMPT, PROMPT[:9], PROMPT[5:40]], greedy)
-        results += engine.generate([[*PROMPT, 7, 8, 9]], greedy)
-    return [(list(result.token_ids), result.usage.cached_tokens if result.usage else -1) for result in results]
-
-
-SHORT_PROMPTS = [PROMPT[:9], PROMPT[20:31], PROMPT[40:45]]
-
-
-def lose_numbers(worker: ModelWorker) -> None:
-    """Let the second of the three sequences that decode together have no logits, once."""
-    real, lost = worker._model.scores, []
-
-    def scores(hidden: np.ndarray) -> np.ndarray | None:
-        found = real(hidden)
-        if found is not None and hidden.shape[0] >= 3 and not lost:
-            lost.append(True)
-            found[1] = np.nan
-        return found
-
-    worker._model.scores = scores  # type: ignore[method-assign]
-
-
-def tokens_and_errors(engine: LocalEngine, params: SamplingParams) -> list[tuple[list[int], str | None]]:
-    """What becomes of `SHORT_PROMPTS`, served together."""
-    results = {f"r{index}": GenerationResult(f"r{index}") for index in range(len(SHORT_PROMPTS))}
-    errors: dict[str, str | None] = {}
-    for name, prompt in zip(results, SHORT_PROMPTS, strict=True):
-        engine.core.add(GenerateRequest(name, np.array(prompt, np.int32), params, cache_salt="another"))
-    while engine.core.has_work():
-        for delta in engine.core.step(None):
-            results[delta.request_id].add(delta)
-            errors[delta.request_id] = delta.error
-    return [(result.token_ids, errors[name]) for name, result in results.items()]
-
-
-def configuration(model: Path, **changes: object) -> EngineConfig:
-    values = {"model": str(model), "block_size": 8, "max_batched_tokens": 64, **changes}
-    return EngineConfig.from_dict(values)
 
 
 def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:

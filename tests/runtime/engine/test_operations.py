@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from support.engine.simulated_engine import make_engine, request, run
 from support.engine.simulation import VOCAB, SimulatedExecutor, Storage, continuation
-from test_engine import make_engine, request, run
 
 from headwise.errors import ConfigError, EngineDiedError, InvalidRequestError, ModelError, OverloadedError
 from headwise.runtime.engine.core import EngineCore

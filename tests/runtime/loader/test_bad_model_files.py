@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_models import CONFIGS
+from support.random_models import CONFIGS
 from typer.testing import CliRunner, Result
 
 from headwise.errors import ConfigError, HeadwiseError, ModelError

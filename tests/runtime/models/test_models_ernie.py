@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engine.dense_oracle import DictWeights, run_rank, run_ranks, softmax
+from support.random_ernie import DENSE, MOE, draw_weights, has_experts
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
@@ -16,81 +17,10 @@ from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.moe import route, tokens_by_expert
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
-from headwise.runtime.ops.select import make_ops
 
 REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "ernie45.json").read_text())
 
-DENSE = {
-    "architectures": ["Ernie4_5ForCausalLM"],
-    "model_type": "ernie4_5",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 40,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-    "use_bias": False,
-}
-MOE = {
-    **{key: value for key, value in DENSE.items() if key != "head_dim"},
-    "architectures": ["Ernie4_5_MoeForCausalLM"],
-    "model_type": "ernie4_5_moe",
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "moe_k": 3,
-    "moe_num_experts": 8,
-    "moe_num_shared_experts": 2,
-    "moe_intermediate_size": 12,
-    "moe_layer_start_index": 1,
-    "moe_layer_end_index": -1,
-    "moe_layer_interval": 1,
-}
 HEAD_WINDOWS = {"window_size": 6, "sink_size": 2, "window_attn_skip_freq": 3, "head_wise_swa_ratio": 0.5}
-
-
-def has_experts(config: dict[str, Any], layer: int) -> bool:
-    if "moe_k" not in config:
-        return False
-    end = config["moe_layer_end_index"]
-    inside = config["moe_layer_start_index"] <= layer <= (config["num_hidden_layers"] if end == -1 else end)
-    return inside and (layer + 1) % config["moe_layer_interval"] == 0
-
-
-def draw_weights(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Random weights by their published names, drawn in a fixed order: the references were computed with the same."""
-    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    dim = config.get("head_dim", hidden // config["num_attention_heads"])
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-
-    def mlp(at: str, size: int) -> None:
-        shapes.update(dict.fromkeys((f"{at}.gate_proj.weight", f"{at}.up_proj.weight"), (size, hidden)))
-        shapes[f"{at}.down_proj.weight"] = (hidden, size)
-
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        for name, shape in {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}.items():
-            shapes[f"{at}.self_attn.{name}_proj.weight"] = shape
-        shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        if not has_experts(config, layer):
-            mlp(f"{at}.mlp", inner)
-            continue
-        shapes[f"{at}.mlp.gate.weight"] = (config["moe_num_experts"], hidden)
-        shapes[f"{at}.mlp.moe_statics.e_score_correction_bias"] = (1, config["moe_num_experts"])
-        for expert in range(config["moe_num_experts"]):
-            mlp(f"{at}.mlp.experts.{expert}", config["moe_intermediate_size"])
-        if config["moe_num_shared_experts"]:
-            mlp(f"{at}.mlp.shared_experts", config["moe_num_shared_experts"] * config["moe_intermediate_size"])
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.get("tie_word_embeddings", True):
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    draw = np.random.default_rng(0)
-    drawn = {name: draw.standard_normal(shape, dtype=np.float32) * np.float32(0.2) for name, shape in shapes.items()}
-    return {name: 1 + values if name.endswith("norm.weight") else values for name, values in drawn.items()}
 
 
 def fused(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -303,20 +233,6 @@ def test_tokens_are_grouped_by_expert_and_experts_without_tokens_left_out() -> N
         (expert, tokens.tolist(), shares.tolist()) for expert, tokens, shares in tokens_by_expert(chosen, weights)
     ]
     assert groups == [(0, [0, 1], [0.25, 0.375]), (2, [1, 2], [0.5, 0.75]), (5, [0, 2], [0.125, 0.625])]
-
-
-@pytest.mark.parametrize("ops_name", ["numpy", "paddle"])
-def test_rows_are_added_where_they_belong(ops_name: str) -> None:
-    if ops_name == "paddle":
-        pytest.importorskip("paddle")
-    ops = make_ops(ops_name)
-    x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    target = ops.tensor(np.ones((4, 3), np.float32))
-    ops.scatter_add_rows(target, np.array([3, 0]), ops.tensor(x), np.array([2.0, -1.0], np.float32))
-    expected = np.ones((4, 3))
-    expected[3] += 2 * x[0]
-    expected[0] -= x[1]
-    np.testing.assert_array_equal(ops.numpy(target), expected)
 
 
 @pytest.mark.parametrize(

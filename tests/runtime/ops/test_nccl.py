@@ -21,8 +21,8 @@ import pytest
 from support.gpu.cuda_shim import LIBRARIES
 from support.gpu.emulated_gpu import EmulatedGpu, SerialPrograms, poisoned
 from support.gpu.host_nccl import HostNccl, NcclError, host_cupy_with, way
+from support.gpu.tiny_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
 from support.waiting import PATIENCE_S
-from test_gpu_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
 
 from headwise import EngineConfig, LocalEngine
 from headwise.cache_controller.dtypes import numpy_dtype

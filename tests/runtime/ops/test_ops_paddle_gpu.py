@@ -2,66 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-import itertools
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu.host_cupy import HostArray, host_cupy
+from support.gpu.host_cupy import HostArray
+from support.gpu.paddle_on_the_host import cupy_on_the_host
+from support.tensor_operations import HEADS, X, int32, rope
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.cards import Card
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.ops.base import CapturingOps
-from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.worker import cuda_device
 from headwise.runtime.worker.cuda_device import CudaDevice
 from headwise.transfer.cuda_stream import ComputeStream
 
 paddle = pytest.importorskip("paddle")
-
-WITH_CUPY = [f"headwise.runtime.ops.{name}" for name in ("cupy_lending", "paddle_gpu_ops", "step_upload")]
-"""Modules that import CuPy."""
-
-draw = np.random.default_rng(0)
-
-
-def normal(*shape: int) -> np.ndarray:
-    return draw.standard_normal(shape, dtype=np.float32)
-
-
-def int32(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
-
-
-def poisoned(shape: Any, dtype: str) -> Any:
-    """What `paddle.empty` gives, in the worst case."""
-    return paddle.full(shape, float("nan") if "float" in dtype else -1 if dtype != "uint8" else 255, dtype)
-
-
-@contextmanager
-def cupy_on_the_host() -> Iterator[ModuleType]:
-    """The module `paddle_gpu_ops`; what imported the stand-in for CuPy meanwhile is forgotten afterwards."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in host_cupy().items():
-            patch.setitem(sys.modules, name, module)
-        for name in WITH_CUPY:
-            patch.delitem(sys.modules, name, raising=False)
-        patch.setattr(paddle, "empty", poisoned)
-        yield importlib.import_module("headwise.runtime.ops.paddle_gpu_ops")
-        for name in WITH_CUPY:
-            sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
@@ -77,106 +43,6 @@ def ops(module: ModuleType) -> Any:
 
 
 # ---- operations ----
-
-
-def linear(ops: Any) -> Any:
-    return ops.linear(ops.tensor(X), ops.linear_weight(WEIGHT), ops.tensor(BIAS))
-
-
-def linear_of_a_slice(ops: Any) -> Any:
-    return ops.linear(ops.tensor(X)[:, 4:], ops.linear_weight(WEIGHT[:, 4:]))
-
-
-def embedding(ops: Any) -> Any:
-    return ops.embedding(ops.tensor(X), ops.upload(int32(3, 3, 0)))
-
-
-def scaled_embedding(ops: Any) -> Any:
-    return ops.embedding(ops.tensor(X), ops.upload(int32(3, 3, 0)), 1.7)
-
-
-def rms_norm(ops: Any) -> Any:
-    return ops.rms_norm(ops.tensor(X), ops.norm_weight(WEIGHT[0]), 1e-5)
-
-
-def rms_norm_of_heads(ops: Any) -> Any:
-    return ops.rms_norm(ops.tensor(HEADS)[:, 1:4], ops.norm_weight(WEIGHT[0, :8]), 1e-5)
-
-
-def rope(ops: Any) -> Any:
-    angles = ops.rotation(ops.upload(int32(0, 1, 500, 99999)), ops.upload(FREQUENCIES))
-    return ops.rope(ops.tensor(HEADS)[:, 2:], *angles)
-
-
-def silu_mul(ops: Any) -> Any:
-    return ops.silu_mul(ops.tensor(X))
-
-
-def gelu_tanh_mul(ops: Any) -> Any:
-    return ops.gelu_tanh_mul(ops.tensor(X))
-
-
-def take_rows(ops: Any) -> Any:
-    return ops.take_rows(ops.tensor(X), np.array([3, 0]))
-
-
-def scatter_add_rows(ops: Any) -> Any:
-    target = ops.linear(ops.tensor(X), ops.linear_weight(np.eye(16, dtype=np.float32)))
-    ops.scatter_add_rows(target, np.array([2, 0]), ops.tensor(X[:2]), np.array([0.5, -2.0], np.float32))
-    return target
-
-
-def residual(ops: Any) -> Any:
-    return ops.tensor(X) + ops.tensor(X).reshape([4, -1])
-
-
-def normed_sum(ops: Any) -> Any:
-    total, normed = ops.add_rms_norm(ops.tensor(X), residual(ops), ops.norm_weight(WEIGHT[0]), 1e-5)
-    return total * normed
-
-
-X, WEIGHT, BIAS, HEADS = normal(4, 16), normal(10, 16), normal(10), normal(4, 5, 8)
-FREQUENCIES = (10000.0 ** -(np.arange(4) / 4)).astype(np.float32)
-NARROW = [embedding, scaled_embedding, rms_norm, rms_norm_of_heads, rope, gelu_tanh_mul, take_rows]
-"""What Paddle computes on a CPU in float16 and bfloat16, too."""
-
-
-@pytest.mark.parametrize(
-    "compute",
-    [*NARROW, linear, linear_of_a_slice, silu_mul, scatter_add_rows, residual, normed_sum],
-    ids=lambda f: f.__name__,
-)
-def test_operations_give_what_numpy_gives(ops: Any, compute: Any) -> None:
-    found = ops.numpy(compute(ops))
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, compute(NumpyOps()), rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("compute", NARROW, ids=lambda f: f.__name__)
-def test_narrow_numbers_are_rounded_once(module: ModuleType, compute: Any, dtype: str) -> None:
-    ops = module.PaddleGpuOps(dtype)
-    tensor = compute(ops)
-    assert ops.kernel_array(tensor).dtype == numpy_dtype(dtype)
-    found, expected = ops.numpy(tensor), compute(NumpyOps(dtype)).astype(np.float32)
-    assert found.dtype == np.float32
-    # The same arithmetic in float32 may differ in its last bit, and so fall to the other side when rounded.
-    one_bit = 2.0**-7 if dtype == "bfloat16" else 2.0**-10
-    np.testing.assert_allclose(found, expected, rtol=one_bit, atol=1e-5)
-    assert (found != expected).mean() < 0.05
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_the_likeliest_token_is_the_first_of_the_largest_or_of_the_not_numbers(module: ModuleType, dtype: str) -> None:
-    nan, inf = np.nan, np.inf
-    rows = [[1, 3, 2, 0], [2, 5, 5, 1], [1, nan, inf, nan], [inf, 1, nan, 2], [-inf] * 4, [-1, -2, -3, -inf]]
-    logits = np.array(rows, dtype=np.float32)
-    ops = module.PaddleGpuOps(dtype)
-    tokens, best = (ops.host(array) for array in ops.greedy(ops.tensor(logits)))
-    assert (tokens.dtype, best.dtype) == (np.int32, np.float32)
-    expected = logits.argmax(axis=1)
-    np.testing.assert_array_equal(tokens, expected)
-    np.testing.assert_array_equal(best, np.take_along_axis(logits, expected[:, None], axis=1)[:, 0])
 
 
 def test_there_are_no_graphs_and_memory_can_be_given_back(ops: Any) -> None:
@@ -277,34 +143,10 @@ def test_memory_lives_as_long_as_the_last_array_in_it(ops: Any) -> None:
     assert memory() is None
 
 
-def die_in_every_order() -> None:
-    """Tensors, arrays of them, parts of these, tensors of the parts: let go of in every order, in two threads."""
-    with cupy_on_the_host() as module:
-        ops = module.PaddleGpuOps("float32")
-
-        def live_and_die() -> None:
-            for order in itertools.permutations(range(5)):
-                tensor = ops.tensor(np.ones((8, 8), dtype=np.float32))
-                array = ops.kernel_array(tensor)
-                part = ops.from_kernel_array(array[2:])
-                chain: list[Any] = [tensor, array, part, ops.kernel_array(part), ops.from_kernel_array(array)]
-                del tensor, array, part
-                for index in order:
-                    assert chain[index].sum() in (48, 64)
-                    chain[index] = None
-
-        threads = [threading.Thread(target=live_and_die) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        print("all are dead")
-
-
 def test_tensors_and_arrays_can_die_in_any_order() -> None:
-    code = "import test_ops_paddle_gpu as test; test.die_in_every_order()"
+    code = f"import sys; sys.path[:0] = {sys.path!r}; from support.gpu import paddle_on_the_host as paddle"
     found = subprocess.run(  # a deadlock is out of Python's reach
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", f"{code}; paddle.die_in_every_order()"], capture_output=True, text=True, timeout=120
     )
     assert found.stdout.strip() == "all are dead", found.stderr
 
@@ -438,7 +280,7 @@ def test_a_whole_engine_says_what_one_on_a_cpu_says(module: ModuleType, tmp_path
     pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
     from support.gpu.cuda_shim import LIBRARIES
     from support.gpu.emulated_gpu import EmulatedGpu
-    from test_gpu_engine import answers, configuration, write_model
+    from support.gpu.tiny_engine import answers, configuration, write_model
 
     from headwise import LocalEngine
 

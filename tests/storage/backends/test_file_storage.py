@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -18,45 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
+from support.file_blocks import BLOCK_BYTES, CAPACITY, NAMESPACE, keys_of, open_at, read, write
 
 from headwise.storage.backends import segment, segment_index, segment_space
 from headwise.storage.backends.base import StorageNamespace
 from headwise.storage.backends.file import FileStorage
 from headwise.storage.backends.segment import ENTRY_BYTES, HEADER_BYTES
 
-BLOCK_BYTES = 256
-CAPACITY = 64 * 10 * BLOCK_BYTES  # segments of ten blocks
-NAMESPACE = StorageNamespace("model", "layout")
 NOBODY = 65534
-
-
-def open_at(path: Path, namespace: StorageNamespace = NAMESPACE, capacity: int = CAPACITY) -> FileStorage:
-    return FileStorage(path, capacity, namespace, BLOCK_BYTES)
-
-
-def content_of(number: int) -> NDArray[np.uint8]:
-    return np.frombuffer(hashlib.shake_128(str(number).encode()).digest(BLOCK_BYTES), dtype=np.uint8)
-
-
-def keys_of(numbers: Sequence[int]) -> tuple[list[bytes], NDArray[np.int32]]:
-    return [number.to_bytes(16, "big") for number in numbers], np.zeros(len(numbers), dtype=np.int32)
-
-
-def write(storage: FileStorage, numbers: Sequence[int]) -> list[bool]:
-    arena = np.concatenate([content_of(number) for number in numbers])
-    return storage.write(*keys_of(numbers), arena, np.arange(len(numbers), dtype=np.int32)).tolist()
-
-
-def read(storage: FileStorage, numbers: Sequence[int]) -> list[int]:
-    """Which blocks were hits; their contents are checked."""
-    arena = np.zeros(len(numbers) * BLOCK_BYTES, dtype=np.uint8)
-    hits = storage.read(*keys_of(numbers), arena, np.arange(len(numbers), dtype=np.int32))
-    for number, hit, block in zip(numbers, hits, arena.reshape(-1, BLOCK_BYTES), strict=True):
-        assert not hit or (block == content_of(number)).all(), f"block {number} has other bytes than were written"
-    return [number for number, hit in zip(numbers, hits, strict=True) if hit]
 
 
 def contained(storage: FileStorage, numbers: Sequence[int]) -> list[int]:
@@ -674,10 +643,11 @@ def test_segments_being_filled_by_others_are_not_evicted(tmp_path: Path) -> None
 # ---- several processes ----
 
 PREAMBLE = f"""
-import sys
+import json, os, signal, subprocess, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from test_file_storage import *
+from headwise.storage.backends import segment
+from support.file_blocks import open_at, read, write
 storage = open_at(Path(sys.argv[1]))
 """
 
@@ -692,7 +662,6 @@ write(storage, range(3, 8))
 """
 
 WRITES_AND_READS = """
-import json
 hits = 0
 for round in range(20):
     first = 40 * round + 10 * int(sys.argv[2])
@@ -704,7 +673,6 @@ print(json.dumps([hits, stats.hits, stats.corrupt, stats.write_failures]))
 
 
 ON_A_SMALL_DISK = """
-import json
 disk = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2M", "tmpfs", disk], check=True)
 

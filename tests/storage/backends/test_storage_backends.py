@@ -21,6 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
+from support.memory_storage import MemoryStorage, Shared
 
 from headwise.errors import ConfigError
 from headwise.storage.backends.base import BlockStorage, StorageNamespace
@@ -133,9 +134,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeMooncake:
     return store
 
 
-@pytest.fixture(params=["file", "mooncake"])
+@pytest.fixture(params=["file", "mooncake", "memory"])
 def open_(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens the same storage, empty at first, as often as one likes."""
+    """Opens the same storage, empty at first, as often as one likes. That in memory is of the tests alone."""
+    shared: Shared = {}
     url = f"file://{tmp_path}?capacity=1MiB"
     if request.param == "mooncake":
         request.getfixturevalue("fake")
@@ -143,7 +145,10 @@ def open_(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     opened: list[BlockStorage] = []
 
     def open_one(namespace: StorageNamespace) -> BlockStorage:
-        opened.append(open_storage(url, namespace, BLOCK_BYTES))
+        in_memory = request.param == "memory"
+        opened.append(
+            MemoryStorage(BLOCK_BYTES, namespace, shared) if in_memory else open_storage(url, namespace, BLOCK_BYTES)
+        )
         return opened[-1]
 
     yield open_one

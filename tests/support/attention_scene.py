@@ -1,0 +1,107 @@
+"""Batches to attend to, on arenas poisoned with NaN, and the answer of an oracle that knows nothing of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
+from headwise.kernels.gqa import gqa_layout, kv_views
+
+GARBAGE_IDS = (2**31 - 1, -(2**31), -7, 10**9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch to attend to. ``policies`` are (window, sink) per KV head; ``query_lens <= seq_lens``."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    policies: tuple[tuple[int, int], ...]
+    share: int = 1
+    head_dim: int = 16
+    block_size: int = 4
+    softcap: float = 0.0
+    seed: int = 0
+
+
+class Scene:
+    """A case with its random KV, the arena that holds only what some query of the batch may see, and the answer."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.rng = case, np.random.default_rng(case.seed)
+        heads = len(case.policies)
+        self.kv = [self.rng.standard_normal((2, n, heads, case.head_dim)).astype(np.float32) for n in case.seq_lens]
+        tokens = sum(case.query_lens)
+        self.query = self.rng.standard_normal((tokens, heads * case.share, case.head_dim)).astype(np.float32)
+        self.scale = case.head_dim**-0.5
+        self._place_heads()
+        self._fill_arena()
+
+    def _place_heads(self) -> None:
+        # Heads of one policy share a group, as the planner has it; each sits in a slot of its own.
+        policies = sorted(set(self.case.policies))
+        group = [policies.index(policy) for policy in self.case.policies]
+        slot = [group[:head].count(group[head]) for head in range(len(group))]
+        window, sink = zip(*self.case.policies, strict=True)
+        self.heads = HeadTable(*(np.array(column, np.int32) for column in (group, slot, window, sink)))
+        self.groups, self.slots = len(policies), max(slot) + 1
+
+    def _fill_arena(self) -> None:
+        case, size = self.case, self.case.block_size
+        columns = -(-max(case.seq_lens) // size)
+        needed = len(case.seq_lens) * self.groups * columns
+        self.layout = gqa_layout(size, self.slots, case.head_dim)
+        self.arena = np.empty((needed + 1) * self.layout.block_bytes, np.uint8)
+        self.arena.view(np.float32)[:] = np.nan
+        keys, values = kv_views(self.arena, self.layout)
+        free = iter(self.rng.permutation(needed + 1))
+        tables = self.rng.choice(np.array(GARBAGE_IDS, np.int64), (len(case.seq_lens) * self.groups, columns + 1))
+        for sequence, length in enumerate(case.seq_lens):
+            for group in range(self.groups):
+                members = np.flatnonzero(self.heads.group == group)
+                seen = self.visible(sequence, int(members[0])).any(axis=0)
+                row = tables[sequence * self.groups + group]
+                row[: -(-length // size)] = -1
+                for block in np.unique(np.flatnonzero(seen) // size):
+                    row[block] = next(free)
+                for position in np.flatnonzero(seen):
+                    for head in members:
+                        at = (row[position // size], self.heads.slot[head], position % size)
+                        keys[at], values[at] = self.kv[sequence][:, position, head]
+        cu = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
+        self.batch = AttentionBatch(cu, np.array(case.seq_lens, np.int32), tables.astype(np.int32), self.groups)
+
+    def visible(self, sequence: int, head: int) -> np.ndarray:
+        """``bool [queries, keys]`` by the rule of the contract, spelled out token by token."""
+        window, sink = self.case.policies[head]
+        length, queries = self.case.seq_lens[sequence], self.case.query_lens[sequence]
+        rule = [
+            [k <= p and (window == 0 or p - k < window or k < sink) for k in range(length)]
+            for p in range(length - queries, length)
+        ]
+        return np.array(rule, dtype=bool).reshape(queries, length)
+
+    def expected(self) -> np.ndarray:
+        """Dense attention in float64."""
+        out = np.empty(self.query.shape)
+        for sequence, queries in enumerate(self.case.query_lens):
+            first = int(self.batch.cu_seqlens_q[sequence])
+            for q_head in range(self.query.shape[1]):
+                head = q_head // self.case.share
+                key, value = self.kv[sequence][:, :, head].astype(np.float64)
+                scores = self.scale * self.query[first : first + queries, q_head].astype(np.float64) @ key.T
+                if self.case.softcap:
+                    scores = self.case.softcap * np.tanh(scores / self.case.softcap)
+                weights = np.exp(scores) * self.visible(sequence, head)
+                out[first : first + queries, q_head] = weights / weights.sum(axis=1, keepdims=True) @ value
+        return out
+
+    def attend(self, kernels: AttentionKernels) -> np.ndarray:
+        out = np.full_like(self.query, np.nan)
+        kernels.attend(
+            self.query, self.arena, self.layout, self.batch, self.heads,
+            scale=self.scale, softcap=self.case.softcap, out=out,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,76 @@
+"""A demo model that is loaded once, and engines of several configurations that run on it one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+from support.reference import Answer
+
+from headwise.runtime.config.block_storage import open_lookup
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.protocol.request import GenerationResult, SamplingParams
+from headwise.runtime.worker.worker import ModelWorker
+
+MODELS = ("smollm2-135m", "gemma3-270m")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+BASE = EngineConfig(kv_cache="512MiB", max_batched_tokens=512, max_model_len=4096)
+
+
+class Bench:
+    """One loaded model; engines of several configurations run on it one after the other."""
+
+    def __init__(self, model: str) -> None:
+        self.config = replace(BASE, model=model)
+        self.preprocessor = Preprocessor.open(self.config)
+        directory = resolve_model(model, self.config.cache_path)
+        self.worker = ModelWorker(self.config, directory, 0, SingleRank())
+
+    def engine(self, **changes: object) -> tuple[EngineCore, LocalExecutor]:
+        """An engine with a poisoned cache: a token read that was never written makes every logit NaN."""
+        config = replace(self.config, **changes)
+        directory = resolve_model(config.model, config.cache_path)
+        card = read_model_card(config, directory)
+        self.worker.card, self.worker._config = card, config
+        self.worker.initialize_cache()
+        self.worker._cache.arena.view(np.float32)[:] = np.nan
+        executor = LocalExecutor(self.worker)
+        lookup = open_lookup(config, card)
+        return EngineCore(config, card, self.preprocessor.tokenizer, executor, lookup=lookup), executor
+
+    def run(
+        self, wanted: list[Answer], sampling: Mapping[str, SamplingParams] | None = None, **changes: object
+    ) -> tuple[dict[str, GenerationResult], EngineCore]:
+        engine, executor = self.engine(**changes)
+        try:
+            return serve(engine, self.preprocessor, wanted, sampling or {}), engine
+        finally:
+            executor.close()
+
+
+def serve(
+    engine: EngineCore,
+    preprocessor: Preprocessor,
+    wanted: list[Answer],
+    sampling: Mapping[str, SamplingParams] = MappingProxyType({}),
+) -> dict[str, GenerationResult]:
+    """Results by the answers' names, and so is ``sampling``: greedy where it has none."""
+    results = {answer.name: GenerationResult(answer.name) for answer in wanted}
+    for answer in wanted:
+        params = sampling.get(answer.name, GREEDY)
+        engine.add(preprocessor.prepare(prompt=answer.prompt_ids, sampling=params, request_id=answer.name))
+    while engine.has_work():
+        for delta in engine.step(None):
+            assert delta.error is None, delta.error
+            results[delta.request_id].add(delta)
+    assert engine.cache.pool.num_held == 0
+    engine.cache.check_integrity()
+    return results

@@ -1,0 +1,90 @@
+"""Computations in the operations of `TensorOps`, each the same whatever implements them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+draw = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return draw.standard_normal(shape, dtype=np.float32)
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def linear(ops: Any) -> Any:
+    return ops.linear(ops.tensor(X), ops.linear_weight(WEIGHT), ops.tensor(BIAS))
+
+
+def linear_of_a_slice(ops: Any) -> Any:
+    return ops.linear(ops.tensor(X)[:, 4:], ops.linear_weight(WEIGHT[:, 4:]))
+
+
+def embedding(ops: Any) -> Any:
+    return ops.embedding(ops.tensor(X), ops.upload(int32(3, 3, 0)))
+
+
+def scaled_embedding(ops: Any) -> Any:
+    return ops.embedding(ops.tensor(X), ops.upload(int32(3, 3, 0)), 1.7)
+
+
+def rms_norm(ops: Any) -> Any:
+    return ops.rms_norm(ops.tensor(X), ops.norm_weight(WEIGHT[0]), 1e-5)
+
+
+def rms_norm_of_heads(ops: Any) -> Any:
+    return ops.rms_norm(ops.tensor(HEADS)[:, 1:4], ops.norm_weight(WEIGHT[0, :8]), 1e-5)
+
+
+def rope(ops: Any) -> Any:
+    angles = ops.rotation(ops.upload(int32(0, 1, 500, 99999)), ops.upload(FREQUENCIES))
+    return ops.rope(ops.tensor(HEADS)[:, 2:], *angles)
+
+
+def silu_mul(ops: Any) -> Any:
+    return ops.silu_mul(ops.tensor(X))
+
+
+def gelu_tanh_mul(ops: Any) -> Any:
+    return ops.gelu_tanh_mul(ops.tensor(X))
+
+
+def take_rows(ops: Any) -> Any:
+    return ops.take_rows(ops.tensor(X), np.array([3, 0]))
+
+
+def scatter_add_rows(ops: Any) -> Any:
+    target = ops.linear(ops.tensor(X), ops.linear_weight(np.eye(16, dtype=np.float32)))
+    ops.scatter_add_rows(target, np.array([2, 0]), ops.tensor(X[:2]), np.array([0.5, -2.0], np.float32))
+    return target
+
+
+def residual(ops: Any) -> Any:
+    return ops.tensor(X) + ops.tensor(X).reshape([4, -1])
+
+
+def normed_sum(ops: Any) -> Any:
+    total, normed = ops.add_rms_norm(ops.tensor(X), residual(ops), ops.norm_weight(WEIGHT[0]), 1e-5)
+    return total * normed
+
+
+X, WEIGHT, BIAS, HEADS = normal(4, 16), normal(10, 16), normal(10), normal(4, 5, 8)
+FREQUENCIES = (10000.0 ** -(np.arange(4) / 4)).astype(np.float32)
+NARROW: list[Callable[[Any], Any]] = [
+    embedding,
+    scaled_embedding,
+    rms_norm,
+    rms_norm_of_heads,
+    rope,
+    gelu_tanh_mul,
+    take_rows,
+]
+"""What Paddle computes on a CPU in float16 and bfloat16, too."""
+
+EVERY = [*NARROW, linear, linear_of_a_slice, silu_mul, scatter_add_rows, residual, normed_sum]

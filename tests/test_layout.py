@@ -1,0 +1,48 @@
+"""Where tests and what they share have their places."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import headwise
+
+TESTS = Path(__file__).parent
+PACKAGE = Path(headwise.__file__).parent
+OF_NO_PACKAGE = {"benchmarks", "e2e", "soak"}
+"""Of the whole, or of what is not in the package."""
+
+
+def imported_by(path: Path) -> Iterator[str]:
+    """Also in the scripts that a test starts: strings that are Python."""
+    trees = [ast.parse(path.read_text())]
+    for node in ast.walk(trees[0]):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import" in node.value:
+            try:
+                trees.append(ast.parse(node.value))
+            except SyntaxError:
+                continue
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_no_module_of_tests_imports_a_test_module() -> None:
+    found = {
+        f"{path.relative_to(TESTS)} imports {name}"
+        for path in TESTS.rglob("*.py")
+        for name in imported_by(path)
+        if any(part.startswith("test_") or part == "conftest" for part in name.split("."))
+    }
+    assert found == set(), "what tests share belongs in tests/support"
+
+
+def test_tests_mirror_the_packages() -> None:
+    tested = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    tested = {folder for folder in tested if not OF_NO_PACKAGE & {*folder.parts[:1]}}
+    packages = {path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+    assert {str(folder) for folder in tested - packages} == set(), "folders of tests without a package"
+    assert {str(folder) for folder in packages - tested} == set(), "packages without a folder of tests"
