@@ -69,7 +69,7 @@ def make_engine(
 ) -> tuple[EngineCore, SimulatedExecutor]:
     config = {"max_batched_tokens": 16, **config}
     if storage is not None:
-        config |= {"storage": "simulated:", "host_cache": "1KiB"}
+        config |= {"storage": "file:///simulated?capacity=1GiB", "host_cache": "1KiB"}
     card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows, host_blocks=host_blocks)
     executor = SimulatedExecutor(card, eager=eager, storage=storage)
     engine = EngineCore(
