@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool
+from headwise.cache_controller.copy_costs import CopyCosts
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate, KVEvents
 from headwise.cache_controller.policy import HeadPolicy
@@ -70,6 +71,7 @@ class CacheManager:
     step_tokens: most tokens of one sequence in the steps that are in flight together
     num_blocks:  per row, the columns of its tables that are allocated
     registered:  per row, the columns that the tree knows
+    costs:       what decides whether blocks are copied from other tiers, or computed
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class CacheManager:
             num_top=max(1, int(self.windows.sink_blocks.max())),
         )
         self.statements = KVEvents(self.tree, self.windows)
+        self.costs = CopyCosts(groups, block_size)
         self.host = HostTier(self.tree, self.pool, host, self.statements) if host and prefix_caching else None
         self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -116,7 +119,7 @@ class CacheManager:
         # What a row has recycled of windows at which another may resume: group, column, block, generation of each.
         self._left: dict[int, list[NDArray[np.int64]]] = {}
         self._window_groups = np.flatnonzero(~self.windows.is_full)
-        self._finder = PrefixFinder(self.tree, self.windows, self.host, max_blocks)
+        self._finder = PrefixFinder(self.tree, self.windows, self.host, self.costs, max_blocks)
         self._table_updates: list[NDArray[np.int32]] = []
         self._queried_tokens = self._hit_tokens = self._host_hit_tokens = self._lost_window_tokens = 0
         self._evicted_blocks = self._recycled_blocks = 0
@@ -363,7 +366,7 @@ class CacheManager:
         self._take_back(row)
         if will_return and self.host is not None:
             held = self.tables[row][self.tables[row] != NOWHERE]
-            if self.host.is_worth_loading(len(held), int(self._computed[row])):
+            if self.costs.is_worth_loading(len(held), int(self._computed[row])):
                 self.host.store(held)
         if self.host is not None and self.host.threshold == 1 and len(self._window_groups):
             windows = self.tables[row, self._window_groups, : self.num_blocks[row]]

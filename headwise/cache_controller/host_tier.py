@@ -8,7 +8,6 @@ A copy is known to the prefix tree, and may be loaded, only once it is complete.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,8 +66,6 @@ class HostTier:
 
     statements: told of nodes that gain or lose blocks on the host
     threshold:  uses of a block after which it is copied
-    copy_s:     seconds to bring a block to the device, as measured; 0 if it was not yet
-    token_s:    seconds to compute a token of a prompt, as measured
     storage:    where blocks that reached the host go from there; None: nowhere
     """
 
@@ -84,7 +81,6 @@ class HostTier:
         self.threshold = {"write_through": 1, "write_through_selective": config.threshold, "write_back": NEVER}[
             config.policy
         ]
-        self.copy_s, self.token_s = 0.0, math.inf
         self.pool = BlockPool(config.num_blocks, self._on_evict)
         timeout_s = config.storage_timeout_s
         self.storage = None if timeout_s is None else StorageTier(tree, self.pool, statements, timeout_s)
@@ -238,15 +234,6 @@ class HostTier:
             self._device.release(device)
 
     # ---- host to device ----
-
-    def is_worth_loading(self, blocks: int, tokens: int) -> bool:
-        """Whether copying so many blocks is faster than computing so many tokens."""
-        return blocks * self.copy_s <= tokens * self.token_s
-
-    def is_worth_fetching(self, blocks: int, tokens: int) -> bool:
-        """Whether bringing so many blocks from storage to the device is faster than computing so many tokens."""
-        assert self.storage is not None
-        return blocks * (self.copy_s + self.storage.fetch_s) <= tokens * self.token_s
 
     def load(self, groups: NDArray[np.int64], host_blocks: Blocks, device_blocks: Blocks) -> None:
         """Bring ``host_blocks`` of the tree to allocated ``device_blocks``, with the next step."""

@@ -133,12 +133,10 @@ class StorageTier:
     pool:       the host's
     statements: told of nodes that gained blocks on the host
     timeout_s:  seconds without an answer after which storage counts as stalled
-    fetch_s:    seconds that fetching a block takes, as measured; 0 if it was not yet
     stored:     what storage is known to have
     """
 
     def __init__(self, tree: RadixTree, pool: BlockPool, statements: KVEvents, timeout_s: float) -> None:
-        self.fetch_s = 0.0
         self.stored = StoredBlocks(tree, statements)
         self._tree, self._pool = tree, pool
         self._statements = statements

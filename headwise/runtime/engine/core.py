@@ -20,7 +20,6 @@ from headwise.runtime.engine.output import OutputText
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
-from headwise.runtime.engine.throughput import copy_speeds
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import StepResult
 from headwise.runtime.protocol.executor import Executor
@@ -259,7 +258,6 @@ class EngineCore:
     def load(self) -> EngineLoad:
         """What decides how soon a further request would be served here."""
         cache = self.cache.stats()
-        host_token_s, storage_token_s = copy_speeds(self.cache)
         return EngineLoad(
             waiting=self.resources.num_waiting,
             running=len(self.resources.running),
@@ -268,8 +266,8 @@ class EngineCore:
             total_blocks=cache.total_blocks,
             prefill_token_s=self.resources.speeds.prefill_token_s,
             decode_step_s=self.resources.speeds.decode_step_s,
-            host_token_s=host_token_s,
-            storage_token_s=storage_token_s,
+            host_token_s=self.cache.costs.host_token_s,
+            storage_token_s=self.cache.costs.storage_token_s,
             accepts=self._operations.state is State.AWAKE,
         )
 

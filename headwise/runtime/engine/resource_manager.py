@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
-from headwise.cache_controller.host_tier import HostTier
 from headwise.cache_controller.prefix_match import PrefixMatch
 from headwise.errors import EngineDiedError
 from headwise.priority_queue import PriorityQueue
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, Rows
-from headwise.runtime.engine.throughput import CopyTrials, StepSpeeds, smooth
+from headwise.runtime.engine.throughput import StepSpeeds
 from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
 from headwise.transfer.stats import TransferStats
 
@@ -79,7 +77,6 @@ class ResourceManager:
         self.prefetcher = prefetcher
         self.transfers: dict[str, TransferStats] = {}
         self.speeds = StepSpeeds()
-        self._trials = CopyTrials(cache)
         self.rows = Rows(max_rows)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
@@ -167,7 +164,7 @@ class ResourceManager:
         if host is None:
             return
         host.back_up(self._blocks_of_a_step)
-        self._trials.look(now)
+        self.cache.costs.retry(now)
         if host.storage is not None:
             host.storage.watch(now)
         if self.prefetcher is not None:
@@ -388,7 +385,7 @@ class ResourceManager:
             return
         if result.failed_in is None and len(step.batch.cache_swap_metadata):
             raise EngineDiedError(f"nothing is known of the blocks that step {step.batch.step_id} loaded")
-        self._measure(host, result)
+        self._measure(result)
         host.stored(result.swapped_out.tolist(), result.failed_out.tolist())
         if host.storage is not None:
             host.storage.fetched(result.fetched.tolist(), result.missed.tolist())
@@ -403,19 +400,21 @@ class ResourceManager:
             if sequence.row >= 0:  # else no step has carried it yet
                 self.rows.wanted[sequence.row] = False
 
-    def _measure(self, host: HostTier, result: StepResult) -> None:
+    def _measure(self, result: StepResult) -> None:
         """Note how fast copies and computing are, by which is decided what is worth copying."""
-        host.token_s = self.speeds.prefill_token_s or math.inf
-        host.copy_s = self._seconds_a_block("load", host.copy_s, result)
-        if host.storage is not None:
-            host.storage.fetch_s = self._seconds_a_block("fetch", host.storage.fetch_s, result)
+        self.cache.costs.observe(
+            load_s=self._seconds_a_block("load", result),
+            fetch_s=self._seconds_a_block("fetch", result),
+            token_s=self.speeds.prefill_token_s or None,
+        )
         self.transfers |= result.transfers
 
-    def _seconds_a_block(self, direction: str, known: float, result: StepResult) -> float:
+    def _seconds_a_block(self, direction: str, result: StepResult) -> float | None:
+        """What a result tells of copies in a direction; None if there were none since the last one that did."""
         new, old = result.transfers.get(direction), self.transfers.get(direction, TransferStats())
         if new is None or new.blocks <= old.blocks:
-            return known
-        return smooth(known, (new.busy_s - old.busy_s) / (new.blocks - old.blocks))
+            return None
+        return (new.busy_s - old.busy_s) / (new.blocks - old.blocks)
 
     def _register(self, rows: Index, computed: NDArray[np.int64]) -> None:
         """Tell the cache of the blocks that the rows' ``computed`` tokens have filled."""
