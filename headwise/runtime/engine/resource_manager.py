@@ -5,13 +5,13 @@ from __future__ import annotations
 import bisect
 import heapq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.prefix_match import PrefixMatch
+from headwise.cache_controller.storage_tier import NamedBlocks
 from headwise.errors import EngineDiedError
 from headwise.priority_queue import PriorityQueue
 from headwise.runtime.engine.prefetcher import Prefetcher
@@ -19,6 +19,7 @@ from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, Rows
 from headwise.runtime.engine.throughput import StepSpeeds
 from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
+from headwise.runtime.protocol.copies import NOTHING_IN, NOTHING_OUT, CopyReport, SwapIn, SwapOut
 from headwise.transfer.stats import TransferStats
 
 _NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -319,22 +320,24 @@ class ResourceManager:
             sample=samples,
             table_updates=self.cache.drain_table_updates(),
             new_sequences=new,
+            cache_swap_metadata=self._swap_in(),
+            cache_evict_metadata=self._swap_out(),
             command=command,
-            **self._copies(),
         )
         return ScheduledStep(batch, tuple(columns.of(rows)))
 
-    def _copies(self) -> dict[str, Any]:
+    def _swap_in(self) -> SwapIn:
         host = self.cache.host
         if host is None:
-            return {}
-        copies: dict[str, Any] = {
-            "cache_swap_metadata": host.take_loads(self._step_id),
-            "cache_evict_metadata": host.take_stores(),
-        }
-        if host.storage is not None:
-            copies |= {"storage_puts": host.storage.take_puts(), "storage_fetches": host.storage.take_fetches()}
-        return copies
+            return NOTHING_IN
+        fetches = NamedBlocks() if host.storage is None else host.storage.take_fetches()
+        return SwapIn(host.take_loads(self._step_id), fetches)
+
+    def _swap_out(self) -> SwapOut:
+        host = self.cache.host
+        if host is None:
+            return NOTHING_OUT
+        return SwapOut(host.take_stores(), NamedBlocks() if host.storage is None else host.storage.take_puts())
 
     def _input_tokens(self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
@@ -380,17 +383,17 @@ class ResourceManager:
         Raises:
             EngineDiedError: the step has loaded blocks, and says nothing of whether they came.
         """
-        host = self.cache.host
+        host, report = self.cache.host, result.copies
         if host is None:
             return
-        if result.failed_in is None and len(step.batch.cache_swap_metadata):
+        if report.not_loaded is None and len(step.batch.cache_swap_metadata.loads):
             raise EngineDiedError(f"nothing is known of the blocks that step {step.batch.step_id} loaded")
-        self._measure(result)
-        host.stored(result.swapped_out.tolist(), result.failed_out.tolist())
+        self._measure(report)
+        host.stored(report.stored.tolist(), report.not_stored.tolist())
         if host.storage is not None:
-            host.storage.fetched(result.fetched.tolist(), result.missed.tolist())
-            host.storage.put_done(result.put.tolist(), result.not_put.tolist())
-        lost = _NO_BLOCKS if result.failed_in is None else result.failed_in
+            host.storage.fetched(report.fetched.tolist(), report.missed.tolist())
+            host.storage.put_done(report.put.tolist(), report.not_put.tolist())
+        lost = _NO_BLOCKS if report.not_loaded is None else report.not_loaded
         failed = set(self.cache.loads_done(step.batch.step_id, lost).tolist())
         for sequence in [s for s in (*self.running, *self._draining) if s.row in failed]:
             if sequence.phase is Phase.RUNNING:
@@ -400,18 +403,18 @@ class ResourceManager:
             if sequence.row >= 0:  # else no step has carried it yet
                 self.rows.wanted[sequence.row] = False
 
-    def _measure(self, result: StepResult) -> None:
+    def _measure(self, report: CopyReport) -> None:
         """Note how fast copies and computing are, by which is decided what is worth copying."""
         self.cache.costs.observe(
-            load_s=self._seconds_a_block("load", result),
-            fetch_s=self._seconds_a_block("fetch", result),
+            load_s=self._seconds_a_block("load", report),
+            fetch_s=self._seconds_a_block("fetch", report),
             token_s=self.speeds.prefill_token_s or None,
         )
-        self.transfers |= result.transfers
+        self.transfers |= report.transfers
 
-    def _seconds_a_block(self, direction: str, result: StepResult) -> float | None:
-        """What a result tells of copies in a direction; None if there were none since the last one that did."""
-        new, old = result.transfers.get(direction), self.transfers.get(direction, TransferStats())
+    def _seconds_a_block(self, direction: str, report: CopyReport) -> float | None:
+        """What a report tells of copies in a direction; None if there were none since the last one that did."""
+        new, old = report.transfers.get(direction), self.transfers.get(direction, TransferStats())
         if new is None or new.blocks <= old.blocks:
             return None
         return (new.busy_s - old.busy_s) / (new.blocks - old.blocks)

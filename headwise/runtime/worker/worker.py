@@ -32,6 +32,7 @@ from headwise.runtime.protocol.batch import (
     NewSequence,
     StepResult,
 )
+from headwise.runtime.protocol.copies import NO_REPORT
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
@@ -281,15 +282,17 @@ class ModelWorker:
             if self._comm.size > 1:
                 raise  # the others are still within the step: with the next one, this rank's part of it would be mixed
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
-        copies = self._copies.finish(batch) if self._copies is not None else {}
+        copies = self._copies.finish(batch) if self._copies is not None else NO_REPORT
         return StepResult(
             batch.step_id,
             self.rank,
-            **vars(computed),
+            computed.token_ids,
+            computed.logprobs,
+            computed.broken,
+            copies=copies,
             forgotten=forgotten,
             compute_s=clock() - started,
             error=failure,
-            **copies,
         )
 
     def _compute(self, batch: BatchRequest) -> _Computed:

@@ -28,6 +28,7 @@ from headwise.errors import EngineDiedError, InvalidRequestError, OverloadedErro
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer
+from headwise.runtime.protocol.copies import CopyReport
 from headwise.runtime.protocol.messages import EngineLoad
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, GenerationResult, SamplingParams
 
@@ -260,7 +261,7 @@ def test_what_a_step_raises_while_its_copies_are_under_way_ends_the_worker(error
 def test_a_result_without_word_of_the_loads_that_its_step_carried_is_not_believed() -> None:
     engine, executor = late_load(0)
     execute = executor._execute
-    executor._execute = lambda batch: replace(execute(batch), failed_in=None, error="it went wrong")
+    executor._execute = lambda batch: replace(execute(batch), copies=CopyReport(), error="it went wrong")
     with pytest.raises(EngineDiedError, match="nothing is known of the blocks that step"):
         run(engine)
 
