@@ -31,6 +31,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from headwise.cache_controller.host_tier import HostTier
 from headwise.kernels.select import make_block_copy
 from headwise.runtime.client.local_engine import LocalEngine
 from headwise.runtime.config.engine_config import EngineConfig
@@ -189,7 +190,7 @@ def time_decoding(size: Size, seed: int) -> dict[str, float]:
         while min(len(sequence.output) for sequence in core._live.values()) < 2:
             core.step(None)
         blocks = size.prefix_tokens // core.config.block_size
-        assert core.cache.host is not None, "configured with a host cache"
+        assert isinstance(core.cache.host, HostTier), "configured with a host cache"
         device, host = core.cache.pool.allocate(2 * blocks), core.cache.host.pool.allocate(2 * blocks)
         loads = np.stack([np.zeros(blocks, np.int32), host[:blocks], device[:blocks]], axis=1)
         stores = np.stack([device[blocks:], host[blocks:]], axis=1)

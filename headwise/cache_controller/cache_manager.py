@@ -20,7 +20,7 @@ from headwise.cache_controller.kv_events import IndexUpdate, KVEvents
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.prefix_match import PrefixFinder, PrefixMatch
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
-from headwise.cache_controller.storage_tier import Fetch
+from headwise.cache_controller.tiers import Fetch, Host, NoHost
 from headwise.cache_controller.windows import GroupWindows, column_spans
 
 RESUME_SLACK = 512
@@ -105,7 +105,7 @@ class CacheManager:
         )
         self.statements = KVEvents(self.tree, self.windows)
         self.costs = CopyCosts(groups, block_size)
-        self.host = HostTier(self.tree, self.pool, host, self.statements) if host and prefix_caching else None
+        self.host: Host = HostTier(self.tree, self.pool, host, self.statements) if host and prefix_caching else NoHost()
         self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.registered: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -200,23 +200,18 @@ class CacheManager:
         if len(self._window_groups):
             self.pool.value(blocks)
         self._enter(np.int32(row), group, column, blocks)
-        if self.host is not None:
-            self._bring_from_host(self.host, row, match)
-            self.host.note_use(match.nodes, match.blocks)  # last: it may evict what the match has on the host
+        self._bring_from_host(row, match)
+        self.host.note_use(match.nodes, match.blocks)  # last: it may evict what the match has on the host
         self._queried_tokens += prompt_tokens
         self._hit_tokens += count * self.block_size
         self._lost_window_tokens += (match.reached - count) * self.block_size
 
-    def _bring_from_host(self, host: HostTier, row: int, match: PrefixMatch) -> None:
+    def _bring_from_host(self, row: int, match: PrefixMatch) -> None:
         """Allocate what a match has on the host only, and have it copied before the row's first step."""
         if match.host is None:
             return
         group, column = (match.host != NOWHERE).nonzero()
-        sources = match.host[group, column]
-        host.pool.retain(sources)  # allocating may evict
-        blocks = self.pool.allocate(len(sources))
-        host.load(group, sources, blocks)
-        host.pool.release(sources)
+        blocks = self.host.load(group, match.host[group, column])
         self.tree.device.attach_one_by_one(match.nodes[column], group, blocks)
         self.pool.register(blocks)
         self.pool.value(blocks)
@@ -276,7 +271,7 @@ class CacheManager:
         self._replace_unheld(nodes, blocks)
         taken = self.tree.device.attach(nodes, blocks)
         self.pool.register(blocks[taken])
-        if self.host is not None and self.host.threshold == 1:
+        if self.host.writes_through:
             self.host.store(blocks[taken & self.windows.is_full])
         brought = np.flatnonzero(taken.any(axis=1))
         self.statements.brought([at_row[index] for index in brought.tolist()], nodes[brought])
@@ -341,7 +336,7 @@ class CacheManager:
             return
         kept = blocks[inside]
         self.pool.value(kept)
-        if self.host is not None and self.host.threshold == 1:
+        if self.host.writes_through:
             self.host.store(kept)
         left = np.stack([groups[inside], columns[inside], kept, self.tree.device.generations(kept)])
         at_row = rows[inside]
@@ -364,19 +359,18 @@ class CacheManager:
         will_return: it was preempted. Where they come back faster than they are computed, its blocks go to the host
         """
         self._take_back(row)
-        if will_return and self.host is not None:
+        if will_return:
             held = self.tables[row][self.tables[row] != NOWHERE]
             if self.costs.is_worth_loading(len(held), int(self._computed[row])):
                 self.host.store(held)
-        if self.host is not None and self.host.threshold == 1 and len(self._window_groups):
+        if self.host.writes_through and len(self._window_groups):
             windows = self.tables[row, self._window_groups, : self.num_blocks[row]]
             self.host.store(windows[windows != NOWHERE])
         held = self.tables[row, :, : self.num_blocks[row]]
         deepest_first = held[:, ::-1].T.ravel()
         if len(self._window_groups):
             deepest_first = deepest_first[deepest_first != NOWHERE]
-        if self.host is not None:
-            self.host.touch(deepest_first)
+        self.host.touch(deepest_first)
         self.pool.release(deepest_first)
         held[:] = NOWHERE
         self._open[row] = False
@@ -388,15 +382,13 @@ class CacheManager:
 
         Of storage, only what is known of it is forgotten, and not counted: it is for others to empty it.
         """
-        if STORAGE_TIER in tiers and self.host is not None and self.host.storage is not None:
+        if STORAGE_TIER in tiers:
             self.host.storage.reset()
-        pools = {DEVICE_TIER: self.pool, **({HOST_TIER: self.host.pool} if self.host is not None else {})}
-        return sum(pools[tier].evict_all() for tier in tiers if tier in pools)
+        device = self.pool.evict_all() if DEVICE_TIER in tiers else 0
+        return device + (self.host.reset() if HOST_TIER in tiers else 0)
 
     def loads_done(self, step_id: int, failed: NDArray[np.int32]) -> Rows:
         """The loads that a step carried are done; the rows that hold one of the ``failed`` device blocks."""
-        if self.host is None:
-            return np.empty(0, dtype=np.int32)
         if len(failed):
             known = failed[self.tree.device.are_attached(failed)]
             self.statements.lost(*self.tree.device.owners(known))
@@ -437,8 +429,7 @@ class CacheManager:
             assert (held != NOWHERE).sum() == self._held[row], f"row {row} miscounts its blocks"
         assert (self.tables[~self._open] == NOWHERE).all(), "a closed row holds blocks"
         holds = np.bincount(self.tables[self.tables != NOWHERE], minlength=self.pool.num_blocks)
-        if self.host is not None:
-            self.host.check_integrity()
-            np.add.at(holds, self.host.held_device_blocks(), 1)
+        self.host.check_integrity()
+        np.add.at(holds, self.host.held_device_blocks(), 1)
         for block in np.flatnonzero(holds != self.pool.references).tolist():
             raise AssertionError(f"block {block} is held {self.pool.references[block]} times, by {holds[block]} owners")

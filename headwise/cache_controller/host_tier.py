@@ -20,6 +20,7 @@ from headwise.cache_controller.block_pool import BlockPool, Blocks
 from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
 from headwise.cache_controller.storage_tier import StorageTier
+from headwise.cache_controller.tiers import HostTierStats, NoStorage, Storage
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
@@ -46,28 +47,15 @@ class HostConfig:
     storage_timeout_s: float | None = None
 
 
-@dataclass(frozen=True)
-class HostTierStats:
-    """Counts of host blocks, and of blocks copied since the start."""
-
-    total_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    held_blocks: int
-    queued_blocks: int
-    stored_blocks: int
-    loaded_blocks: int
-    evicted_blocks: int
-    failed_blocks: int
-
-
 class HostTier:
-    """Owns the host pool and the copies in flight.
+    """The `Host` that there is. Owns the host pool and the copies in flight.
 
     statements: told of nodes that gain or lose blocks on the host
     threshold:  uses of a block after which it is copied
-    storage:    where blocks that reached the host go from there; None: nowhere
+    storage:    where blocks that reached the host go from there
     """
+
+    is_there = True
 
     def __init__(
         self,
@@ -83,7 +71,9 @@ class HostTier:
         ]
         self.pool = BlockPool(config.num_blocks, self._on_evict)
         timeout_s = config.storage_timeout_s
-        self.storage = None if timeout_s is None else StorageTier(tree, self.pool, statements, timeout_s)
+        self.storage: Storage = (
+            NoStorage() if timeout_s is None else StorageTier(tree, self.pool, statements, timeout_s)
+        )
         self._device = device
         self._statements = statements
         self._max_storing = max(1, int(MAX_STORING * device.num_blocks))
@@ -96,6 +86,11 @@ class HostTier:
         self._loads: list[NDArray[np.int32]] = []  # not sent yet: (group, host block, device block)
         self._loading: dict[int, NDArray[np.int32]] = {}  # by the step that carries them
         self._stored = self._loaded = self._evicted = self._failed = 0
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether to `store` every block that a later request may need once it is computed."""
+        return self.threshold == 1
 
     @property
     def is_busy(self) -> bool:
@@ -218,8 +213,7 @@ class HostTier:
         self.tree.host.attach_one_by_one(nodes, groups, host)
         self.pool.register(host)
         self._statements.gained(nodes, groups)
-        if self.storage is not None:
-            self.storage.put(host)
+        self.storage.put(host)
 
     def _end_stores(self, host_blocks: Sequence[int]) -> tuple[Blocks, Blocks]:
         device = np.array([self._storing.pop(block) for block in host_blocks], dtype=np.int32)
@@ -235,11 +229,16 @@ class HostTier:
 
     # ---- host to device ----
 
-    def load(self, groups: NDArray[np.int64], host_blocks: Blocks, device_blocks: Blocks) -> None:
-        """Bring ``host_blocks`` of the tree to allocated ``device_blocks``, with the next step."""
+    def load(self, groups: NDArray[np.int64], host_blocks: Blocks) -> Blocks:
+        """Bring ``host_blocks`` of the tree to the device with the next step; the blocks there, held for the caller.
+
+        Raises ValueError if the device has not so many available.
+        """
+        device_blocks = self._device.allocate(len(host_blocks))
         self.pool.retain(host_blocks)
         self._device.retain(device_blocks)
         self._loads.append(np.stack([groups.astype(np.int32), host_blocks, device_blocks], axis=1))
+        return device_blocks
 
     def take_loads(self, step_id: int) -> NDArray[np.int32]:
         """``int32 [m, 3]`` (group, host block, device block) that step ``step_id`` carries."""
@@ -273,6 +272,10 @@ class HostTier:
 
     # ---- eviction ----
 
+    def reset(self) -> int:
+        """Forget every block that no copy holds; how many those were."""
+        return self.pool.evict_all()
+
     def _on_evict(self, blocks: Blocks) -> None:
         self._evicted += len(blocks)
         self._statements.lost(*self.tree.host.owners(blocks))
@@ -288,7 +291,7 @@ class HostTier:
         self.pool.check_integrity()
         loads = [*self._loads, *self._loading.values()]
         held = {int(block) for load in loads for block in load[:, 1]} | set(self._storing)
-        held |= self.storage.held_host_blocks() if self.storage else set()
+        held |= self.storage.held_host_blocks()
         assert held == set(np.flatnonzero(~self.pool.are_unheld(np.arange(self.pool.num_blocks, dtype=np.int32)))), (
             "a copy lost its hold"
         )

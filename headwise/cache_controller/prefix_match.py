@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.copy_costs import CopyCosts
-from headwise.cache_controller.host_tier import HostTier
 from headwise.cache_controller.radix_tree import NOWHERE, RadixTree
-from headwise.cache_controller.storage_tier import Fetch
+from headwise.cache_controller.tiers import Fetch, Host
 from headwise.cache_controller.windows import GroupWindows
 
 
@@ -55,14 +54,11 @@ class PrefixFinder:
     A prefix of ``n`` blocks can be served iff every full group has blocks ``[0, n)`` and every window group has its
     sink blocks and the blocks that a query after the prefix may see.
 
-    host:       None where there is no host tier
-    costs:      tell what is worth bringing from it
+    costs:      tell what is worth bringing from the host
     first_live: ``[max_blocks + 1, groups]``, per depth, the first block that a query behind so many blocks sees
     """
 
-    def __init__(
-        self, tree: RadixTree, windows: GroupWindows, host: HostTier | None, costs: CopyCosts, max_blocks: int
-    ) -> None:
+    def __init__(self, tree: RadixTree, windows: GroupWindows, host: Host, costs: CopyCosts, max_blocks: int) -> None:
         self._tree, self._windows, self._host, self._costs = tree, windows, host, costs
         self._window_groups = np.flatnonzero(~windows.is_full)
         self.first_live = windows.first_live(np.arange(max_blocks + 1) * windows.block_size)
@@ -73,7 +69,7 @@ class PrefixFinder:
         held = self._tree.device.blocks[nodes]
         count, reached = self._servable(held != NOWHERE)
         match = PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count])
-        return match if self._host is None else self._match_with_host(match, nodes, held)
+        return self._match_with_host(match, nodes, held) if self._host.is_there else match
 
     def _match_with_host(self, match: PrefixMatch, nodes: NDArray[np.int64], held: NDArray[np.int32]) -> PrefixMatch:
         """A match that goes on with what the host has, where that is worth its copies; else ``match``."""
@@ -93,14 +89,12 @@ class PrefixFinder:
 
         stored: ``[n, groups]``, which blocks of the path ``hashes [n]`` storage has
         """
-        host, storage = self._host, self._host.storage if self._host else None
-        if host is None or storage is None:
-            return None
         nodes = self._tree.find(hashes)
         here = np.zeros_like(stored)
         here[: len(nodes)] = (self._tree.device.blocks[nodes] != NOWHERE) | (self._tree.host.blocks[nodes] != NOWHERE)
         served, _ = self._servable(here)
         count, _ = self._servable(here | stored)
+        storage = self._host.storage
         room = storage.room
         while count > served:
             wanted = self._are_seen_after(count) & ~here[:count]

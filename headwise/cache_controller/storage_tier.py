@@ -13,7 +13,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from headwise.cache_controller.block_pool import BlockPool, Blocks
 from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree
 from headwise.cache_controller.stored_blocks import StoredBlocks
+from headwise.cache_controller.tiers import Fetch, NamedBlocks, StorageTierStats
 
 log = logging.getLogger(__name__)
 
@@ -30,36 +31,6 @@ MAX_IN_FLIGHT = 0.25
 
 PROBE_S = 1.0
 """Seconds from one look to the next for whether a stalled storage has answered, while there is nothing else to do."""
-
-
-@dataclass(frozen=True)
-class NamedBlocks:
-    """Host blocks and what they hold.
-
-    blocks: ``int32 [m, 2]`` (group, host block)
-    hashes: block hash of each, one after the other
-    """
-
-    blocks: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
-    hashes: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True)
-class StorageTierStats:
-    """Counts of blocks: on their way now, and since the start.
-
-    hit_tokens: tokens of prefixes that could be served because of what was fetched
-    is_stalled: storage has said nothing for too long, and is not used until it does
-    """
-
-    queued_puts: int
-    queued_fetches: int
-    put_blocks: int
-    failed_puts: int
-    fetched_blocks: int
-    missed_blocks: int
-    hit_tokens: int
-    is_stalled: bool
 
 
 class _Patience:
@@ -100,20 +71,6 @@ class _Patience:
 
 
 @dataclass(eq=False)
-class Fetch:
-    """What was asked of storage for one request.
-
-    left:   blocks still on their way
-    gained: tokens more that can be served if all of them come
-    missed: whether one did not
-    """
-
-    gained: int
-    left: int = 0
-    missed: bool = False
-
-
-@dataclass(eq=False)
 class _Coming:
     """A block on its way from storage: where it belongs, and who waits for it."""
 
@@ -128,13 +85,15 @@ class _Coming:
 
 
 class StorageTier:
-    """Owns the puts and fetches in flight.
+    """The `Storage` that there is. Owns the puts and fetches in flight.
 
     pool:       the host's
     statements: told of nodes that gained blocks on the host
     timeout_s:  seconds without an answer after which storage counts as stalled
     stored:     what storage is known to have
     """
+
+    is_there = True
 
     def __init__(self, tree: RadixTree, pool: BlockPool, statements: KVEvents, timeout_s: float) -> None:
         self.stored = StoredBlocks(tree, statements)

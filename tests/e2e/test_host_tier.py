@@ -75,7 +75,6 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
     assert stats["host"]["loaded_blocks"] > 0
     assert stats["host"]["failed_blocks"] == 0
     assert stats["cache"]["host_hit_tokens"] > 0
-    assert engine.cache.host is not None
     assert engine.cache.host.pool.num_held == 0
 
 

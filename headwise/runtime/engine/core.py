@@ -12,6 +12,7 @@ from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.host_tier import HostConfig
 from headwise.cache_controller.kv_events import IndexUpdate
+from headwise.cache_controller.storage_tier import StorageTier
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
@@ -273,7 +274,7 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         """Plain data: requests by state, cache blocks, prefix hits, steps."""
-        host = self.cache.host
+        host, storage = self.cache.host.stats(), self.cache.host.storage.stats()
         return {
             "model": self.card.model,
             "state": self._operations.state.value,
@@ -284,8 +285,8 @@ class EngineCore:
                 **{name: self._counts[name] for name in ("finished", "aborted", "failed")},
             },
             "cache": asdict(self.cache.stats()),
-            "host": asdict(host.stats()) if host else None,
-            "storage": asdict(host.storage.stats()) if host and host.storage else None,
+            "host": None if host is None else asdict(host),
+            "storage": None if storage is None else asdict(storage),
             "transfers": {name: _speed(transfer) for name, transfer in self.resources.transfers.items()},
             "steps": self._counts["steps"],
             "output_tokens": self._counts["tokens_out"],
@@ -301,9 +302,10 @@ def _host_config(config: EngineConfig, card: ModelCard) -> HostConfig | None:
 
 
 def _prefetcher(config: EngineConfig, cache: CacheManager, lookup: Lookup | None) -> Prefetcher | None:
-    if lookup is None or cache.host is None or cache.host.storage is None:
+    storage = cache.host.storage
+    if lookup is None or not isinstance(storage, StorageTier):
         return None
-    return Prefetcher(cache, cache.host.storage, lookup, config.prefetch, config.longest_prefetch_s)
+    return Prefetcher(cache, storage, lookup, config.prefetch, config.longest_prefetch_s)
 
 
 def _speed(transfer: TransferStats) -> dict[str, float]:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.prefix_match import PrefixMatch
-from headwise.cache_controller.storage_tier import NamedBlocks
 from headwise.errors import EngineDiedError
 from headwise.priority_queue import PriorityQueue
 from headwise.runtime.engine.prefetcher import Prefetcher
@@ -19,7 +18,7 @@ from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, Rows
 from headwise.runtime.engine.throughput import StepSpeeds
 from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
-from headwise.runtime.protocol.copies import NOTHING_IN, NOTHING_OUT, CopyReport, SwapIn, SwapOut
+from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
 from headwise.transfer.stats import TransferStats
 
 _NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -94,7 +93,7 @@ class ResourceManager:
     def has_copies(self) -> bool:
         """Whether copies between tiers are on their way."""
         host = self.cache.host
-        return host is not None and (host.is_busy or bool(host.storage and host.storage.has_work))
+        return host.is_busy or host.storage.has_work
 
     @property
     def has_steps(self) -> bool:
@@ -162,12 +161,9 @@ class ResourceManager:
 
     def _advance_copies(self, now: float) -> None:
         host = self.cache.host
-        if host is None:
-            return
         host.back_up(self._blocks_of_a_step)
+        host.storage.watch(now)
         self.cache.costs.retry(now)
-        if host.storage is not None:
-            host.storage.watch(now)
         if self.prefetcher is not None:
             for sequence in self.prefetcher.advance(now):
                 self._queue(sequence)
@@ -180,9 +176,7 @@ class ResourceManager:
     def _copies_need_a_step(self) -> bool:
         """Whether a step without sequences must start copies, or bring word of them: no other one is under way."""
         host = self.cache.host
-        if host is None or self._last_done != self._step_id:
-            return False
-        return host.has_work or bool(host.storage and host.storage.has_work)
+        return self._last_done == self._step_id and (host.has_work or host.storage.has_work)
 
     def _plan_running(self) -> _Plan:
         """The next tokens of what runs, with room for them in the cache.
@@ -196,16 +190,11 @@ class ResourceManager:
             if self.cache.extend(plan.rows, targets):
                 return plan
             needed = self.cache.blocks_needed(plan.rows, targets)
-            if self._draining or int(needed.sum()) <= self.cache.num_available + self._num_returning:
+            if self._draining or int(needed.sum()) <= self.cache.num_available + self.cache.host.num_returning:
                 fits = (needed == 0) | (np.cumsum(needed) <= self.cache.num_available)
                 self.cache.extend(plan.rows[fits], targets[fits])
                 return _Plan(plan.rows[fits], plan.counts[fits])
             self._preempt_latest()
-
-    @property
-    def _num_returning(self) -> int:
-        """Blocks that are available again once their copies to the host are complete."""
-        return self.cache.host.num_returning if self.cache.host is not None else 0
 
     def _ask_for_tokens(self) -> _Plan:
         """The tokens that running sequences want, within the budget; decoding ones first: no prompt may stall them."""
@@ -274,8 +263,7 @@ class ResourceManager:
 
     def _can_adopt_alone(self, match: PrefixMatch) -> bool:
         """Whether the pool has what comes from the host, while nothing runs; if not, copies in flight will give it."""
-        host = self.cache.host
-        if host is None or match.host is None or not host.is_busy:
+        if match.host is None or not self.cache.host.is_busy:
             return True
         return match.num_copies <= self.cache.num_available - self.cache.num_reclaimed(match)
 
@@ -311,6 +299,7 @@ class ResourceManager:
         self._step_id += 1
         columns.last_step[rows] = self._step_id
         new, self._new = tuple(self._new), []
+        host = self.cache.host
         batch = BatchRequest(
             step_id=self._step_id,
             rows=rows,
@@ -320,24 +309,11 @@ class ResourceManager:
             sample=samples,
             table_updates=self.cache.drain_table_updates(),
             new_sequences=new,
-            cache_swap_metadata=self._swap_in(),
-            cache_evict_metadata=self._swap_out(),
+            cache_swap_metadata=SwapIn(host.take_loads(self._step_id), host.storage.take_fetches()),
+            cache_evict_metadata=SwapOut(host.take_stores(), host.storage.take_puts()),
             command=command,
         )
         return ScheduledStep(batch, tuple(columns.of(rows)))
-
-    def _swap_in(self) -> SwapIn:
-        host = self.cache.host
-        if host is None:
-            return NOTHING_IN
-        fetches = NamedBlocks() if host.storage is None else host.storage.take_fetches()
-        return SwapIn(host.take_loads(self._step_id), fetches)
-
-    def _swap_out(self) -> SwapOut:
-        host = self.cache.host
-        if host is None:
-            return NOTHING_OUT
-        return SwapOut(host.take_stores(), NamedBlocks() if host.storage is None else host.storage.take_puts())
 
     def _input_tokens(self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
@@ -384,15 +360,12 @@ class ResourceManager:
             EngineDiedError: the step has loaded blocks, and says nothing of whether they came.
         """
         host, report = self.cache.host, result.copies
-        if host is None:
-            return
         if report.not_loaded is None and len(step.batch.cache_swap_metadata.loads):
             raise EngineDiedError(f"nothing is known of the blocks that step {step.batch.step_id} loaded")
         self._measure(report)
         host.stored(report.stored.tolist(), report.not_stored.tolist())
-        if host.storage is not None:
-            host.storage.fetched(report.fetched.tolist(), report.missed.tolist())
-            host.storage.put_done(report.put.tolist(), report.not_put.tolist())
+        host.storage.fetched(report.fetched.tolist(), report.missed.tolist())
+        host.storage.put_done(report.put.tolist(), report.not_put.tolist())
         lost = _NO_BLOCKS if report.not_loaded is None else report.not_loaded
         failed = set(self.cache.loads_done(step.batch.step_id, lost).tolist())
         for sequence in [s for s in (*self.running, *self._draining) if s.row in failed]:

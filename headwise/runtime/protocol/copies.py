@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.storage_tier import NamedBlocks
+from headwise.cache_controller.tiers import NO_BLOCKS, NamedBlocks
 from headwise.transfer.stats import TransferStats
 
 Blocks = NDArray[np.int32]
@@ -37,7 +37,7 @@ class SwapIn:
     """
 
     loads: Blocks = field(default_factory=lambda: _NO_LOADS)
-    fetches: NamedBlocks = field(default_factory=NamedBlocks)
+    fetches: NamedBlocks = NO_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SwapOut:
     """
 
     stores: Blocks = field(default_factory=lambda: _NO_STORES)
-    puts: NamedBlocks = field(default_factory=NamedBlocks)
+    puts: NamedBlocks = NO_BLOCKS
 
 
 @dataclass(frozen=True)

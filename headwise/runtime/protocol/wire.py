@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_
 import msgpack
 import numpy as np
 
-from headwise.cache_controller.storage_tier import NamedBlocks
+from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.batch import BatchRequest, NewSequence, StepResult
 from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut

@@ -543,7 +543,7 @@ class EngineMachine(RuleBasedStateMachine):
     def books_balance_and_no_step_in_flight_touches_a_free_block(self) -> None:
         self.engine.cache.check_integrity()
         self.executor.poison(self.engine.cache.pool.free_blocks)
-        if self.engine.cache.host is not None:
+        if self.engine.cache.host.is_there:
             self.executor.poison_host(self.engine.cache.host.pool.free_blocks)
         for row in (sequence.row for sequence in self.engine.resources.running):
             held = int((self.engine.cache.tables[row] >= 0).sum())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.cache_controller.storage_tier import NamedBlocks
+from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.batch import BatchRequest, NewSequence, StepResult
