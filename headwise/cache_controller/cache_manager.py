@@ -6,7 +6,7 @@ workers and the attention store must know. Whatever happens in every step happen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.copy_costs import CopyCosts
+from headwise.cache_controller.eviction import RESUME_SLACK, EvictionPolicy, RecycledFirst, ResumePoints
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate, KVEvents
 from headwise.cache_controller.policy import HeadPolicy
@@ -22,12 +23,6 @@ from headwise.cache_controller.prefix_match import PrefixFinder, PrefixMatch
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
 from headwise.cache_controller.tiers import Fetch, Host, NoHost
 from headwise.cache_controller.windows import GroupWindows, column_spans
-
-RESUME_SLACK = 512
-"""Tokens before a prompt's end at which the next one may part from it already.
-
-Chat templates, stripped reasoning and trimmed texts change a prompt's last tokens in the next turn.
-"""
 
 Rows = NDArray[np.int32]
 Tokens = NDArray[np.int64]
@@ -63,14 +58,14 @@ class CacheManager:
     A row is one running sequence. Its life: `match` and `adopt` a prefix, `extend` before tokens are computed,
     `register` and `recycle` after they were, `release` once no step in flight may touch its blocks.
 
-    What window groups leave behind is evicted before anything else, but for the windows at which a request is likely
-    to resume: where a request was served, where it could have been had the window been there (a branch of the tree),
-    and the last tokens of a prompt (`RESUME_SLACK`). Those, and the end of a request, stay as long as the rest of
-    their prefix does.
+    What window groups leave behind is evicted before anything else (`RecycledFirst`), but for the windows at which a
+    request is likely to resume (`ResumePoints`): they stay as long as the rest of their prefix does, as do those at the
+    end of a request.
 
     step_tokens: most tokens of one sequence in the steps that are in flight together
     num_blocks:  per row, the columns of its tables that are allocated
     registered:  per row, the columns that the tree knows
+    eviction:    makes the policy by which a pool evicts, the device's and the host's
     costs:       what decides whether blocks are copied from other tiers, or computed
     """
 
@@ -86,16 +81,17 @@ class CacheManager:
         prefix_caching: bool = True,
         host: HostConfig | None = None,
         resume_slack: int = RESUME_SLACK,
+        eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
     ) -> None:
         self.policies = tuple(policies)
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.step_tokens = step_tokens
         self.prefix_caching = prefix_caching
-        self._resume_slack = resume_slack
         groups = len(self.policies)
-        self.pool = BlockPool(num_blocks, self._on_evict)
+        self.pool = BlockPool(num_blocks, self._on_evict, eviction)
         self.windows = GroupWindows(policies, block_size)
+        self._resume = ResumePoints(max_rows, self.windows, resume_slack)
         self.tree = RadixTree(
             groups,
             num_blocks,
@@ -105,7 +101,9 @@ class CacheManager:
         )
         self.statements = KVEvents(self.tree, self.windows)
         self.costs = CopyCosts(groups, block_size)
-        self.host: Host = HostTier(self.tree, self.pool, host, self.statements) if host and prefix_caching else NoHost()
+        self.host: Host = NoHost()
+        if host and prefix_caching:
+            self.host = HostTier(self.tree, self.pool, host, self.statements, eviction)
         self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.registered: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -114,8 +112,6 @@ class CacheManager:
         self._held: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # blocks in the row's tables
         self._recycled: NDArray[np.int64] = np.zeros((max_rows, groups), dtype=np.int64)  # columns given back up to
         self._recycle_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens
-        # Depths at which another request may resume: the match's end or the branch, and the prompt's end.
-        self._resume: NDArray[np.int64] = np.zeros((max_rows, 2), dtype=np.int64)
         # What a row has recycled of windows at which another may resume: group, column, block, generation of each.
         self._left: dict[int, list[NDArray[np.int64]]] = {}
         self._window_groups = np.flatnonzero(~self.windows.is_full)
@@ -192,7 +188,7 @@ class CacheManager:
         self._computed[row] = count * self.block_size
         self._recycled[row] = self._finder.first_live[count]
         self._recycle_at[row] = 0
-        self._resume[row] = match.reached, prompt_tokens // self.block_size
+        self._resume.open(row, match.reached, prompt_tokens // self.block_size)
         group, column = (match.blocks != NOWHERE).nonzero()
         blocks = match.blocks[group, column]
         self._held[row] = len(blocks)
@@ -328,10 +324,7 @@ class CacheManager:
         self, rows: Rows, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]
     ) -> None:
         """Give value to those of the recycled blocks that lie in a window at which another request may resume."""
-        depths = self._resume[rows]
-        behind = depths * self.block_size - (0, self._resume_slack) - (self.windows.window[groups] - 1)[:, None]
-        first, column = behind // self.block_size, columns[:, None]
-        inside = ((column >= first) & (column < depths)).any(axis=1).nonzero()[0]
+        inside = self._resume.inside(rows, groups, columns)
         if not len(inside):
             return
         kept = blocks[inside]

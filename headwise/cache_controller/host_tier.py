@@ -9,14 +9,15 @@ A copy is known to the prefix tree, and may be loaded, only once it is complete.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.block_pool import BlockPool, Blocks
+from headwise.cache_controller.block_pool import BlockPool
+from headwise.cache_controller.eviction import Blocks, EvictionPolicy, RecycledFirst
 from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
 from headwise.cache_controller.storage_tier import StorageTier
@@ -63,13 +64,14 @@ class HostTier:
         device: BlockPool,
         config: HostConfig,
         statements: KVEvents,
+        eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
     ) -> None:
         self.tree = tree
         self.policy = config.policy
         self.threshold = {"write_through": 1, "write_through_selective": config.threshold, "write_back": NEVER}[
             config.policy
         ]
-        self.pool = BlockPool(config.num_blocks, self._on_evict)
+        self.pool = BlockPool(config.num_blocks, self._on_evict, eviction)
         timeout_s = config.storage_timeout_s
         self.storage: Storage = (
             NoStorage() if timeout_s is None else StorageTier(tree, self.pool, statements, timeout_s)
@@ -184,10 +186,7 @@ class HostTier:
         """
         blocks = blocks[self.tree.device.are_attached(blocks)]
         copies = self.tree.host.blocks[self.tree.device.owners(blocks)]
-        copies = copies[copies != NOWHERE]
-        copies = copies[self.pool.are_unheld(copies)]
-        self.pool.retain(copies)
-        self.pool.release(copies)
+        self.pool.touch(copies[copies != NOWHERE])
 
     def take_stores(self) -> NDArray[np.int32]:
         """``int32 [m, 2]`` (device block, host block) to start with the next step."""
@@ -223,7 +222,7 @@ class HostTier:
     def _let_go(self, host: Blocks, device: Blocks) -> None:
         self.pool.release(host)
         if self.policy == "write_back":
-            self._device.release_first(device)  # it was about to be evicted, and may be now
+            self._device.release_copied(device)
         else:
             self._device.release(device)
 

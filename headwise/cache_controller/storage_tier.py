@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.block_pool import BlockPool, Blocks
+from headwise.cache_controller.block_pool import BlockPool
+from headwise.cache_controller.eviction import Blocks
 from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree
 from headwise.cache_controller.stored_blocks import StoredBlocks

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.block_pool import Blocks
+from headwise.cache_controller.eviction import Blocks
 from headwise.cache_controller.radix_tree import Nodes
 
 _NO_STORES: Blocks = np.empty((0, 2), dtype=np.int32)
