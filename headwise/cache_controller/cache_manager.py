@@ -383,14 +383,30 @@ class CacheManager:
     def loads_done(self, step_id: int, failed: NDArray[np.int32]) -> Rows:
         """The loads that a step carried are done; the rows that hold one of the ``failed`` device blocks."""
         if len(failed):
-            known = failed[self.tree.device.are_attached(failed)]
-            self.statements.lost(*self.tree.device.owners(known))
-            self.pool.forget(known)
-            self.tree.prune(self.tree.device.detach(known))
+            self._forget_held(failed[self.tree.device.are_attached(failed)])
         self.host.step_done(step_id, failed)
         if not len(failed):
             return np.empty(0, dtype=np.int32)
         return np.flatnonzero(np.isin(self.tables, failed).any(axis=(1, 2))).astype(np.int32)
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Nothing that device and host have of these token blocks serves a request any more; who holds them keeps them.
+
+        Storage is not asked to forget them: it belongs to others too.
+        """
+        known = map(self.tree.nodes.get, hashes)
+        nodes = np.array([node for node in known if node is not None], dtype=np.int64)
+        cached = self.tree.device.blocks[nodes]
+        blocks = cached[cached != NOWHERE]
+        unheld = self.pool.are_unheld(blocks)
+        self.host.forget(nodes)
+        self.pool.evict(blocks[unheld])
+        self._forget_held(blocks[~unheld])
+
+    def _forget_held(self, blocks: NDArray[np.int32]) -> None:
+        self.statements.lost(*self.tree.device.owners(blocks))
+        self.pool.forget(blocks)
+        self.tree.prune(self.tree.device.detach(blocks))
 
     def _on_evict(self, blocks: NDArray[np.int32]) -> None:
         self._evicted_blocks += len(blocks)

@@ -198,7 +198,8 @@ class HostTier:
         if host_blocks:
             self._stored += len(host_blocks)
             host, device = self._end_stores(host_blocks)
-            self._attach(host, *self.tree.device.owners(device))
+            known = self.tree.device.are_attached(device)  # the rest was forgotten meanwhile
+            self._attach(host[known], *self.tree.device.owners(device[known]))
             self._let_go(host, device)
         if failed:
             self._failed += len(failed)
@@ -274,6 +275,17 @@ class HostTier:
     def reset(self) -> int:
         """Forget every block that no copy holds; how many those were."""
         return self.pool.evict_all()
+
+    def forget(self, nodes: Nodes) -> None:
+        """Nothing that the host has of ``nodes`` is loaded any more. What a copy holds stays until that is done."""
+        copies = self.tree.host.blocks[nodes]
+        blocks = copies[copies != NOWHERE]
+        unheld = self.pool.are_unheld(blocks)
+        self.pool.evict(blocks[unheld])
+        held = blocks[~unheld]
+        self._statements.lost(*self.tree.host.owners(held))
+        self.pool.forget(held)
+        self.tree.prune(self.tree.host.detach(held))
 
     def _on_evict(self, blocks: Blocks) -> None:
         self._evicted += len(blocks)

@@ -235,9 +235,10 @@ class StorageTier:
             return
         self._putting_goes_on.heard()
         done = np.array([*host_blocks, *failed], dtype=np.int32)
-        there = [block for block in host_blocks if block not in self._put_too_early]
-        if there:
-            self.stored.put(*self._tree.host.owners(np.array(there, dtype=np.int32)))
+        there = np.array([block for block in host_blocks if block not in self._put_too_early], dtype=np.int32)
+        known = there[self._tree.host.are_attached(there)]  # the rest was forgotten meanwhile
+        if len(known):
+            self.stored.put(*self._tree.host.owners(known))
         self._putting.difference_update(done.tolist())
         self._put_too_early.difference_update(done.tolist())
         self._put += len(host_blocks)

@@ -196,6 +196,9 @@ class Host(Protocol):
     def step_done(self, step_id: int, failed: Blocks) -> None:
         """The loads that a step carried are done; those to the ``failed`` device blocks brought nothing."""
 
+    def forget(self, nodes: Nodes) -> None:
+        """Nothing that the host has of ``nodes`` is loaded any more. What a copy holds stays until that is done."""
+
     def reset(self) -> int:
         """Forget every block that no copy holds; how many those were."""
 
@@ -287,6 +290,9 @@ class NoHost:
         pass
 
     def step_done(self, step_id: int, failed: Blocks) -> None:
+        pass
+
+    def forget(self, nodes: Nodes) -> None:
         pass
 
     def reset(self) -> int:

@@ -188,6 +188,7 @@ class EngineCore:
         self.resources.copies_done(step, result)
         for index, why in result.broken.items():
             if self.resources.is_wanted(step, index):
+                self.resources.forget_computed(step.sequences[index])
                 self._fail(step.sequences[index], why)
         tokens = result.token_ids.tolist()
         for index in self.resources.commit(step, result.token_ids):

@@ -404,6 +404,10 @@ class ResourceManager:
         hashes = [s.block_hashes(n, block_size) for s, n in zip(self.rows.of(rows[full]), counts, strict=True)]
         self.cache.register(rows[full].tolist(), hashes)
 
+    def forget_computed(self, sequence: Sequence) -> None:
+        """Let no request be served what a sequence has computed; what it was served itself at first stays."""
+        self.cache.forget(sequence.hashes[sequence.cached_tokens // self.cache.block_size :])
+
     def is_wanted(self, step: ScheduledStep, index: int) -> bool:
         """Whether anybody waits for what a step says of a sequence of its batch: it neither ended nor is it void."""
         return bool(self.rows.wanted[step.batch.rows[index]])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -225,6 +225,24 @@ def test_a_request_whose_logits_are_no_numbers_fails_and_the_others_of_its_batch
         assert tokens == continuation([first] * 5, count)
     assert engine.stats()["requests"]["failed"] == 1
     assert engine.cache.pool.num_held == 0
+
+
+@pytest.mark.parametrize("tiers", [{}, {"host_blocks": 64, "write_policy": "write_through"}])
+def test_what_a_request_computed_before_its_logits_were_no_numbers_serves_nobody(tiers: dict[str, Any]) -> None:
+    engine, executor = make_engine((FULL, HeadPolicy(window=5)), num_blocks=64, **tiers)
+    shared, prompt = list(range(1, 10)), [*range(1, 10), *range(20, 40)]
+    engine.add(request("before", shared, 1))
+    run(engine)
+    engine.add(request("broken", prompt, 9))
+    executor.model.breaks = lambda tokens: len(tokens) > len(prompt) + 4
+    deltas = [delta for _ in range(100) if engine.has_work() for delta in engine.step(None)]
+    assert deltas[-1].finish_reason is FinishReason.ERROR
+    engine.cache.check_integrity()
+    executor.model.breaks = lambda tokens: False
+    engine.add(request("again", prompt, 9))
+    answer = run(engine)["again"]
+    assert answer.token_ids == continuation(prompt, 9)
+    assert answer.usage.cached_tokens == 8  # of the blocks that were there before
 
 
 def late_load(waits: int) -> tuple[EngineCore, SimulatedExecutor]:
