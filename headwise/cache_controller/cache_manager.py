@@ -99,11 +99,11 @@ class CacheManager:
             has_storage=host is not None and host.storage_timeout_s is not None,
             num_top=max(1, int(self.windows.sink_blocks.max())),
         )
-        self.statements = KVEvents(self.tree, self.windows)
+        self.events = KVEvents(self.tree, self.windows)
         self.costs = CopyCosts(groups, block_size)
         self.host: Host = NoHost()
         if host and prefix_caching:
-            self.host = HostTier(self.tree, self.pool, host, self.statements, eviction)
+            self.host = HostTier(self.tree, self.pool, host, self.events, eviction)
         self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.registered: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -214,7 +214,7 @@ class CacheManager:
         self._held[row] += len(blocks)
         self._enter(np.int32(row), group, column, blocks)
         self._host_hit_tokens += match.gained * self.block_size
-        self.statements.gained(match.nodes[column], group)
+        self.events.gained(match.nodes[column], group)
 
     def _enter(
         self, rows: Rows | np.int32, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]
@@ -270,7 +270,7 @@ class CacheManager:
         if self.host.writes_through:
             self.host.store(blocks[taken & self.windows.is_full])
         brought = np.flatnonzero(taken.any(axis=1))
-        self.statements.brought([at_row[index] for index in brought.tolist()], nodes[brought])
+        self.events.brought([at_row[index] for index in brought.tolist()], nodes[brought])
         self.registered[rows] = [len(row_hashes) for row_hashes in hashes]
 
     def _replace_unheld(self, nodes: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
@@ -368,7 +368,7 @@ class CacheManager:
         held[:] = NOWHERE
         self._open[row] = False
         self.num_blocks[row] = self.registered[row] = self._held[row] = 0
-        self.statements.closed(row)
+        self.events.closed(row)
 
     def reset(self, tiers: Sequence[str] = (DEVICE_TIER, HOST_TIER)) -> int:
         """Forget every block that no row and no copy holds, on these tiers; how many those were.
@@ -404,13 +404,13 @@ class CacheManager:
         self._forget_held(blocks[~unheld])
 
     def _forget_held(self, blocks: NDArray[np.int32]) -> None:
-        self.statements.lost(*self.tree.device.owners(blocks))
+        self.events.lost(*self.tree.device.owners(blocks))
         self.pool.forget(blocks)
         self.tree.prune(self.tree.device.detach(blocks))
 
     def _on_evict(self, blocks: NDArray[np.int32]) -> None:
         self._evicted_blocks += len(blocks)
-        self.statements.lost(*self.tree.device.owners(blocks))
+        self.events.lost(*self.tree.device.owners(blocks))
         self.tree.prune(self.tree.device.detach(blocks))
 
     # ---- what others must hear ----
@@ -422,11 +422,11 @@ class CacheManager:
 
     def drain_index_updates(self) -> list[IndexUpdate]:
         """What changed for the attention store since the last call, in order."""
-        return self.statements.drain()
+        return self.events.drain()
 
     def resident_paths(self) -> list[IndexUpdate]:
         """Everything that is resident, as statements: a snapshot for the attention store."""
-        return self.statements.everything()
+        return self.events.everything()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless tables, pool and tree agree (DESIGN invariant 1)."""

@@ -51,7 +51,7 @@ class HostConfig:
 class HostTier:
     """The `Host` that there is. Owns the host pool and the copies in flight.
 
-    statements: told of nodes that gain or lose blocks on the host
+    events:     told of nodes that gain or lose blocks on the host
     threshold:  uses of a block after which it is copied
     storage:    where blocks that reached the host go from there
     """
@@ -63,7 +63,7 @@ class HostTier:
         tree: RadixTree,
         device: BlockPool,
         config: HostConfig,
-        statements: KVEvents,
+        events: KVEvents,
         eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
     ) -> None:
         self.tree = tree
@@ -73,11 +73,9 @@ class HostTier:
         ]
         self.pool = BlockPool(config.num_blocks, self._on_evict, eviction)
         timeout_s = config.storage_timeout_s
-        self.storage: Storage = (
-            NoStorage() if timeout_s is None else StorageTier(tree, self.pool, statements, timeout_s)
-        )
+        self.storage: Storage = NoStorage() if timeout_s is None else StorageTier(tree, self.pool, events, timeout_s)
         self._device = device
-        self._statements = statements
+        self._events = events
         self._max_storing = max(1, int(MAX_STORING * device.num_blocks))
         self._is_storing: NDArray[np.bool_] = np.zeros(device.num_blocks, dtype=np.bool_)
         self._storing: dict[int, int] = {}  # device block by host block
@@ -212,7 +210,7 @@ class HostTier:
         host, nodes, groups = host[lacked], nodes[lacked], groups[lacked]
         self.tree.host.attach_one_by_one(nodes, groups, host)
         self.pool.register(host)
-        self._statements.gained(nodes, groups)
+        self._events.gained(nodes, groups)
         self.storage.put(host)
 
     def _end_stores(self, host_blocks: Sequence[int]) -> tuple[Blocks, Blocks]:
@@ -283,13 +281,13 @@ class HostTier:
         unheld = self.pool.are_unheld(blocks)
         self.pool.evict(blocks[unheld])
         held = blocks[~unheld]
-        self._statements.lost(*self.tree.host.owners(held))
+        self._events.lost(*self.tree.host.owners(held))
         self.pool.forget(held)
         self.tree.prune(self.tree.host.detach(held))
 
     def _on_evict(self, blocks: Blocks) -> None:
         self._evicted += len(blocks)
-        self._statements.lost(*self.tree.host.owners(blocks))
+        self._events.lost(*self.tree.host.owners(blocks))
         self.tree.prune(self.tree.host.detach(blocks))
 
     def held_device_blocks(self) -> list[int]:

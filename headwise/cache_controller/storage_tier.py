@@ -89,17 +89,17 @@ class StorageTier:
     """The `Storage` that there is. Owns the puts and fetches in flight.
 
     pool:       the host's
-    statements: told of nodes that gained blocks on the host
+    events:     told of nodes that gained blocks on the host
     timeout_s:  seconds without an answer after which storage counts as stalled
     stored:     what storage is known to have
     """
 
     is_there = True
 
-    def __init__(self, tree: RadixTree, pool: BlockPool, statements: KVEvents, timeout_s: float) -> None:
-        self.stored = StoredBlocks(tree, statements)
+    def __init__(self, tree: RadixTree, pool: BlockPool, events: KVEvents, timeout_s: float) -> None:
+        self.stored = StoredBlocks(tree, events)
         self._tree, self._pool = tree, pool
-        self._statements = statements
+        self._events = events
         self._putting_goes_on = _Patience("taken a block", timeout_s)
         self._fetching_goes_on = _Patience("given a block", timeout_s)
         self._asking_goes_on = _Patience("said what it has", timeout_s)
@@ -311,7 +311,7 @@ class StorageTier:
         lacked = self._tree.host.blocks[node, group] == NOWHERE
         self._tree.host.attach_one_by_one(node[lacked], group[lacked], blocks[lacked])
         self._pool.register(blocks[lacked])
-        self._statements.gained(node[lacked], group[lacked])
+        self._events.gained(node[lacked], group[lacked])
 
     def _node_of(self, path: Sequence[bytes], column: int) -> int:
         """The node of a path's block; made where it is not there, as are those above it."""

@@ -178,7 +178,7 @@ class EngineCore:
             self._counts["steps"] += 1
             self._compute_s += result.compute_s
             if result.error is None:
-                self.resources.speeds.take(step.batch.num_tokens, len(step.sequences), result.compute_s)
+                self.resources.step_times.observe(step.batch.num_tokens, len(step.sequences), result.compute_s)
         if result.error is not None:
             for sequence in step.sequences:
                 self._fail(sequence, result.error)
@@ -266,8 +266,8 @@ class EngineCore:
             queued_tokens=self.resources.queued_tokens(),
             used_blocks=cache.held_blocks,
             total_blocks=cache.total_blocks,
-            prefill_token_s=self.resources.speeds.prefill_token_s,
-            decode_step_s=self.resources.speeds.decode_step_s,
+            prefill_token_s=self.resources.step_times.prefill_token_s,
+            decode_step_s=self.resources.step_times.decode_step_s,
             host_token_s=self.cache.costs.host_token_s,
             storage_token_s=self.cache.costs.storage_token_s,
             accepts=self._operations.state is State.AWAKE,

@@ -15,8 +15,8 @@ from headwise.errors import EngineDiedError
 from headwise.priority_queue import PriorityQueue
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
-from headwise.runtime.engine.sequence_table import Index, Rows
-from headwise.runtime.engine.throughput import StepSpeeds
+from headwise.runtime.engine.sequence_table import Index, SequenceTable
+from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
 from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
 from headwise.transfer.stats import TransferStats
@@ -76,8 +76,8 @@ class ResourceManager:
         self.cache = cache
         self.prefetcher = prefetcher
         self.transfers: dict[str, TransferStats] = {}
-        self.speeds = StepSpeeds()
-        self.rows = Rows(max_rows)
+        self.step_times = StepTimes()
+        self.table = SequenceTable(max_rows)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
         self.running: list[Sequence] = []  # oldest first
@@ -116,7 +116,7 @@ class ResourceManager:
 
     def queued_tokens(self) -> int:
         """Known tokens still to compute: of what runs, and of what waits in so far as the cache lacks them."""
-        left, decoding = self.rows.to_schedule(self._rows_in_order())
+        left, decoding = self.table.to_schedule(self._rows_in_order())
         waiting = self._waiting.items()
         if self.prefetcher is not None:
             waiting += self.prefetcher.held
@@ -143,9 +143,9 @@ class ResourceManager:
         budget = self.max_batched_tokens - int(plan.counts.sum())
         # Where blocks were short in this step, no newcomer may take what came free.
         while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(now)):
-            count = min(admitted.num_tokens - int(self.rows.scheduled[admitted.row]), self.prefill_chunk, budget)
+            count = min(admitted.num_tokens - int(self.table.scheduled[admitted.row]), self.prefill_chunk, budget)
             row = np.array([admitted.row], dtype=np.int32)
-            if self.cache.extend(row, self.rows.scheduled[row] + count):
+            if self.cache.extend(row, self.table.scheduled[row] + count):
                 plan.add(admitted.row, count)
                 budget -= count
         return self._send(plan) if len(plan.rows) or self._copies_need_a_step() else None
@@ -186,7 +186,7 @@ class ResourceManager:
         """
         while True:
             plan = self._ask_for_tokens()
-            targets = self.rows.scheduled[plan.rows] + plan.counts
+            targets = self.table.scheduled[plan.rows] + plan.counts
             if self.cache.extend(plan.rows, targets):
                 return plan
             needed = self.cache.blocks_needed(plan.rows, targets)
@@ -199,7 +199,7 @@ class ResourceManager:
     def _ask_for_tokens(self) -> _Plan:
         """The tokens that running sequences want, within the budget; decoding ones first: no prompt may stall them."""
         rows = self._rows_in_order()
-        left, decoding = self.rows.to_schedule(rows)
+        left, decoding = self.table.to_schedule(rows)
         order = np.argsort(~decoding, kind="stable")
         rows, wanted = rows[order], np.minimum(left[order], self.prefill_chunk)
         before = np.cumsum(wanted) - wanted
@@ -236,7 +236,7 @@ class ResourceManager:
     def _admit(self, now: float) -> Sequence | None:
         """Start the first waiting sequence if all of its known tokens fit beside what runs already."""
         sequence = self._waiting.first
-        if sequence is None or not self.rows.num_free or any(not leaving.finished for leaving in self._draining):
+        if sequence is None or not self.table.num_free or any(not leaving.finished for leaving in self._draining):
             return None
         match = self._match(sequence)
         if not self._can_start(sequence, match):
@@ -253,7 +253,7 @@ class ResourceManager:
         return self.cache.match(hashes, max_tokens=sequence.num_tokens - 1)
 
     def _can_start(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        if not self.rows.num_free:
+        if not self.table.num_free:
             return False
         if not self.running and not self._draining:
             return self._can_adopt_alone(match)
@@ -270,11 +270,11 @@ class ResourceManager:
     def _promised_blocks(self) -> int:
         """Blocks that admitted sequences will still take for tokens they already have."""
         rows = self._rows_in_order()
-        return self.cache.promised_blocks(rows, self.rows.length[rows])
+        return self.cache.promised_blocks(rows, self.table.length[rows])
 
     def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
         computed = match.num_blocks * self.cache.block_size
-        row = self.rows.open(sequence, computed)
+        row = self.table.open(sequence, computed)
         self.cache.adopt(row, match, sequence.num_tokens)
         sequence.phase = Phase.RUNNING
         if sequence.first_scheduled is None:
@@ -288,7 +288,7 @@ class ResourceManager:
     # ---- steps ----
 
     def _send(self, plan: _Plan, command: str = "") -> ScheduledStep:
-        rows, counts, columns = plan.rows, plan.counts, self.rows
+        rows, counts, columns = plan.rows, plan.counts, self.table
         starts = columns.scheduled[rows]
         token_ids = self._input_tokens(rows, starts, counts)
         columns.scheduled[rows] = starts + counts
@@ -317,7 +317,7 @@ class ResourceManager:
 
     def _input_tokens(self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
-        columns = self.rows
+        columns = self.table
         known = columns.length[rows] - columns.pending[rows]
         first = np.where(starts < known, columns.last_token[rows], np.int32(LAST_SAMPLED))
         many = (starts < known - 1).nonzero()[0]
@@ -336,7 +336,7 @@ class ResourceManager:
 
         token_ids: ``[n]``, the sampled token of each sequence of the batch
         """
-        batch, columns = step.batch, self.rows
+        batch, columns = step.batch, self.table
         wanted = columns.wanted[batch.rows]
         rows = batch.rows[wanted]
         computed = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
@@ -374,14 +374,14 @@ class ResourceManager:
                 self.num_preemptions += 1
                 self.leave(sequence)
             if sequence.row >= 0:  # else no step has carried it yet
-                self.rows.wanted[sequence.row] = False
+                self.table.wanted[sequence.row] = False
 
     def _measure(self, report: CopyReport) -> None:
         """Note how fast copies and computing are, by which is decided what is worth copying."""
         self.cache.costs.observe(
             load_s=self._seconds_a_block("load", report),
             fetch_s=self._seconds_a_block("fetch", report),
-            token_s=self.speeds.prefill_token_s or None,
+            token_s=self.step_times.prefill_token_s or None,
         )
         self.transfers |= report.transfers
 
@@ -401,7 +401,7 @@ class ResourceManager:
         if not len(full):
             return
         counts = computed[full].tolist()
-        hashes = [s.block_hashes(n, block_size) for s, n in zip(self.rows.of(rows[full]), counts, strict=True)]
+        hashes = [s.block_hashes(n, block_size) for s, n in zip(self.table.of(rows[full]), counts, strict=True)]
         self.cache.register(rows[full].tolist(), hashes)
 
     def forget_computed(self, sequence: Sequence) -> None:
@@ -410,7 +410,7 @@ class ResourceManager:
 
     def is_wanted(self, step: ScheduledStep, index: int) -> bool:
         """Whether anybody waits for what a step says of a sequence of its batch: it neither ended nor is it void."""
-        return bool(self.rows.wanted[step.batch.rows[index]])
+        return bool(self.table.wanted[step.batch.rows[index]])
 
     def step_done(self, step: ScheduledStep) -> None:
         """A step came back, as they do in order: what left the batch meanwhile may give back its blocks."""
@@ -432,7 +432,7 @@ class ResourceManager:
         A sequence that is not finished goes back to the waiting ones then.
         """
         if sequence.row >= 0:
-            self.rows.wanted[sequence.row] = not sequence.finished
+            self.table.wanted[sequence.row] = not sequence.finished
         if sequence.phase is Phase.WAITING:
             if self.prefetcher is not None:
                 self.prefetcher.forget(sequence)
@@ -446,11 +446,11 @@ class ResourceManager:
 
     def _settle(self, sequence: Sequence) -> None:
         row = sequence.row
-        if self.rows.last_step[row] > self._last_done:
+        if self.table.last_step[row] > self._last_done:
             return
         self._draining.discard(sequence)
         self.cache.release(row, will_return=not sequence.finished)
-        self.rows.close(sequence)
+        self.table.close(sequence)
         self._new = [new for new in self._new if new.row != row]
         sequence.phase = Phase.WAITING
         if not sequence.finished:

@@ -1,4 +1,4 @@
-"""One request inside an engine: its tokens and their hashes. How far they are computed is in `rows`."""
+"""One request inside an engine: its tokens and their hashes. How far they are computed, `SequenceTable` knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast an engine computes, as measured: what it weighs copies against, and a scheduler engines."""
+"""How fast an engine computes, as measured. It decides what is worth copying, and the frontend routes by it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ WINDOW_TOKENS = 2048
 """Prompt tokens after which what was measured before them counts half."""
 
 
-class StepSpeeds:
-    """0 before the first step of a kind.
+class StepTimes:
+    """Measured times of an engine's steps; 0 before the first step of a kind.
 
     decode_step_s: seconds of a step that only decodes
     """
@@ -20,11 +20,14 @@ class StepSpeeds:
 
     @property
     def prefill_token_s(self) -> float:
-        """Seconds to compute a token of a prompt. Every token counts alike: a few tokens in a step take much longer
-        each than many, and are no measure of what a long prompt would take."""
+        """Seconds to compute a token of a prompt.
+
+        Every token counts alike: in a step of few tokens each takes much longer than in a step of many, which says
+        little of a long prompt.
+        """
         return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
 
-    def take(self, tokens: int, sequences: int, compute_s: float) -> None:
+    def observe(self, tokens: int, sequences: int, compute_s: float) -> None:
         """A step has computed so many tokens of so many sequences."""
         if not tokens or not compute_s:
             return

@@ -565,7 +565,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.executor.poison_host(self.engine.cache.host.pool.free_blocks)
         for row in (sequence.row for sequence in self.engine.resources.running):
             held = int((self.engine.cache.tables[row] >= 0).sum())
-            assert held <= self.engine.cache.peak_blocks(int(self.engine.resources.rows.length[row]))
+            assert held <= self.engine.cache.peak_blocks(int(self.engine.resources.table.length[row]))
         for batch in self.executor.queue:
             assert self.engine.cache._open[batch.rows].all()
 
