@@ -155,14 +155,14 @@ def time_overlap(size: Size, seed: int) -> dict[str, float]:
             serve(engine, prefix)
             for way in rows:
                 engine.reset_cache("device")
-                before = engine.core.resources.transfers.get("load")
+                before = engine.core.resources.copies.transfers.get("load")
                 prompt = prefix + tokens(rng, size.own_tokens)
                 if way == "whole":
                     with load_then_compute(engine):
                         result = serve(engine, prompt)
                 else:
                     result = serve(engine, prompt)
-                after = engine.core.resources.transfers["load"]
+                after = engine.core.resources.copies.transfers["load"]
                 busy = after.busy_s - (before.busy_s if before else 0.0)
                 waited = after.waited_s - (before.waited_s if before else 0.0)
                 rows[way].append((busy, waited, result.timings.ttft_s))

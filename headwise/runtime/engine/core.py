@@ -120,7 +120,7 @@ class EngineCore:
             raise InvalidRequestError(
                 f"token id {highest} is not in the model's vocabulary of {self.card.config.vocab_size}"
             )
-        if self.resources.num_waiting >= self.config.max_queued:
+        if len(self.resources.waiting) >= self.config.max_queued:
             raise OverloadedError(
                 f"{self.config.max_queued} requests are waiting already (max_queued); try again later"
             )
@@ -149,7 +149,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has something to do: requests of an engine that is asleep are nothing to do."""
         may_run = self._live and self._operations.state is not State.ASLEEP
-        return bool(may_run or self._steps or self._outbox or self._operations.is_busy or self.resources.has_copies)
+        return bool(may_run or self._steps or self._outbox or self._operations.is_busy or self.resources.copies.is_busy)
 
     def step(self, timeout_s: float | None) -> list[OutputDelta]:
         """Keep the workers busy and commit the next finished step, waiting at most ``timeout_s`` for it.
@@ -166,7 +166,7 @@ class EngineCore:
             result = self._executor.poll(timeout_s)
             if result is not None:
                 self._commit(self._steps.popleft(), result)
-        elif self._lookup is not None and self.resources.is_asking_storage and not self._outbox:
+        elif self._lookup is not None and self.resources.waiting.is_asking_storage and not self._outbox:
             self._lookup.wait(ASK_WAIT_S if timeout_s is None else min(timeout_s, ASK_WAIT_S))
         outputs, self._outbox = self._outbox, []
         return outputs
@@ -254,14 +254,14 @@ class EngineCore:
 
     def drain_index_updates(self) -> list[IndexUpdate]:
         """What the attention store must hear of since the last call. To be called also while there is nothing to do."""
-        self.resources.audit_storage(self._clock())
+        self.resources.waiting.audit_storage(self._clock())
         return self.cache.drain_index_updates()
 
     def load(self) -> EngineLoad:
         """What decides how soon a further request would be served here."""
         cache = self.cache.stats()
         return EngineLoad(
-            waiting=self.resources.num_waiting,
+            waiting=len(self.resources.waiting),
             running=len(self.resources.running),
             queued_tokens=self.resources.queued_tokens(),
             used_blocks=cache.held_blocks,
@@ -280,7 +280,7 @@ class EngineCore:
             "model": self.card.model,
             "state": self._operations.state.value,
             "requests": {
-                "waiting": self.resources.num_waiting,
+                "waiting": len(self.resources.waiting),
                 "running": len(self.resources.running),
                 "preemptions": self.resources.num_preemptions,
                 **{name: self._counts[name] for name in ("finished", "aborted", "failed")},
@@ -288,7 +288,7 @@ class EngineCore:
             "cache": asdict(self.cache.stats()),
             "host": None if host is None else asdict(host),
             "storage": None if storage is None else asdict(storage),
-            "transfers": {name: _speed(transfer) for name, transfer in self.resources.transfers.items()},
+            "transfers": {name: _speed(transfer) for name, transfer in self.resources.copies.transfers.items()},
             "steps": self._counts["steps"],
             "output_tokens": self._counts["tokens_out"],
             "compute_s": self._compute_s,

@@ -11,17 +11,13 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.prefix_match import PrefixMatch
-from headwise.errors import EngineDiedError
-from headwise.priority_queue import PriorityQueue
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
 from headwise.runtime.engine.throughput import StepTimes
+from headwise.runtime.engine.tier_copies import TierCopies
+from headwise.runtime.engine.waiting_queue import WaitingQueue
 from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
-from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
-from headwise.transfer.stats import TransferStats
-
-_NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 MAX_LOOKED_AT = 64
 """Waiting sequences, the next ones, whose cached tokens are left out where the engine says how much it has to do."""
@@ -60,8 +56,7 @@ class ResourceManager:
 
     max_batched_tokens: token budget of a step
     prefill_chunk:      most tokens of one sequence in a step
-    prefetcher:         brings what storage has of waiting sequences; None: there is no storage
-    transfers:          what workers have copied between the tiers, by direction
+    prefetcher:         see `WaitingQueue`
     """
 
     def __init__(
@@ -74,8 +69,8 @@ class ResourceManager:
         prefetcher: Prefetcher | None = None,
     ) -> None:
         self.cache = cache
-        self.prefetcher = prefetcher
-        self.transfers: dict[str, TransferStats] = {}
+        self.waiting = WaitingQueue(prefetcher)
+        self.copies = TierCopies(cache)
         self.step_times = StepTimes()
         self.table = SequenceTable(max_rows)
         self.max_batched_tokens = max_batched_tokens
@@ -83,17 +78,10 @@ class ResourceManager:
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self._running_rows: Index | None = None  # of `running`, until that changes
-        self._waiting: PriorityQueue[Sequence] = PriorityQueue()
         self._new: list[NewSequence] = []
         self._draining: set[Sequence] = set()
         self._step_id = 0  # the latest step sent
         self._last_done = 0  # and the latest that came back
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether copies between tiers are on their way."""
-        host = self.cache.host
-        return host.is_busy or host.storage.has_work
 
     @property
     def has_steps(self) -> bool:
@@ -101,36 +89,21 @@ class ResourceManager:
         return self._last_done < self._step_id
 
     @property
-    def is_asking_storage(self) -> bool:
-        """Whether a request waits for storage to say what it has."""
-        return self.prefetcher is not None and self.prefetcher.is_asking
-
-    @property
     def _blocks_of_a_step(self) -> int:
         columns = self.max_batched_tokens // self.cache.block_size + 1
         return columns * len(self.cache.policies)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting) + (self.prefetcher.num_held if self.prefetcher else 0)
-
     def queued_tokens(self) -> int:
         """Known tokens still to compute: of what runs, and of what waits in so far as the cache lacks them."""
         left, decoding = self.table.to_schedule(self._rows_in_order())
-        waiting = self._waiting.items()
-        if self.prefetcher is not None:
-            waiting += self.prefetcher.held
+        waiting = self.waiting.sequences()
         queued = sum(sequence.num_tokens for sequence in waiting) + int(left[~decoding].sum())
         looked_at = heapq.nsmallest(MAX_LOOKED_AT, waiting, key=lambda sequence: sequence.order)
         return queued - sum(self._match(sequence).num_blocks for sequence in looked_at) * self.cache.block_size
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a sequence, once what storage has of it is there."""
-        if self.prefetcher is None or not self.prefetcher.begin(sequence, now):
-            self._queue(sequence)
-
-    def _queue(self, sequence: Sequence) -> None:
-        self._waiting.push(sequence.order, sequence)
+        self.waiting.add(sequence, now)
 
     # ---- planning a step ----
 
@@ -160,23 +133,12 @@ class ResourceManager:
         return self._send(_no_rows(), command)
 
     def _advance_copies(self, now: float) -> None:
-        host = self.cache.host
-        host.back_up(self._blocks_of_a_step)
-        host.storage.watch(now)
-        self.cache.costs.retry(now)
-        if self.prefetcher is not None:
-            for sequence in self.prefetcher.advance(now):
-                self._queue(sequence)
-
-    def audit_storage(self, now: float) -> None:
-        """Have storage asked, now and then, whether it still has what it is known to have."""
-        if self.prefetcher is not None:
-            self.prefetcher.audit(now)
+        self.copies.advance(now, self._blocks_of_a_step)
+        self.waiting.advance(now)
 
     def _copies_need_a_step(self) -> bool:
         """Whether a step without sequences must start copies, or bring word of them: no other one is under way."""
-        host = self.cache.host
-        return self._last_done == self._step_id and (host.has_work or host.storage.has_work)
+        return self._last_done == self._step_id and self.copies.needs_step
 
     def _plan_running(self) -> _Plan:
         """The next tokens of what runs, with room for them in the cache.
@@ -227,7 +189,7 @@ class ResourceManager:
 
     def _make_way(self) -> None:
         """Preempt a running sequence for one of higher priority that could not start otherwise."""
-        urgent = self._waiting.first
+        urgent = self.waiting.first
         if urgent is None or not self.running or self._draining:  # what is on its way back may do
             return
         if self.running[-1].order[0] > urgent.order[0] and not self._can_start(urgent, self._match(urgent)):
@@ -235,13 +197,13 @@ class ResourceManager:
 
     def _admit(self, now: float) -> Sequence | None:
         """Start the first waiting sequence if all of its known tokens fit beside what runs already."""
-        sequence = self._waiting.first
+        sequence = self.waiting.first
         if sequence is None or not self.table.num_free or any(not leaving.finished for leaving in self._draining):
             return None
         match = self._match(sequence)
         if not self._can_start(sequence, match):
             return None
-        self._waiting.pop()
+        self.waiting.pop()
         self._start(sequence, match, now)
         return sequence
 
@@ -277,6 +239,7 @@ class ResourceManager:
         row = self.table.open(sequence, computed)
         self.cache.adopt(row, match, sequence.num_tokens)
         sequence.phase = Phase.RUNNING
+        sequence.computed_from = min(sequence.computed_from, computed)
         if sequence.first_scheduled is None:
             sequence.cached_tokens = computed
             sequence.first_scheduled = now
@@ -299,7 +262,7 @@ class ResourceManager:
         self._step_id += 1
         columns.last_step[rows] = self._step_id
         new, self._new = tuple(self._new), []
-        host = self.cache.host
+        swap_in, swap_out = self.copies.take_orders(self._step_id)
         batch = BatchRequest(
             step_id=self._step_id,
             rows=rows,
@@ -309,8 +272,8 @@ class ResourceManager:
             sample=samples,
             table_updates=self.cache.drain_table_updates(),
             new_sequences=new,
-            cache_swap_metadata=SwapIn(host.take_loads(self._step_id), host.storage.take_fetches()),
-            cache_evict_metadata=SwapOut(host.take_stores(), host.storage.take_puts()),
+            cache_swap_metadata=swap_in,
+            cache_evict_metadata=swap_out,
             command=command,
         )
         return ScheduledStep(batch, tuple(columns.of(rows)))
@@ -359,15 +322,10 @@ class ResourceManager:
         Raises:
             EngineDiedError: the step has loaded blocks, and says nothing of whether they came.
         """
-        host, report = self.cache.host, result.copies
-        if report.not_loaded is None and len(step.batch.cache_swap_metadata.loads):
-            raise EngineDiedError(f"nothing is known of the blocks that step {step.batch.step_id} loaded")
-        self._measure(report)
-        host.stored(report.stored.tolist(), report.not_stored.tolist())
-        host.storage.fetched(report.fetched.tolist(), report.missed.tolist())
-        host.storage.put_done(report.put.tolist(), report.not_put.tolist())
-        lost = _NO_BLOCKS if report.not_loaded is None else report.not_loaded
-        failed = set(self.cache.loads_done(step.batch.step_id, lost).tolist())
+        void = self.copies.take_report(step.batch, result.copies, self.step_times.prefill_token_s)
+        if not len(void):
+            return
+        failed = set(void.tolist())
         for sequence in [s for s in (*self.running, *self._draining) if s.row in failed]:
             if sequence.phase is Phase.RUNNING:
                 sequence.preemptions += 1
@@ -375,22 +333,6 @@ class ResourceManager:
                 self.leave(sequence)
             if sequence.row >= 0:  # else no step has carried it yet
                 self.table.wanted[sequence.row] = False
-
-    def _measure(self, report: CopyReport) -> None:
-        """Note how fast copies and computing are, by which is decided what is worth copying."""
-        self.cache.costs.observe(
-            load_s=self._seconds_a_block("load", report),
-            fetch_s=self._seconds_a_block("fetch", report),
-            token_s=self.step_times.prefill_token_s or None,
-        )
-        self.transfers |= report.transfers
-
-    def _seconds_a_block(self, direction: str, report: CopyReport) -> float | None:
-        """What a report tells of copies in a direction; None if there were none since the last one that did."""
-        new, old = report.transfers.get(direction), self.transfers.get(direction, TransferStats())
-        if new is None or new.blocks <= old.blocks:
-            return None
-        return (new.busy_s - old.busy_s) / (new.blocks - old.blocks)
 
     def _register(self, rows: Index, computed: NDArray[np.int64]) -> None:
         """Tell the cache of the blocks that the rows' ``computed`` tokens have filled."""
@@ -405,8 +347,8 @@ class ResourceManager:
         self.cache.register(rows[full].tolist(), hashes)
 
     def forget_computed(self, sequence: Sequence) -> None:
-        """Let no request be served what a sequence has computed; what it was served itself at first stays."""
-        self.cache.forget(sequence.hashes[sequence.cached_tokens // self.cache.block_size :])
+        """Let no request be served what a sequence has computed; what it was itself served by others stays."""
+        self.cache.forget(sequence.hashes[sequence.computed_from // self.cache.block_size :])
 
     def is_wanted(self, step: ScheduledStep, index: int) -> bool:
         """Whether anybody waits for what a step says of a sequence of its batch: it neither ended nor is it void."""
@@ -434,9 +376,7 @@ class ResourceManager:
         if sequence.row >= 0:
             self.table.wanted[sequence.row] = not sequence.finished
         if sequence.phase is Phase.WAITING:
-            if self.prefetcher is not None:
-                self.prefetcher.forget(sequence)
-            self._waiting.discard(sequence.order)
+            self.waiting.discard(sequence)
         elif sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
             self._running_rows = None
@@ -454,4 +394,4 @@ class ResourceManager:
         self._new = [new for new in self._new if new.row != row]
         sequence.phase = Phase.WAITING
         if not sequence.finished:
-            self._queue(sequence)
+            self.waiting.put_back(sequence)

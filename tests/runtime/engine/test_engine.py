@@ -713,6 +713,7 @@ class StoredMachine(TieredMachine):
     def teardown(self) -> None:
         EngineMachine.teardown(self)  # also while storage hangs
         self.executor.faults.storage_steps = 0
+        self.executor.faults.late_loads, self.executor.model.fails = 0, None  # what was to come still
         while self.engine.cache.host.storage.held_host_blocks():
             self.engine.add(request("last" + str(self.engine._clock()), [90], 2))
             self.executor.faults.lose_load = lambda: False
@@ -1121,7 +1122,7 @@ def test_answers_to_a_core_that_died_are_not_taken_for_those_to_the_next() -> No
     engine.step(0)
     assert len(lookup._asked) == 2
     engine, _, said = stored_engine(storage)
-    engine._lookup = engine.resources.prefetcher._lookup = lookup
+    engine._lookup = engine.resources.waiting.prefetcher._lookup = lookup
     lookup.hangs = False
     engine.add(request("second", [*PROMPT, 14, 15, 16, 17], 3))
     assert run(engine)["second"].usage.cached_tokens == 12
