@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.errors import EngineDiedError
 from headwise.runtime.protocol.batch import BatchRequest
-from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
+from headwise.runtime.protocol.copies import NOTHING_IN, NOTHING_OUT, CopyReport, SwapIn, SwapOut
 from headwise.transfer.stats import TransferStats
 
 _NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -16,6 +16,8 @@ _NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 class TierCopies:
     """Takes the copies that the cache wants into steps, and tells the cache what has come of them.
+
+    Without a host there are none, which every step is spared to find out.
 
     transfers: what workers have copied since they started, by direction
     """
@@ -36,6 +38,8 @@ class TierCopies:
 
     def advance(self, now: float, reserve: int) -> None:
         """Note the time, and copy what is evicted next once fewer than ``reserve`` device blocks are free."""
+        if not self._host.is_there:
+            return
         self._host.back_up(reserve)
         self._storage.watch(now)
         self._cache.costs.retry(now)
@@ -43,6 +47,8 @@ class TierCopies:
     def take_orders(self, step_id: int) -> tuple[SwapIn, SwapOut]:
         """The copies that start with a step."""
         host, storage = self._host, self._storage
+        if not host.is_there:
+            return NOTHING_IN, NOTHING_OUT
         return (
             SwapIn(host.take_loads(step_id), storage.take_fetches()),
             SwapOut(host.take_stores(), storage.take_puts()),
@@ -56,6 +62,8 @@ class TierCopies:
         Raises:
             EngineDiedError: the batch has loaded blocks, and nothing is said of whether they came.
         """
+        if not self._host.is_there:
+            return _NO_BLOCKS
         if report.not_loaded is None and len(batch.cache_swap_metadata.loads):
             raise EngineDiedError(f"nothing is known of the blocks that step {batch.step_id} loaded")
         self._measure(report, prefill_token_s)
