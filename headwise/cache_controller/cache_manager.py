@@ -1,7 +1,7 @@
 """The scheduler's view of one engine's cache: block tables, prefix hits, allocation and eviction.
 
-No I/O, no clock, no device memory: it decides, and says in `drain_table_updates` and `drain_index_updates` what
-workers and the attention store must know. Whatever happens in every step happens to all rows of the batch at once.
+No I/O, no clock, no device memory: it decides. Workers learn of it by `drain_table_updates`, the attention store by
+`drain_index_updates`. What a step needs is done for all rows of the batch at once.
 """
 
 from __future__ import annotations
@@ -274,9 +274,9 @@ class CacheManager:
         self.registered[rows] = [len(row_hashes) for row_hashes in hashes]
 
     def _replace_unheld(self, nodes: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
-        """Let a row's ``blocks [n, groups]`` take the place of cached ones: nobody needs two, and these will last.
+        """Let a row's ``blocks [n, groups]`` take the place of cached ones, which are freed.
 
-        A row computes again what the cache has where a window group had lost its part.
+        Where a window group had lost its blocks, a row computes again what other groups still have cached.
         """
         cached = self.tree.device.blocks[nodes]
         index, group = ((cached != NOWHERE) & (blocks != NOWHERE) & (cached != blocks)).nonzero()
@@ -337,7 +337,7 @@ class CacheManager:
             self._left.setdefault(row, []).append(left[:, at_row == row])
 
     def _take_back(self, row: int) -> None:
-        """Hold the windows again at which another request may resume: they are as recent as the row they belong to."""
+        """Hold the windows again at which another request may resume, to release them together with the row."""
         if row not in self._left:
             return
         group, column, block, generation = np.concatenate(self._left.pop(row), axis=1)

@@ -28,7 +28,7 @@ WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 NEVER = 1 << 30
 
 MAX_STORING = 0.125
-"""Share of the device's blocks that stores in flight may hold: they cannot be evicted meanwhile."""
+"""Share of the device's blocks that stores in flight may hold. Held blocks cannot be evicted."""
 
 
 @dataclass(frozen=True)

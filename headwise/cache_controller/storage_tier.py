@@ -28,7 +28,7 @@ from headwise.cache_controller.tiers import Fetch, NamedBlocks, StorageTierStats
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 0.25
-"""Share of the host's blocks that puts may hold, and fetches: both cannot be evicted meanwhile."""
+"""Share of the host's blocks that puts may hold, and fetches likewise. Held blocks cannot be evicted."""
 
 PROBE_S = 1.0
 """Seconds from one look to the next for whether a stalled storage has answered, while there is nothing else to do."""

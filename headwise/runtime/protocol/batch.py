@@ -70,12 +70,12 @@ class StepResult:
 
     token_ids: ``[n]`` the sampled token of each sequence of the batch, -1 where none was asked for.
                Ranks other than 0 send an empty array.
-    logprobs:  per sequence of the batch, where asked for
-    broken:    per sequence of the batch that failed by itself: why. It has no token, and ends; the others go on
+    logprobs:  by index of the sequence in the batch, where asked for
+    broken:    why a sequence of the batch failed, by its index. Such a sequence has no token and ends; others go on
     copies:    what has come of copies, of this step's and of earlier ones'
     forgotten: blocks that the command `RESET_STORAGE` has forgotten
     compute_s: seconds the worker spent on the step
-    error:     the step failed; nothing of it may be committed. Its copies are told of as ever
+    error:     why the step failed: nothing of it may be committed, but ``copies`` hold
     """
 
     step_id: int

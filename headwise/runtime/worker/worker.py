@@ -58,7 +58,7 @@ def load_model(
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """Where a worker gets what it is made of, but for its device. clock: in seconds, for the time that steps take"""
+    """The parts of a worker that tests and simulations replace. clock: in seconds, to measure steps"""
 
     read_card: Callable[[EngineConfig, Path], ModelCard] = read_model_card
     load_model: Callable[[ModelCard, EngineConfig, Path, TensorOps, Collectives, Shard], Model] = load_model
@@ -130,7 +130,7 @@ class ModelWorker:
         )
 
     def describe(self) -> str:
-        """What was chosen, for the log line at start."""
+        """What was chosen at start, for the log."""
         plan, spec = self.card.plan, self.card.spec
         return (
             f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} kernels={self._kernels.name} "
@@ -141,7 +141,7 @@ class ModelWorker:
         )
 
     def initialize_cache(self) -> None:
-        """Allocate the arena and compile or load every kernel, so that the first request finds all warm."""
+        """Allocate the arena and compile or load every kernel, so that the first request need not wait for that."""
         self.close()
         with self._device.current():
             if not self.card.spec.num_blocks:
@@ -435,7 +435,7 @@ class _PagedAttention:
 
 
 def _trial(start: int, tokens: int, updates: NDArray[np.int32]) -> BatchRequest:
-    """A step of the sequence in row 0 that nobody asked for, nor samples from."""
+    """A step of a made-up sequence in row 0, without sampling."""
     return BatchRequest(
         step_id=0,
         rows=np.zeros(1, np.int32),
