@@ -31,6 +31,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from headwise.cache_controller.host_tier import HostTier
 from headwise.kernels.select import make_block_copy
 from headwise.runtime.client.local_engine import LocalEngine
 from headwise.runtime.config.engine_config import EngineConfig
@@ -154,14 +155,14 @@ def time_overlap(size: Size, seed: int) -> dict[str, float]:
             serve(engine, prefix)
             for way in rows:
                 engine.reset_cache("device")
-                before = engine.core.resources.transfers.get("load")
+                before = engine.core.resources.copies.transfers.get("load")
                 prompt = prefix + tokens(rng, size.own_tokens)
                 if way == "whole":
                     with load_then_compute(engine):
                         result = serve(engine, prompt)
                 else:
                     result = serve(engine, prompt)
-                after = engine.core.resources.transfers["load"]
+                after = engine.core.resources.copies.transfers["load"]
                 busy = after.busy_s - (before.busy_s if before else 0.0)
                 waited = after.waited_s - (before.waited_s if before else 0.0)
                 rows[way].append((busy, waited, result.timings.ttft_s))
@@ -189,7 +190,7 @@ def time_decoding(size: Size, seed: int) -> dict[str, float]:
         while min(len(sequence.output) for sequence in core._live.values()) < 2:
             core.step(None)
         blocks = size.prefix_tokens // core.config.block_size
-        assert core.cache.host is not None, "configured with a host cache"
+        assert isinstance(core.cache.host, HostTier), "configured with a host cache"
         device, host = core.cache.pool.allocate(2 * blocks), core.cache.host.pool.allocate(2 * blocks)
         loads = np.stack([np.zeros(blocks, np.int32), host[:blocks], device[:blocks]], axis=1)
         stores = np.stack([device[blocks:], host[blocks:]], axis=1)

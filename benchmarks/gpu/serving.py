@@ -153,7 +153,7 @@ def _serve(bench: Bench, engine: Serving, seconds: float, until_none_waits: bool
     while engine.core.has_work() and (not tokens or now - began < seconds):
         tokens += engine.step()
         now, peak = time.perf_counter(), max(peak, len(resources.running))
-        if until_none_waits and tokens and not resources.num_waiting:
+        if until_none_waits and tokens and not len(resources.waiting):
             break
     for request in list(engine.tokens):
         engine.core.abort(request)

@@ -16,28 +16,31 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.eviction import EvictionOrder
-
-Blocks = NDArray[np.int32]
+from headwise.cache_controller.eviction import Blocks, EvictionPolicy, RecycledFirst
 
 
 class BlockPool:
     """Hands out block ids ``0 .. num_blocks - 1`` and keeps released, registered blocks until space is needed.
 
-    ``on_evict`` is called with cached blocks, in the order they go, right before they are handed out anew.
+    on_evict: called with cached blocks, in the order they go, right before they are handed out anew
+    eviction: makes the policy by which cached blocks go, for so many blocks
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[Blocks], None]) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[Blocks], None],
+        eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._on_evict = on_evict
         self._stack: Blocks = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # the first `num_free` are free
-        self._cached = EvictionOrder(num_blocks)
+        self._cached = eviction(num_blocks)
         self._references: NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         self._registered: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
-        self._valued: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
 
     @property
     def num_cached(self) -> int:
@@ -97,18 +100,18 @@ class BlockPool:
         self._registered[blocks] = True
 
     def value(self, blocks: Blocks) -> None:
-        """Say that a later request may well need ``blocks``: those that are registered are never evicted first."""
-        self._valued[blocks] = self._registered[blocks]
+        """Say that a later request may well need those of ``blocks`` that are registered."""
+        known = self._registered[blocks]
+        self._cached.need(blocks if known.all() else blocks[known])
 
     def are_unheld(self, blocks: Blocks) -> NDArray[np.bool_]:
         return np.asarray(self._references[blocks] == 0)
 
     def replace(self, old: Blocks, new: Blocks) -> None:
         """Free cached blocks; held ones that are not registered yet are cache in their place, and of their value."""
+        self._cached.replace(old, new)
         self._registered[new] = True
-        self._valued[new] = self._valued[old]
-        self._cached.remove(old)
-        self._registered[old] = self._valued[old] = False
+        self._registered[old] = False
         self._push_free(old)
 
     def retain(self, blocks: Blocks) -> None:
@@ -123,11 +126,11 @@ class BlockPool:
 
         Raises ValueError if one has no reference left; nothing is changed then.
         """
-        self._cached.append(self._free_unregistered(self._drop(blocks)))
+        self._cached.released(self._free_unregistered(self._drop(blocks)))
 
-    def release_first(self, blocks: Blocks) -> None:
-        """Like `release`, but those then unused go before all that is cached otherwise."""
-        self._cached.append(self._free_unregistered(self._drop(blocks)), first=True)
+    def release_copied(self, blocks: Blocks) -> None:
+        """Like `release`, of blocks that were about to be evicted: a slower tier has what they have now."""
+        self._cached.copied(self._free_unregistered(self._drop(blocks)))
 
     def _drop(self, blocks: Blocks) -> Blocks:
         """Drop a reference to each of the distinct ``blocks``; those then unused."""
@@ -142,8 +145,7 @@ class BlockPool:
         return unused
 
     def recycle(self, blocks: Blocks) -> None:
-        """Drop a reference for each entry of ``blocks``. Those then unused go before all that is cached otherwise,
-        unless they are of `value`.
+        """Drop a reference for each entry of ``blocks``, which windows have moved on from.
 
         Raises ValueError if one has too few references left; nothing is changed then.
         """
@@ -153,10 +155,7 @@ class BlockPool:
             np.add.at(self._references, blocks, 1)
         self._check_held(blocks, left)
         unused = np.fromiter(dict.fromkeys(blocks[left == 0].tolist()), dtype=np.int32)
-        cached = self._free_unregistered(unused)
-        valued = self._valued[cached]
-        self._cached.append(cached[~valued], first=True)
-        self._cached.append(cached[valued])
+        self._cached.recycled(self._free_unregistered(unused))
 
     def _check_held(self, blocks: Blocks, left: Blocks) -> None:
         if len(blocks) and left.min() < 0:
@@ -172,8 +171,12 @@ class BlockPool:
         return kept
 
     def next_evicted(self, count: int) -> Blocks:
-        """Up to ``count`` cached blocks that are evicted next once those that go first are gone."""
+        """Up to ``count`` cached blocks that go next of those that are worth a copy on a slower tier."""
         return self._cached.peek(count)
+
+    def touch(self, blocks: Blocks) -> None:
+        """Those of ``blocks`` that are cached were of use again; of these, the first given are evicted first."""
+        self._cached.touch(blocks[self._references[blocks] == 0])
 
     def evict_all(self) -> int:
         """Forget every cached block; how many those were."""
@@ -188,7 +191,8 @@ class BlockPool:
 
     def forget(self, blocks: Blocks) -> None:
         """Do not keep held ``blocks`` after their last release."""
-        self._registered[blocks] = self._valued[blocks] = False
+        self._registered[blocks] = False
+        self._cached.forget(blocks)
 
     def _evict(self, count: int) -> None:
         if count:
@@ -196,7 +200,7 @@ class BlockPool:
 
     def _forget(self, blocks: Blocks) -> None:
         self._registered[blocks] = False
-        self._valued[blocks] = False
+        self._cached.forget(blocks)
         self._on_evict(blocks)
         self._push_free(blocks)
 
@@ -213,6 +217,5 @@ class BlockPool:
         assert not free & cached, f"blocks {free & cached} are free and cached"
         assert not (free | cached) & held, f"blocks {(free | cached) & held} are held and available"
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
-        assert self._registered[list(cached)].all(), "a cached block is not registered"
         assert not self._registered[list(free)].any(), "a free block is registered"
-        assert not (self._valued & ~self._registered).any(), "an unregistered block is of value"
+        self._cached.check_integrity(self._registered)

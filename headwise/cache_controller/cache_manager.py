@@ -1,12 +1,12 @@
 """The scheduler's view of one engine's cache: block tables, prefix hits, allocation and eviction.
 
-No I/O, no clock, no device memory: it decides, and says in `drain_table_updates` and `drain_index_updates` what
-workers and the attention store must know. Whatever happens in every step happens to all rows of the batch at once.
+No I/O, no clock, no device memory: it decides. Workers learn of it by `drain_table_updates`, the attention store by
+`drain_index_updates`. What a step needs is done for all rows of the batch at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_pool import BlockPool
+from headwise.cache_controller.copy_costs import CopyCosts
+from headwise.cache_controller.eviction import RESUME_SLACK, EvictionPolicy, RecycledFirst, ResumePoints
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate, KVEvents
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.prefix_match import PrefixFinder, PrefixMatch
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
-from headwise.cache_controller.storage_tier import Fetch
+from headwise.cache_controller.tiers import Fetch, Host, NoHost
 from headwise.cache_controller.windows import GroupWindows, column_spans
-
-RESUME_SLACK = 512
-"""Tokens before a prompt's end at which the next one may part from it already.
-
-Chat templates, stripped reasoning and trimmed texts change a prompt's last tokens in the next turn.
-"""
 
 Rows = NDArray[np.int32]
 Tokens = NDArray[np.int64]
@@ -62,14 +58,15 @@ class CacheManager:
     A row is one running sequence. Its life: `match` and `adopt` a prefix, `extend` before tokens are computed,
     `register` and `recycle` after they were, `release` once no step in flight may touch its blocks.
 
-    What window groups leave behind is evicted before anything else, but for the windows at which a request is likely
-    to resume: where a request was served, where it could have been had the window been there (a branch of the tree),
-    and the last tokens of a prompt (`RESUME_SLACK`). Those, and the end of a request, stay as long as the rest of
-    their prefix does.
+    What window groups leave behind is evicted before anything else (`RecycledFirst`), but for the windows at which a
+    request is likely to resume (`ResumePoints`): they stay as long as the rest of their prefix does, as do those at the
+    end of a request.
 
     step_tokens: most tokens of one sequence in the steps that are in flight together
     num_blocks:  per row, the columns of its tables that are allocated
     registered:  per row, the columns that the tree knows
+    eviction:    makes the policy by which a pool evicts, the device's and the host's
+    costs:       what decides whether blocks are copied from other tiers, or computed
     """
 
     def __init__(
@@ -84,16 +81,17 @@ class CacheManager:
         prefix_caching: bool = True,
         host: HostConfig | None = None,
         resume_slack: int = RESUME_SLACK,
+        eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
     ) -> None:
         self.policies = tuple(policies)
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.step_tokens = step_tokens
         self.prefix_caching = prefix_caching
-        self._resume_slack = resume_slack
         groups = len(self.policies)
-        self.pool = BlockPool(num_blocks, self._on_evict)
+        self.pool = BlockPool(num_blocks, self._on_evict, eviction)
         self.windows = GroupWindows(policies, block_size)
+        self._resume = ResumePoints(max_rows, self.windows, resume_slack)
         self.tree = RadixTree(
             groups,
             num_blocks,
@@ -101,8 +99,11 @@ class CacheManager:
             has_storage=host is not None and host.storage_timeout_s is not None,
             num_top=max(1, int(self.windows.sink_blocks.max())),
         )
-        self.statements = KVEvents(self.tree, self.windows)
-        self.host = HostTier(self.tree, self.pool, host, self.statements) if host and prefix_caching else None
+        self.events = KVEvents(self.tree, self.windows)
+        self.costs = CopyCosts(groups, block_size)
+        self.host: Host = NoHost()
+        if host and prefix_caching:
+            self.host = HostTier(self.tree, self.pool, host, self.events, eviction)
         self.tables: NDArray[np.int32] = np.full((max_rows, groups, max_blocks), NOWHERE, dtype=np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self.registered: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
@@ -111,12 +112,10 @@ class CacheManager:
         self._held: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # blocks in the row's tables
         self._recycled: NDArray[np.int64] = np.zeros((max_rows, groups), dtype=np.int64)  # columns given back up to
         self._recycle_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens
-        # Depths at which another request may resume: the match's end or the branch, and the prompt's end.
-        self._resume: NDArray[np.int64] = np.zeros((max_rows, 2), dtype=np.int64)
         # What a row has recycled of windows at which another may resume: group, column, block, generation of each.
         self._left: dict[int, list[NDArray[np.int64]]] = {}
         self._window_groups = np.flatnonzero(~self.windows.is_full)
-        self._finder = PrefixFinder(self.tree, self.windows, self.host, max_blocks)
+        self._finder = PrefixFinder(self.tree, self.windows, self.host, self.costs, max_blocks)
         self._table_updates: list[NDArray[np.int32]] = []
         self._queried_tokens = self._hit_tokens = self._host_hit_tokens = self._lost_window_tokens = 0
         self._evicted_blocks = self._recycled_blocks = 0
@@ -189,7 +188,7 @@ class CacheManager:
         self._computed[row] = count * self.block_size
         self._recycled[row] = self._finder.first_live[count]
         self._recycle_at[row] = 0
-        self._resume[row] = match.reached, prompt_tokens // self.block_size
+        self._resume.open(row, match.reached, prompt_tokens // self.block_size)
         group, column = (match.blocks != NOWHERE).nonzero()
         blocks = match.blocks[group, column]
         self._held[row] = len(blocks)
@@ -197,30 +196,25 @@ class CacheManager:
         if len(self._window_groups):
             self.pool.value(blocks)
         self._enter(np.int32(row), group, column, blocks)
-        if self.host is not None:
-            self._bring_from_host(self.host, row, match)
-            self.host.note_use(match.nodes, match.blocks)  # last: it may evict what the match has on the host
+        self._bring_from_host(row, match)
+        self.host.note_use(match.nodes, match.blocks)  # last: it may evict what the match has on the host
         self._queried_tokens += prompt_tokens
         self._hit_tokens += count * self.block_size
         self._lost_window_tokens += (match.reached - count) * self.block_size
 
-    def _bring_from_host(self, host: HostTier, row: int, match: PrefixMatch) -> None:
+    def _bring_from_host(self, row: int, match: PrefixMatch) -> None:
         """Allocate what a match has on the host only, and have it copied before the row's first step."""
         if match.host is None:
             return
         group, column = (match.host != NOWHERE).nonzero()
-        sources = match.host[group, column]
-        host.pool.retain(sources)  # allocating may evict
-        blocks = self.pool.allocate(len(sources))
-        host.load(group, sources, blocks)
-        host.pool.release(sources)
+        blocks = self.host.load(group, match.host[group, column])
         self.tree.device.attach_one_by_one(match.nodes[column], group, blocks)
         self.pool.register(blocks)
         self.pool.value(blocks)
         self._held[row] += len(blocks)
         self._enter(np.int32(row), group, column, blocks)
         self._host_hit_tokens += match.gained * self.block_size
-        self.statements.gained(match.nodes[column], group)
+        self.events.gained(match.nodes[column], group)
 
     def _enter(
         self, rows: Rows | np.int32, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]
@@ -273,16 +267,16 @@ class CacheManager:
         self._replace_unheld(nodes, blocks)
         taken = self.tree.device.attach(nodes, blocks)
         self.pool.register(blocks[taken])
-        if self.host is not None and self.host.threshold == 1:
+        if self.host.writes_through:
             self.host.store(blocks[taken & self.windows.is_full])
         brought = np.flatnonzero(taken.any(axis=1))
-        self.statements.brought([at_row[index] for index in brought.tolist()], nodes[brought])
+        self.events.brought([at_row[index] for index in brought.tolist()], nodes[brought])
         self.registered[rows] = [len(row_hashes) for row_hashes in hashes]
 
     def _replace_unheld(self, nodes: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
-        """Let a row's ``blocks [n, groups]`` take the place of cached ones: nobody needs two, and these will last.
+        """Let a row's ``blocks [n, groups]`` take the place of cached ones, which are freed.
 
-        A row computes again what the cache has where a window group had lost its part.
+        Where a window group had lost its blocks, a row computes again what other groups still have cached.
         """
         cached = self.tree.device.blocks[nodes]
         index, group = ((cached != NOWHERE) & (blocks != NOWHERE) & (cached != blocks)).nonzero()
@@ -330,15 +324,12 @@ class CacheManager:
         self, rows: Rows, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]
     ) -> None:
         """Give value to those of the recycled blocks that lie in a window at which another request may resume."""
-        depths = self._resume[rows]
-        behind = depths * self.block_size - (0, self._resume_slack) - (self.windows.window[groups] - 1)[:, None]
-        first, column = behind // self.block_size, columns[:, None]
-        inside = ((column >= first) & (column < depths)).any(axis=1).nonzero()[0]
+        inside = self._resume.inside(rows, groups, columns)
         if not len(inside):
             return
         kept = blocks[inside]
         self.pool.value(kept)
-        if self.host is not None and self.host.threshold == 1:
+        if self.host.writes_through:
             self.host.store(kept)
         left = np.stack([groups[inside], columns[inside], kept, self.tree.device.generations(kept)])
         at_row = rows[inside]
@@ -346,7 +337,7 @@ class CacheManager:
             self._left.setdefault(row, []).append(left[:, at_row == row])
 
     def _take_back(self, row: int) -> None:
-        """Hold the windows again at which another request may resume: they are as recent as the row they belong to."""
+        """Hold the windows again at which another request may resume, to release them together with the row."""
         if row not in self._left:
             return
         group, column, block, generation = np.concatenate(self._left.pop(row), axis=1)
@@ -361,52 +352,65 @@ class CacheManager:
         will_return: it was preempted. Where they come back faster than they are computed, its blocks go to the host
         """
         self._take_back(row)
-        if will_return and self.host is not None:
+        if will_return:
             held = self.tables[row][self.tables[row] != NOWHERE]
-            if self.host.is_worth_loading(len(held), int(self._computed[row])):
+            if self.costs.is_worth_loading(len(held), int(self._computed[row])):
                 self.host.store(held)
-        if self.host is not None and self.host.threshold == 1 and len(self._window_groups):
+        if self.host.writes_through and len(self._window_groups):
             windows = self.tables[row, self._window_groups, : self.num_blocks[row]]
             self.host.store(windows[windows != NOWHERE])
         held = self.tables[row, :, : self.num_blocks[row]]
         deepest_first = held[:, ::-1].T.ravel()
         if len(self._window_groups):
             deepest_first = deepest_first[deepest_first != NOWHERE]
-        if self.host is not None:
-            self.host.touch(deepest_first)
+        self.host.touch(deepest_first)
         self.pool.release(deepest_first)
         held[:] = NOWHERE
         self._open[row] = False
         self.num_blocks[row] = self.registered[row] = self._held[row] = 0
-        self.statements.closed(row)
+        self.events.closed(row)
 
     def reset(self, tiers: Sequence[str] = (DEVICE_TIER, HOST_TIER)) -> int:
         """Forget every block that no row and no copy holds, on these tiers; how many those were.
 
         Of storage, only what is known of it is forgotten, and not counted: it is for others to empty it.
         """
-        if STORAGE_TIER in tiers and self.host is not None and self.host.storage is not None:
+        if STORAGE_TIER in tiers:
             self.host.storage.reset()
-        pools = {DEVICE_TIER: self.pool, **({HOST_TIER: self.host.pool} if self.host is not None else {})}
-        return sum(pools[tier].evict_all() for tier in tiers if tier in pools)
+        device = self.pool.evict_all() if DEVICE_TIER in tiers else 0
+        return device + (self.host.reset() if HOST_TIER in tiers else 0)
 
     def loads_done(self, step_id: int, failed: NDArray[np.int32]) -> Rows:
         """The loads that a step carried are done; the rows that hold one of the ``failed`` device blocks."""
-        if self.host is None:
-            return np.empty(0, dtype=np.int32)
         if len(failed):
-            known = failed[self.tree.device.are_attached(failed)]
-            self.statements.lost(*self.tree.device.owners(known))
-            self.pool.forget(known)
-            self.tree.prune(self.tree.device.detach(known))
+            self._forget_held(failed[self.tree.device.are_attached(failed)])
         self.host.step_done(step_id, failed)
         if not len(failed):
             return np.empty(0, dtype=np.int32)
         return np.flatnonzero(np.isin(self.tables, failed).any(axis=(1, 2))).astype(np.int32)
 
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Nothing that device and host have of these token blocks serves a request any more; who holds them keeps them.
+
+        Storage is not asked to forget them: it belongs to others too.
+        """
+        known = map(self.tree.nodes.get, hashes)
+        nodes = np.array([node for node in known if node is not None], dtype=np.int64)
+        cached = self.tree.device.blocks[nodes]
+        blocks = cached[cached != NOWHERE]
+        unheld = self.pool.are_unheld(blocks)
+        self.host.forget(nodes)
+        self.pool.evict(blocks[unheld])
+        self._forget_held(blocks[~unheld])
+
+    def _forget_held(self, blocks: NDArray[np.int32]) -> None:
+        self.events.lost(*self.tree.device.owners(blocks))
+        self.pool.forget(blocks)
+        self.tree.prune(self.tree.device.detach(blocks))
+
     def _on_evict(self, blocks: NDArray[np.int32]) -> None:
         self._evicted_blocks += len(blocks)
-        self.statements.lost(*self.tree.device.owners(blocks))
+        self.events.lost(*self.tree.device.owners(blocks))
         self.tree.prune(self.tree.device.detach(blocks))
 
     # ---- what others must hear ----
@@ -418,11 +422,11 @@ class CacheManager:
 
     def drain_index_updates(self) -> list[IndexUpdate]:
         """What changed for the attention store since the last call, in order."""
-        return self.statements.drain()
+        return self.events.drain()
 
     def resident_paths(self) -> list[IndexUpdate]:
         """Everything that is resident, as statements: a snapshot for the attention store."""
-        return self.statements.everything()
+        return self.events.everything()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless tables, pool and tree agree (DESIGN invariant 1)."""
@@ -434,8 +438,7 @@ class CacheManager:
             assert (held != NOWHERE).sum() == self._held[row], f"row {row} miscounts its blocks"
         assert (self.tables[~self._open] == NOWHERE).all(), "a closed row holds blocks"
         holds = np.bincount(self.tables[self.tables != NOWHERE], minlength=self.pool.num_blocks)
-        if self.host is not None:
-            self.host.check_integrity()
-            np.add.at(holds, self.host.held_device_blocks(), 1)
+        self.host.check_integrity()
+        np.add.at(holds, self.host.held_device_blocks(), 1)
         for block in np.flatnonzero(holds != self.pool.references).tolist():
             raise AssertionError(f"block {block} is held {self.pool.references[block]} times, by {holds[block]} owners")

@@ -1,16 +1,164 @@
-"""The order in which cached blocks are evicted."""
+"""Which cached blocks are evicted first: the contract, and the policy that there is.
+
+A block is *cached* while nobody holds it and the prefix tree knows what it has. `BlockPool` tells its policy what
+happens to blocks, and asks it which ones go when space is needed; nobody else decides that. A policy sees no tree, no
+request and no clock: what it must know is said in the words of `EvictionPolicy`. `ResumePoints` finds the blocks that a
+running row leaves behind and that a later request may well need.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headwise.cache_controller.windows import GroupWindows
+
+Blocks = NDArray[np.int32]
+
+RESUME_SLACK = 512
+"""Tokens before a prompt's end at which the next one may part from it already.
+
+Chat templates, stripped reasoning and trimmed texts change a prompt's last tokens in the next turn.
+"""
 
 _NONE = -1
 
 _MIN_LOOKED_AT = 256
 """Entries of a chunk that are looked at together: what few blocks cost must not grow with their chunk."""
+
+
+class EvictionPolicy(Protocol):
+    """Keeps the cached blocks of one pool in the order in which they go. Owned by the pool; nobody else changes it.
+
+    Arguments are distinct block ids. Every call must cost O(1) a block at most.
+    """
+
+    def __len__(self) -> int:
+        """How many blocks are cached."""
+
+    def blocks(self) -> Blocks:
+        """The cached blocks, the next to be evicted first."""
+
+    def peek(self, count: int) -> Blocks:
+        """Up to ``count`` cached blocks that go next of those that are worth a copy on a slower tier."""
+
+    def pop(self, count: int) -> Blocks:
+        """Take out the next ``count`` blocks; there are so many."""
+
+    # ---- blocks become cached ----
+
+    def released(self, blocks: Blocks) -> None:
+        """A sequence that ended, or a copy, used them last: of these, the first given are of the least use."""
+
+    def recycled(self, blocks: Blocks) -> None:
+        """The windows of running sequences have moved on from them."""
+
+    def copied(self, blocks: Blocks) -> None:
+        """`peek` told of them, and a slower tier has a copy now."""
+
+    # ---- what else happens to blocks ----
+
+    def need(self, blocks: Blocks) -> None:
+        """A later request may well need these blocks, held ones mostly; so until `forget`."""
+
+    def touch(self, blocks: Blocks) -> None:
+        """These cached blocks were of use again: of these, the first given are of the least use."""
+
+    def remove(self, blocks: Blocks) -> None:
+        """These cached blocks are held again, or were evicted for another reason."""
+
+    def replace(self, old: Blocks, new: Blocks) -> None:
+        """What the cached ``old`` blocks have is kept in the held ``new`` ones from now on, the old are free."""
+
+    def forget(self, blocks: Blocks) -> None:
+        """These blocks, none of them cached, have nothing worth keeping any more."""
+
+    def check_integrity(self, known: NDArray[np.bool_]) -> None:
+        """Raise AssertionError if it thinks anything of blocks that are not ``known [num_blocks]`` to the tree."""
+
+
+class RecycledFirst:
+    """The `EvictionPolicy` by recency, but what windows leave behind goes before all else, unless it is needed.
+
+    A window group's old blocks are of use only to a request that resumes in the middle of the sequence they belong to,
+    and there are as many of them as the sequence is long.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._order = EvictionOrder(num_blocks)
+        self._needed: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def blocks(self) -> Blocks:
+        return self._order.blocks()
+
+    def peek(self, count: int) -> Blocks:
+        return self._order.peek(count)
+
+    def pop(self, count: int) -> Blocks:
+        return self._order.pop(count)
+
+    def released(self, blocks: Blocks) -> None:
+        self._order.append(blocks)
+
+    def recycled(self, blocks: Blocks) -> None:
+        needed = self._needed[blocks]
+        self._order.append(blocks[~needed], first=True)
+        self._order.append(blocks[needed])
+
+    def copied(self, blocks: Blocks) -> None:
+        self._order.append(blocks, first=True)
+
+    def need(self, blocks: Blocks) -> None:
+        self._needed[blocks] = True
+
+    def touch(self, blocks: Blocks) -> None:
+        self._order.remove(blocks)
+        self._order.append(blocks)
+
+    def remove(self, blocks: Blocks) -> None:
+        self._order.remove(blocks)
+
+    def replace(self, old: Blocks, new: Blocks) -> None:
+        self._order.remove(old)
+        self._needed[new] = self._needed[old]
+        self._needed[old] = False
+
+    def forget(self, blocks: Blocks) -> None:
+        self._needed[blocks] = False
+
+    def check_integrity(self, known: NDArray[np.bool_]) -> None:
+        assert known[self.blocks()].all(), "a cached block is not registered"
+        assert not (self._needed & ~known).any(), "an unregistered block is needed"
+
+
+class ResumePoints:
+    """Where another request is likely to resume than where a running row is: in whose windows blocks are needed.
+
+    That is where the row was served from the cache, or could have been had a window group not lost its blocks (the tree
+    branches there), and the last ``slack`` tokens of its prompt.
+    """
+
+    def __init__(self, max_rows: int, windows: GroupWindows, slack: int) -> None:
+        self._windows, self._slack = windows, slack
+        self._depths: NDArray[np.int64] = np.zeros((max_rows, 2), dtype=np.int64)  # blocks
+
+    def open(self, row: int, reached: int, prompt_blocks: int) -> None:
+        """A row starts with ``reached`` blocks that the full groups had, and a prompt of ``prompt_blocks``."""
+        self._depths[row] = reached, prompt_blocks
+
+    def inside(self, rows: Blocks, groups: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.int64]:
+        """Which of the blocks ``[n]`` of these rows, groups and columns lie in a window of such a point."""
+        depths, block_size = self._depths[rows], self._windows.block_size
+        behind = depths * block_size - (0, self._slack) - (self._windows.window[groups] - 1)[:, None]
+        column = columns[:, None]
+        is_inside = ((column >= behind // block_size) & (column < depths)).any(axis=1)
+        return np.flatnonzero(is_inside)
 
 
 class EvictionOrder:

@@ -8,26 +8,27 @@ A copy is known to the prefix tree, and may be loaded, only once it is complete.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.block_pool import BlockPool, Blocks
+from headwise.cache_controller.block_pool import BlockPool
+from headwise.cache_controller.eviction import Blocks, EvictionPolicy, RecycledFirst
 from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
 from headwise.cache_controller.storage_tier import StorageTier
+from headwise.cache_controller.tiers import HostTierStats, NoStorage, Storage
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 NEVER = 1 << 30
 
 MAX_STORING = 0.125
-"""Share of the device's blocks that stores in flight may hold: they cannot be evicted meanwhile."""
+"""Share of the device's blocks that stores in flight may hold. Held blocks cannot be evicted."""
 
 
 @dataclass(frozen=True)
@@ -47,49 +48,34 @@ class HostConfig:
     storage_timeout_s: float | None = None
 
 
-@dataclass(frozen=True)
-class HostTierStats:
-    """Counts of host blocks, and of blocks copied since the start."""
-
-    total_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    held_blocks: int
-    queued_blocks: int
-    stored_blocks: int
-    loaded_blocks: int
-    evicted_blocks: int
-    failed_blocks: int
-
-
 class HostTier:
-    """Owns the host pool and the copies in flight.
+    """The `Host` that there is. Owns the host pool and the copies in flight.
 
-    statements: told of nodes that gain or lose blocks on the host
+    events:     told of nodes that gain or lose blocks on the host
     threshold:  uses of a block after which it is copied
-    copy_s:     seconds to bring a block to the device, as measured; 0 if it was not yet
-    token_s:    seconds to compute a token of a prompt, as measured
-    storage:    where blocks that reached the host go from there; None: nowhere
+    storage:    where blocks that reached the host go from there
     """
+
+    is_there = True
 
     def __init__(
         self,
         tree: RadixTree,
         device: BlockPool,
         config: HostConfig,
-        statements: KVEvents,
+        events: KVEvents,
+        eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
     ) -> None:
         self.tree = tree
         self.policy = config.policy
         self.threshold = {"write_through": 1, "write_through_selective": config.threshold, "write_back": NEVER}[
             config.policy
         ]
-        self.copy_s, self.token_s = 0.0, math.inf
-        self.pool = BlockPool(config.num_blocks, self._on_evict)
+        self.pool = BlockPool(config.num_blocks, self._on_evict, eviction)
         timeout_s = config.storage_timeout_s
-        self.storage = None if timeout_s is None else StorageTier(tree, self.pool, statements, timeout_s)
+        self.storage: Storage = NoStorage() if timeout_s is None else StorageTier(tree, self.pool, events, timeout_s)
         self._device = device
-        self._statements = statements
+        self._events = events
         self._max_storing = max(1, int(MAX_STORING * device.num_blocks))
         self._is_storing: NDArray[np.bool_] = np.zeros(device.num_blocks, dtype=np.bool_)
         self._storing: dict[int, int] = {}  # device block by host block
@@ -100,6 +86,11 @@ class HostTier:
         self._loads: list[NDArray[np.int32]] = []  # not sent yet: (group, host block, device block)
         self._loading: dict[int, NDArray[np.int32]] = {}  # by the step that carries them
         self._stored = self._loaded = self._evicted = self._failed = 0
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether to `store` every block that a later request may need once it is computed."""
+        return self.threshold == 1
 
     @property
     def is_busy(self) -> bool:
@@ -193,10 +184,7 @@ class HostTier:
         """
         blocks = blocks[self.tree.device.are_attached(blocks)]
         copies = self.tree.host.blocks[self.tree.device.owners(blocks)]
-        copies = copies[copies != NOWHERE]
-        copies = copies[self.pool.are_unheld(copies)]
-        self.pool.retain(copies)
-        self.pool.release(copies)
+        self.pool.touch(copies[copies != NOWHERE])
 
     def take_stores(self) -> NDArray[np.int32]:
         """``int32 [m, 2]`` (device block, host block) to start with the next step."""
@@ -208,7 +196,8 @@ class HostTier:
         if host_blocks:
             self._stored += len(host_blocks)
             host, device = self._end_stores(host_blocks)
-            self._attach(host, *self.tree.device.owners(device))
+            known = self.tree.device.are_attached(device)  # the rest was forgotten meanwhile
+            self._attach(host[known], *self.tree.device.owners(device[known]))
             self._let_go(host, device)
         if failed:
             self._failed += len(failed)
@@ -221,9 +210,8 @@ class HostTier:
         host, nodes, groups = host[lacked], nodes[lacked], groups[lacked]
         self.tree.host.attach_one_by_one(nodes, groups, host)
         self.pool.register(host)
-        self._statements.gained(nodes, groups)
-        if self.storage is not None:
-            self.storage.put(host)
+        self._events.gained(nodes, groups)
+        self.storage.put(host)
 
     def _end_stores(self, host_blocks: Sequence[int]) -> tuple[Blocks, Blocks]:
         device = np.array([self._storing.pop(block) for block in host_blocks], dtype=np.int32)
@@ -233,26 +221,22 @@ class HostTier:
     def _let_go(self, host: Blocks, device: Blocks) -> None:
         self.pool.release(host)
         if self.policy == "write_back":
-            self._device.release_first(device)  # it was about to be evicted, and may be now
+            self._device.release_copied(device)
         else:
             self._device.release(device)
 
     # ---- host to device ----
 
-    def is_worth_loading(self, blocks: int, tokens: int) -> bool:
-        """Whether copying so many blocks is faster than computing so many tokens."""
-        return blocks * self.copy_s <= tokens * self.token_s
+    def load(self, groups: NDArray[np.int64], host_blocks: Blocks) -> Blocks:
+        """Bring ``host_blocks`` of the tree to the device with the next step; the blocks there, held for the caller.
 
-    def is_worth_fetching(self, blocks: int, tokens: int) -> bool:
-        """Whether bringing so many blocks from storage to the device is faster than computing so many tokens."""
-        assert self.storage is not None
-        return blocks * (self.copy_s + self.storage.fetch_s) <= tokens * self.token_s
-
-    def load(self, groups: NDArray[np.int64], host_blocks: Blocks, device_blocks: Blocks) -> None:
-        """Bring ``host_blocks`` of the tree to allocated ``device_blocks``, with the next step."""
+        Raises ValueError if the device has not so many available.
+        """
+        device_blocks = self._device.allocate(len(host_blocks))
         self.pool.retain(host_blocks)
         self._device.retain(device_blocks)
         self._loads.append(np.stack([groups.astype(np.int32), host_blocks, device_blocks], axis=1))
+        return device_blocks
 
     def take_loads(self, step_id: int) -> NDArray[np.int32]:
         """``int32 [m, 3]`` (group, host block, device block) that step ``step_id`` carries."""
@@ -286,9 +270,24 @@ class HostTier:
 
     # ---- eviction ----
 
+    def reset(self) -> int:
+        """Forget every block that no copy holds; how many those were."""
+        return self.pool.evict_all()
+
+    def forget(self, nodes: Nodes) -> None:
+        """Nothing that the host has of ``nodes`` is loaded any more. What a copy holds stays until that is done."""
+        copies = self.tree.host.blocks[nodes]
+        blocks = copies[copies != NOWHERE]
+        unheld = self.pool.are_unheld(blocks)
+        self.pool.evict(blocks[unheld])
+        held = blocks[~unheld]
+        self._events.lost(*self.tree.host.owners(held))
+        self.pool.forget(held)
+        self.tree.prune(self.tree.host.detach(held))
+
     def _on_evict(self, blocks: Blocks) -> None:
         self._evicted += len(blocks)
-        self._statements.lost(*self.tree.host.owners(blocks))
+        self._events.lost(*self.tree.host.owners(blocks))
         self.tree.prune(self.tree.host.detach(blocks))
 
     def held_device_blocks(self) -> list[int]:
@@ -301,7 +300,7 @@ class HostTier:
         self.pool.check_integrity()
         loads = [*self._loads, *self._loading.values()]
         held = {int(block) for load in loads for block in load[:, 1]} | set(self._storing)
-        held |= self.storage.held_host_blocks() if self.storage else set()
+        held |= self.storage.held_host_blocks()
         assert held == set(np.flatnonzero(~self.pool.are_unheld(np.arange(self.pool.num_blocks, dtype=np.int32)))), (
             "a copy lost its hold"
         )

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.host_tier import HostTier
+from headwise.cache_controller.copy_costs import CopyCosts
 from headwise.cache_controller.radix_tree import NOWHERE, RadixTree
-from headwise.cache_controller.storage_tier import Fetch
+from headwise.cache_controller.tiers import Fetch, Host
 from headwise.cache_controller.windows import GroupWindows
 
 
@@ -54,12 +54,12 @@ class PrefixFinder:
     A prefix of ``n`` blocks can be served iff every full group has blocks ``[0, n)`` and every window group has its
     sink blocks and the blocks that a query after the prefix may see.
 
-    host:       None where there is no host tier
+    costs:      tell what is worth bringing from the host
     first_live: ``[max_blocks + 1, groups]``, per depth, the first block that a query behind so many blocks sees
     """
 
-    def __init__(self, tree: RadixTree, windows: GroupWindows, host: HostTier | None, max_blocks: int) -> None:
-        self._tree, self._windows, self._host = tree, windows, host
+    def __init__(self, tree: RadixTree, windows: GroupWindows, host: Host, costs: CopyCosts, max_blocks: int) -> None:
+        self._tree, self._windows, self._host, self._costs = tree, windows, host, costs
         self._window_groups = np.flatnonzero(~windows.is_full)
         self.first_live = windows.first_live(np.arange(max_blocks + 1) * windows.block_size)
 
@@ -69,11 +69,9 @@ class PrefixFinder:
         held = self._tree.device.blocks[nodes]
         count, reached = self._servable(held != NOWHERE)
         match = PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count])
-        return match if self._host is None else self._match_with_host(self._host, match, nodes, held)
+        return self._match_with_host(match, nodes, held) if self._host.is_there else match
 
-    def _match_with_host(
-        self, host: HostTier, match: PrefixMatch, nodes: NDArray[np.int64], held: NDArray[np.int32]
-    ) -> PrefixMatch:
+    def _match_with_host(self, match: PrefixMatch, nodes: NDArray[np.int64], held: NDArray[np.int32]) -> PrefixMatch:
         """A match that goes on with what the host has, where that is worth its copies; else ``match``."""
         on_host = np.where(held == NOWHERE, self._tree.host.blocks[nodes], np.int32(NOWHERE))
         count, reached = self._servable((held != NOWHERE) | (on_host != NOWHERE))
@@ -81,7 +79,7 @@ class PrefixFinder:
             return match
         needed = self._seen_after(on_host[:count])
         copies = int(np.count_nonzero(needed != NOWHERE))
-        if not host.is_worth_loading(copies, (count - match.num_blocks) * self._windows.block_size):
+        if not self._costs.is_worth_loading(copies, (count - match.num_blocks) * self._windows.block_size):
             return match
         gained = count - match.num_blocks
         return PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count], needed, gained)
@@ -91,20 +89,18 @@ class PrefixFinder:
 
         stored: ``[n, groups]``, which blocks of the path ``hashes [n]`` storage has
         """
-        host, storage = self._host, self._host.storage if self._host else None
-        if host is None or storage is None:
-            return None
         nodes = self._tree.find(hashes)
         here = np.zeros_like(stored)
         here[: len(nodes)] = (self._tree.device.blocks[nodes] != NOWHERE) | (self._tree.host.blocks[nodes] != NOWHERE)
         served, _ = self._servable(here)
         count, _ = self._servable(here | stored)
+        storage = self._host.storage
         room = storage.room
         while count > served:
             wanted = self._are_seen_after(count) & ~here[:count]
             blocks, tokens = int(np.count_nonzero(wanted)), (count - served) * self._windows.block_size
             if blocks <= room:
-                return storage.fetch(hashes, wanted, tokens) if host.is_worth_fetching(blocks, tokens) else None
+                return storage.fetch(hashes, wanted, tokens) if self._costs.is_worth_fetching(blocks, tokens) else None
             # What fits of it may still serve more than is here.
             fitting = int(np.searchsorted(wanted.sum(axis=1).cumsum(), room, side="right"))
             count, _ = self._servable((here | stored)[: min(fitting, count * room // blocks)])

@@ -13,53 +13,25 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.block_pool import BlockPool, Blocks
+from headwise.cache_controller.block_pool import BlockPool
+from headwise.cache_controller.eviction import Blocks
 from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree
 from headwise.cache_controller.stored_blocks import StoredBlocks
+from headwise.cache_controller.tiers import Fetch, NamedBlocks, StorageTierStats
 
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 0.25
-"""Share of the host's blocks that puts may hold, and fetches: both cannot be evicted meanwhile."""
+"""Share of the host's blocks that puts may hold, and fetches likewise. Held blocks cannot be evicted."""
 
 PROBE_S = 1.0
 """Seconds from one look to the next for whether a stalled storage has answered, while there is nothing else to do."""
-
-
-@dataclass(frozen=True)
-class NamedBlocks:
-    """Host blocks and what they hold.
-
-    blocks: ``int32 [m, 2]`` (group, host block)
-    hashes: block hash of each, one after the other
-    """
-
-    blocks: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), dtype=np.int32))
-    hashes: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True)
-class StorageTierStats:
-    """Counts of blocks: on their way now, and since the start.
-
-    hit_tokens: tokens of prefixes that could be served because of what was fetched
-    is_stalled: storage has said nothing for too long, and is not used until it does
-    """
-
-    queued_puts: int
-    queued_fetches: int
-    put_blocks: int
-    failed_puts: int
-    fetched_blocks: int
-    missed_blocks: int
-    hit_tokens: int
-    is_stalled: bool
 
 
 class _Patience:
@@ -100,20 +72,6 @@ class _Patience:
 
 
 @dataclass(eq=False)
-class Fetch:
-    """What was asked of storage for one request.
-
-    left:   blocks still on their way
-    gained: tokens more that can be served if all of them come
-    missed: whether one did not
-    """
-
-    gained: int
-    left: int = 0
-    missed: bool = False
-
-
-@dataclass(eq=False)
 class _Coming:
     """A block on its way from storage: where it belongs, and who waits for it."""
 
@@ -128,20 +86,20 @@ class _Coming:
 
 
 class StorageTier:
-    """Owns the puts and fetches in flight.
+    """The `Storage` that there is. Owns the puts and fetches in flight.
 
     pool:       the host's
-    statements: told of nodes that gained blocks on the host
+    events:     told of nodes that gained blocks on the host
     timeout_s:  seconds without an answer after which storage counts as stalled
-    fetch_s:    seconds that fetching a block takes, as measured; 0 if it was not yet
     stored:     what storage is known to have
     """
 
-    def __init__(self, tree: RadixTree, pool: BlockPool, statements: KVEvents, timeout_s: float) -> None:
-        self.fetch_s = 0.0
-        self.stored = StoredBlocks(tree, statements)
+    is_there = True
+
+    def __init__(self, tree: RadixTree, pool: BlockPool, events: KVEvents, timeout_s: float) -> None:
+        self.stored = StoredBlocks(tree, events)
         self._tree, self._pool = tree, pool
-        self._statements = statements
+        self._events = events
         self._putting_goes_on = _Patience("taken a block", timeout_s)
         self._fetching_goes_on = _Patience("given a block", timeout_s)
         self._asking_goes_on = _Patience("said what it has", timeout_s)
@@ -277,9 +235,10 @@ class StorageTier:
             return
         self._putting_goes_on.heard()
         done = np.array([*host_blocks, *failed], dtype=np.int32)
-        there = [block for block in host_blocks if block not in self._put_too_early]
-        if there:
-            self.stored.put(*self._tree.host.owners(np.array(there, dtype=np.int32)))
+        there = np.array([block for block in host_blocks if block not in self._put_too_early], dtype=np.int32)
+        known = there[self._tree.host.are_attached(there)]  # the rest was forgotten meanwhile
+        if len(known):
+            self.stored.put(*self._tree.host.owners(known))
         self._putting.difference_update(done.tolist())
         self._put_too_early.difference_update(done.tolist())
         self._put += len(host_blocks)
@@ -352,7 +311,7 @@ class StorageTier:
         lacked = self._tree.host.blocks[node, group] == NOWHERE
         self._tree.host.attach_one_by_one(node[lacked], group[lacked], blocks[lacked])
         self._pool.register(blocks[lacked])
-        self._statements.gained(node[lacked], group[lacked])
+        self._events.gained(node[lacked], group[lacked])
 
     def _node_of(self, path: Sequence[bytes], column: int) -> int:
         """The node of a path's block; made where it is not there, as are those above it."""

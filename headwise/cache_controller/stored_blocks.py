@@ -31,8 +31,8 @@ class StoredBlocks:
     first to be forgotten when there are more than ``max_nodes``.
     """
 
-    def __init__(self, tree: RadixTree, statements: KVEvents, max_nodes: int = MAX_NODES) -> None:
-        self._tree, self._statements = tree, statements
+    def __init__(self, tree: RadixTree, events: KVEvents, max_nodes: int = MAX_NODES) -> None:
+        self._tree, self._events = tree, events
         self._max_nodes = max_nodes
         self._confirmed: OrderedDict[int, None] = OrderedDict()  # nodes, the one confirmed longest ago first
         self._audit_at = 0.0
@@ -109,7 +109,7 @@ class StoredBlocks:
             self._confirmed.move_to_end(node)
         gained, lost = (held & ~before).nonzero(), (before & ~held).nonzero()
         if len(gained[0]):
-            self._statements.gained(nodes[gained[0]], gained[1])
+            self._events.gained(nodes[gained[0]], gained[1])
         if len(lost[0]):
             self._lost(nodes[lost[0]], lost[1])
         if len(self) > self._max_nodes:
@@ -125,5 +125,5 @@ class StoredBlocks:
         """Storage has lost a block of each of ``nodes [n]``, which may have left them with nothing."""
         for node in nodes[~self._tree.storage.has(nodes).any(axis=1)].tolist():
             self._confirmed.pop(node, None)
-        self._statements.lost(nodes, groups)
+        self._events.lost(nodes, groups)
         self._tree.prune(nodes)

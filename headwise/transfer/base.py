@@ -17,7 +17,7 @@ Work = Callable[[], None]
 
 
 class Event(Protocol):
-    """The end of one piece of work. May be used for another piece once that is done."""
+    """Tells when one piece of work is over. Once it is, the event may be used for another piece."""
 
     @property
     def done(self) -> bool:
@@ -36,14 +36,14 @@ class Event(Protocol):
 
 
 ALL = 1 << 30
-"""A `Stream.lookahead` of whatever there is."""
+"""A `Stream.lookahead` without limit."""
 
 
 class Stream(Protocol):
     """Runs work in order of submission. What the caller did before it submits is done before the work begins.
 
-    lookahead: of work that is needed piece by piece, how many pieces are worth submitting before they are needed: more
-               would keep a caller who enqueues them himself
+    lookahead: pieces of work to submit before they are needed. On a GPU submitting itself takes the caller's time, so
+               only a few are worth it
     """
 
     lookahead: int

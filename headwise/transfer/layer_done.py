@@ -1,4 +1,4 @@
-"""Which layers of which loads are on the device: what lets a forward pass run while its cache still arrives."""
+"""Which layers of which loads are on the device, so that a forward pass runs while its cache still arrives."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Load:
 
     pairs:  ``int32 [m, 3]`` (group, host block, device block)
     layers: the layers that have bytes in those blocks, ascending; each is one piece of work
-    bytes:  all its pieces together
+    bytes:  of all its pieces together
     events: one per layer of the model, of which the first ``len(layers)`` are used, in order
     copy_layer: copies a layer's part
     submitted: number of pieces that the stream has
     waited: number of pieces that the forward pass has waited for
-    lost:   it failed, or was given up: pieces that have not begun by now do nothing
+    lost:   it failed or was given up; its pieces that have not begun yet copy nothing
     error:  why it failed; None if it was given up
     """
 
@@ -43,7 +43,7 @@ class Load:
     error: BaseException | None = field(default=None, repr=False)
 
     def settle(self, timeout_s: float) -> bool:
-        """Whether its pieces are over, after waiting for at most about ``timeout_s``: then nothing more is written.
+        """Wait for at most about ``timeout_s``; whether all pieces are over, so that nothing more is written.
 
         All of them are submitted. The stream runs pieces in order, so when the last one is over, all are.
         """

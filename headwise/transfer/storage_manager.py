@@ -28,12 +28,12 @@ _Call = Callable[[Sequence[bytes], NDArray[np.int32], Arena, NDArray[np.int32]],
 
 @dataclass(frozen=True)
 class FinishedStorage:
-    """Copies that are over: ``int32 [m]``, the host blocks, in order of completion of each kind.
+    """Copies that are over, by host block: ``int32 [m]`` of each kind, in order of completion.
 
-    fetched: hold what was asked for
-    missed:  hold anything
-    put:     are in storage
-    not_put: are not
+    fetched: blocks that hold what was asked for
+    missed:  blocks that storage had nothing for; their content is undefined
+    put:     blocks that are in storage
+    not_put: blocks that could not be written to storage
     """
 
     fetched: NDArray[np.int32]
@@ -47,14 +47,14 @@ class _Batch:
     """Blocks of one storage call.
 
     blocks:   ``int32 [m, 2]`` (group, host block)
-    hits:     what the call said of each; None if none was made, or it failed
-    is_begun: nothing may be added any more
-    behind:   a `StorageManager.reset` it was submitted after
+    hits:     per block whether the call succeeded; None if there was no call, or it raised
+    is_begun: the call has begun, so that no block may be added
+    reset:    the last `StorageManager.reset` before it; what that has not removed yet must not be read
     """
 
     blocks: NDArray[np.int32]
     hashes: list[bytes]
-    behind: Event | None = None
+    reset: Event | None = None
     hits: Hits | None = None
     is_begun: bool = False
     event: Event = field(init=False)
@@ -64,7 +64,8 @@ class StorageManager:
     """Fetches blocks to the host arena and puts them into storage, both at once, each on a stream of its own.
 
     Used by the worker's thread alone, which never waits for storage but in `drain` and `close`. Whatever storage raises
-    makes blocks ``missed`` or ``not_put``. What hangs is not reported, nor what queues behind it, until it goes on.
+    makes blocks ``missed`` or ``not_put``. While a storage call hangs, nothing is reported of its blocks, nor of
+    those queued behind it.
 
     host_arena:   flat uint8, a whole number of the storage's blocks
     read_stream, write_stream: run work on threads of their own, such as `CpuStream`; `close` ends them
@@ -118,12 +119,12 @@ class StorageManager:
         """
         _check(blocks, hashes)
         for batch in self._batches(blocks, hashes):
-            batch.behind = self._reset
+            batch.reset = self._reset
             batch.event = self._last_read = self._reads.submit(partial(self._read, batch))
             self._fetches.append(batch)
 
     def _read(self, batch: _Batch) -> None:
-        is_stale = batch.behind is not None and not batch.behind.done
+        is_stale = batch.reset is not None and not batch.reset.done
         if self._may_read and not is_stale:
             self._call("read from", self._storage.read, batch)
 
@@ -196,11 +197,11 @@ class StorageManager:
         return all(ends_by(event, max(0.0, deadline - self._clock())) for event in last)
 
     def fetch_stats(self) -> TransferStats:
-        """Statistics of fetches; one that is over counts from the next `finished` on. ``failed_blocks`` were missed."""
+        """Statistics of fetches, as of the last `finished`. ``failed_blocks`` were missed."""
         return self._fetched.stats(self._reads.waited_s, sum(len(batch.blocks) for batch in self._fetches))
 
     def put_stats(self) -> TransferStats:
-        """Statistics of puts; one that is over counts from the next `finished` on."""
+        """Statistics of puts, as of the last `finished`."""
         return self._put.stats(self._writes.waited_s, sum(len(batch.blocks) for batch in self._puts))
 
     def close(self, timeout_s: float) -> None:

@@ -189,12 +189,12 @@ class TransferManager:
         return not self._stores or ends_by(self._stores[-1][1], max(0.0, deadline - self._clock()))
 
     def load_stats(self) -> TransferStats:
-        """Statistics of loads; one that is over counts from the next `finish_loads` on."""
+        """Statistics of loads, as of the last `finish_loads`."""
         queued = sum(len(load.pairs) for load in self._layers.loads)
         return self._loaded.stats(self._input.waited_s, queued)
 
     def store_stats(self) -> TransferStats:
-        """Statistics of stores; one that is over counts from the next `finished_stores` on."""
+        """Statistics of stores, as of the last `finished_stores`."""
         return self._stored.stats(self._output.waited_s, sum(len(pairs) for pairs, _ in self._stores))
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def test_without_window_groups_nothing_is_ever_said_of_resuming() -> None:
         cache.release(0)
     updates = cache.drain_index_updates() + cache.resident_paths()
     assert {update.resumable for update in updates} == {b""}
-    assert len(cache.statements._moved) == 0
+    assert len(cache.events._moved) == 0
 
 
 def test_nothing_is_said_while_a_row_is_open() -> None:
@@ -225,9 +225,9 @@ def test_memory_stays_bounded_if_nobody_listens(monkeypatch) -> None:
     for first in range(0, 4000, 10):
         serve(cache, 0, range(first, first + 24))
         cache.release(0)
-        most = max(most, len(cache.statements._closed))
+        most = max(most, len(cache.events._closed))
     assert 50 < most <= 100
-    assert cache.statements._gone == []
+    assert cache.events._gone == []
 
 
 # ---- segments ----

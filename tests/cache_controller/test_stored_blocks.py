@@ -24,14 +24,14 @@ class Stored:
 
     def __init__(self, max_nodes: int = 100) -> None:
         self.tree = RadixTree(2, 8, 8, has_storage=True)
-        self.statements = KVEvents(self.tree, GroupWindows([FULL, HeadPolicy(window=9)], 4))
-        self.blocks = StoredBlocks(self.tree, self.statements, max_nodes)
+        self.events = KVEvents(self.tree, GroupWindows([FULL, HeadPolicy(window=9)], 4))
+        self.blocks = StoredBlocks(self.tree, self.events, max_nodes)
         self.said: Said = {}
 
     def known(self, path=PATH) -> str:
         """Of each block of a path, what is said of storage: ``-`` that it is not there, else whether it resumes."""
-        stated(self.statements.drain(), self.said)
-        assert self.said == stated(self.statements.everything())
+        stated(self.events.drain(), self.said)
+        assert self.said == stated(self.events.everything())
         self.tree.check_integrity()
         return "".join(str(self.said.get(("storage", block_hash), "-")) for block_hash in path)
 
@@ -167,8 +167,8 @@ class StoredMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tree = RadixTree(2, 8, 8, has_storage=True, num_top=2)
-        self.statements = KVEvents(self.tree, GroupWindows(self.policies, 4))
-        self.blocks = StoredBlocks(self.tree, self.statements, max_nodes=9)
+        self.events = KVEvents(self.tree, GroupWindows(self.policies, 4))
+        self.blocks = StoredBlocks(self.tree, self.events, max_nodes=9)
         self.said: Said = {}
         self.now = 1e9
         self.asked = 0
@@ -207,8 +207,8 @@ class StoredMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        stated(self.statements.drain(), self.said)
-        assert self.said == stated(self.statements.everything())
+        stated(self.events.drain(), self.said)
+        assert self.said == stated(self.events.everything())
         assert len(self.blocks) <= 9
         known = {node for node in self.tree.nodes.values() if self.tree.storage.held[node].any()}
         assert known == set(self.blocks._confirmed)

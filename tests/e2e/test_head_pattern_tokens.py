@@ -108,7 +108,7 @@ class Bench:
         try:
             for _ in range(rounds):
                 self.serve(engine, urgent)
-                if engine.cache.host is not None:
+                if engine.cache.host.is_there:
                     engine.cache.pool.evict_all()
         finally:
             executor.close()

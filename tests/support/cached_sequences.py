@@ -55,7 +55,4 @@ def nothing(cache: CacheManager) -> PrefixMatch:
 
 def evict(cache: CacheManager, block: int) -> None:
     """Evict one cached block out of turn."""
-    cache.pool._cached.remove(np.array([block]))
-    cache.pool._cached.append(np.array([block], dtype=np.int32), first=True)
-    cache.pool._cached._first.rotate()
-    cache.pool._evict(1)
+    cache.pool.evict(np.array([block], dtype=np.int32))

@@ -12,6 +12,7 @@ from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.host_tier import HostConfig
 from headwise.cache_controller.kv_events import IndexUpdate
+from headwise.cache_controller.storage_tier import StorageTier
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
@@ -20,7 +21,6 @@ from headwise.runtime.engine.output import OutputText
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
-from headwise.runtime.engine.throughput import copy_speeds
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import StepResult
 from headwise.runtime.protocol.executor import Executor
@@ -120,7 +120,7 @@ class EngineCore:
             raise InvalidRequestError(
                 f"token id {highest} is not in the model's vocabulary of {self.card.config.vocab_size}"
             )
-        if self.resources.num_waiting >= self.config.max_queued:
+        if len(self.resources.waiting) >= self.config.max_queued:
             raise OverloadedError(
                 f"{self.config.max_queued} requests are waiting already (max_queued); try again later"
             )
@@ -149,7 +149,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has something to do: requests of an engine that is asleep are nothing to do."""
         may_run = self._live and self._operations.state is not State.ASLEEP
-        return bool(may_run or self._steps or self._outbox or self._operations.is_busy or self.resources.has_copies)
+        return bool(may_run or self._steps or self._outbox or self._operations.is_busy or self.resources.copies.is_busy)
 
     def step(self, timeout_s: float | None) -> list[OutputDelta]:
         """Keep the workers busy and commit the next finished step, waiting at most ``timeout_s`` for it.
@@ -166,7 +166,7 @@ class EngineCore:
             result = self._executor.poll(timeout_s)
             if result is not None:
                 self._commit(self._steps.popleft(), result)
-        elif self._lookup is not None and self.resources.is_asking_storage and not self._outbox:
+        elif self._lookup is not None and self.resources.waiting.is_asking_storage and not self._outbox:
             self._lookup.wait(ASK_WAIT_S if timeout_s is None else min(timeout_s, ASK_WAIT_S))
         outputs, self._outbox = self._outbox, []
         return outputs
@@ -178,7 +178,7 @@ class EngineCore:
             self._counts["steps"] += 1
             self._compute_s += result.compute_s
             if result.error is None:
-                self.resources.speeds.take(step.batch.num_tokens, len(step.sequences), result.compute_s)
+                self.resources.step_times.observe(step.batch.num_tokens, len(step.sequences), result.compute_s)
         if result.error is not None:
             for sequence in step.sequences:
                 self._fail(sequence, result.error)
@@ -188,6 +188,7 @@ class EngineCore:
         self.resources.copies_done(step, result)
         for index, why in result.broken.items():
             if self.resources.is_wanted(step, index):
+                self.resources.forget_computed(step.sequences[index])
                 self._fail(step.sequences[index], why)
         tokens = result.token_ids.tolist()
         for index in self.resources.commit(step, result.token_ids):
@@ -253,42 +254,41 @@ class EngineCore:
 
     def drain_index_updates(self) -> list[IndexUpdate]:
         """What the attention store must hear of since the last call. To be called also while there is nothing to do."""
-        self.resources.audit_storage(self._clock())
+        self.resources.waiting.audit_storage(self._clock())
         return self.cache.drain_index_updates()
 
     def load(self) -> EngineLoad:
         """What decides how soon a further request would be served here."""
         cache = self.cache.stats()
-        host_token_s, storage_token_s = copy_speeds(self.cache)
         return EngineLoad(
-            waiting=self.resources.num_waiting,
+            waiting=len(self.resources.waiting),
             running=len(self.resources.running),
             queued_tokens=self.resources.queued_tokens(),
             used_blocks=cache.held_blocks,
             total_blocks=cache.total_blocks,
-            prefill_token_s=self.resources.speeds.prefill_token_s,
-            decode_step_s=self.resources.speeds.decode_step_s,
-            host_token_s=host_token_s,
-            storage_token_s=storage_token_s,
+            prefill_token_s=self.resources.step_times.prefill_token_s,
+            decode_step_s=self.resources.step_times.decode_step_s,
+            host_token_s=self.cache.costs.host_token_s,
+            storage_token_s=self.cache.costs.storage_token_s,
             accepts=self._operations.state is State.AWAKE,
         )
 
     def stats(self) -> dict[str, Any]:
         """Plain data: requests by state, cache blocks, prefix hits, steps."""
-        host = self.cache.host
+        host, storage = self.cache.host.stats(), self.cache.host.storage.stats()
         return {
             "model": self.card.model,
             "state": self._operations.state.value,
             "requests": {
-                "waiting": self.resources.num_waiting,
+                "waiting": len(self.resources.waiting),
                 "running": len(self.resources.running),
                 "preemptions": self.resources.num_preemptions,
                 **{name: self._counts[name] for name in ("finished", "aborted", "failed")},
             },
             "cache": asdict(self.cache.stats()),
-            "host": asdict(host.stats()) if host else None,
-            "storage": asdict(host.storage.stats()) if host and host.storage else None,
-            "transfers": {name: _speed(transfer) for name, transfer in self.resources.transfers.items()},
+            "host": None if host is None else asdict(host),
+            "storage": None if storage is None else asdict(storage),
+            "transfers": {name: _speed(transfer) for name, transfer in self.resources.copies.transfers.items()},
             "steps": self._counts["steps"],
             "output_tokens": self._counts["tokens_out"],
             "compute_s": self._compute_s,
@@ -303,9 +303,10 @@ def _host_config(config: EngineConfig, card: ModelCard) -> HostConfig | None:
 
 
 def _prefetcher(config: EngineConfig, cache: CacheManager, lookup: Lookup | None) -> Prefetcher | None:
-    if lookup is None or cache.host is None or cache.host.storage is None:
+    storage = cache.host.storage
+    if lookup is None or not isinstance(storage, StorageTier):
         return None
-    return Prefetcher(cache, cache.host.storage, lookup, config.prefetch, config.longest_prefetch_s)
+    return Prefetcher(cache, storage, lookup, config.prefetch, config.longest_prefetch_s)
 
 
 def _speed(transfer: TransferStats) -> dict[str, float]:

@@ -74,18 +74,14 @@ class Operations:
         if tier not in TIERS:
             raise InvalidRequestError(f"tier must be one of {', '.join(TIERS)}, got {tier!r:.80}")
         for name, option, is_there in (
-            (HOST_TIER, "host_cache", self._cache.host is not None),
-            (STORAGE_TIER, "storage", self._has_storage),
+            (HOST_TIER, "host_cache", self._cache.host.is_there),
+            (STORAGE_TIER, "storage", self._cache.host.storage.is_there),
         ):
             if tier == name and not is_there:
                 raise ConfigError(f"this deployment has no {name} tier to reset: it was started without {option}")
         operation = Operation(action, tier)
         self._queue.append(operation)
         return operation
-
-    @property
-    def _has_storage(self) -> bool:
-        return self._cache.host is not None and self._cache.host.storage is not None
 
     def next_step(self, now: float) -> ScheduledStep | None:
         """The next step, be it for an operation or for requests; None until a step in flight comes back."""
@@ -118,10 +114,10 @@ class Operations:
         if self._resources.has_steps:
             return None
         host = self._cache.host
-        if host is not None and not self._is_backed_up:
+        if not self._is_backed_up:
             self._is_backed_up = True
             host.back_up_all()
-        if host is not None and host.is_busy:
+        if host.is_busy:
             return None
         self._cache.reset((DEVICE_TIER,))
         return SLEEP
@@ -136,7 +132,7 @@ class Operations:
     def _reset_cache(self, operation: Operation) -> str | None:
         tiers = TIERS if operation.tier == EVERY_TIER else (operation.tier,)
         operation.blocks += self._cache.reset(tiers)
-        if self._has_storage and STORAGE_TIER in tiers:
+        if self._cache.host.storage.is_there and STORAGE_TIER in tiers:
             return RESET_STORAGE
         operation.is_done = True
         return None

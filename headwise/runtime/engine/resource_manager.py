@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
-from headwise.cache_controller.host_tier import HostTier
 from headwise.cache_controller.prefix_match import PrefixMatch
-from headwise.errors import EngineDiedError
-from headwise.priority_queue import PriorityQueue
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
-from headwise.runtime.engine.sequence_table import Index, Rows
-from headwise.runtime.engine.throughput import CopyTrials, StepSpeeds, smooth
+from headwise.runtime.engine.sequence_table import Index, SequenceTable
+from headwise.runtime.engine.throughput import StepTimes
+from headwise.runtime.engine.tier_copies import TierCopies
+from headwise.runtime.engine.waiting_queue import WaitingQueue
 from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
-from headwise.transfer.stats import TransferStats
-
-_NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 MAX_LOOKED_AT = 64
 """Waiting sequences, the next ones, whose cached tokens are left out where the engine says how much it has to do."""
@@ -62,8 +56,7 @@ class ResourceManager:
 
     max_batched_tokens: token budget of a step
     prefill_chunk:      most tokens of one sequence in a step
-    prefetcher:         brings what storage has of waiting sequences; None: there is no storage
-    transfers:          what workers have copied between the tiers, by direction
+    prefetcher:         see `WaitingQueue`
     """
 
     def __init__(
@@ -76,27 +69,19 @@ class ResourceManager:
         prefetcher: Prefetcher | None = None,
     ) -> None:
         self.cache = cache
-        self.prefetcher = prefetcher
-        self.transfers: dict[str, TransferStats] = {}
-        self.speeds = StepSpeeds()
-        self._trials = CopyTrials(cache)
-        self.rows = Rows(max_rows)
+        self.waiting = WaitingQueue(prefetcher)
+        self.copies = TierCopies(cache)
+        self.step_times = StepTimes()
+        self.table = SequenceTable(max_rows)
         self.max_batched_tokens = max_batched_tokens
         self.prefill_chunk = prefill_chunk
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
         self._running_rows: Index | None = None  # of `running`, until that changes
-        self._waiting: PriorityQueue[Sequence] = PriorityQueue()
         self._new: list[NewSequence] = []
         self._draining: set[Sequence] = set()
         self._step_id = 0  # the latest step sent
         self._last_done = 0  # and the latest that came back
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether copies between tiers are on their way."""
-        host = self.cache.host
-        return host is not None and (host.is_busy or bool(host.storage and host.storage.has_work))
 
     @property
     def has_steps(self) -> bool:
@@ -104,36 +89,21 @@ class ResourceManager:
         return self._last_done < self._step_id
 
     @property
-    def is_asking_storage(self) -> bool:
-        """Whether a request waits for storage to say what it has."""
-        return self.prefetcher is not None and self.prefetcher.is_asking
-
-    @property
     def _blocks_of_a_step(self) -> int:
         columns = self.max_batched_tokens // self.cache.block_size + 1
         return columns * len(self.cache.policies)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting) + (self.prefetcher.num_held if self.prefetcher else 0)
-
     def queued_tokens(self) -> int:
         """Known tokens still to compute: of what runs, and of what waits in so far as the cache lacks them."""
-        left, decoding = self.rows.to_schedule(self._rows_in_order())
-        waiting = self._waiting.items()
-        if self.prefetcher is not None:
-            waiting += self.prefetcher.held
+        left, decoding = self.table.to_schedule(self._rows_in_order())
+        waiting = self.waiting.sequences()
         queued = sum(sequence.num_tokens for sequence in waiting) + int(left[~decoding].sum())
         looked_at = heapq.nsmallest(MAX_LOOKED_AT, waiting, key=lambda sequence: sequence.order)
         return queued - sum(self._match(sequence).num_blocks for sequence in looked_at) * self.cache.block_size
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a sequence, once what storage has of it is there."""
-        if self.prefetcher is None or not self.prefetcher.begin(sequence, now):
-            self._queue(sequence)
-
-    def _queue(self, sequence: Sequence) -> None:
-        self._waiting.push(sequence.order, sequence)
+        self.waiting.add(sequence, now)
 
     # ---- planning a step ----
 
@@ -146,9 +116,9 @@ class ResourceManager:
         budget = self.max_batched_tokens - int(plan.counts.sum())
         # Where blocks were short in this step, no newcomer may take what came free.
         while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(now)):
-            count = min(admitted.num_tokens - int(self.rows.scheduled[admitted.row]), self.prefill_chunk, budget)
+            count = min(admitted.num_tokens - int(self.table.scheduled[admitted.row]), self.prefill_chunk, budget)
             row = np.array([admitted.row], dtype=np.int32)
-            if self.cache.extend(row, self.rows.scheduled[row] + count):
+            if self.cache.extend(row, self.table.scheduled[row] + count):
                 plan.add(admitted.row, count)
                 budget -= count
         return self._send(plan) if len(plan.rows) or self._copies_need_a_step() else None
@@ -163,28 +133,12 @@ class ResourceManager:
         return self._send(_no_rows(), command)
 
     def _advance_copies(self, now: float) -> None:
-        host = self.cache.host
-        if host is None:
-            return
-        host.back_up(self._blocks_of_a_step)
-        self._trials.look(now)
-        if host.storage is not None:
-            host.storage.watch(now)
-        if self.prefetcher is not None:
-            for sequence in self.prefetcher.advance(now):
-                self._queue(sequence)
-
-    def audit_storage(self, now: float) -> None:
-        """Have storage asked, now and then, whether it still has what it is known to have."""
-        if self.prefetcher is not None:
-            self.prefetcher.audit(now)
+        self.copies.advance(now, self._blocks_of_a_step)
+        self.waiting.advance(now)
 
     def _copies_need_a_step(self) -> bool:
         """Whether a step without sequences must start copies, or bring word of them: no other one is under way."""
-        host = self.cache.host
-        if host is None or self._last_done != self._step_id:
-            return False
-        return host.has_work or bool(host.storage and host.storage.has_work)
+        return self._last_done == self._step_id and self.copies.needs_step
 
     def _plan_running(self) -> _Plan:
         """The next tokens of what runs, with room for them in the cache.
@@ -194,25 +148,20 @@ class ResourceManager:
         """
         while True:
             plan = self._ask_for_tokens()
-            targets = self.rows.scheduled[plan.rows] + plan.counts
+            targets = self.table.scheduled[plan.rows] + plan.counts
             if self.cache.extend(plan.rows, targets):
                 return plan
             needed = self.cache.blocks_needed(plan.rows, targets)
-            if self._draining or int(needed.sum()) <= self.cache.num_available + self._num_returning:
+            if self._draining or int(needed.sum()) <= self.cache.num_available + self.cache.host.num_returning:
                 fits = (needed == 0) | (np.cumsum(needed) <= self.cache.num_available)
                 self.cache.extend(plan.rows[fits], targets[fits])
                 return _Plan(plan.rows[fits], plan.counts[fits])
             self._preempt_latest()
 
-    @property
-    def _num_returning(self) -> int:
-        """Blocks that are available again once their copies to the host are complete."""
-        return self.cache.host.num_returning if self.cache.host is not None else 0
-
     def _ask_for_tokens(self) -> _Plan:
         """The tokens that running sequences want, within the budget; decoding ones first: no prompt may stall them."""
         rows = self._rows_in_order()
-        left, decoding = self.rows.to_schedule(rows)
+        left, decoding = self.table.to_schedule(rows)
         order = np.argsort(~decoding, kind="stable")
         rows, wanted = rows[order], np.minimum(left[order], self.prefill_chunk)
         before = np.cumsum(wanted) - wanted
@@ -240,7 +189,7 @@ class ResourceManager:
 
     def _make_way(self) -> None:
         """Preempt a running sequence for one of higher priority that could not start otherwise."""
-        urgent = self._waiting.first
+        urgent = self.waiting.first
         if urgent is None or not self.running or self._draining:  # what is on its way back may do
             return
         if self.running[-1].order[0] > urgent.order[0] and not self._can_start(urgent, self._match(urgent)):
@@ -248,13 +197,13 @@ class ResourceManager:
 
     def _admit(self, now: float) -> Sequence | None:
         """Start the first waiting sequence if all of its known tokens fit beside what runs already."""
-        sequence = self._waiting.first
-        if sequence is None or not self.rows.num_free or any(not leaving.finished for leaving in self._draining):
+        sequence = self.waiting.first
+        if sequence is None or not self.table.num_free or any(not leaving.finished for leaving in self._draining):
             return None
         match = self._match(sequence)
         if not self._can_start(sequence, match):
             return None
-        self._waiting.pop()
+        self.waiting.pop()
         self._start(sequence, match, now)
         return sequence
 
@@ -266,7 +215,7 @@ class ResourceManager:
         return self.cache.match(hashes, max_tokens=sequence.num_tokens - 1)
 
     def _can_start(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        if not self.rows.num_free:
+        if not self.table.num_free:
             return False
         if not self.running and not self._draining:
             return self._can_adopt_alone(match)
@@ -276,21 +225,21 @@ class ResourceManager:
 
     def _can_adopt_alone(self, match: PrefixMatch) -> bool:
         """Whether the pool has what comes from the host, while nothing runs; if not, copies in flight will give it."""
-        host = self.cache.host
-        if host is None or match.host is None or not host.is_busy:
+        if match.host is None or not self.cache.host.is_busy:
             return True
         return match.num_copies <= self.cache.num_available - self.cache.num_reclaimed(match)
 
     def _promised_blocks(self) -> int:
         """Blocks that admitted sequences will still take for tokens they already have."""
         rows = self._rows_in_order()
-        return self.cache.promised_blocks(rows, self.rows.length[rows])
+        return self.cache.promised_blocks(rows, self.table.length[rows])
 
     def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
         computed = match.num_blocks * self.cache.block_size
-        row = self.rows.open(sequence, computed)
+        row = self.table.open(sequence, computed)
         self.cache.adopt(row, match, sequence.num_tokens)
         sequence.phase = Phase.RUNNING
+        sequence.computed_from = min(sequence.computed_from, computed)
         if sequence.first_scheduled is None:
             sequence.cached_tokens = computed
             sequence.first_scheduled = now
@@ -302,7 +251,7 @@ class ResourceManager:
     # ---- steps ----
 
     def _send(self, plan: _Plan, command: str = "") -> ScheduledStep:
-        rows, counts, columns = plan.rows, plan.counts, self.rows
+        rows, counts, columns = plan.rows, plan.counts, self.table
         starts = columns.scheduled[rows]
         token_ids = self._input_tokens(rows, starts, counts)
         columns.scheduled[rows] = starts + counts
@@ -313,6 +262,7 @@ class ResourceManager:
         self._step_id += 1
         columns.last_step[rows] = self._step_id
         new, self._new = tuple(self._new), []
+        swap_in, swap_out = self.copies.take_orders(self._step_id)
         batch = BatchRequest(
             step_id=self._step_id,
             rows=rows,
@@ -322,26 +272,15 @@ class ResourceManager:
             sample=samples,
             table_updates=self.cache.drain_table_updates(),
             new_sequences=new,
+            cache_swap_metadata=swap_in,
+            cache_evict_metadata=swap_out,
             command=command,
-            **self._copies(),
         )
         return ScheduledStep(batch, tuple(columns.of(rows)))
 
-    def _copies(self) -> dict[str, Any]:
-        host = self.cache.host
-        if host is None:
-            return {}
-        copies: dict[str, Any] = {
-            "cache_swap_metadata": host.take_loads(self._step_id),
-            "cache_evict_metadata": host.take_stores(),
-        }
-        if host.storage is not None:
-            copies |= {"storage_puts": host.storage.take_puts(), "storage_fetches": host.storage.take_fetches()}
-        return copies
-
     def _input_tokens(self, rows: Index, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tokens of each row from ``starts`` on; the one not known yet is the worker's last sample."""
-        columns = self.rows
+        columns = self.table
         known = columns.length[rows] - columns.pending[rows]
         first = np.where(starts < known, columns.last_token[rows], np.int32(LAST_SAMPLED))
         many = (starts < known - 1).nonzero()[0]
@@ -360,7 +299,7 @@ class ResourceManager:
 
         token_ids: ``[n]``, the sampled token of each sequence of the batch
         """
-        batch, columns = step.batch, self.rows
+        batch, columns = step.batch, self.table
         wanted = columns.wanted[batch.rows]
         rows = batch.rows[wanted]
         computed = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
@@ -383,39 +322,17 @@ class ResourceManager:
         Raises:
             EngineDiedError: the step has loaded blocks, and says nothing of whether they came.
         """
-        host = self.cache.host
-        if host is None:
+        void = self.copies.take_report(step.batch, result.copies, self.step_times.prefill_token_s)
+        if not len(void):
             return
-        if result.failed_in is None and len(step.batch.cache_swap_metadata):
-            raise EngineDiedError(f"nothing is known of the blocks that step {step.batch.step_id} loaded")
-        self._measure(host, result)
-        host.stored(result.swapped_out.tolist(), result.failed_out.tolist())
-        if host.storage is not None:
-            host.storage.fetched(result.fetched.tolist(), result.missed.tolist())
-            host.storage.put_done(result.put.tolist(), result.not_put.tolist())
-        lost = _NO_BLOCKS if result.failed_in is None else result.failed_in
-        failed = set(self.cache.loads_done(step.batch.step_id, lost).tolist())
+        failed = set(void.tolist())
         for sequence in [s for s in (*self.running, *self._draining) if s.row in failed]:
             if sequence.phase is Phase.RUNNING:
                 sequence.preemptions += 1
                 self.num_preemptions += 1
                 self.leave(sequence)
             if sequence.row >= 0:  # else no step has carried it yet
-                self.rows.wanted[sequence.row] = False
-
-    def _measure(self, host: HostTier, result: StepResult) -> None:
-        """Note how fast copies and computing are, by which is decided what is worth copying."""
-        host.token_s = self.speeds.prefill_token_s or math.inf
-        host.copy_s = self._seconds_a_block("load", host.copy_s, result)
-        if host.storage is not None:
-            host.storage.fetch_s = self._seconds_a_block("fetch", host.storage.fetch_s, result)
-        self.transfers |= result.transfers
-
-    def _seconds_a_block(self, direction: str, known: float, result: StepResult) -> float:
-        new, old = result.transfers.get(direction), self.transfers.get(direction, TransferStats())
-        if new is None or new.blocks <= old.blocks:
-            return known
-        return smooth(known, (new.busy_s - old.busy_s) / (new.blocks - old.blocks))
+                self.table.wanted[sequence.row] = False
 
     def _register(self, rows: Index, computed: NDArray[np.int64]) -> None:
         """Tell the cache of the blocks that the rows' ``computed`` tokens have filled."""
@@ -426,12 +343,16 @@ class ResourceManager:
         if not len(full):
             return
         counts = computed[full].tolist()
-        hashes = [s.block_hashes(n, block_size) for s, n in zip(self.rows.of(rows[full]), counts, strict=True)]
+        hashes = [s.block_hashes(n, block_size) for s, n in zip(self.table.of(rows[full]), counts, strict=True)]
         self.cache.register(rows[full].tolist(), hashes)
+
+    def forget_computed(self, sequence: Sequence) -> None:
+        """Let no request be served what a sequence has computed; what it was itself served by others stays."""
+        self.cache.forget(sequence.hashes[sequence.computed_from // self.cache.block_size :])
 
     def is_wanted(self, step: ScheduledStep, index: int) -> bool:
         """Whether anybody waits for what a step says of a sequence of its batch: it neither ended nor is it void."""
-        return bool(self.rows.wanted[step.batch.rows[index]])
+        return bool(self.table.wanted[step.batch.rows[index]])
 
     def step_done(self, step: ScheduledStep) -> None:
         """A step came back, as they do in order: what left the batch meanwhile may give back its blocks."""
@@ -453,11 +374,9 @@ class ResourceManager:
         A sequence that is not finished goes back to the waiting ones then.
         """
         if sequence.row >= 0:
-            self.rows.wanted[sequence.row] = not sequence.finished
+            self.table.wanted[sequence.row] = not sequence.finished
         if sequence.phase is Phase.WAITING:
-            if self.prefetcher is not None:
-                self.prefetcher.forget(sequence)
-            self._waiting.discard(sequence.order)
+            self.waiting.discard(sequence)
         elif sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
             self._running_rows = None
@@ -467,12 +386,12 @@ class ResourceManager:
 
     def _settle(self, sequence: Sequence) -> None:
         row = sequence.row
-        if self.rows.last_step[row] > self._last_done:
+        if self.table.last_step[row] > self._last_done:
             return
         self._draining.discard(sequence)
         self.cache.release(row, will_return=not sequence.finished)
-        self.rows.close(sequence)
+        self.table.close(sequence)
         self._new = [new for new in self._new if new.row != row]
         sequence.phase = Phase.WAITING
         if not sequence.finished:
-            self._queue(sequence)
+            self.waiting.put_back(sequence)

@@ -1,4 +1,4 @@
-"""One request inside an engine: its tokens and their hashes. How far they are computed is in `rows`."""
+"""One request inside an engine: its tokens and their hashes. How far they are computed, `SequenceTable` knows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.block_hash import extend_hashes
 from headwise.runtime.protocol.request import GenerateRequest
+
+NOTHING_COMPUTED = 1 << 62
+"""A place that no token has."""
 
 
 class Phase(Enum):
@@ -23,10 +26,12 @@ class Phase(Enum):
 class Sequence:
     """A request's known tokens: the prompt's, and those sampled so far.
 
-    order:  what comes first is served first: (priority, arrival)
-    row:    the engine's and the workers' row, while the sequence runs
-    output: sampled tokens, first those that the request came with
-    hashes: of the full blocks of the known tokens, as far as they were asked for
+    order:         what comes first is served first: (priority, arrival)
+    row:           the engine's and the workers' row, while the sequence runs
+    cached_tokens: tokens that the cache had when the sequence ran for the first time
+    computed_from: the first token that it has computed itself, in any of its runs
+    output:        sampled tokens, first those that the request came with
+    hashes:        of the full blocks of the known tokens, as far as they were asked for
     """
 
     request: GenerateRequest
@@ -38,6 +43,7 @@ class Sequence:
     finished: bool = False
     row: int = -1
     cached_tokens: int = 0
+    computed_from: int = NOTHING_COMPUTED
     preemptions: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None

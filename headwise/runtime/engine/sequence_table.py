@@ -11,7 +11,7 @@ Index = NDArray[np.int32]
 """Rows, in the order that matters to whoever asks."""
 
 
-class Rows:
+class SequenceTable:
     """Counters of each running sequence, at its row. Of a free row they mean nothing.
 
         | prompt | output, known | sampled in flight |

@@ -11,30 +11,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.storage_tier import NamedBlocks
+from headwise.runtime.protocol.copies import NO_REPORT, NOTHING_IN, NOTHING_OUT, CopyReport, SwapIn, SwapOut
 from headwise.runtime.protocol.request import SamplingParams, TokenLogprobs
-from headwise.transfer.stats import TransferStats
 
 LAST_SAMPLED = -1
 """A token id in a batch that stands for "the token the worker sampled last for this row"."""
 
 SLEEP, WAKE, RESET_STORAGE = "sleep", "wake", "reset_storage"
 """Commands to workers: give up weights and arena, load and allocate them again, forget every block in storage."""
-
-
-def _no_loads() -> NDArray[np.int32]:
-    return np.empty((0, 3), dtype=np.int32)
-
-
-def _no_stores() -> NDArray[np.int32]:
-    return np.empty((0, 2), dtype=np.int32)
-
-
-_NO_BLOCKS = NamedBlocks()
-
-
-def _none() -> NDArray[np.int32]:
-    return np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -58,10 +42,8 @@ class BatchRequest:
     sample:        ``bool [n]``; whether to sample after the sequence's last token here
     table_updates: ``[k, 4]`` (row, group, block index, block id), applied before the step in order
     new_sequences: rows that change hands with this step; their tables are cleared first
-    cache_swap_metadata:  ``[m, 3]`` (group, host block, device block) to load, before the step looks at them
-    cache_evict_metadata: ``[m, 2]`` (device block, host block) to store, beside the step
-    storage_puts:         host blocks to write to storage, in the background
-    storage_fetches:      host blocks to read from storage, in the background
+    cache_swap_metadata:  loads and fetches that start with the step
+    cache_evict_metadata: stores and puts that start with it
     command:              what to do in place of computing, in a batch without rows; else empty
     """
 
@@ -73,10 +55,8 @@ class BatchRequest:
     sample: NDArray[np.bool_]
     table_updates: NDArray[np.int32]
     new_sequences: tuple[NewSequence, ...] = ()
-    cache_swap_metadata: NDArray[np.int32] = field(default_factory=_no_loads)
-    cache_evict_metadata: NDArray[np.int32] = field(default_factory=_no_stores)
-    storage_puts: NamedBlocks = _NO_BLOCKS
-    storage_fetches: NamedBlocks = _NO_BLOCKS
+    cache_swap_metadata: SwapIn = NOTHING_IN
+    cache_evict_metadata: SwapOut = NOTHING_OUT
     command: str = ""
 
     @property
@@ -90,21 +70,12 @@ class StepResult:
 
     token_ids: ``[n]`` the sampled token of each sequence of the batch, -1 where none was asked for.
                Ranks other than 0 send an empty array.
-    logprobs:  per sequence of the batch, where asked for
-    broken:    per sequence of the batch that failed by itself: why. It has no token, and ends; the others go on
-    failed_in:   device blocks whose load brought nothing: what the step computed from them is void. None: there is no
-                 word of loads, which is not to be taken for none having failed
-    swapped_out: host blocks to which a store is complete, whichever step asked for it
-    failed_out:  host blocks to which a store failed
-    fetched:     host blocks that came from storage, whichever step asked for it
-    missed:      host blocks that storage had nothing for
-    put:         host blocks that are in storage now
-    not_put:     host blocks that could not be written to storage
-    transfers: what the worker has copied so far, by direction: load, store, fetch, put; empty if nothing since the
-               last result
+    logprobs:  by index of the sequence in the batch, where asked for
+    broken:    why a sequence of the batch failed, by its index. Such a sequence has no token and ends; others go on
+    copies:    what has come of copies, of this step's and of earlier ones'
     forgotten: blocks that the command `RESET_STORAGE` has forgotten
     compute_s: seconds the worker spent on the step
-    error:     the step failed; nothing of it may be committed. Its copies are told of as ever
+    error:     why the step failed: nothing of it may be committed, but ``copies`` hold
     """
 
     step_id: int
@@ -112,14 +83,7 @@ class StepResult:
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     broken: dict[int, str] = field(default_factory=dict)
-    failed_in: NDArray[np.int32] | None = None
-    swapped_out: NDArray[np.int32] = field(default_factory=_none)
-    failed_out: NDArray[np.int32] = field(default_factory=_none)
-    fetched: NDArray[np.int32] = field(default_factory=_none)
-    missed: NDArray[np.int32] = field(default_factory=_none)
-    put: NDArray[np.int32] = field(default_factory=_none)
-    not_put: NDArray[np.int32] = field(default_factory=_none)
-    transfers: dict[str, TransferStats] = field(default_factory=dict)
+    copies: CopyReport = NO_REPORT
     forgotten: int = 0
     compute_s: float = 0.0
     error: str | None = None

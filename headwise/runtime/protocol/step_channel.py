@@ -14,18 +14,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from headwise.errors import EngineDiedError
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.batch import WAKE, BatchRequest, StepResult
+from headwise.runtime.protocol.copies import MergedReports
 from headwise.runtime.protocol.executor import Worker, death
 from headwise.runtime.protocol.step_limits import Limit, StepLimits, Work
 from headwise.sockets.context import close_context, open_context
@@ -109,7 +107,7 @@ class ZmqExecutor:
         self._clock = LivenessClock(clock)
         self._steps: deque[_Step] = deque()
         self._head_since = 0.0
-        self._stores, self._fetches, self._puts = (_OfEveryRank(size) for _ in range(3))
+        self._copies = MergedReports(size)
         self._lost: str | None = None
 
     @property
@@ -223,61 +221,20 @@ class ZmqExecutor:
         self.lost(f"TP rank {result.rank} answered step {result.step_id}, which is not in flight")
 
     def _merge(self, step: _Step) -> StepResult:
-        """Merge the ranks' results: rank 0's tokens, the slowest rank's time, transfers that all ranks finished."""
+        """One result of all ranks: rank 0's tokens, the slowest rank's time, copies that every rank has finished."""
         results = [step.results[rank] for rank in range(len(self._ranks))]
         errors = [r.error if len(results) == 1 else f"TP rank {r.rank}: {r.error}" for r in results if r.error]
-        stored, failed_out = self._stores.finished([(r.swapped_out, r.failed_out) for r in results])
-        fetched, missed = self._fetches.finished([(r.fetched, r.missed) for r in results])
-        put, not_put = self._puts.finished([(r.put, r.not_put) for r in results])
         return StepResult(
             step_id=step.step_id,
             rank=0,
             token_ids=results[0].token_ids,
             logprobs=results[0].logprobs,
             broken=results[0].broken,
-            failed_in=_of_any_rank([r.failed_in for r in results]),
-            swapped_out=stored,
-            failed_out=failed_out,
-            fetched=fetched,
-            missed=missed,
-            put=put,
-            not_put=not_put,
-            transfers=results[0].transfers,
+            copies=self._copies.merge([r.copies for r in results]),
             forgotten=max(r.forgotten for r in results),
             compute_s=max(r.compute_s for r in results),
             error="; ".join(errors) or None,
         )
-
-
-def _of_any_rank(failed: Sequence[NDArray[np.int32] | None]) -> NDArray[np.int32] | None:
-    """Blocks that failed on any rank; None if a rank did not report."""
-    known = [blocks for blocks in failed if blocks is not None]
-    return np.unique(np.concatenate(known)) if len(known) == len(failed) else None
-
-
-class _OfEveryRank:
-    """Copies of host blocks in one direction: finds those that every rank has finished."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._done: Counter[int] = Counter()  # ranks, by host block
-        self._failed: set[int] = set()
-
-    def finished(
-        self, reports: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Blocks that all ranks have copied, and those that failed on a rank, given each rank's (copied, failed)."""
-        for copied, failed in reports:
-            self._done.update(copied.tolist())
-            self._done.update(failed.tolist())
-            self._failed.update(failed.tolist())
-        over = [block for block, count in self._done.items() if count == self._size]
-        for block in over:
-            del self._done[block]
-        lost = self._failed.intersection(over)
-        self._failed -= lost
-        copied_by_all = [block for block in over if block not in lost]
-        return np.array(copied_by_all, dtype=np.int32), np.array(sorted(lost), dtype=np.int32)
 
 
 def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:

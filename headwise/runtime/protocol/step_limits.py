@@ -49,7 +49,7 @@ class Work:
         return Work(
             before.tokens + batch.num_tokens,
             before.pairs + pairs,
-            before.loads or len(batch.cache_swap_metadata) > 0,
+            before.loads or len(batch.cache_swap_metadata.loads) > 0,
             bool(batch.sample.any()) or not before.tokens + batch.num_tokens,
         )
 

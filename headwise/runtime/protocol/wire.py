@@ -18,9 +18,10 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_
 import msgpack
 import numpy as np
 
-from headwise.cache_controller.storage_tier import NamedBlocks
+from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.batch import BatchRequest, NewSequence, StepResult
+from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
 from headwise.runtime.protocol.request import (
     GenerateRequest,
     OutputDelta,
@@ -249,6 +250,9 @@ for _cls in (
     Timings,
     NamedBlocks,
     TransferStats,
+    SwapIn,
+    SwapOut,
+    CopyReport,
     BatchRequest,
     StepResult,
     GenerateRequest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from headwise.runtime.config.block_storage import open_rank_storage
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.copies import CopyReport
 from headwise.runtime.worker.device import Device
 from headwise.storage.backends.base import BlockStorage
 from headwise.transfer.base import Stream
@@ -82,11 +84,12 @@ class KVOffload:
 
     def start(self, batch: BatchRequest) -> None:
         """Start a batch's copies. Its stores read what earlier steps have written."""
-        self._manager.load(batch.cache_swap_metadata)
-        self._manager.store(batch.cache_evict_metadata)
+        swap_in, swap_out = batch.cache_swap_metadata, batch.cache_evict_metadata
+        self._manager.load(swap_in.loads)
+        self._manager.store(swap_out.stores)
         if self._storage_manager is not None:
-            self._storage_manager.put(batch.storage_puts.blocks, batch.storage_puts.hashes)
-            self._storage_manager.fetch(batch.storage_fetches.blocks, batch.storage_fetches.hashes)
+            self._storage_manager.put(swap_out.puts.blocks, swap_out.puts.hashes)
+            self._storage_manager.fetch(swap_in.fetches.blocks, swap_in.fetches.hashes)
 
     @property
     def is_loading(self) -> bool:
@@ -104,24 +107,27 @@ class KVOffload:
         except LayerSwapTimeoutError as error:
             log.warning("%s", error)
 
-    def finish(self, batch: BatchRequest) -> dict[str, Any]:
-        """What came of copies, as the fields of a `StepResult`. Nothing writes to the blocks of its loads any more.
+    def finish(self, batch: BatchRequest) -> CopyReport:
+        """What came of copies. Nothing writes to the blocks of the batch's loads any more.
 
         Raises:
             LayerSwapTimeoutError: a load that was given up still runs: its blocks must never be anybody else's.
         """
         if not len(batch.rows):
             self._wait_a_little()
-        failed_in = self._manager.finish_loads()
+        not_loaded = self._manager.finish_loads()
         stores = self._manager.finished_stores()
-        result: dict[str, Any] = {
-            "failed_in": failed_in,
-            "swapped_out": stores.complete[:, 1].copy(),
-            "failed_out": stores.failed[:, 1].copy(),
-        }
+        report = CopyReport(not_loaded, stores.complete[:, 1].copy(), stores.failed[:, 1].copy())
         if self._storage_manager is not None:
-            result |= vars(self._storage_manager.finished())
-        return {**result, "transfers": self._news()}
+            finished = self._storage_manager.finished()
+            report = replace(
+                report,
+                fetched=finished.fetched,
+                missed=finished.missed,
+                put=finished.put,
+                not_put=finished.not_put,
+            )
+        return replace(report, transfers=self._news())
 
     def _wait_a_little(self) -> None:
         if self._manager.drain(IDLE_WAIT_S) and self._storage_manager is not None:

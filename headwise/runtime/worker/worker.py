@@ -32,6 +32,7 @@ from headwise.runtime.protocol.batch import (
     NewSequence,
     StepResult,
 )
+from headwise.runtime.protocol.copies import NO_REPORT
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
@@ -57,7 +58,7 @@ def load_model(
 
 @dataclass(frozen=True)
 class WorkerParts:
-    """Where a worker gets what it is made of, but for its device. clock: in seconds, for the time that steps take"""
+    """The parts of a worker that tests and simulations replace. clock: in seconds, to measure steps"""
 
     read_card: Callable[[EngineConfig, Path], ModelCard] = read_model_card
     load_model: Callable[[ModelCard, EngineConfig, Path, TensorOps, Collectives, Shard], Model] = load_model
@@ -129,7 +130,7 @@ class ModelWorker:
         )
 
     def describe(self) -> str:
-        """What was chosen, for the log line at start."""
+        """What was chosen at start, for the log."""
         plan, spec = self.card.plan, self.card.spec
         return (
             f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} kernels={self._kernels.name} "
@@ -140,7 +141,7 @@ class ModelWorker:
         )
 
     def initialize_cache(self) -> None:
-        """Allocate the arena and compile or load every kernel, so that the first request finds all warm."""
+        """Allocate the arena and compile or load every kernel, so that the first request need not wait for that."""
         self.close()
         with self._device.current():
             if not self.card.spec.num_blocks:
@@ -281,15 +282,17 @@ class ModelWorker:
             if self._comm.size > 1:
                 raise  # the others are still within the step: with the next one, this rank's part of it would be mixed
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
-        copies = self._copies.finish(batch) if self._copies is not None else {}
+        copies = self._copies.finish(batch) if self._copies is not None else NO_REPORT
         return StepResult(
             batch.step_id,
             self.rank,
-            **vars(computed),
+            computed.token_ids,
+            computed.logprobs,
+            computed.broken,
+            copies=copies,
             forgotten=forgotten,
             compute_s=clock() - started,
             error=failure,
-            **copies,
         )
 
     def _compute(self, batch: BatchRequest) -> _Computed:
@@ -432,7 +435,7 @@ class _PagedAttention:
 
 
 def _trial(start: int, tokens: int, updates: NDArray[np.int32]) -> BatchRequest:
-    """A step of the sequence in row 0 that nobody asked for, nor samples from."""
+    """A step of a made-up sequence in row 0, without sampling."""
     return BatchRequest(
         step_id=0,
         rows=np.zeros(1, np.int32),

@@ -16,6 +16,7 @@ from support.waiting import PATIENCE_S
 
 from headwise.errors import EngineDiedError, LayerSwapTimeoutError
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.copies import CopyReport
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.protocol.step_channel import ZmqExecutor, serve_steps
 
@@ -206,13 +207,14 @@ def test_loads_that_a_rank_has_no_word_of_are_not_said_to_have_come(
 ) -> None:
     def loads(rank: int, failed: list[int] | None) -> Scripted:
         blocks = None if failed is None else np.array(failed, np.int32)
-        return Scripted(lambda b: StepResult(b.step_id, rank, np.empty(0, np.int32), failed_in=blocks))
+        return Scripted(lambda b: StepResult(b.step_id, rank, np.empty(0, np.int32), copies=CopyReport(blocks)))
 
     executor = group.start([loads(0, [4, 2]), loads(1, of_rank_1)])
     executor.submit(batch(0))
     result = executor.poll(PATIENCE_S)
     assert result is not None
-    assert (None if result.failed_in is None else result.failed_in.tolist()) == of_all
+    not_loaded = result.copies.not_loaded
+    assert (None if not_loaded is None else not_loaded.tolist()) == of_all
 
 
 def test_a_worker_that_hangs_is_noticed_long_before_step_timeout_s(group: Group) -> None:
@@ -246,7 +248,10 @@ def test_transfers_count_once_every_rank_has_finished_them(group: Group) -> None
     def finished(rank: int, by_step: list[list[int]]) -> Scripted:
         return Scripted(
             lambda b: StepResult(
-                b.step_id, rank, np.empty(0, np.int32), swapped_out=np.array(by_step[b.step_id], np.int32)
+                b.step_id,
+                rank,
+                np.empty(0, np.int32),
+                copies=CopyReport(stored=np.array(by_step[b.step_id], np.int32)),
             )
         )
 
@@ -254,7 +259,7 @@ def test_transfers_count_once_every_rank_has_finished_them(group: Group) -> None
     for step_id in range(2):
         executor.submit(batch(step_id))
     results = [executor.poll(PATIENCE_S) for _ in range(2)]
-    assert [r.swapped_out.tolist() for r in results if r] == [[2], [1]]
+    assert [r.copies.stored.tolist() for r in results if r] == [[2], [1]]
 
 
 def test_a_lost_worker_ends_a_waiting_poll_and_every_later_call(group: Group) -> None:

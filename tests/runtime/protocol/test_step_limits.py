@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.copies import SwapIn
 from headwise.runtime.protocol.step_limits import FACTOR, KEPT, LEAST_S, MEASURED, StepLimits
 
 STEP_TIMEOUT_S, LOAD_TIMEOUT_S = 120.0, 5.0
@@ -21,7 +22,7 @@ def step(
         token_ids=np.zeros(rows * tokens, np.int32),
         sample=np.full(rows, samples),
         table_updates=np.empty((0, 4), np.int32),
-        cache_swap_metadata=np.zeros((loads, 3), np.int32),
+        cache_swap_metadata=SwapIn(np.zeros((loads, 3), np.int32)),
         command=command,
     )
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.cache_controller.storage_tier import NamedBlocks
+from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.batch import BatchRequest, NewSequence, StepResult
+from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
 from headwise.runtime.protocol.request import (
     FinishReason,
     GenerateRequest,
@@ -36,7 +37,10 @@ def batch(rows: int) -> BatchRequest:
         sample=np.ones(rows, dtype=np.bool_),
         table_updates=np.arange(rows * 4, dtype=np.int32).reshape(rows, 4),
         new_sequences=(NewSequence(3, "r-1", SamplingParams(stop=("a", "β"), seed=2**63 - 1), 2**64 - 1),),
-        storage_puts=NamedBlocks(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), (b"h" * 16,) * rows),
+        cache_swap_metadata=SwapIn(np.arange(rows * 3, dtype=np.int32).reshape(rows, 3)),
+        cache_evict_metadata=SwapOut(
+            puts=NamedBlocks(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), (b"h" * 16,) * rows)
+        ),
     )
 
 
@@ -48,7 +52,7 @@ def assert_same(left: object, right: object) -> None:
             assert a.dtype == b.dtype
             assert a.shape == b.shape
             assert np.array_equal(a, b)
-        elif isinstance(a, NamedBlocks):
+        elif dataclasses.is_dataclass(a):
             assert_same(a, b)
         else:
             assert a == b
@@ -66,8 +70,11 @@ def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
     "message",
     [
         StepResult(3, 1, np.array([5, -1], np.int32), {1: TokenLogprobs(-0.5, ((4, -0.5), (9, -2.0)))}, error="rank 1"),
-        StepResult(3, 1, np.array([5, -1], np.int32), broken={1: "no numbers"}, failed_in=np.array([4], np.int32)),
-        StepResult(4, 0, np.empty(0, np.int32), transfers={"load": TransferStats(3, 96, 0.5, 0.25, 1, 2)}),
+        StepResult(3, 1, np.array([5, -1], np.int32), broken={1: "no numbers"}),
+        StepResult(3, 1, np.array([5, -1], np.int32), copies=CopyReport(np.array([4], np.int32))),
+        StepResult(
+            4, 0, np.empty(0, np.int32), copies=CopyReport(transfers={"load": TransferStats(3, 96, 0.5, 0.25, 1, 2)})
+        ),
         GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 2, "salt", "", ((0, 3, "abc"),)),
         OutputDelta("r", (1, 2), "hé", (TokenLogprobs(-1.0, ()),), FinishReason.STOP, None, Usage(1, 0, 2), Timings(1)),
         OutputDelta("r"),

@@ -145,7 +145,7 @@ class SimulatedExecutor:
         assert not (self.is_asleep and len(batch.rows)), "a worker that is asleep cannot compute"
         self.faults.step = batch.step_id
         copies = self._device.copies
-        copies.nonsense.update(batch.cache_swap_metadata[:, 2].tolist())
+        copies.nonsense.update(batch.cache_swap_metadata.loads[:, 2].tolist())
         answer = answer_to(batch, self.worker, 0)
         assert not copies.violations, copies.violations
         return answer

@@ -84,4 +84,4 @@ def assert_match_serves(cache: CacheManager, path: Sequence[bytes], depths: Sequ
     """`CacheManager.match` must serve these, of the device and the host. Copies must not be too slow to be worth it."""
     match = cache.match(path, len(path) * cache.block_size)
     assert match.num_blocks - match.gained == depths[0]
-    assert cache.host is None or match.num_blocks == depths[1]
+    assert not cache.host.is_there or match.num_blocks == depths[1]
