@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,15 @@ def every_context_is_closed() -> Iterator[None]:
     before = num_open()
     yield
     assert num_open() == before, "a client, server or connection was left open"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_logged_stays_the_same() -> Iterator[None]:
+    """Commands set the level of headwise's log for their process, which here is that of other tests, too."""
+    logger = logging.getLogger("headwise")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 LONGEST = ("test_tokens", "test_replicas", "test_storage_tier", "test_cluster", "test_long_context_tokens")
