@@ -92,6 +92,7 @@ def test_a_long_prefix_is_served_while_its_request_runs_and_afterwards(
     assert_windows_are_bounded(run)
 
 
+@pytest.mark.soak
 def test_a_long_request_is_preempted_and_computed_again(bench: PoisonedBench, wanted: dict[str, Answer]) -> None:
     long = wanted["harbour_4000"]
     urgent = next(answer for answer in answers(MODEL) if answer.name == "long_1300")

@@ -202,7 +202,8 @@ def sent(number: int, pid: int) -> list[int]:
     return [pid]
 
 
-FAULTS = [kill_store, kill_scheduler, kill_worker, kill_engine, stop_engine, hang_engine, hang_frontend]
+STOPPED = pytest.param(stop_engine, marks=pytest.mark.soak)  # silent, as one that hangs
+FAULTS = [kill_store, kill_scheduler, kill_worker, kill_engine, STOPPED, hang_engine, hang_frontend]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

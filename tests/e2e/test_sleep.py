@@ -24,6 +24,8 @@ from headwise.runtime.worker.worker import ModelWorker
 pytestmark = pytest.mark.model
 
 MODEL = "smollm2-135m"
+FEW = 16
+"""Tokens of a stream that is put to sleep after a third of them."""
 CONFIG = EngineConfig(model=MODEL, kv_cache="64MiB", max_model_len=512, block_size=16)
 
 
@@ -109,13 +111,13 @@ def test_tokens_are_the_same_with_sleep_in_the_middle(bench: Bench, host: dict[s
 
 
 def test_a_stream_pauses_while_another_thread_has_the_engine_sleep() -> None:
-    answer = wanted()[0]
+    answer = wanted()[0].first(FEW)
     with LocalEngine(CONFIG) as engine:
         result = GenerationResult("")
         paused = threading.Event()
 
         def read() -> None:
-            for delta in engine.stream(answer.prompt_ids, GREEDY):
+            for delta in engine.stream(answer.prompt_ids, replace(GREEDY, max_tokens=FEW)):
                 result.add(delta)
                 if len(result.token_ids) == 4:
                     paused.set()
@@ -134,10 +136,10 @@ def test_a_stream_pauses_while_another_thread_has_the_engine_sleep() -> None:
 
 
 def test_a_stream_may_be_put_to_sleep_and_woken_by_who_reads_it() -> None:
-    answer = wanted()[0]
+    answer = wanted()[0].first(FEW)
     with LocalEngine(CONFIG) as engine:
         result = GenerationResult("")
-        for delta in engine.stream(answer.prompt_ids, GREEDY):
+        for delta in engine.stream(answer.prompt_ids, replace(GREEDY, max_tokens=FEW)):
             result.add(delta)
             if len(result.token_ids) == 5:
                 engine.sleep()

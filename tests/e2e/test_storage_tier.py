@@ -139,7 +139,7 @@ def refuse_writes(patch: pytest.MonkeyPatch, error: int) -> None:
     patch.setattr(os, "ftruncate", refused)
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("error", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.soak)])
 def test_storage_that_cannot_be_written_serves_what_it_has(
     smollm2: Bench, left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:

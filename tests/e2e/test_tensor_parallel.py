@@ -16,9 +16,7 @@ from headwise.runtime.protocol.request import SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
-TOKENS = 24
-WANTED = [answer.first(TOKENS) for answer in answers("smollm2-135m") if len(answer.prompt_ids) <= 800]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+WANTED = [answer for answer in answers("smollm2-135m") if len(answer.prompt_ids) <= 800]
 
 
 def engine(client: Client) -> dict[str, Any]:
@@ -31,12 +29,13 @@ def num_finished(stats: dict[str, Any]) -> int:
     return int(stats["requests"]["finished"]) if "requests" in stats else 0
 
 
-def serve(client: Client) -> dict[str, Any]:
-    """Serve all prompts; the engine's statistics after that, once all copies are where they should go."""
+def serve(client: Client, tokens: int) -> dict[str, Any]:
+    """Serve so many tokens of all prompts; the engine's statistics once all copies are where they should go."""
     finished = num_finished(engine(client)) + len(WANTED)
-    results = client.generate([answer.prompt_ids for answer in WANTED], GREEDY)
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    results = client.generate([answer.prompt_ids for answer in WANTED], sampling)
     for answer, result in zip(WANTED, results, strict=True):
-        assert_same(answer, result.token_ids)
+        assert_same(answer.first(tokens), result.token_ids)
 
     def is_settled() -> bool:
         stats = engine(client)  # they may be of a while ago
@@ -48,7 +47,8 @@ def serve(client: Client) -> dict[str, Any]:
     return engine(client)
 
 
-def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [8, pytest.param(24, marks=pytest.mark.soak)])
+def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restart(tmp_path: Path, tokens: int) -> None:
     config = EngineConfig(
         port=0,
         tp_size=3,
@@ -66,10 +66,10 @@ def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restar
         front_timeout_s=120.0,
     )
     with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
-        assert serve(client)["storage"]["fetched_blocks"] == 0
+        assert serve(client, tokens)["storage"]["fetched_blocks"] == 0
         assert client.reset_cache("device")["engine-0"] > 0
-        stats = serve(client)
+        stats = serve(client, tokens)
         assert stats["cache"]["host_hit_tokens"] > 600
         assert stats["transfers"]["load"]["bytes"] > 0
     with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
-        assert serve(client)["storage"]["hit_tokens"] > 600
+        assert serve(client, tokens)["storage"]["hit_tokens"] > 600

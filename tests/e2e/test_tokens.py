@@ -26,6 +26,11 @@ from headwise.runtime.worker.worker import ModelWorker
 pytestmark = pytest.mark.model
 
 
+def tokens_of_each(few: int, many: int) -> pytest.MarkDecorator:
+    """Of each request: a few are enough to tell most faults, and all of the references' are for a soak."""
+    return pytest.mark.parametrize("tokens", [few, pytest.param(many, marks=pytest.mark.soak)])
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(request.param)
@@ -81,9 +86,14 @@ def test_prompts_one_by_one_and_whole(bench: Bench) -> None:
     executor.close()
 
 
-def test_a_mixed_batch_chunked_at_64_without_prefix_caching(bench: Bench) -> None:
-    wanted = reference(bench, longest=1400)
-    results, engine = bench.run(wanted, max_batched_tokens=64, prefix_caching=False)
+def greedy(wanted: list[Answer], tokens: int) -> dict[str, SamplingParams]:
+    return {answer.name: replace(GREEDY, max_tokens=tokens) for answer in wanted}
+
+
+@tokens_of_each(20, 64)
+def test_a_mixed_batch_chunked_at_64_without_prefix_caching(bench: Bench, tokens: int) -> None:
+    wanted = [answer.first(tokens) for answer in reference(bench, longest=1400)]
+    results, engine = bench.run(wanted, greedy(wanted, tokens), max_batched_tokens=64, prefix_caching=False)
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)
     assert engine.stats()["cache"]["hit_tokens"] == 0
@@ -91,17 +101,17 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(bench: Bench) -> Non
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-def test_32_requests_at_once_with_prefixes_from_the_cache(bench: Bench) -> None:
-    wanted = [answer.first(24) for answer in reference(bench, longest=1400)]
+@tokens_of_each(12, 24)
+def test_32_requests_at_once_with_prefixes_from_the_cache(bench: Bench, tokens: int) -> None:
+    wanted = [answer.first(tokens) for answer in reference(bench, longest=1400)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
-    sampling = {answer.name: replace(GREEDY, max_tokens=24) for answer in batch}
-    results, engine = bench.run(batch, sampling, max_num_seqs=32)
+    results, engine = bench.run(batch, greedy(batch, tokens), max_num_seqs=32)
     for answer in batch:
         assert_same(answer, results[answer.name].token_ids)
     assert engine.stats()["cache"]["hit_tokens"] > 0
 
 
-def scarce(bench: Bench, wanted: list[Answer], max_tokens: int = 64) -> dict[str, Any]:
+def scarce(bench: Bench, wanted: list[Answer], max_tokens: int) -> dict[str, Any]:
     """A pool that holds the longest of the requests and little more."""
     tokens = max(len(answer.prompt_ids) for answer in wanted) + max_tokens
     card = bench.preprocessor.card
@@ -110,9 +120,11 @@ def scarce(bench: Bench, wanted: list[Answer], max_tokens: int = 64) -> dict[str
     return {"kv_cache": f"{blocks * block_bytes}B", "block_size": 16, "max_model_len": 0, "max_batched_tokens": 256}
 
 
-def test_a_pool_so_small_that_requests_are_preempted(bench: Bench) -> None:
-    wanted = reference(bench, longest=800)
-    results, engine = bench.run(wanted, **scarce(bench, wanted))
+@pytest.mark.parametrize(("tokens", "longest_first"), [(20, True), pytest.param(64, False, marks=pytest.mark.soak)])
+def test_a_pool_so_small_that_requests_are_preempted(bench: Bench, tokens: int, longest_first: bool) -> None:
+    wanted = [answer.first(tokens) for answer in reference(bench, longest=800)]
+    wanted.sort(key=lambda answer: longest_first and -len(answer.prompt_ids))
+    results, engine = bench.run(wanted, greedy(wanted, tokens), **scarce(bench, wanted, tokens))
     assert engine.stats()["requests"]["preemptions"] > 0
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)
@@ -136,13 +148,14 @@ class DoubtfulDraws:
         return tokens
 
 
+@tokens_of_each(8, 16)
 @pytest.mark.parametrize("bench", MODELS[:1], indirect=True)
 def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
     wanted = reference(bench, longest=60)[:6]
     sampling = {
-        answer.name: SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=16, ignore_eos=True)
+        answer.name: SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=tokens, ignore_eos=True)
         for seed, answer in enumerate(wanted, start=1)
     }
     doubtful = DoubtfulDraws()
@@ -154,16 +167,16 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
             alone |= serve(engine, bench.preprocessor, [answer], sampling)
         executor.close()
     batched, _ = bench.run(wanted, sampling, kv_cache="64MiB", max_model_len=512)
-    preempted, engine = bench.run(wanted, sampling, **scarce(bench, wanted, 16))
+    preempted, engine = bench.run(wanted, sampling, **scarce(bench, wanted, tokens))
     assert engine.stats()["requests"]["preemptions"] > 0
-    assert doubtful.rows == 16 * len(wanted)
+    assert doubtful.rows == tokens * len(wanted)
     assert doubtful.found == set(), "rounding may decide these draws: choose other seeds"
     for answer in wanted:
         expected = alone[answer.name].token_ids
-        assert len(expected) == 16
+        assert len(expected) == tokens
         assert batched[answer.name].token_ids == expected, answer.name
         assert preempted[answer.name].token_ids == expected, answer.name
-    assert [alone[answer.name].token_ids for answer in wanted] != [answer.output_ids[:16] for answer in wanted]
+    assert [alone[answer.name].token_ids for answer in wanted] != [answer.output_ids[:tokens] for answer in wanted]
 
 
 def test_one_group_per_head_index_gives_the_same_tokens(bench: Bench) -> None:

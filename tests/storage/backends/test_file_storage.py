@@ -359,6 +359,7 @@ def test_the_store_grows_again_once_the_disk_has_space_and_the_next_full_disk_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = FullDisk(tmp_path, monkeypatch, 3)
+    caplog.set_level(logging.WARNING, logger="headwise")
     storage = open_at(tmp_path)
     caplog.set_level(logging.INFO, logger="headwise")
     write(storage, range(100))
@@ -377,6 +378,7 @@ def test_the_store_grows_again_once_the_disk_has_space_and_the_next_full_disk_is
 def test_evicting_that_does_not_help_leaves_most_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, logger="headwise")
     storage = open_at(tmp_path, capacity=4 * CAPACITY)  # segments of forty blocks
     write(storage, range(1600))
     disk = FullDisk(tmp_path, monkeypatch, 0)
