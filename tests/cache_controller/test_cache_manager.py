@@ -296,6 +296,37 @@ def test_blocks_from_storage_find_their_place_without_a_walk_from_the_root_each(
     cache.check_integrity()
 
 
+def test_what_is_forgotten_while_copies_of_it_are_under_way_is_known_nowhere() -> None:
+    cache, path = with_storage(16), hashes_of(range(3 * BLOCK))
+    serve(cache, 0, range(3 * BLOCK))
+    stores = cache.host.take_stores()[:, 1].tolist()
+    cache.host.stored(stores[:2])
+    puts = cache.host.storage.take_puts().blocks[:, 1].tolist()
+    cache.forget(path)  # a block is on its way to the host, and two to storage
+    cache.check_integrity()
+    cache.host.stored(stores[2:])
+    cache.host.storage.put_done(puts, [])
+    assert cache.match(path, 3 * BLOCK).num_blocks == 0
+    cache.release(0)
+    assert not cache.tree.nodes
+    assert (cache.pool.num_cached, cache.host.stats().cached_blocks, len(cache.host.storage.stored)) == (0, 0, 0)
+    cache.check_integrity()
+
+
+def test_who_holds_what_is_forgotten_keeps_it() -> None:
+    cache, path = manager(), hashes_of(range(3 * BLOCK))
+    for row in (0, 1):
+        serve(cache, row, range(3 * BLOCK))
+    shared = cache.tables[1, 0, :2].copy()
+    cache.forget(path[1:])
+    cache.release(0)
+    assert cache.tables[1, 0, :2].tolist() == shared.tolist()
+    assert cache.match(path, 3 * BLOCK).num_blocks == 1
+    cache.release(1)
+    cache.check_integrity()
+    assert cache.pool.num_cached == 1
+
+
 def test_how_much_of_a_lost_head_fits_on_the_host_is_found_in_a_few_looks() -> None:
     cache, tokens = with_storage(160), list(range(200 * BLOCK))
     path = hashes_of(tokens)
