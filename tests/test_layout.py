@@ -1,8 +1,9 @@
-"""Where tests and what they share have their places."""
+"""Where tests and what they share have their places, and that docs name files that there are."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,3 +47,15 @@ def test_tests_mirror_the_packages() -> None:
     packages = {path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
     assert {str(folder) for folder in tested - packages} == set(), "folders of tests without a package"
     assert {str(folder) for folder in packages - tested} == set(), "packages without a folder of tests"
+
+
+def test_files_that_the_docs_name_exist() -> None:
+    root = TESTS.parent
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *root.glob("docs/*.md"), *root.glob("*/README.md")]
+    named = {
+        (page.name, name)
+        for page in pages
+        for name in re.findall(r"\b(?:headwise|tests|benchmarks|deploy|docs)/[\w/.-]*\w", page.read_text())
+        if "NAME" not in name  # whoever adds something gives it one
+    }
+    assert {f"{page}: {name}" for page, name in named if not (root / name).exists()} == set()
