@@ -32,7 +32,7 @@ def make_kernels(name: str, threads: int) -> AttentionKernels:
     if name == "reference":
         return ReferenceKernels()
     try:
-        from headwise.kernels.cpu import NumbaKernels
+        from headwise.kernels.cpu.attention import NumbaKernels
     except ImportError as error:
         raise ConfigError(
             f"kernels {name!r} need numba, which cannot be imported ({error}): "

@@ -202,7 +202,7 @@ def test_numba_kernels_refuse_arrays_that_do_not_fit_each_other() -> None:
 def test_missing_numba_is_a_config_error_that_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "headwise.kernels.cpu", None)
+    monkeypatch.setitem(sys.modules, "headwise.kernels.cpu.attention", None)
     with pytest.raises(ConfigError, match="pip install numba"):
         make_kernels("auto", threads=1)
     assert isinstance(make_kernels("reference", threads=1), ReferenceKernels)

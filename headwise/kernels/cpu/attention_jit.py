@@ -1,8 +1,5 @@
 # mypy: ignore-errors
-"""The compiled half of `headwise.kernels.cpu`: SIMD micro-kernels, the block walk, the work plan.
-
-All compiled code is in this one file on purpose: Numba's disk cache looks at the file of the entry function
-alone, so a helper elsewhere could change without the cached machine code noticing.
+"""The compiled half of `headwise.kernels.cpu.attention`: SIMD micro-kernels, the block walk, the work plan.
 
 How `attend` works. The work is cut into *items*: one (sequence, KV head, tile of queries). All query heads of the
 KV head are rows of the tile, so its KV is read once for all of them. An item whose share of the work is large is
@@ -20,7 +17,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
@@ -28,8 +24,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
-"""Floats in a vector. The wider one halves the instructions; LLVM splits vectors the machine lacks."""
+from headwise.kernels.cpu import machine_code
+from headwise.kernels.cpu.simd import LANES, Emitter, bit_reversed
+from headwise.kernels.cpu.threads import fetch_add, use_threads
 
 COLUMNS = LANES // 4
 """Vectors per row in the widest `_gemm` tile: 4 rows by this many accumulators stay in registers."""
@@ -50,7 +47,6 @@ THREAD_COST = 250_000
 """Work, in the units of `_cost`, that is worth waking a thread for (about 10 us)."""
 
 LOG2E = math.log2(math.e)
-_EXP2 = np.polynomial.Chebyshev.interpolate(np.exp2, 6, domain=[-0.5, 0.5]).convert(kind=np.polynomial.Polynomial)
 
 # Everything LLVM may assume of floats but for NaN and infinity: masked scores are -inf, and NaN must show.
 _MATH = {"reassoc", "nsz", "arcp", "contract", "afn"}
@@ -58,108 +54,6 @@ _inlined = numba.njit(forceinline=True, fastmath=_MATH, nogil=True, error_model=
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
 
 # --- micro-kernels -----------------------------------------------------------------------------------------------
-
-_FLOAT = ir.FloatType()
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-_INT_VECTOR = ir.VectorType(ir.IntType(32), LANES)
-_FLAGS = ("contract", "nsz")
-
-
-class _Emitter:
-    """LLVM IR for one intrinsic: array arguments as pointers, vectors in and out of memory, arithmetic."""
-
-    def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
-        self.builder = builder
-        self.args = [
-            context.make_array(kind)(context, builder, arg).data if isinstance(kind, types.Array) else arg
-            for kind, arg in zip(signature.args, args, strict=True)
-        ]
-
-    def load(self, pointer: Any) -> Any:
-        return self.builder.load(self.builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
-
-    def store(self, value: Any, pointer: Any) -> None:
-        self.builder.store(value, self.builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
-
-    def prefetch(self, pointer: Any) -> None:
-        """Start to bring the cache line at ``pointer`` into the L2 cache; harmless wherever it points."""
-        address, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address, flag, flag, flag])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        self.builder.call(function, [self.builder.bitcast(pointer, address), flag(0), flag(2), flag(1)])
-
-    def at(self, pointer: Any, *offsets: Any) -> Any:
-        for offset in offsets:
-            pointer = self.builder.gep(pointer, [offset])
-        return pointer
-
-    def times(self, value: Any, factor: int) -> Any:
-        return self.builder.mul(value, value.type(factor))
-
-    def fill(self, scalar: Any) -> Any:
-        """A vector of one scalar: a Python number or an LLVM float."""
-        if not isinstance(scalar, ir.Value):
-            return ir.Constant(_VECTOR, [float(scalar)] * LANES)
-        first = self.builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), scalar, ir.IntType(32)(0))
-        zeros = ir.Constant(_INT_VECTOR, [0] * LANES)
-        return self.builder.shuffle_vector(first, ir.Constant(_VECTOR, ir.Undefined), zeros)
-
-    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        return self.builder.fadd(self.builder.fmul(a, b, flags=_FLAGS), c, flags=_FLAGS)
-
-    def larger(self, a: Any, b: Any) -> Any:
-        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
-
-    def variable(self, value: Any) -> Any:
-        """A value that a loop changes; LLVM turns it into a register."""
-        return cgutils.alloca_once_value(self.builder, value)
-
-    def update(self, variable: Any, value: Any) -> None:
-        self.builder.store(value, variable)
-
-    def value(self, variable: Any) -> Any:
-        return self.builder.load(variable)
-
-    def fold(self, vectors: list[Any], combine: Any) -> Any:
-        """Reduce LANES vectors to one whose lane ``i`` combines all lanes of ``vectors[i]`` (fewer: repeated)."""
-        width = LANES
-        while width > 1:
-            width //= 2
-            if len(vectors) == 1:
-                vectors = vectors * 2
-            pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
-            vectors = [self._fold_pair(a, b, width, combine) for a, b in pairs]
-        return vectors[0]
-
-    def _fold_pair(self, a: Any, b: Any, width: int, combine: Any) -> Any:
-        # Lanes come in runs of 2 * width that belong together; fold each run's halves, a's results before b's.
-        runs = [run for source in (0, LANES) for run in range(source, source + LANES, 2 * width)]
-        low = [run + lane for run in runs for lane in range(width)]
-        high = [lane + width for lane in low]
-        shuffled = [self.builder.shuffle_vector(a, b, ir.Constant(_INT_VECTOR, lanes)) for lanes in (low, high)]
-        return combine(*shuffled)
-
-    def add(self, a: Any, b: Any) -> Any:
-        return self.builder.fadd(a, b, flags=_FLAGS)
-
-    def exp2(self, x: Any) -> Any:
-        """``2 ** x`` for ``x <= 126``; exactly 0 below -126, NaN for NaN. Relative error about 1e-7."""
-        lowest = self.fill(-126.0)
-        whole = self._round(self.larger(x, lowest))
-        rest = self.builder.fsub(x, whole)
-        *coefficients, power = [float(c) for c in _EXP2.coef]
-        result = self.fill(power)
-        for coefficient in reversed(coefficients):
-            result = self.multiply_add(result, rest, self.fill(coefficient))
-        bits = self.builder.add(self.builder.fptosi(whole, _INT_VECTOR), ir.Constant(_INT_VECTOR, [127] * LANES))
-        factor = self.builder.bitcast(self.builder.shl(bits, ir.Constant(_INT_VECTOR, [23] * LANES)), _VECTOR)
-        kept = self.builder.fcmp_unordered(">", x, lowest)
-        return self.builder.select(kept, self.builder.fmul(result, factor), self.fill(0.0))
-
-    def _round(self, x: Any) -> Any:
-        kind = ir.FunctionType(_VECTOR, [_VECTOR])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.rint.v{LANES}f32")
-        return self.builder.call(function, [x])
 
 
 def _gemm(rows: int, columns: int, prefetch: bool = False) -> Any:
@@ -172,7 +66,7 @@ def _gemm(rows: int, columns: int, prefetch: bool = False) -> Any:
     @intrinsic
     def gemm(typing, a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead):
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            e = _Emitter(context, builder, signature, args)
+            e = Emitter(context, builder, signature, args)
             a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead = e.args
             a, b, c = e.at(a, ao), e.at(b, bo), e.at(c, co)
             cells = [
@@ -214,7 +108,7 @@ def _dots(prefetch: bool) -> Any:
     @intrinsic
     def dots(typing, q, qo, k, ko, dim, s, so, ahead):
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            e = _Emitter(context, builder, signature, args)
+            e = Emitter(context, builder, signature, args)
             q, qo, k, ko, dim, s, so, ahead = e.args
             q, k = e.at(q, qo), e.at(k, ko)
             vectors = builder.udiv(dim, dim.type(LANES))
@@ -230,7 +124,7 @@ def _dots(prefetch: bool) -> Any:
                         if prefetch:
                             e.prefetch(e.at(row, offset, ahead))
                 totals += [e.value(total) for total in sums]
-            e.store(e.fold(_bit_reversed(totals), e.add), e.at(s, so))
+            e.store(e.fold(bit_reversed(totals), e.add), e.at(s, so))
             return context.get_dummy_value()
 
         n = types.intp
@@ -242,19 +136,12 @@ def _dots(prefetch: bool) -> Any:
 _dots_plain, _dots_ahead = _dots(prefetch=False), _dots(prefetch=True)
 
 
-def _bit_reversed(items: list[Any]) -> list[Any]:
-    """Order in which `_Emitter.fold` must be given vectors for lane ``i`` to be item ``i``."""
-    if len(items) == 1:
-        return items
-    return _bit_reversed(items[0::2]) + _bit_reversed(items[1::2])
-
-
 @intrinsic
 def _row_max(typing, s, so, count):
     """The largest of ``s[so:so + count]``; ``count`` is a positive multiple of LANES."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = _Emitter(context, builder, signature, args)
+        e = Emitter(context, builder, signature, args)
         s, so, count = e.args
         s = e.at(s, so)
         highest = e.variable(e.fill(-math.inf))
@@ -270,7 +157,7 @@ def _row_exp2(typing, s, so, count, shift):
     """``s = 2 ** (s - shift)`` in place over ``count`` (a multiple of LANES) floats; returns their sum."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = _Emitter(context, builder, signature, args)
+        e = Emitter(context, builder, signature, args)
         s, so, count, shift = e.args
         s, shift = e.at(s, so), e.fill(shift)
         total = e.variable(e.fill(0.0))
@@ -289,7 +176,7 @@ def _row_softcap(typing, s, so, count, cap):
     """``s = cap * tanh(x)`` in place, given ``s = 2 * log2(e) * x``: ``tanh(x) = 1 - 2 / (2 ** s + 1)``."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = _Emitter(context, builder, signature, args)
+        e = Emitter(context, builder, signature, args)
         s, so, count, cap = e.args
         s, cap = e.at(s, so), e.fill(cap)
         one, two, limit = e.fill(1.0), e.fill(2.0), e.fill(64.0)
@@ -302,36 +189,6 @@ def _row_softcap(typing, s, so, count, cap):
         return context.get_dummy_value()
 
     return types.void(s, types.intp, types.intp, types.float32), emit
-
-
-@intrinsic
-def _fetch_add(typing, counters, index):
-    """Add 1 to ``counters[index]`` (int64), as one atomic step ordered with all memory; returns what it was."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        counters, index = _Emitter(context, builder, signature, args).args
-        return builder.atomic_rmw("add", builder.gep(counters, [index]), ir.IntType(64)(1), "acq_rel")
-
-    return types.int64(counters, types.intp), emit
-
-
-@intrinsic
-def _use_threads(typing, count):
-    """Run this thread's parallel loops on ``count`` threads; returns what it was before.
-
-    `numba.set_num_threads` does this too, but compiled code that calls it cannot be cached.
-    """
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        c_int, module = ir.IntType(32), builder.module
-        # Numba's own loops declare this one as returning a word; a module may declare it one way only.
-        get = cgutils.get_or_insert_function(module, ir.FunctionType(cgutils.intp_t, []), "get_num_threads")
-        set_ = cgutils.get_or_insert_function(module, ir.FunctionType(ir.VoidType(), [c_int]), "set_num_threads")
-        before = builder.trunc(builder.call(get, []), c_int)
-        builder.call(set_, args)
-        return before
-
-    return types.int32(types.int32), emit
 
 
 @_inlined
@@ -662,7 +519,7 @@ def _work(step, items, parts, stride, partials, counters, out):
     scratch = _Scratch(q, rest[: stride * KEYS], rest[stride * KEYS :])
     own = _Softmax(np.empty(stride, np.float32), np.empty(stride, np.float32), np.empty(stride * dim, np.float32))
     while True:
-        taken = _fetch_add(counters, 0)
+        taken = fetch_add(counters, 0)
         if taken >= len(parts):
             return
         index, part = parts[taken]
@@ -677,7 +534,7 @@ def _work(step, items, parts, stride, partials, counters, out):
         at = (item[FIRST_PARTIAL] + part) * stride
         partials.top[at : at + rows], partials.total[at : at + rows] = own.top[:rows], own.total[:rows]
         partials.acc[at * dim : (at + rows) * dim] = own.acc[: rows * dim]
-        if _fetch_add(counters, 1 + index) == item[PARTS] - 1:
+        if fetch_add(counters, 1 + index) == item[PARTS] - 1:
             _merge(step, item, partials, stride)
             _store(step, item, partials, item[FIRST_PARTIAL] * stride, out)
 
@@ -695,12 +552,12 @@ _BATCH = (_INTS, _INTS, _read(types.int32, 2), types.int64)
 _HEADS = (_INTS, _INTS)
 
 
-@numba.njit(
+@machine_code.entry(
     types.void(
         _read(types.float32, 3), _read(types.uint8, 1), _STRIDES, *_BATCH, *_HEADS, *_HEADS, types.float32,
         types.float32, types.int64, types.float32[:, :, ::1],
     ),
-    parallel=True, cache=True, nogil=True, fastmath=_MATH, error_model="numpy",
+    parallel=True, nogil=True, fastmath=_MATH, error_model="numpy",
 )  # fmt: skip
 def attend(
     query, arena, strides, cu, lens, tables, groups, head_group, head_slot, head_window, head_sink, scale, softcap,
@@ -733,15 +590,15 @@ def attend(
         head_slot, head_window, head_sink, factor, softcap, share, dim,
     )  # fmt: skip
     workers = max(1, min(threads, len(parts), cost // THREAD_COST))
-    before = _use_threads(workers)
+    before = use_threads(workers)
     for _ in numba.prange(workers):
         _work(step, items, parts, stride, partials, counters, out)
-    _use_threads(before)
+    use_threads(before)
 
 
-@numba.njit(
+@machine_code.entry(
     types.void(_read(types.float32, 3), _read(types.float32, 3), types.uint8[::1], _STRIDES, *_BATCH, *_HEADS),
-    cache=True, nogil=True, error_model="numpy",
+    nogil=True, error_model="numpy",
 )  # fmt: skip
 def write_kv(key, value, arena, strides, cu, lens, tables, groups, head_group, head_slot):
     """`AttentionKernels.write_kv`; ``strides`` as in `attend`. Not parallel: it is bound by memory."""

@@ -1,4 +1,4 @@
-"""Attention on CPU cores, compiled by Numba: the thin Python half (the compiled half is `cpu_jit`)."""
+"""Attention on CPU cores, compiled by Numba: the thin Python half (the compiled half is `attention_jit`)."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class NumbaKernels:
     def __init__(self, threads: int) -> None:
         # GNU OpenMP takes calls from any thread and lives beside the threads of a tensor framework's own BLAS.
         _numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-        from headwise.kernels import cpu_jit
+        from headwise.kernels.cpu import attention_jit
 
-        self._attend, self._write_kv = cpu_jit.attend, cpu_jit.write_kv
+        self._attend, self._write_kv = attention_jit.attend, attention_jit.write_kv
         self._known: tuple[BlockLayout | None, tuple[int, int, int, int]] = (None, (0, 0, 0, 0))
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.set_threads(threads)
@@ -111,7 +111,7 @@ class NumbaKernels:
 
 
 def _strides(layout: BlockLayout) -> tuple[int, int, int, int]:
-    """(block, slot, keys to values) in floats, and the block size in tokens: what `cpu_jit` needs of a layout."""
+    """(block, slot, keys to values) in floats, and the block size in tokens: what `attention_jit` needs of a layout."""
     head_dim, dtype = head_dim_of(layout), layout.roles[0].dtype
     if dtype != "float32" or layout.roles[1].dtype != "float32":
         raise ConfigError(f"the numba kernels keep KV in float32, got {dtype}: use float32, or kernels 'reference'")

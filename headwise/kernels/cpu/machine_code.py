@@ -1,0 +1,97 @@
+"""Where the machine code of this package is kept between processes.
+
+Numba notices a change of the file that an entry function stands in, and of no other file. Compiled code of this
+package is spread over several, so its machine code lives in a directory named for all their sources: whatever
+changes, nothing stale is ever found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.misc import appdirs
+
+from headwise.errors import ConfigError
+
+PACKAGE = Path(__file__).parent
+
+_numba: Any = numba
+_appdirs: Any = appdirs
+
+
+def entry(*signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit` for functions that Python calls: their machine code is kept on disk.
+
+    With a signature the function is compiled, or loaded, at once; without one when first called with new types.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        with kept_on_disk():
+            return _numba.njit(*signature, cache=True, **options)(function)
+
+    return compiled
+
+
+@contextmanager
+def kept_on_disk() -> Iterator[None]:
+    """Numba functions with ``cache=True`` that are *made* meanwhile keep their machine code in this package's place.
+
+    Raises:
+        ConfigError: as `directory`.
+    """
+    before = _numba.config.CACHE_DIR
+    _numba.config.CACHE_DIR = str(_directory())
+    try:
+        yield
+    finally:
+        _numba.config.CACHE_DIR = before
+
+
+def directory(package: Path = PACKAGE) -> Path:
+    """The directory of the machine code of ``package`` as its sources are now; it exists and can be written to.
+
+    It lies where Numba would keep it: in the directory that Numba was configured with, or beside the sources. Where
+    the sources cannot be written beside, it lies in the user's cache directory.
+
+    Raises:
+        ConfigError: nothing can be written to any of these.
+    """
+    configured = _numba.config.CACHE_DIR
+    places = [Path(configured)] if configured else [package / "__pycache__", Path(_appdirs.user_cache_dir("headwise"))]
+    for place in places:
+        chosen = place / f"{package.name}-{digest(package)}"
+        if _writable(chosen):
+            return chosen
+    tried = ", ".join(map(str, places))
+    raise ConfigError(
+        f"compiled kernels cannot be kept in {tried}: make one writable, or set NUMBA_CACHE_DIR to a directory that is"
+    )
+
+
+def digest(package: Path = PACKAGE) -> str:
+    """A digest, 16 hex digits, of the names and contents of a package's Python sources."""
+    state = hashlib.sha256()
+    for source in sorted(package.glob("*.py")):
+        content = source.read_bytes()
+        state.update(f"{source.name} {len(content)}\n".encode() + content)
+    return state.hexdigest()[:16]
+
+
+_directory = cache(directory)
+
+
+def _writable(path: Path) -> bool:
+    try:
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,70 @@
+"""Machine code on disk is found again as long as no source of its package changes, and never afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numba
+import pytest
+
+from headwise.errors import ConfigError
+from headwise.kernels.cpu import attention_jit, machine_code
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of an entry function's file and a helper's, on a machine whose user has nothing cached yet."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    path = tmp_path / "kernels"
+    path.mkdir()
+    (path / "entry.py").write_text("from helper import f")
+    (path / "helper.py").write_text("def f(): return 1")
+    return path
+
+
+def test_directory_changes_with_any_source_of_the_package(package: Path) -> None:
+    seen = [machine_code.directory(package)]
+    assert machine_code.directory(package) == seen[0]
+    (package / "helper.py").write_text("def f(): return 2")
+    seen.append(machine_code.directory(package))
+    (package / "helper.py").rename(package / "other.py")
+    seen.append(machine_code.directory(package))
+    (package / "new.py").write_text("")
+    seen.append(machine_code.directory(package))
+    assert len(set(seen)) == len(seen)
+    (package / "new.py").unlink()
+    assert machine_code.directory(package) == seen[-2]
+
+
+def test_directory_lies_beside_the_sources(package: Path) -> None:
+    chosen = machine_code.directory(package)
+    assert chosen.parent == package / "__pycache__"
+    assert chosen.is_dir()
+
+
+def test_directory_lies_where_numba_is_configured_to_keep_things(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "configured"))
+    assert machine_code.directory(package).parent == tmp_path / "configured"
+
+
+def test_sources_that_cannot_be_written_beside_keep_machine_code_with_the_user(package: Path, tmp_path: Path) -> None:
+    (package / "__pycache__").write_text("a file is in the way of the directory")
+    assert machine_code.directory(package).parent == tmp_path / "user" / "headwise"
+    (tmp_path / "user" / "headwise").rename(tmp_path / "moved")
+    (tmp_path / "user" / "headwise").write_text("")
+    with pytest.raises(ConfigError, match=r"__pycache__.*NUMBA_CACHE_DIR"):
+        machine_code.directory(package)
+
+
+def test_numba_is_configured_for_the_time_of_the_decoration_only() -> None:
+    before = numba.config.CACHE_DIR
+    with machine_code.kept_on_disk():
+        assert machine_code.digest() in numba.config.CACHE_DIR
+    assert before == numba.config.CACHE_DIR
+
+
+def test_entry_functions_are_kept_in_the_directory_of_these_sources() -> None:
+    assert machine_code.digest() in attention_jit.attend._cache.cache_path
