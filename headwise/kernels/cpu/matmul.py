@@ -1,0 +1,219 @@
+"""Products with packed weights on CPU cores: the Python half (the compiled half is `matmul_jit`).
+
+A weight is packed once, at load, and that copy serves decode and prefill, and the look-up of embeddings. What it is
+kept in is its *kind*: float32, bfloat16, or integers with a scale per group of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.kernels.cpu import matmul_jit, packing_jit
+from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
+
+Activation = Literal["silu", "gelu_tanh"]
+_EPILOGUES = {None: matmul_jit.PLAIN, "silu": matmul_jit.SILU, "gelu_tanh": matmul_jit.GELU}
+_CACHE_LINE = 64
+_DEPTH_STEP = 32
+"""Inputs of a narrow weight are padded to a multiple of this."""
+
+_NO_HALVES: NDArray[np.uint16] = np.zeros(0, np.uint16)
+_NO_FLOATS: NDArray[np.float32] = np.zeros(0, np.float32)
+_NO_NUMBERS: NDArray[np.uint32] = np.zeros(0, np.uint32)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight of ``outputs`` rows of ``inputs`` numbers, in the order that the kernels read.
+
+    dtype:  ``float32``, ``bfloat16``, ``int8`` or ``int4``
+    gated:  the activation between the two halves of a gated MLP that its outputs are: they lie interleaved
+    packed: `packing_jit` has the layout
+    scales, minima: float16 ``[panels, groups, PANEL]``; ``minima`` may have no groups
+    """
+
+    dtype: str
+    outputs: int
+    inputs: int
+    gated: bool
+    packed: NDArray[Any]
+    scales: NDArray[np.float16]
+    minima: NDArray[np.float16]
+    compiled: tuple[Any, ...]
+    """A `matmul_jit.Weight`."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scales.nbytes + self.minima.nbytes
+
+
+def pack_float(weight: NDArray[np.float32], dtype: str, gated: bool = False) -> PackedWeight:
+    """``weight [outputs, inputs]`` kept as ``float32`` or ``bfloat16`` (rounded to nearest even).
+
+    gated: the first half of the outputs are a gated MLP's gate, the other its other factor
+    """
+    weight = np.ascontiguousarray(weight, dtype=np.float32)
+    order, (outputs, inputs) = _order(len(weight), gated), weight.shape
+    panels = len(order) // PANEL
+    if dtype == "float32":
+        packed: NDArray[Any] = _aligned((panels, inputs, PANEL), np.float32)
+        packing_jit.pack_float32(weight, order, packed)
+        return _packed_weight(matmul_jit.FLOAT32, dtype, outputs, inputs, gated, packed, depth=inputs)
+    depth = _padded(inputs, _DEPTH_STEP)
+    packed = _aligned((panels, depth // 2, PANEL, 2), np.uint16)
+    packing_jit.pack_bfloat16(weight.view(np.uint32), order, packed)
+    return _packed_weight(matmul_jit.BFLOAT16, dtype, outputs, inputs, gated, packed, depth)
+
+
+def pack_quantised(
+    codes: NDArray[Any],
+    scale: NDArray[np.float32],
+    minimum: NDArray[np.float32] | None,
+    bits: int,
+    gated: bool = False,
+) -> PackedWeight:
+    """A weight ``scale * codes + minimum`` of ``codes [outputs, inputs]``, ``scale [outputs, inputs / group]``.
+
+    bits: 4, of codes -8 to 7 without ``minimum`` or 0 to 15 with it; or 8, of codes that fit in an int8. A group has a
+    multiple of 16 inputs. Scales and minima are kept in float16.
+    """
+    order, (outputs, inputs) = _order(len(codes), gated), codes.shape
+    panels, group = len(order) // PANEL, inputs // scale.shape[1]
+    depth = _padded(inputs, max(group, _DEPTH_STEP))
+    offset = 8 if bits == 4 and minimum is None else 0
+    if bits == 4:
+        packed: NDArray[Any] = _aligned((panels, depth // 8, PANEL, 2), np.uint16)
+        packing_jit.pack_int4((codes + offset).astype(np.uint8), order, packed)
+    else:
+        packed = _aligned((panels, depth // 2, PANEL, 2), np.int8)
+        packing_jit.pack_int8(codes.astype(np.int8, copy=False), order, packed)
+    return _packed_weight(
+        matmul_jit.INT4 if bits == 4 else matmul_jit.INT8, f"int{bits}", outputs, inputs, gated, packed, depth,
+        _halves(scale, order, depth // group), None if minimum is None else _halves(minimum, order, depth // group),
+        group, offset,
+    )  # fmt: skip
+
+
+def _halves(numbers: NDArray[np.float32], order: NDArray[np.int64], groups: int) -> NDArray[np.float16]:
+    packed = np.zeros((len(order) // PANEL, groups, PANEL), np.float32)
+    packing_jit.pack_groups(np.ascontiguousarray(numbers, dtype=np.float32), order, packed)
+    halves = _aligned(packed.shape, np.float16)
+    halves[...] = packed
+    return halves
+
+
+def _packed_weight(
+    kind: int,
+    dtype: str,
+    outputs: int,
+    inputs: int,
+    gated: bool,
+    packed: NDArray[Any],
+    depth: int,
+    scales: NDArray[np.float16] | None = None,
+    minima: NDArray[np.float16] | None = None,
+    group: int = 0,
+    offset: int = 0,
+) -> PackedWeight:
+    turns = packed.shape[1]
+    group_turns = group * turns // depth if group else 1
+    nothing = np.zeros((len(packed), 0, PANEL), np.float16)
+    compiled = matmul_jit.Weight(
+        kind,
+        packed.reshape(-1).view(np.uint8),
+        _NO_HALVES if scales is None else scales.reshape(-1).view(np.uint16),
+        _NO_HALVES if minima is None else minima.reshape(-1).view(np.uint16),
+        len(packed) * PANEL if gated else outputs,
+        depth,
+        turns,
+        group_turns,
+        int(minima is not None),
+        offset,
+    )
+    return PackedWeight(
+        dtype, outputs, inputs, gated, packed, nothing if scales is None else scales,
+        nothing if minima is None else minima, tuple(compiled),
+    )  # fmt: skip
+
+
+def _order(outputs: int, gated: bool) -> NDArray[np.int64]:
+    """Which row of a weight each packed column is; -1 for none."""
+    if not gated:
+        order = np.full(_padded(outputs, PANEL), -1, np.int64)
+        order[:outputs] = np.arange(outputs)
+        return order
+    half, side = outputs // 2, PANEL // 2
+    gate = np.full(_padded(half, side), -1, np.int64)
+    gate[:half] = np.arange(half)
+    gate = gate.reshape(-1, side)
+    return np.concatenate([gate, np.where(gate >= 0, gate + half, -1)], axis=1).reshape(-1)
+
+
+def pack_bias(bias: NDArray[np.float32], gated: bool = False) -> NDArray[np.float32]:
+    """``bias [outputs]`` in the order of a weight's packed outputs."""
+    order = _order(len(bias), gated)
+    return np.where(order >= 0, bias[np.maximum(order, 0)], 0).astype(np.float32)
+
+
+def matmul(
+    x: NDArray[np.float32],
+    weight: PackedWeight,
+    threads: int,
+    bias: NDArray[np.float32] | None = None,
+    activation: Activation | None = None,
+    out: NDArray[np.float32] | None = None,
+) -> NDArray[np.float32]:
+    """``x [rows, inputs] @ weight.T + bias`` -> ``[rows, outputs]``; of a gated weight ``act(gate) * up``, half as wide.
+
+    bias: as `pack_bias` made it. Sums are float32; what is multiplied with a weight narrower than float32 is rounded to
+    bfloat16. A row's result does not depend on the rows beside it.
+    """
+    x = np.ascontiguousarray(x)
+    rows, outputs = len(x), weight.outputs // 2 if weight.gated else weight.outputs
+    if x.shape[1] != weight.inputs:
+        raise ValueError(f"x has {x.shape[1]} columns, the weight takes {weight.inputs}")
+    if out is None:
+        out = np.empty((rows, outputs), np.float32)
+    depth, groups = weight.compiled[5], weight.minima.shape[1]
+    if weight.dtype == "float32":
+        factors = x.reshape(-1).view(np.uint32)
+    else:
+        factors = np.empty(rows * (depth // 2 if NATIVE else depth), np.uint32)
+    sums = np.empty(rows * groups, np.float32) if groups else _NO_FLOATS
+    matmul_jit.matmul(
+        x, weight.compiled, _NO_FLOATS if bias is None else bias, _EPILOGUES[activation], out, factors, sums, threads
+    )
+    return out
+
+
+def take_rows(weight: PackedWeight, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Rows ``ids [n]`` of a packed weight, as float32 ``[n, inputs]``. Each of ``ids`` is less than its outputs."""
+    out = np.empty((len(ids), weight.inputs), np.float32)
+    if weight.dtype == "float32":
+        packing_jit.rows_float32(weight.packed, ids, out)
+    elif weight.dtype == "bfloat16":
+        packing_jit.rows_bfloat16(weight.packed, ids, out.view(np.uint32))
+    else:
+        scales, minima = (numbers.astype(np.float32) for numbers in (weight.scales, weight.minima))
+        each = weight.compiled[5] // weight.scales.shape[1]
+        packing_jit.rows_quantised(
+            weight.packed, weight.dtype == "int4", weight.compiled[9], scales, minima, each, ids, out
+        )
+    return out
+
+
+def _padded(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
+    """An array that begins where a cache line does."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + _CACHE_LINE, np.uint8)
+    start = -raw.ctypes.data % _CACHE_LINE
+    return raw[start : start + size].view(dtype).reshape(shape)

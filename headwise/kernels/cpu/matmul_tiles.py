@@ -1,0 +1,342 @@
+# mypy: ignore-errors
+"""The inner loops of `matmul_jit`: some rows times some columns of a packed weight, in registers.
+
+A *turn* is one round of an inner loop: as much depth as one vector of the packed weight holds. A weight's kind says
+what that is, and how it becomes operands of a product (`Kind`). Where the CPU multiplies pairs of bfloat16, a step of
+the product takes two numbers of depth at once; elsewhere everything is widened to float32 first, which computes the
+same up to the rounding of float32 sums.
+
+Whatever the number of rows and columns of a tile, an output is summed in the same order: what a row gives does not
+depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from headwise.kernels.cpu.simd import ISA, LANES, Emitter
+
+NATIVE = ISA.avx512bf16 and ISA.avx512bw
+"""Whether pairs of bfloat16 are multiplied as they are."""
+
+PANEL = 64
+"""Columns of a weight that are packed side by side."""
+
+TILE_ROWS = (6, 4, 2, 1) if ISA.avx512f else (4, 2, 1)
+"""Rows of a tile: with its columns, what fits in the registers."""
+
+WIDE, NARROW = (4, 2) if ISA.avx512f else (2, 2)
+"""Vectors of columns of a tile."""
+
+
+class _Bfloat(ir.types.Type):
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    _to_string = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat)
+
+
+BFLOAT = _Bfloat()
+_I16, _I32 = ir.IntType(16), ir.IntType(32)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_INTS = ir.VectorType(_I32, LANES)
+_PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
+_WORDS = ir.VectorType(_I16, 2 * LANES)
+
+
+def _constant(kind: Any, value: int) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _load(e: Emitter, pointer: Any, kind: Any) -> Any:
+    return e.builder.load(e.builder.bitcast(pointer, kind.as_pointer()), align=16)
+
+
+def splat(e: Emitter, number: Any) -> Any:
+    """A vector of one 32-bit integer."""
+    first = e.builder.insert_element(ir.Constant(_INTS, ir.Undefined), number, _I32(0))
+    return e.builder.shuffle_vector(first, ir.Constant(_INTS, ir.Undefined), _constant(_INTS, 0))
+
+
+def pair_product(e: Emitter, total: Any, x: Any, weight: Any) -> Any:
+    """``total`` plus products of pairs of bfloat16: lane ``i`` takes elements ``2 * i`` and ``2 * i + 1``."""
+    function = cgutils.get_or_insert_function(
+        e.builder.module, ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS]), "llvm.x86.avx512bf16.dpbf16ps.512"
+    )
+    return e.builder.call(function, [total, x, weight])
+
+
+class Kind(ABC):
+    """How a packed weight of one dtype is multiplied.
+
+    turn_bytes:   bytes of a turn of a whole panel
+    column_bytes: bytes of a turn of one column
+    x_per_turn:   32-bit numbers of ``x`` that a turn multiplies
+    """
+
+    turn_bytes: int
+    column_bytes: int
+    x_per_turn: int
+    native = NATIVE
+
+    def prepare(self, e: Emitter, offset: Any) -> Any:
+        """What stays the same in all turns."""
+        return None
+
+    @abstractmethod
+    def steps(self, e: Emitter, pointer: Any, vectors: int, prepared: Any) -> Iterator[tuple[int, list[Any]]]:
+        """Steps of the turn at ``pointer``: which of its numbers of ``x`` is multiplied, and by what vectors."""
+
+    def factor(self, e: Emitter, pointer: Any) -> Any:
+        """A number of ``x``, 32 bits at ``pointer``, as one operand of `product`."""
+        number = e.builder.load(e.builder.bitcast(pointer, _I32.as_pointer()))
+        return e.builder.bitcast(splat(e, number), _PAIRS if self.native else _FLOATS)
+
+    def product(self, e: Emitter, total: Any, x: Any, weight: Any) -> Any:
+        return pair_product(e, total, x, weight) if self.native else e.multiply_add(x, weight, total)
+
+
+class Float32(Kind):
+    turn_bytes, column_bytes, x_per_turn = 4 * PANEL, 4, 1
+    native = False
+
+    def steps(self, e: Emitter, pointer: Any, vectors: int, prepared: Any) -> Iterator[tuple[int, list[Any]]]:
+        yield 0, [_load(e, _vector_at(e, pointer, v, 4), _FLOATS) for v in range(vectors)]
+
+
+class Bfloat16(Kind):
+    turn_bytes, column_bytes, x_per_turn = 4 * PANEL, 4, 1 if NATIVE else 2
+
+    def steps(self, e: Emitter, pointer: Any, vectors: int, prepared: Any) -> Iterator[tuple[int, list[Any]]]:
+        pairs = [_load(e, _vector_at(e, pointer, v, 4), _INTS) for v in range(vectors)]
+        if self.native:
+            yield 0, [e.builder.bitcast(pair, _PAIRS) for pair in pairs]
+            return
+        low = [e.builder.shl(pair, _constant(_INTS, 16)) for pair in pairs]
+        high = [e.builder.and_(pair, _constant(_INTS, 0xFFFF0000)) for pair in pairs]
+        yield from ((i, [e.builder.bitcast(half, _FLOATS) for half in halves]) for i, halves in enumerate((low, high)))
+
+
+class Int8(Kind):
+    turn_bytes, column_bytes, x_per_turn = 2 * PANEL, 2, 1 if NATIVE else 2
+
+    def steps(self, e: Emitter, pointer: Any, vectors: int, prepared: Any) -> Iterator[tuple[int, list[Any]]]:
+        places = [_vector_at(e, pointer, v, 2) for v in range(vectors)]
+        if self.native:
+            yield 0, [self._pairs(e, place) for place in places]
+            return
+        words = [e.builder.zext(_load(e, place, ir.VectorType(_I16, LANES)), _INTS) for place in places]
+        for i, shift in enumerate((24, 16)):  # a byte to the top, and back with its sign
+            shifted = [e.builder.shl(word, _constant(_INTS, shift)) for word in words]
+            yield i, [e.builder.sitofp(e.builder.ashr(word, _constant(_INTS, 24)), _FLOATS) for word in shifted]
+
+    def _pairs(self, e: Emitter, place: Any) -> Any:
+        # Integers of eight bits are exact in bfloat16.
+        bytes_ = _load(e, place, ir.VectorType(ir.IntType(8), 2 * LANES))
+        halves = []
+        for first in (0, LANES):
+            lanes = ir.Constant(_INTS, list(range(first, first + LANES)))
+            half = e.builder.shuffle_vector(bytes_, ir.Constant(bytes_.type, ir.Undefined), lanes)
+            halves.append(e.builder.sitofp(e.builder.sext(half, _INTS), _FLOATS))
+        function = cgutils.get_or_insert_function(
+            e.builder.module, ir.FunctionType(_PAIRS, [_FLOATS, _FLOATS]), "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        )
+        return e.builder.call(function, [halves[1], halves[0]])
+
+
+class Int4(Kind):
+    """Words of four codes 0 to 15, of successive pairs of depth; ``offset`` is taken off each."""
+
+    turn_bytes, column_bytes, x_per_turn = 4 * PANEL, 4, 4 if NATIVE else 8
+
+    def prepare(self, e: Emitter, offset: Any) -> Any:
+        if not self.native:
+            return e.fill(e.builder.sitofp(offset, ir.FloatType()))
+        tables = [ir.Constant(_WORDS, [_bfloat16_bits(code - off) for code in range(16)] * 2) for off in (0, 8)]
+        return e.builder.select(e.builder.icmp_signed("==", offset, offset.type(0)), *tables)
+
+    def steps(self, e: Emitter, pointer: Any, vectors: int, prepared: Any) -> Iterator[tuple[int, list[Any]]]:
+        places = [_vector_at(e, pointer, v, 4) for v in range(vectors)]
+        for digit in range(4):
+            if self.native:
+                yield digit, [self._look_up(e, place, digit, prepared) for place in places]
+                continue
+            for half in range(2):
+                yield 2 * digit + half, [self._widened(e, place, 4 * digit + 16 * half, prepared) for place in places]
+
+    def _look_up(self, e: Emitter, place: Any, digit: int, table: Any) -> Any:
+        # The look-up takes five bits of each word, so the table is there twice.
+        words = e.builder.lshr(_load(e, place, _WORDS), _constant(_WORDS, 4 * digit))
+        function = cgutils.get_or_insert_function(
+            e.builder.module, ir.FunctionType(_WORDS, [_WORDS, _WORDS]), "llvm.x86.avx512.permvar.hi.512"
+        )
+        return e.builder.bitcast(e.builder.call(function, [table, words]), _PAIRS)
+
+    def _widened(self, e: Emitter, place: Any, shift: int, offset: Any) -> Any:
+        words = e.builder.lshr(_load(e, place, _INTS), _constant(_INTS, shift))
+        code = e.builder.uitofp(e.builder.and_(words, _constant(_INTS, 15)), _FLOATS)
+        return e.builder.fsub(code, offset)
+
+
+def _vector_at(e: Emitter, pointer: Any, vector: int, column_bytes: int) -> Any:
+    return e.at(pointer, ir.IntType(64)(vector * LANES * column_bytes))
+
+
+def _bfloat16_bits(number: int) -> int:
+    """A small integer in bfloat16: the upper half of its float32."""
+    import struct
+
+    return struct.unpack("<I", struct.pack("<f", number))[0] >> 16
+
+
+def plain_tile(kind: Kind, rows: int, vectors: int) -> Any:
+    """Make ``tile[r, j] (+)= x[r] . weight[:, j]`` of a weight without scales.
+
+    Arguments: ``x, x_at, x_stride`` (in 32-bit numbers), ``weight, weight_at`` (bytes, of the first turn and column),
+    ``turns``, ``tile, tile_at, fresh``: whether the tile begins at 0. Rows of a tile are `PANEL` apart.
+    """
+
+    @intrinsic
+    def run(typing, x, xa, xs, w, wa, turns, tile, ta, fresh):
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            e = Emitter(context, builder, signature, args)
+            x, xa, xs, w, wa, turns, tile, ta, fresh = e.args
+            x_rows, w = [e.at(x, xa, e.times(xs, row)) for row in range(rows)], e.at(w, wa)
+            cells = _cells(e, e.at(tile, ta), rows, vectors)
+            is_fresh = builder.icmp_signed("!=", fresh, fresh.type(0))
+            sums = [e.variable(builder.select(is_fresh, e.fill(0.0), e.load(cell))) for cell in cells]
+            _sum_turns(e, kind, x_rows, w, turns, sums, vectors, None)
+            for cell, total in zip(cells, sums, strict=True):
+                e.store(e.value(total), cell)
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(x, n, n, w, n, n, tile, n, n), emit
+
+    return run
+
+
+def grouped_tile(kind: Kind, rows: int, vectors: int) -> Any:
+    """As `plain_tile`, of a weight with a scale, and perhaps a minimum, per column and group of turns.
+
+    Further arguments: ``offset`` of the codes, ``scales, minima`` (float16), ``scales_at`` (of the first group and
+    column), ``sums, sums_at, sums_stride`` (of ``x`` by group, where there are minima), ``groups``, ``group_turns``,
+    ``has_minima``.
+    """
+
+    @intrinsic
+    def run(
+        typing,
+        x,
+        xa,
+        xs,
+        w,
+        wa,
+        offset,
+        scales,
+        minima,
+        sa,
+        xsum,
+        ga,
+        gs,
+        groups,
+        group_turns,
+        has_min,
+        tile,
+        ta,
+        fresh,
+    ):
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            e = Emitter(context, builder, signature, args)
+            (
+                x,
+                xa,
+                xs,
+                w,
+                wa,
+                offset,
+                scales,
+                minima,
+                sa,
+                xsum,
+                ga,
+                gs,
+                groups,
+                group_turns,
+                has_min,
+                tile,
+                ta,
+                fresh,
+            ) = e.args
+            cells = _cells(e, e.at(tile, ta), rows, vectors)
+            is_fresh = builder.icmp_signed("!=", fresh, fresh.type(0))
+            totals = [e.variable(builder.select(is_fresh, e.fill(0.0), e.load(cell))) for cell in cells]
+            sums = [e.variable(e.fill(0.0)) for _ in cells]
+            prepared = kind.prepare(e, offset)
+            with cgutils.for_range(builder, groups) as loop:
+                turn = builder.mul(loop.index, group_turns)
+                x_at = builder.add(xa, e.times(turn, kind.x_per_turn))
+                x_rows = [e.at(x, x_at, e.times(xs, row)) for row in range(rows)]
+                for total in sums:
+                    e.update(total, e.fill(0.0))
+                _sum_turns(
+                    e, kind, x_rows, e.at(w, wa, e.times(turn, kind.turn_bytes)), group_turns, sums, vectors, prepared
+                )
+                at = builder.add(sa, e.times(loop.index, PANEL))
+                for cell, total in enumerate(totals):
+                    scale = _half_vector(e, scales, at, cell % vectors)
+                    e.update(total, e.multiply_add(e.value(sums[cell]), scale, e.value(total)))
+                with builder.if_then(builder.icmp_signed("!=", has_min, has_min.type(0))):
+                    for cell, total in enumerate(totals):
+                        minimum = _half_vector(e, minima, at, cell % vectors)
+                        row_sum = e.fill(builder.load(e.at(xsum, ga, e.times(gs, cell // vectors), loop.index)))
+                        e.update(total, e.multiply_add(row_sum, minimum, e.value(total)))
+            for cell, total in zip(cells, totals, strict=True):
+                e.store(e.value(total), cell)
+            return context.get_dummy_value()
+
+        n = types.intp
+        return types.void(x, n, n, w, n, n, scales, minima, n, xsum, n, n, n, n, n, tile, n, n), emit
+
+    return run
+
+
+def _cells(e: Emitter, tile: Any, rows: int, vectors: int) -> list[Any]:
+    n = ir.IntType(64)
+    return [e.at(tile, n(row * PANEL + v * LANES)) for row in range(rows) for v in range(vectors)]
+
+
+def _sum_turns(
+    e: Emitter, kind: Kind, x_rows: list[Any], w: Any, turns: Any, sums: list[Any], vectors: int, prepared: Any
+) -> None:
+    """Add ``turns`` turns to the variables ``sums``, ``vectors`` for each row."""
+    with cgutils.for_range(e.builder, turns) as loop:
+        pointer = e.at(w, e.times(loop.index, kind.turn_bytes))
+        at = e.times(loop.index, kind.x_per_turn)
+        for step, operands in kind.steps(e, pointer, vectors, prepared):
+            for row, x in enumerate(x_rows):
+                factor = kind.factor(e, e.at(x, at, at.type(step)))
+                for v, operand in enumerate(operands):
+                    total = sums[row * vectors + v]
+                    e.update(total, kind.product(e, e.value(total), factor, operand))
+
+
+def _half_vector(e: Emitter, array: Any, at: Any, vector: int) -> Any:
+    """A vector of float16 numbers, as float32."""
+    halves = _load(e, e.at(array, at, at.type(vector * LANES)), ir.VectorType(ir.HalfType(), LANES))
+    return e.builder.fpext(halves, _FLOATS)
