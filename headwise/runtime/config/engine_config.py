@@ -17,13 +17,16 @@ from headwise.units import parse_bytes
 CPU_KV_CACHE = "512MiB"
 
 _CPU_CHOICES = {
-    "tensor_ops": ("paddle", "numpy"),
+    "tensor_ops": ("numba", "paddle", "numpy"),
     "kernels": ("numba", "reference"),
-    "dtype": ("float32",),
-    "kv_dtype": ("float32",),
+    "dtype": ("float32", "bfloat16"),
+    "kv_dtype": ("float32", "bfloat16", "int8"),
 }
 _CUDA_CHOICES = {"tensor_ops": ("cupy", "paddle"), "kernels": ("cuda",)}
 """What may be chosen besides auto, by device; the rest is free."""
+
+_FLOAT32_OPS = ("paddle", "numpy")
+"""Tensor operations that compute in nothing else on a CPU."""
 
 
 def _option(default: Any, text: str, low: float = -math.inf, high: float = math.inf) -> Any:
@@ -47,8 +50,10 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = _option(
         "auto", "Where workers compute: on a GPU each, or on CPU cores; auto is cuda where all ranks can have a GPU."
     )
-    tensor_ops: Literal["auto", "paddle", "numpy", "cupy"] = _option(
-        "auto", "Framework behind the model's tensor operations; auto is cupy on a GPU, else paddle where installed."
+    tensor_ops: Literal["auto", "numba", "paddle", "numpy", "cupy"] = _option(
+        "auto",
+        "Framework behind the model's tensor operations; auto is cupy on a GPU; on a CPU, numba for all but float32, "
+        "which is all that paddle and numpy compute in, else paddle where installed.",
     )
     kernels: Literal["auto", "numba", "reference", "cuda"] = _option(
         "auto",
@@ -56,10 +61,17 @@ class EngineConfig:
         "what is right.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
-        "auto", "Of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU, which has no other."
+        "auto", "Of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU. A CPU has no float16."
+    )
+    weights_dtype: Literal["auto", "float32", "bfloat16", "int8", "gguf"] = _option(
+        "auto",
+        "Of weights in memory, on a CPU; auto is that of the activations. int8 has a scale for each 32 numbers; gguf "
+        "computes from a GGUF file's own blocks, and has what it cannot compute from in bfloat16.",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] = _option(
-        "auto", "Of cached keys and values; auto is that of the activations. The last two are quantised, on a GPU only."
+        "auto",
+        "Of cached keys and values; auto is that of the activations. The last two are quantised, with a scale per "
+        "token and head. A CPU has float32, bfloat16 and int8.",
     )
     cuda_graphs: bool = _option(True, "Record decode steps on a GPU as CUDA graphs, which are launched as one.")
     cpu_threads: int = _option(0, "Threads per worker on a CPU; 0 shares the machine's cores between ranks.", 0, 1024)
@@ -180,13 +192,20 @@ class EngineConfig:
 
     def _check_device(self) -> None:
         """Refuse what the device cannot do, once it is known: ``auto`` is resolved where there are GPUs to count."""
-        choices = {"cpu": _CPU_CHOICES, "cuda": _CUDA_CHOICES}.get(self.device, {})
+        cuda_choices = {**_CUDA_CHOICES, "weights_dtype": tuple({self.dtype_name} & {"float32", "bfloat16"})}
+        choices = {"cpu": _CPU_CHOICES, "cuda": cuda_choices}.get(self.device, {})
         for name, allowed in choices.items():
             if getattr(self, name) not in ("auto", *allowed):
                 raise ConfigError(
-                    f"{name} {getattr(self, name)} does not go with device {self.device}: choose auto or "
-                    f"{' or '.join(allowed)}"
+                    f"{name} {getattr(self, name)} does not go with device {self.device}: choose "
+                    f"{' or '.join(('auto', *allowed))}"
                 )
+        if self.device == "cpu" and self.tensor_ops in _FLOAT32_OPS and not self.computes_float32:
+            name = "dtype" if self.dtype_name != "float32" else "weights_dtype"
+            raise ConfigError(
+                f"tensor_ops {self.tensor_ops} computes in float32 only, and {name} is {getattr(self, name)}: choose "
+                f"tensor_ops numba, or {name} float32"
+            )
 
     @property
     def on_gpu(self) -> bool:
@@ -194,10 +213,20 @@ class EngineConfig:
 
     @property
     def dtype_name(self) -> str:
-        """Of weights and activations."""
+        """Of activations. What ``auto`` is on a CPU, `resolve_device` decides: it is float32 until then."""
         if self.dtype != "auto":
             return self.dtype
         return "bfloat16" if self.on_gpu else "float32"
+
+    @property
+    def weights_dtype_name(self) -> str:
+        """Of weights in memory; ``gguf`` is that of each tensor in the file."""
+        return self.dtype_name if self.weights_dtype == "auto" else self.weights_dtype
+
+    @property
+    def computes_float32(self) -> bool:
+        """Whether both weights and activations are float32."""
+        return self.dtype_name == self.weights_dtype_name == "float32"
 
     @property
     def kv_dtype_name(self) -> str:

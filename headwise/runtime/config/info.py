@@ -54,7 +54,7 @@ def describe(config: EngineConfig, card: ModelCard, lengths: Sequence[int] = ())
 def chosen(config: EngineConfig, card: ModelCard) -> str:
     """What was chosen for a deployment, in one line."""
     plan, spec = card.plan, card.spec
-    tensor_ops = resolve_ops_name(config.tensor_ops, config.on_gpu)
+    tensor_ops = resolve_ops_name(config.tensor_ops, config.on_gpu, config.computes_float32)
     kernels = resolve_kernels_name(config.kernels, config.on_gpu)
     pool = "measured at start"
     if spec.num_blocks:
@@ -62,7 +62,7 @@ def chosen(config: EngineConfig, card: ModelCard) -> str:
         pool = f"{spec.num_blocks} blocks of {card.layout.block_size} tokens, {size} per rank"
     return (
         f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
-        f"dtype={config.dtype_name} kv_dtype={config.kv_dtype_name} "
+        f"dtype={config.dtype_name} weights_dtype={config.weights_dtype_name} kv_dtype={config.kv_dtype_name} "
         f"replicas={config.replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{plan.slots} "
         f"pool={pool}"
     )

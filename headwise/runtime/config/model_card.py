@@ -25,6 +25,9 @@ NUMERICS_VERSION = 1
 """Goes up with every change of ours by which the same tokens get other keys and values than before: older blocks in
 storage, and those of engines of another version, are then not mixed with ours."""
 
+CPU_INT8_HEAD_MULTIPLE = 16
+"""Of the head size, for the CPU's kernels to read int8 keys and values: the lanes of a vector."""
+
 
 @dataclass(frozen=True)
 class CacheSpec:
@@ -104,6 +107,7 @@ def read_model_card(
         plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    _check_cached_heads(config, model)
     layout = gqa_layout(config.block_size, plan.slots, model.head_dim, config.kv_dtype_name)
     asked = _asked_length(config, model)
     spec = _cache_spec(config, layout, asked)
@@ -167,6 +171,17 @@ def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec)
     return low * config.block_size
 
 
+def _check_cached_heads(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if a CPU's kernels have no quantised cache for heads of this size."""
+    if config.on_gpu or config.kernels == "reference" or config.kv_dtype_name != "int8":
+        return
+    if model.head_dim % CPU_INT8_HEAD_MULTIPLE:
+        raise ConfigError(
+            f"kv_dtype int8 on a CPU takes heads of a multiple of {CPU_INT8_HEAD_MULTIPLE}, those of {config.model} "
+            f"have {model.head_dim}: choose kv_dtype bfloat16"
+        )
+
+
 def _asked_length(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > model.max_position:
         raise ConfigError(
@@ -201,9 +216,11 @@ def _identity(weights: str, policies: Policies, config: EngineConfig) -> str:
 def _numerics(config: EngineConfig) -> str:
     """What has keys and values differ by more than the rounding of float32.
 
-    On a CPU all tensor operations and kernels compute in float32. Which of them a process would choose is of no
-    account, then, nor may it be: it depends on what is installed beside it, and a scheduler must agree with engines on
-    other nodes.
+    On a CPU all tensor operations and kernels that take a dtype compute the same in it. Which of them a process would
+    choose is of no account, then, nor may it be: it depends on what is installed beside it, and a scheduler must agree
+    with engines on other nodes.
     """
     family = f"cuda/{resolve_ops_name(config.tensor_ops, on_gpu=True)}" if config.on_gpu else "cpu"
-    return f"{NUMERICS_VERSION}/{family}/{config.dtype_name}"
+    dtype, weights_dtype = config.dtype_name, config.weights_dtype_name
+    weights = "" if weights_dtype == dtype else f"/{weights_dtype}"
+    return f"{NUMERICS_VERSION}/{family}/{dtype}{weights}"

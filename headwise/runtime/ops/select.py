@@ -9,12 +9,17 @@ from headwise.kernels.cuda.programs import Programs
 from headwise.runtime.ops.base import TensorOps
 
 
-def resolve_ops_name(name: str, on_gpu: bool = False) -> str:
-    """What ``auto`` stands for on this machine; any other name is itself."""
+def resolve_ops_name(name: str, on_gpu: bool = False, exact: bool = True) -> str:
+    """What ``auto`` stands for on this machine; any other name is itself.
+
+    exact: weights and activations are float32, all that paddle and numpy compute in on a CPU
+    """
     if name != "auto":
         return name
     if on_gpu:
         return "cupy"
+    if not exact:
+        return "numba"
     return "paddle" if find_spec("paddle") is not None else "numpy"
 
 

@@ -11,12 +11,13 @@ from headwise.cache_controller.block_tables import BlockTables, HostBlockTables,
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy
+from headwise.kernels.native_dtypes import multiplies_bfloat16
 from headwise.kernels.select import make_block_copy, make_kernels
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
-from headwise.runtime.ops.select import make_ops
+from headwise.runtime.ops.select import make_ops, resolve_ops_name
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
@@ -24,6 +25,9 @@ from headwise.transfer.host_memory import HostArena
 
 COPY_THREADS = 1
 """Threads of each direction on a CPU: copies run beside the forward pass, which wants the cores."""
+
+NATIVE_BF16_AUTO = False
+"""Whether dtype auto is bfloat16 on a CPU that multiplies it natively: `EngineConfig.dtype` has a text about it."""
 
 
 class Device(Protocol):
@@ -83,7 +87,7 @@ class CpuDevice:
 
     def __init__(self, config: EngineConfig, threads: int) -> None:
         self._kernels_name = config.kernels
-        self.ops = make_ops(config.tensor_ops, threads)
+        self.ops = make_ops(resolve_ops_name(config.tensor_ops, exact=config.computes_float32), threads)
         self.kernels = make_kernels(config.kernels, threads)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
@@ -112,17 +116,33 @@ class CpuDevice:
 
 
 def resolve_device(config: EngineConfig, gpus: int) -> EngineConfig:
-    """``device`` auto as what it stands for where ``gpus`` GPUs are to be had: all that is configured must go with it.
+    """``device`` and ``dtype`` auto as what they stand for where ``gpus`` GPUs are to be had.
+
+    All that is configured must go with the device. The dtype depends on this machine's CPU, and blocks are named by it:
+    it is resolved once for a deployment, whose other processes are given the result.
 
     Raises:
-        ConfigError: it goes with neither.
+        ConfigError: it goes with neither device.
     """
+    config = _with_device(config, gpus)
+    if config.on_gpu or config.dtype != "auto":
+        return config
+    return replace(config, dtype="bfloat16" if NATIVE_BF16_AUTO and _takes_bfloat16(config) else "float32")
+
+
+def _with_device(config: EngineConfig, gpus: int) -> EngineConfig:
     if config.device != "auto":
         return config
     if gpus >= config.tp_size * config.replicas:
         with suppress(ConfigError):
             return replace(config, device="cuda")
     return replace(config, device="cpu")
+
+
+def _takes_bfloat16(config: EngineConfig) -> bool:
+    """Whether bfloat16 is natural to this CPU, and to all that is configured by name."""
+    fits = config.tensor_ops in ("auto", "numba") and config.kernels in ("auto", "numba")
+    return fits and config.weights_dtype != "float32" and multiplies_bfloat16()
 
 
 def open_device(config: EngineConfig, threads: int) -> Device:

@@ -130,8 +130,8 @@ def test_auto_is_cuda_where_every_rank_can_have_a_gpu_and_all_that_is_asked_for_
     assert resolve_device(EngineConfig(tp_size=2, replicas=2), gpus=4).device == "cuda"
     assert resolve_device(EngineConfig(tensor_ops="numpy"), gpus=1).device == "cpu"
     assert resolve_device(EngineConfig(device="cpu"), gpus=8).device == "cpu"
-    with pytest.raises(ConfigError, match="dtype bfloat16 does not go with device cpu: choose auto or float32"):
-        resolve_device(EngineConfig(dtype="bfloat16"), gpus=0)
+    with pytest.raises(ConfigError, match="dtype float16 does not go with device cpu: choose auto or float32 or bfl"):
+        resolve_device(EngineConfig(dtype="float16"), gpus=0)
 
 
 def test_numbers_are_narrow_on_a_gpu_unless_asked_for() -> None:

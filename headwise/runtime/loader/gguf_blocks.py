@@ -1,0 +1,147 @@
+"""The quantised types of GGUF files as `GroupQuantised`, exactly: the same numbers, not yet multiplied by their scales.
+
+A block is some bytes that stand for 32 or 256 neighbours of a row. The K types (``Q4_K`` and the like) have blocks of
+256 in 8 or 16 groups, whose scales are themselves integers of 6 or 8 bits times the block's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.ops.quantised import GroupQuantised
+
+_Bytes = NDArray[np.uint8]
+_Floats = NDArray[np.float32]
+_Parts = tuple[NDArray[Any], _Floats, _Floats | None]
+"""Of B blocks: codes ``[B, block]``, scales ``[B, groups]``, and minima of that shape, if the type has any."""
+
+_FOUR = np.uint8(4)
+_HALVES = np.array([0, 4], np.uint8)
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)
+_BITS = np.arange(8, dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """How the blocks of one type are taken apart: what `GroupQuantised` they become.
+
+    signed: whether the codes are int8
+    """
+
+    bits: int
+    group: int
+    signed: bool
+    has_minimum: bool
+    take_apart: Callable[[_Bytes], _Parts]
+
+
+def take_apart(raw: _Bytes, kind: str, shape: tuple[int, int]) -> GroupQuantised:
+    """The matrix of ``shape`` whose blocks of type ``kind``, one of `FORMATS`, are the bytes ``raw``."""
+    form, (rows, columns) = FORMATS[kind], shape
+    size = _BLOCK_SIZES[kind]
+    codes, scale, minimum = form.take_apart(raw.reshape(rows * columns // size, -1))
+    groups = (rows, columns // form.group)
+    return GroupQuantised(
+        codes.reshape(shape),
+        scale.reshape(groups),
+        None if minimum is None else minimum.reshape(groups),
+        form.group,
+        form.bits,
+    )
+
+
+def _halfs(blocks: _Bytes, start: int) -> _Floats:
+    """The float16 at byte ``start`` of each block, ``[B, 1]``."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: _Bytes) -> _Bytes:
+    """All low halves of ``[B, n]`` bytes, then all high ones: ``[B, 2 n]``."""
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=1)
+
+
+def _fifth_bits(packed: _Bytes) -> _Bytes:
+    """32 bits of ``[B, 4]`` bytes, each at the place of a code's fifth: ``[B, 32]``."""
+    return np.unpackbits(packed, axis=1, bitorder="little") << _FOUR
+
+
+def _centred(codes: _Bytes, zero: int) -> NDArray[np.int8]:
+    """Codes of which ``zero`` stands for 0."""
+    return codes.view(np.int8) - np.int8(zero)
+
+
+def _q8_0(blocks: _Bytes) -> _Parts:
+    return blocks[:, 2:].view(np.int8), _halfs(blocks, 0), None
+
+
+def _q4_0(blocks: _Bytes) -> _Parts:
+    return _centred(_nibbles(blocks[:, 2:]), 8), _halfs(blocks, 0), None
+
+
+def _q4_1(blocks: _Bytes) -> _Parts:
+    return _nibbles(blocks[:, 4:]), _halfs(blocks, 0), _halfs(blocks, 2)
+
+
+def _q5_0(blocks: _Bytes) -> _Parts:
+    return _centred(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), 16), _halfs(blocks, 0), None
+
+
+def _q5_1(blocks: _Bytes) -> _Parts:
+    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return codes, _halfs(blocks, 0), _halfs(blocks, 2)
+
+
+def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
+    """Scales and minima of 8 groups, ``[B, 8]`` each: 16 numbers of 6 bits in the 12 bytes from byte 4 on.
+
+    The first four of each have their own byte's low 6 bits; the others have 4 bits in one of the last four bytes, and
+    the top 2 bits of the byte of the group four places before.
+    """
+    low, high, shared = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate([low & 0x3F, (shared & 0x0F) | (low >> 6) << 4], axis=1)
+    minima = np.concatenate([high & 0x3F, (shared >> 4) | (high >> 6) << 4], axis=1)
+    return _halfs(blocks, 0) * scales, -(_halfs(blocks, 2) * minima)
+
+
+def _k_nibbles(packed: _Bytes) -> _Bytes:
+    """128 bytes a block as 8 groups ``[B, 8, 32]``: each 32 bytes hold two groups, in their low and high halves."""
+    pairs = packed.reshape(len(packed), 4, 1, 32) >> _HALVES[:, None]
+    return (pairs & np.uint8(0x0F)).reshape(len(packed), 8, 32)
+
+
+def _q4_k(blocks: _Bytes) -> _Parts:
+    return _k_nibbles(blocks[:, 16:]), *_k_scales(blocks)
+
+
+def _q5_k(blocks: _Bytes) -> _Parts:
+    fifths = (blocks[:, None, 16:48] >> _BITS[:, None]) & np.uint8(1)  # bit g of byte i belongs to number i of group g
+    return _k_nibbles(blocks[:, 48:]) | fifths << _FOUR, *_k_scales(blocks)
+
+
+def _q6_k(blocks: _Bytes) -> _Parts:
+    """Two halves of 128 numbers, each as 64 bytes of low halves, and 32 bytes of which each has the rest of four."""
+    count = len(blocks)
+    low = (blocks[:, :128].reshape(count, 2, 1, 64) >> _HALVES[:, None]) & np.uint8(0x0F)
+    high = (blocks[:, 128:192].reshape(count, 2, 1, 32) >> _PAIRS[:, None]) & np.uint8(0x03)
+    scales = _halfs(blocks, 208) * blocks[:, 192:208].view(np.int8)
+    return _centred(low.reshape(high.shape) | high << _FOUR, 32), scales, None
+
+
+FORMATS: Mapping[str, BlockFormat] = {
+    "Q8_0": BlockFormat(8, 32, True, False, _q8_0),
+    "Q4_0": BlockFormat(4, 32, True, False, _q4_0),
+    "Q4_1": BlockFormat(4, 32, False, True, _q4_1),
+    "Q5_0": BlockFormat(8, 32, True, False, _q5_0),
+    "Q5_1": BlockFormat(8, 32, False, True, _q5_1),
+    "Q4_K": BlockFormat(4, 32, False, True, _q4_k),
+    "Q5_K": BlockFormat(8, 32, False, True, _q5_k),
+    "Q6_K": BlockFormat(8, 16, True, False, _q6_k),
+}
+"""The types that are computed from as they are, by their names in GGUF."""
+
+_BLOCK_SIZES = {kind: 256 if kind.endswith("_K") else 32 for kind in FORMATS}

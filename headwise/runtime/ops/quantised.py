@@ -1,0 +1,146 @@
+"""Weights as small integers with a scale for each group of a row: what they are, however they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ConfigError
+
+INT8_GROUP = 32
+_LARGEST = np.float32(127)
+_BLOCK_ELEMENTS = 1 << 20
+"""Numbers that are quantised at a time: their temporaries stay in a core's cache, or not far from it."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupQuantised:
+    """A matrix ``[N, K]`` as small integers, the codes, with a scale and a minimum for each ``group`` of a row:
+
+        w[n, k] = scale[n, k // group] * codes[n, k] + minimum[n, k // group]
+
+    codes:   uint8 or int8 ``[N, K]``, one a byte however few bits it has; may be a view of a mapped file
+    scale:   float32 ``[N, K // group]``
+    minimum: float32 ``[N, K // group]``; None: 0 everywhere
+    bits:    4 where all codes are in 0..15 (uint8) or -8..7 (int8), else 8
+    """
+
+    codes: NDArray[np.uint8] | NDArray[np.int8]
+    scale: NDArray[np.float32]
+    minimum: NDArray[np.float32] | None
+    group: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        groups = (rows, columns // self.group)
+        minimum = groups if self.minimum is None else self.minimum.shape
+        if columns % self.group or not groups == self.scale.shape == minimum or self.bits not in (4, 8):
+            raise ValueError(
+                f"codes {self.codes.shape} of {self.bits} bits in groups of {self.group} do not go with scales "
+                f"{self.scale.shape} and minima {minimum}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def form(self) -> tuple[str, int, int, bool]:
+        """What a kernel must know to read it: the codes' dtype, bits and group, and whether there are minima."""
+        return self.codes.dtype.name, self.bits, self.group, self.minimum is not None
+
+    def rows(self, start: int, stop: int) -> GroupQuantised:
+        """``[start:stop]``, sharing memory."""
+        return self._part((slice(start, stop), slice(None)), (slice(start, stop), slice(None)))
+
+    def columns(self, start: int, stop: int) -> GroupQuantised:
+        """``[:, start:stop]`` for multiples of ``group``, sharing memory; raises ValueError for other columns."""
+        if start % self.group or stop % self.group:
+            raise ValueError(f"columns {start} to {stop} are no multiples of a group of {self.group}")
+        groups = slice(start // self.group, stop // self.group)
+        return self._part((slice(None), slice(start, stop)), (slice(None), groups))
+
+    def _part(self, codes: tuple[slice, slice], groups: tuple[slice, slice]) -> GroupQuantised:
+        minimum = None if self.minimum is None else self.minimum[groups]
+        return GroupQuantised(self.codes[codes], self.scale[groups], minimum, self.group, self.bits)
+
+    def dequantised(self) -> NDArray[np.float32]:
+        """The matrix as float32."""
+        rows, columns = self.shape
+        values = self.codes.astype(np.float32).reshape(rows, columns // self.group, self.group)
+        values *= self.scale[..., None]
+        if self.minimum is not None:
+            values += self.minimum[..., None]
+        return values.reshape(rows, columns)
+
+    @staticmethod
+    def concatenate(parts: Sequence[GroupQuantised], axis: int) -> GroupQuantised:
+        """Parts one below the other (axis 0) or beside each other (axis 1); exact, also of parts of different forms.
+
+        Parts of different forms take the widest: the smallest group, int8 and 8 bits, minima of 0. Raises ValueError
+        where that does not hold them.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        if len({part.form for part in parts}) > 1:
+            group = min(part.group for part in parts)
+            has_minimum = any(part.minimum is not None for part in parts)
+            parts = [part._widened(group, has_minimum) for part in parts]
+        minima = [part.minimum for part in parts if part.minimum is not None]
+        return GroupQuantised(
+            np.concatenate([part.codes for part in parts], axis),
+            np.concatenate([part.scale for part in parts], axis),
+            np.concatenate(minima, axis) if minima else None,
+            parts[0].group,
+            parts[0].bits,
+        )
+
+    def _widened(self, group: int, has_minimum: bool) -> GroupQuantised:
+        if self.group % group or (self.codes.dtype == np.uint8 and self.codes.max(initial=0) > _LARGEST):
+            raise ValueError(f"a matrix of form {self.form} cannot be one of int8 in groups of {group}")
+        scale, minimum = self.scale, self.minimum
+        if has_minimum and minimum is None:
+            minimum = np.zeros_like(scale)
+        if self.group > group:
+            scale = scale.repeat(self.group // group, axis=1)
+            minimum = None if minimum is None else minimum.repeat(self.group // group, axis=1)
+        return GroupQuantised(self.codes.astype(np.int8, copy=False), scale, minimum, group, 8)
+
+
+def quantise_int8(weight: NDArray[np.float32], group: int = INT8_GROUP) -> GroupQuantised:
+    """``weight [N, K]`` as int8, symmetric: in each group of a row the largest becomes +-127.
+
+    Rounds half to even. Needs little memory beside the result.
+
+    Raises:
+        ConfigError: ``K`` is no multiple of ``group``.
+    """
+    rows, columns = weight.shape
+    if columns % group:
+        raise ConfigError(
+            f"weights_dtype int8 has a scale for each {group} numbers of a row, and a rank's part of a weight has rows "
+            f"of {columns}: choose weights_dtype bfloat16"
+        )
+    codes = np.empty((rows, columns), np.int8)
+    scale = np.empty((rows, columns // group), np.float32)
+    step = max(1, _BLOCK_ELEMENTS // max(columns, 1))
+    for start in range(0, rows, step):
+        at = slice(start, start + step)
+        _quantise(weight[at].reshape(-1, group), codes[at].reshape(-1, group), scale[at].reshape(-1))
+    return GroupQuantised(codes, scale, None, group, 8)
+
+
+def _quantise(values: NDArray[np.float32], codes: NDArray[np.int8], scale: NDArray[Any]) -> None:
+    """Groups ``values [G, group]`` into ``codes`` of that shape and ``scale [G]``."""
+    np.abs(values).max(axis=1, out=scale)
+    scale /= _LARGEST
+    divisor = np.where(scale > 0, scale, np.float32(1))  # a group of zeros, or next to it, becomes zeros
+    scaled = values / divisor[:, None]
+    np.rint(scaled, out=scaled)
+    np.clip(scaled, -_LARGEST, _LARGEST, out=scaled)
+    codes[...] = scaled
