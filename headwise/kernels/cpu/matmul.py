@@ -7,7 +7,7 @@ kept in is its *kind*: float32, bfloat16, or integers with a scale per group of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -79,13 +79,13 @@ def pack_quantised(
 ) -> PackedWeight:
     """A weight ``scale * codes + minimum`` of ``codes [outputs, inputs]``, ``scale [outputs, inputs / group]``.
 
-    bits: 4, of codes -8 to 7 without ``minimum`` or 0 to 15 with it; or 8, of codes that fit in an int8. A group has a
+    bits: 4, of codes 0 to 15 in uint8 or -8 to 7 in int8; or 8, of codes that fit in an int8. A group has a
     multiple of 16 inputs. Scales and minima are kept in float16.
     """
     order, (outputs, inputs) = _order(len(codes), gated), codes.shape
     panels, group = len(order) // PANEL, inputs // scale.shape[1]
     depth = _padded(inputs, max(group, _DEPTH_STEP))
-    offset = 8 if bits == 4 and minimum is None else 0
+    offset = 8 if bits == 4 and codes.dtype == np.int8 else 0
     if bits == 4:
         packed: NDArray[Any] = _aligned((panels, depth // 8, PANEL, 2), np.uint16)
         packing_jit.pack_int4((codes + offset).astype(np.uint8), order, packed)
@@ -189,6 +189,24 @@ def matmul(
         x, weight.compiled, _NO_FLOATS if bias is None else bias, _EPILOGUES[activation], out, factors, sums, threads
     )
     return out
+
+
+def panels_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | None:
+    """Outputs ``start`` to ``stop`` of a weight, in the same memory; None where they do not begin a panel."""
+    if start % PANEL or weight.gated:
+        return None
+    panels = slice(start // PANEL, _padded(stop, PANEL) // PANEL)
+    whole = matmul_jit.Weight(*weight.compiled)
+    part, scales, minima = weight.packed[panels], weight.scales[panels], weight.minima[panels]
+    compiled = whole._replace(
+        data=part.reshape(-1).view(np.uint8),
+        scales=scales.reshape(-1).view(np.uint16),
+        minima=minima.reshape(-1).view(np.uint16),
+        columns=stop - start,
+    )
+    return replace(
+        weight, outputs=stop - start, packed=part, scales=scales, minima=minima, compiled=tuple(compiled)
+    )
 
 
 def take_rows(weight: PackedWeight, ids: NDArray[np.int32]) -> NDArray[np.float32]:

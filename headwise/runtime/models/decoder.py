@@ -20,7 +20,7 @@ from headwise.runtime.models.base import (
     valid_tp_sizes,
 )
 from headwise.runtime.models.rope import inverse_frequencies
-from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps, Weight
+from headwise.runtime.ops.base import Activation, KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives
 
 
@@ -81,6 +81,7 @@ class Decoder(Model):
 
     prefix = "model."
     norm_names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    activation: Activation = "silu"
     norm_offset = 0.0
     """Added to every norm weight: 1 where a model stores it as its distance from 1."""
 
@@ -105,7 +106,7 @@ class Decoder(Model):
                 f"the embedding has the shape {embedding.shape}, config.json says "
                 f"{(config.vocab_size, config.hidden_size)}: weights and config.json do not belong together"
             )
-        self._embedding = ops.tensor(embedding)
+        self._embedding = ops.embedding_table(embedding)
         self._layers = [self._load_layer(layer) for layer in range(config.num_layers)]
         self._final_norm = self._norm(f"{self.prefix}norm.weight")
         self._lm_head = self._load_lm_head()
@@ -153,11 +154,13 @@ class Decoder(Model):
         part = size // shard.size
         mine = [(shard.rank * part, (shard.rank + 1) * part)]
         return GatedMlp(
-            gate_up=self._split_rows([(f"{at}gate_proj", mine), (f"{at}up_proj", mine)], has_bias),
+            gate_up=self._split_rows([(f"{at}gate_proj", mine), (f"{at}up_proj", mine)], has_bias, gated=True),
             down=self._split_columns(f"{at}down_proj", mine, has_bias),
         )
 
-    def _split_rows(self, parts: list[tuple[str, list[tuple[int, int]]]], has_bias: bool) -> Linear:
+    def _split_rows(
+        self, parts: list[tuple[str, list[tuple[int, int]]]], has_bias: bool, gated: bool = False
+    ) -> Linear:
         """Output rows of several projections as one weight: column parallel."""
 
         def rows(suffix: str) -> NDArray[np.float32]:
@@ -170,14 +173,17 @@ class Decoder(Model):
                 0,
             )
 
-        bias = self.ops.tensor(rows(".bias")) if has_bias else None
-        return Linear(self.ops.linear_weight(rows(".weight")), bias)
+        weight, bias = rows(".weight"), rows(".bias") if has_bias else None
+        if gated:
+            return Linear(self.ops.gated_weight(weight), None if bias is None else self.ops.gated_bias(bias))
+        return Linear(self.ops.linear_weight(weight), None if bias is None else self.ops.linear_bias(bias))
 
     def _split_columns(self, name: str, ranges: list[tuple[int, int]], has_bias: bool) -> Linear:
         """Input columns of a projection: row parallel. The bias is added once, by rank 0."""
         columns = [self._weights.columns(name + ".weight", start, stop) for start, stop in _merged(ranges)]
-        bias = self.ops.tensor(self._weights.tensor(name + ".bias")) if has_bias and self._shard.rank == 0 else None
-        return Linear(self.ops.linear_weight(_join(columns, 1)), bias)
+        bias = self._weights.tensor(name + ".bias") if has_bias and self._shard.rank == 0 else None
+        weight = self.ops.linear_weight(_join(columns, 1))
+        return Linear(weight, None if bias is None else self.ops.linear_bias(bias))
 
     def _load_lm_head(self) -> Linear:
         start, stop = (self.config.vocab_size * r // self._shard.size for r in (self._shard.rank, self._shard.rank + 1))
@@ -245,10 +251,8 @@ class Decoder(Model):
 
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         """This rank's part of what `load_mlp` made, for ``x [T, hidden]``."""
-        return self._linear(self.activate(self._linear(x, mlp.gate_up)), mlp.down)
-
-    def activate(self, gate_up: Tensor) -> Tensor:
-        return self.ops.silu_mul(gate_up)
+        gate_up = mlp.gate_up
+        return self._linear(self.ops.gated_linear(x, gate_up.weight, gate_up.bias, self.activation), mlp.down)
 
     def scores(self, hidden: Tensor) -> Tensor | None:
         return self._collectives.gather(self._linear(hidden, self._lm_head))

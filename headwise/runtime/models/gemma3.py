@@ -63,6 +63,7 @@ class Gemma3(Decoder):
         "self_attn.q_norm",
         "self_attn.k_norm",
     )
+    activation = "gelu_tanh"
     norm_offset = 1.0
 
     def embed(self, token_ids: KernelArray) -> Tensor:
@@ -79,6 +80,3 @@ class Gemma3(Decoder):
     def normed_heads(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         norms = layer.norms
         return self.norm(query, norms["self_attn.q_norm"]), self.norm(key, norms["self_attn.k_norm"])
-
-    def activate(self, gate_up: Tensor) -> Tensor:
-        return self.ops.gelu_tanh_mul(gate_up)

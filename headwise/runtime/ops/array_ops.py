@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.ops.base import StepUpload
+from headwise.runtime.ops.quantised import Matrix, as_float32
+from headwise.runtime.ops.unfused import UnfusedOps
 
 Array = Any
 
 _GELU_SCALE = np.float32(np.sqrt(2.0 / np.pi))
 
 
-class ArrayOps(ABC):
+class ArrayOps(UnfusedOps):
     """`TensorOps` whose tensors are arrays of the module ``xp``, which is NumPy or CuPy.
 
     dtype: of weights and activations: float32, float16 or bfloat16. What is summed or exponentiated is so in float32.
@@ -59,8 +61,8 @@ class ArrayOps(ABC):
 
     # ---- arithmetic ----
 
-    def linear_weight(self, weight: NDArray[np.float32]) -> Array:
-        return self.tensor(weight).T
+    def linear_weight(self, weight: Matrix) -> Array:
+        return self.tensor(as_float32(weight)).T
 
     def tied_weight(self, table: Array, start: int, stop: int) -> Array:
         return table[start:stop].T

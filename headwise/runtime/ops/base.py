@@ -8,15 +8,18 @@ A *kernel array* is of the type that attention kernels on the device take: NumPy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headwise.runtime.ops.quantised import Matrix
 
 Tensor = Any
 KernelArray = Any
 Weight = Any
 """A linear layer's weight in whatever form `TensorOps.linear_weight` made of it."""
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class StepUpload(Protocol):
@@ -66,17 +69,32 @@ class TensorOps(Protocol):
     def give_back_memory(self) -> None:
         """Return freed memory to the system: allocators keep much of it for later."""
 
-    def linear_weight(self, weight: NDArray[np.float32]) -> Weight:
+    def linear_weight(self, weight: Matrix) -> Weight:
         """Prepare a weight stored as ``[out, in]``."""
 
-    def tied_weight(self, table: Tensor, start: int, stop: int) -> Weight:
-        """Rows ``start`` to ``stop`` of the embedding ``table`` as a linear layer's weight, in the same memory."""
+    def linear_bias(self, bias: NDArray[np.float32]) -> Tensor:
+        """Prepare the bias of such a weight."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """``x [T, in] @ weight.T + bias -> [T, out]``."""
 
-    def embedding(self, table: Tensor, ids: KernelArray, scale: float = 1.0) -> Tensor:
+    def gated_weight(self, weight: Matrix) -> Weight:
+        """Prepare ``gate | up [2 * N, in]`` for `gated_linear`."""
+
+    def gated_bias(self, bias: NDArray[np.float32]) -> Tensor:
+        """Prepare the bias of such a weight."""
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+        """``activation(gate) * up`` of ``gate | up = x [T, in] @ weight.T + bias [T, 2 * N] -> [T, N]``."""
+
+    def embedding_table(self, table: Matrix) -> Weight:
+        """Prepare ``table [V, N]`` for `embedding` and `tied_weight`."""
+
+    def embedding(self, table: Weight, ids: KernelArray, scale: float = 1.0) -> Tensor:
         """Rows ``ids int32 [T]`` of ``table [V, N]``, times ``scale`` in the table's dtype."""
+
+    def tied_weight(self, table: Weight, start: int, stop: int) -> Weight:
+        """Rows ``start`` to ``stop`` of the embedding ``table`` as a linear layer's weight, in the same memory."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last axis; ``x`` may be ``[T, N]`` or ``[T, H, D]``."""

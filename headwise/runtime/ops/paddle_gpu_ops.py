@@ -12,7 +12,9 @@ from headwise.kernels.cuda.launch import address_of
 from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.cupy_lending import CupyLending
 from headwise.runtime.ops.paddle_import import paddle
+from headwise.runtime.ops.quantised import Matrix, as_float32
 from headwise.runtime.ops.step_upload import PinnedUpload
+from headwise.runtime.ops.unfused import UnfusedOps
 
 _functional = paddle.nn.functional
 _fused: Any = paddle.incubate.nn.functional
@@ -25,7 +27,7 @@ _NAMES = {
 }
 
 
-class PaddleGpuOps:
+class PaddleGpuOps(UnfusedOps):
     """`TensorOps` whose tensors are Paddle's, on its current device, which is CuPy's current one (`open_paddle`).
 
     Not `CapturingOps`: what Paddle allocates would not stay where it was.
@@ -98,8 +100,8 @@ class PaddleGpuOps:
 
     # ---- arithmetic ----
 
-    def linear_weight(self, weight: NDArray[np.float32]) -> paddle.Tensor:
-        return self.tensor(weight)
+    def linear_weight(self, weight: Matrix) -> paddle.Tensor:
+        return self.tensor(as_float32(weight))
 
     def tied_weight(self, table: paddle.Tensor, start: int, stop: int) -> paddle.Tensor:
         return table[start:stop]

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from headwise.runtime.ops.base import StepUpload
 from headwise.runtime.ops.numpy_ops import NumpyOps, in_place, trim_heap
 from headwise.runtime.ops.paddle_import import paddle
+from headwise.runtime.ops.quantised import Matrix, as_float32
+from headwise.runtime.ops.unfused import UnfusedOps
 
 _C_ops: Any = paddle._C_ops
 fused_rms_norm: Any = paddle.incubate.nn.functional.fused_rms_norm
@@ -48,7 +50,7 @@ class _Memory:
         }
 
 
-class PaddleOps:
+class PaddleOps(UnfusedOps):
     """`TensorOps` whose tensors are float32 Paddle tensors in host memory."""
 
     name = "paddle"
@@ -114,8 +116,8 @@ class PaddleOps:
         same = array.shape == tuple(lender.shape) and array.ctypes.data == lender.data_ptr()
         return lender if same else paddle.from_dlpack(array.copy())
 
-    def linear_weight(self, weight: NDArray[np.float32]) -> paddle.Tensor:
-        return self.tensor(weight)
+    def linear_weight(self, weight: Matrix) -> paddle.Tensor:
+        return self.tensor(as_float32(weight))
 
     def tied_weight(self, table: paddle.Tensor, start: int, stop: int) -> paddle.Tensor:
         return self.from_kernel_array(self.numpy(table)[start:stop])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,3 +144,12 @@ def _quantise(values: NDArray[np.float32], codes: NDArray[np.int8], scale: NDArr
     np.rint(scaled, out=scaled)
     np.clip(scaled, -_LARGEST, _LARGEST, out=scaled)
     codes[...] = scaled
+
+
+Matrix: TypeAlias = NDArray[np.float32] | GroupQuantised
+"""A weight ``[N, K]`` as it was loaded."""
+
+
+def as_float32(matrix: Matrix) -> NDArray[np.float32]:
+    """The numbers of a matrix."""
+    return matrix.dequantised() if isinstance(matrix, GroupQuantised) else matrix

@@ -37,14 +37,25 @@ def make_gpu_ops(name: str, dtype: str, programs: Programs) -> TensorOps:
     return CupyOps(dtype, programs)
 
 
-def make_ops(name: str, threads: int = 1) -> TensorOps:
+def make_ops(name: str, threads: int = 1, dtype: str = "float32", weights_dtype: str = "float32") -> TensorOps:
     """The tensor operations called ``name``, on ``threads`` threads; ``auto`` is paddle where installed, else numpy.
 
     The number of threads is the process's: the last call decides.
 
     Raises ConfigError if the framework is unknown or not installed.
     """
-    name = resolve_ops_name(name)
+    exact = dtype == weights_dtype == "float32"
+    name = resolve_ops_name(name, exact=exact)
+    if name == "numba":
+        from headwise.runtime.ops.numba_ops import NumbaOps
+
+        _set_numpy_threads(1)  # what NumPy still computes is small
+        return NumbaOps(threads, dtype, weights_dtype)
+    if not exact and name in ("numpy", "paddle"):
+        raise ConfigError(
+            f"tensor_ops {name} computes in float32 only, and dtype is {dtype}, weights_dtype {weights_dtype}: choose "
+            "tensor_ops numba"
+        )
     if name == "numpy":
         from headwise.runtime.ops.numpy_ops import NumpyOps
 
@@ -60,7 +71,7 @@ def make_ops(name: str, threads: int = 1) -> TensorOps:
             ) from None
         _set_numpy_threads(1)  # Paddle has threads of its own: two pools would take the cores from each other
         return PaddleOps(threads)
-    raise ConfigError(f"unknown tensor_ops {name!r}; choose auto, paddle or numpy")
+    raise ConfigError(f"unknown tensor_ops {name!r}; choose auto, numba, paddle or numpy")
 
 
 def _set_numpy_threads(threads: int) -> None:

@@ -17,7 +17,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
-from headwise.runtime.ops.select import make_ops, resolve_ops_name
+from headwise.runtime.ops.select import make_ops
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
@@ -87,7 +87,7 @@ class CpuDevice:
 
     def __init__(self, config: EngineConfig, threads: int) -> None:
         self._kernels_name = config.kernels
-        self.ops = make_ops(resolve_ops_name(config.tensor_ops, exact=config.computes_float32), threads)
+        self.ops = make_ops(config.tensor_ops, threads, config.dtype_name, config.weights_dtype_name)
         self.kernels = make_kernels(config.kernels, threads)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:

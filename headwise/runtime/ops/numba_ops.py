@@ -1,0 +1,86 @@
+"""Tensor operations on CPU cores by our own compiled kernels: weights packed once, in the dtype they are wanted in.
+
+Tensors are float32 NumPy arrays. What is narrower is what most bytes and most arithmetic are of: weights, and the
+factors that they are multiplied with (bfloat16, unless weights and dtype are float32).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ConfigError
+from headwise.kernels.cpu import matmul as packed
+from headwise.kernels.cpu.matmul import PackedWeight
+from headwise.runtime.ops.base import Activation
+from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
+
+Array = NDArray[np.float32]
+
+
+class NumbaOps(NumpyOps):
+    """`TensorOps` on ``threads`` cores.
+
+    dtype:         of activations where they are factors of a product: float32 or bfloat16
+    weights_dtype: of weights in memory: float32, bfloat16, int8 (a scale per group), or gguf (as they were loaded)
+
+    Raises:
+        ConfigError: float32 activations with narrower weights.
+    """
+
+    name = "numba"
+
+    def __init__(self, threads: int, dtype: str = "float32", weights_dtype: str = "float32") -> None:
+        super().__init__()
+        if (dtype == "float32") != (weights_dtype == "float32"):
+            raise ConfigError(
+                f"weights_dtype {weights_dtype} does not go with dtype {dtype}: products are of two float32 numbers, "
+                "or of narrower weights and bfloat16 activations"
+            )
+        self.threads = threads
+        self.itemsize = 4 if weights_dtype == "float32" else 2
+        self._weights_dtype = weights_dtype
+
+    # ---- weights ----
+
+    def linear_weight(self, weight: Matrix) -> PackedWeight:
+        return self._pack(weight)
+
+    def linear_bias(self, bias: Array) -> Array:
+        return packed.pack_bias(bias)
+
+    def gated_weight(self, weight: Matrix) -> PackedWeight:
+        return self._pack(weight, gated=True)
+
+    def gated_bias(self, bias: Array) -> Array:
+        return packed.pack_bias(bias, gated=True)
+
+    def embedding_table(self, table: Matrix) -> PackedWeight:
+        return self._pack(table)
+
+    def tied_weight(self, table: PackedWeight, start: int, stop: int) -> PackedWeight:
+        if (start, stop) == (0, table.outputs):
+            return table
+        part = packed.panels_of(table, start, stop)
+        return self._pack(packed.take_rows(table, np.arange(start, stop, dtype=np.int32))) if part is None else part
+
+    def _pack(self, weight: Matrix, gated: bool = False) -> PackedWeight:
+        if self._weights_dtype == "int8" and not isinstance(weight, GroupQuantised):
+            weight = quantise_int8(weight)
+        if isinstance(weight, GroupQuantised) and self._weights_dtype in ("int8", "gguf"):
+            return packed.pack_quantised(weight.codes, weight.scale, weight.minimum, weight.bits, gated)
+        dtype = "float32" if self._weights_dtype == "float32" else "bfloat16"
+        return packed.pack_float(as_float32(weight), dtype, gated)
+
+    # ---- arithmetic ----
+
+    def linear(self, x: Array, weight: PackedWeight, bias: Array | None = None) -> Array:
+        return packed.matmul(x, weight, self.threads, bias)
+
+    def gated_linear(self, x: Array, weight: PackedWeight, bias: Array | None, activation: Activation) -> Array:
+        return packed.matmul(x, weight, self.threads, bias, activation)
+
+    def embedding(self, table: PackedWeight, ids: NDArray[np.int32], scale: float = 1.0) -> Array:
+        rows = packed.take_rows(table, ids)
+        return rows if scale == 1.0 else rows * np.float32(scale)
