@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -18,13 +19,15 @@ from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
 
 Activation = Literal["silu", "gelu_tanh"]
 _EPILOGUES = {None: matmul_jit.PLAIN, "silu": matmul_jit.SILU, "gelu_tanh": matmul_jit.GELU}
+_KINDS = dict(zip(("float32", "bfloat16", "int8", "int4"), matmul_jit.KINDS, strict=True))
+_MARKERS = {
+    dtype: tuple(True if kind == own else None for kind in matmul_jit.KINDS) for dtype, own in _KINDS.items()
+}
 _CACHE_LINE = 64
 _DEPTH_STEP = 32
 """Inputs of a narrow weight are padded to a multiple of this."""
 
-_NO_HALVES: NDArray[np.uint16] = np.zeros(0, np.uint16)
 _NO_FLOATS: NDArray[np.float32] = np.zeros(0, np.float32)
-_NO_NUMBERS: NDArray[np.uint32] = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,9 @@ class PackedWeight:
     packed: NDArray[Any]
     scales: NDArray[np.float16]
     minima: NDArray[np.float16]
-    compiled: tuple[Any, ...]
-    """A `matmul_jit.Weight`."""
+    depth: int
+    table: NDArray[np.int64]
+    """What `matmul_jit.weight_at` reads: addresses of these arrays, among others."""
 
     @property
     def nbytes(self) -> int:
@@ -120,25 +124,23 @@ def _packed_weight(
     group: int = 0,
     offset: int = 0,
 ) -> PackedWeight:
-    turns = packed.shape[1]
-    group_turns = group * turns // depth if group else 1
     nothing = np.zeros((len(packed), 0, PANEL), np.float16)
-    compiled = matmul_jit.Weight(
-        kind,
-        packed.reshape(-1).view(np.uint8),
-        _NO_HALVES if scales is None else scales.reshape(-1).view(np.uint16),
-        _NO_HALVES if minima is None else minima.reshape(-1).view(np.uint16),
-        len(packed) * PANEL if gated else outputs,
-        depth,
-        turns,
-        group_turns,
-        int(minima is not None),
-        offset,
-    )
-    return PackedWeight(
-        dtype, outputs, inputs, gated, packed, nothing if scales is None else scales,
-        nothing if minima is None else minima, tuple(compiled),
-    )  # fmt: skip
+    scales, minima = nothing if scales is None else scales, nothing if minima is None else minima
+    columns, turns = len(packed) * PANEL if gated else outputs, packed.shape[1]
+    numbers = (columns, depth, turns, group * turns // depth if group else 1, int(minima.size > 0), offset)
+    table = _table(kind, packed, scales, minima, numbers)
+    return PackedWeight(dtype, outputs, inputs, gated, packed, scales, minima, depth, table)
+
+
+def _table(
+    kind: int,
+    packed: NDArray[Any],
+    scales: NDArray[np.float16],
+    minima: NDArray[np.float16],
+    numbers: Sequence[int],
+) -> NDArray[np.int64]:
+    arrays = [number for array in (scales, minima) for number in (array.ctypes.data, array.size)]
+    return np.array([kind, packed.ctypes.data, packed.nbytes, *arrays, *numbers], np.int64)
 
 
 def _order(outputs: int, gated: bool) -> NDArray[np.int64]:
@@ -160,6 +162,12 @@ def pack_bias(bias: NDArray[np.float32], gated: bool = False) -> NDArray[np.floa
     return np.where(order >= 0, bias[np.maximum(order, 0)], 0).astype(np.float32)
 
 
+@cache
+def make_ready(dtype: str) -> None:
+    """Compile the product with weights kept in ``dtype``, or load it where this machine has compiled it before."""
+    matmul_jit.matmul.compile(matmul_jit.matmul_signature((_KINDS[dtype],)))
+
+
 def matmul(
     x: NDArray[np.float32],
     weight: PackedWeight,
@@ -168,7 +176,7 @@ def matmul(
     activation: Activation | None = None,
     out: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
-    """``x [rows, inputs] @ weight.T + bias`` -> ``[rows, outputs]``; of a gated weight ``act(gate) * up``, half as wide.
+    """``x [rows, inputs] @ weight.T + bias`` -> ``[rows, outputs]``; ``act(gate) * up`` of a gated weight.
 
     bias: as `pack_bias` made it. Sums are float32; what is multiplied with a weight narrower than float32 is rounded to
     bfloat16. A row's result does not depend on the rows beside it.
@@ -179,14 +187,15 @@ def matmul(
         raise ValueError(f"x has {x.shape[1]} columns, the weight takes {weight.inputs}")
     if out is None:
         out = np.empty((rows, outputs), np.float32)
-    depth, groups = weight.compiled[5], weight.minima.shape[1]
+    depth, groups = weight.depth, weight.minima.shape[1]
     if weight.dtype == "float32":
         factors = x.reshape(-1).view(np.uint32)
     else:
         factors = np.empty(rows * (depth // 2 if NATIVE else depth), np.uint32)
     sums = np.empty(rows * groups, np.float32) if groups else _NO_FLOATS
+    make_ready(weight.dtype)
     matmul_jit.matmul(
-        x, weight.compiled, _NO_FLOATS if bias is None else bias, _EPILOGUES[activation], out, factors, sums, threads
+        *_MARKERS[weight.dtype], x, weight.table, _NO_FLOATS if bias is None else bias, _EPILOGUES[activation], out, factors, sums, threads
     )
     return out
 
@@ -196,17 +205,10 @@ def panels_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | Non
     if start % PANEL or weight.gated:
         return None
     panels = slice(start // PANEL, _padded(stop, PANEL) // PANEL)
-    whole = matmul_jit.Weight(*weight.compiled)
     part, scales, minima = weight.packed[panels], weight.scales[panels], weight.minima[panels]
-    compiled = whole._replace(
-        data=part.reshape(-1).view(np.uint8),
-        scales=scales.reshape(-1).view(np.uint16),
-        minima=minima.reshape(-1).view(np.uint16),
-        columns=stop - start,
-    )
-    return replace(
-        weight, outputs=stop - start, packed=part, scales=scales, minima=minima, compiled=tuple(compiled)
-    )
+    numbers = [stop - start, *weight.table[8:].tolist()]
+    table = _table(int(weight.table[0]), part, scales, minima, numbers)
+    return replace(weight, outputs=stop - start, packed=part, scales=scales, minima=minima, table=table)
 
 
 def take_rows(weight: PackedWeight, ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -218,9 +220,9 @@ def take_rows(weight: PackedWeight, ids: NDArray[np.int32]) -> NDArray[np.float3
         packing_jit.rows_bfloat16(weight.packed, ids, out.view(np.uint32))
     else:
         scales, minima = (numbers.astype(np.float32) for numbers in (weight.scales, weight.minima))
-        each = weight.compiled[5] // weight.scales.shape[1]
+        each = weight.depth // weight.scales.shape[1]
         packing_jit.rows_quantised(
-            weight.packed, weight.dtype == "int4", weight.compiled[9], scales, minima, each, ids, out
+            weight.packed, weight.dtype == "int4", int(weight.table[12]), scales, minima, each, ids, out
         )
     return out
 

@@ -14,6 +14,7 @@ thread has taken: so it does not matter how many there really are.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numba
@@ -24,13 +25,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headwise.kernels.cpu import machine_code
+from headwise.kernels.cpu.addresses import bytes_at, halves_at
 from headwise.kernels.cpu.matmul_tiles import (
     BFLOAT,
-    NARROW,
+    FEW_VECTORS,
     NATIVE,
     PANEL,
     TILE_ROWS,
-    WIDE,
+    VECTORS,
     Bfloat16,
     Float32,
     Int4,
@@ -51,11 +53,17 @@ ROW_BLOCK = 96
 DEPTH_BYTES = 1 << 18
 """Bytes of a panel that are multiplied with all rows of an item before the next ones are: they stay in the L2 cache."""
 
+TILE = ROW_BLOCK * PANEL
+"""Floats of a thread's scratch."""
+
 THREAD_FLOPS = 400_000
 """Multiplications that are worth waking a thread for, where weights come from caches."""
 
 THREAD_BYTES = 1 << 17
 """Bytes of weights that are."""
+
+WEIGHT_FIELDS = 13
+"""Numbers that a weight is given as: those of `Weight`, with address and length for each array."""
 
 PLAIN, SILU, GELU = range(3)
 """Epilogues: as it is; or ``act(gate) * up``, where a panel is half gate, half up."""
@@ -126,23 +134,6 @@ def _rounded(typing, value):
     return types.float32(types.float32), emit
 
 
-@_compiled
-def _prepare_row(x, row, weight, factors, stride, sums, scratch):
-    """Row ``row`` of ``x`` as the factors of a narrow weight, and its sums by group."""
-    count = x.shape[1]
-    scratch[:count] = x[row]
-    scratch[count:] = 0.0
-    _narrow_row(scratch, 0, factors, row * stride, len(scratch))
-    if weight.has_minima:
-        groups = weight.turns // weight.group_turns
-        each = weight.depth // groups
-        for group in range(groups):
-            total = np.float32(0.0)
-            for i in range(group * each, (group + 1) * each):
-                total += _rounded(scratch[i])
-            sums[row * groups + group] = total
-
-
 # --- epilogues ------------------------------------------------------------------------------------------------------
 
 
@@ -174,126 +165,95 @@ def _gate(typing, tile, gate_at, up_at, is_gelu):
 
 
 @_compiled
-def _finish(weight, tile, epilogue, bias, out, row, rows, column, width):
-    """Write the columns ``column`` to ``column + width`` of a panel, which are in ``tile``, to ``out``."""
+def _finish(tile, epilogue, bias, out, row, rows, panel):
+    """Write ``tile``, the product of some rows with a panel, to ``out``."""
     half = PANEL // 2
-    panel, within = column // PANEL, column % PANEL
     if len(bias) > 0:
         for r in range(rows):
-            for c in range(within, within + width):
+            for c in range(PANEL):
                 tile[r * PANEL + c] += bias[panel * PANEL + c]
-    first, wide = column, width
+    width = PANEL if epilogue == PLAIN else half
     if epilogue != PLAIN:
         for r in range(rows):
             for c in range(0, half, LANES):
                 _gate(tile, r * PANEL + c, r * PANEL + half + c, epilogue == GELU)
-        first, wide = panel * half, half
-    wide = min(wide, out.shape[1] - first)
+    first, count = panel * width, min(width, out.shape[1] - panel * width)
     for r in range(rows):
-        for c in range(wide):
-            out[row + r, first + c] = tile[r * PANEL + within + c]
+        for c in range(count):
+            out[row + r, first + c] = tile[r * PANEL + c]
 
 
 # --- items ----------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(kind: Kind, is_grouped: bool) -> Any:
-    """Make the function that computes some rows of a panel's part for weights of ``kind``."""
-    make = grouped_tile if is_grouped else plain_tile
-    tiles = {(rows, vectors): make(kind, rows, vectors) for rows in TILE_ROWS for vectors in {WIDE, NARROW}}
-    most = TILE_ROWS[0]
-    six, six_narrow = tiles[most, WIDE], tiles[most, NARROW]
-    four, four_narrow = tiles[4, WIDE], tiles[4, NARROW]
-    two, two_narrow = tiles[2, WIDE], tiles[2, NARROW]
-    one, one_narrow = tiles[1, WIDE], tiles[1, NARROW]
+def _plain_rows(kind: Kind) -> Any:
+    """Make the function that multiplies some rows with some turns of a panel, for a kind without scales."""
+    most, four, two, one = (plain_tile(kind, rows, VECTORS) for rows in TILE_ROWS)
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
-    if not is_grouped:
 
-        @_compiled
-        def run(weight, factors, stride, sums, row, rows, panel, column, width, turn, turns, tile):
-            at = (panel * weight.turns + turn) * turn_bytes + column * column_bytes
-            fresh, done = turn == 0, 0
-            while done < rows:
-                x_at, t_at = (row + done) * stride + turn * x_per_turn, done * PANEL + column
-                left, c = rows - done, 0
-                step = most if left >= most else 4 if left >= 4 else 2 if left >= 2 else 1
-                while c < width:
-                    a, t = at + c * column_bytes, t_at + c
-                    if width - c >= WIDE * LANES:
-                        if step == most:
-                            six(factors, x_at, stride, weight.data, a, turns, tile, t, fresh)
-                        elif step == 4:
-                            four(factors, x_at, stride, weight.data, a, turns, tile, t, fresh)
-                        elif step == 2:
-                            two(factors, x_at, stride, weight.data, a, turns, tile, t, fresh)
-                        else:
-                            one(factors, x_at, stride, weight.data, a, turns, tile, t, fresh)
-                        c += WIDE * LANES
-                    else:
-                        if step == most:
-                            six_narrow(factors, x_at, stride, weight.data, a, turns, tile, t, fresh)
-                        elif step == 4:
-                            four_narrow(factors, x_at, stride, weight.data, a, turns, tile, t, fresh)
-                        elif step == 2:
-                            two_narrow(factors, x_at, stride, weight.data, a, turns, tile, t, fresh)
-                        else:
-                            one_narrow(factors, x_at, stride, weight.data, a, turns, tile, t, fresh)
-                        c += NARROW * LANES
-                done += step
-
-        return run
-
-    # Scales take as many registers as sums: only one row is done with the wide tiles.
     @_compiled
-    def run_grouped(weight, factors, stride, sums, row, rows, panel, column, width, turn, turns, tile):
-        at = (panel * weight.turns + turn) * turn_bytes + column * column_bytes
-        all_groups = weight.turns // weight.group_turns
-        group, groups = turn // weight.group_turns, turns // weight.group_turns
-        s_at = (panel * all_groups + group) * PANEL + column
-        fresh, done = turn == 0, 0
+    def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile):
+        start, fresh, done = (panel * weight.turns + turn) * turn_bytes, turn == 0, 0
         while done < rows:
-            x_at, t_at = (row + done) * stride + turn * x_per_turn, done * PANEL + column
-            g_at = (row + done) * all_groups + group
-            left, c = rows - done, 0
-            step = most if left >= most else 4 if left >= 4 else 2 if left >= 2 else 1
-            while c < width:
-                a, s, t = at + c * column_bytes, s_at + c, t_at + c
-                if step == 1 and width - c >= WIDE * LANES:
-                    one(factors, x_at, stride, weight.data, a, weight.offset, weight.scales, weight.minima, s, sums,
-                        g_at, all_groups, groups, weight.group_turns, weight.has_minima, tile, t, fresh)  # fmt: skip
-                    c += WIDE * LANES
-                    continue
-                if step == most:
-                    six_narrow(factors, x_at, stride, weight.data, a, weight.offset, weight.scales, weight.minima, s,
-                               sums, g_at, all_groups, groups, weight.group_turns, weight.has_minima, tile, t,
-                               fresh)  # fmt: skip
+            x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
+            step = TILE_ROWS[0] if left >= TILE_ROWS[0] else 4 if left >= 4 else 2 if left >= 2 else 1
+            for column in range(0, PANEL, VECTORS * LANES):
+                at, t_at = start + column * column_bytes, done * PANEL + column
+                if step == TILE_ROWS[0]:
+                    most(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh)
                 elif step == 4:
-                    four_narrow(factors, x_at, stride, weight.data, a, weight.offset, weight.scales, weight.minima, s,
-                                sums, g_at, all_groups, groups, weight.group_turns, weight.has_minima, tile, t,
-                                fresh)  # fmt: skip
+                    four(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh)
                 elif step == 2:
-                    two_narrow(factors, x_at, stride, weight.data, a, weight.offset, weight.scales, weight.minima, s,
-                               sums, g_at, all_groups, groups, weight.group_turns, weight.has_minima, tile, t,
-                               fresh)  # fmt: skip
+                    two(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh)
                 else:
-                    one_narrow(factors, x_at, stride, weight.data, a, weight.offset, weight.scales, weight.minima, s,
-                               sums, g_at, all_groups, groups, weight.group_turns, weight.has_minima, tile, t,
-                               fresh)  # fmt: skip
-                c += NARROW * LANES
+                    one(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh)
             done += step
 
-    return run_grouped
+    return run
 
 
-_float32_rows = _rows_of(Float32(), False)
-_bfloat16_rows = _rows_of(Bfloat16(), False)
-_int8_rows = _rows_of(Int8(), True)
-_int4_rows = _rows_of(Int4(), True)
+def _grouped_rows(kind: Kind) -> Any:
+    """As `_plain_rows`, for a kind with a scale per group of turns: they take as many registers as the sums do."""
+    most, four, two = (grouped_tile(kind, rows, FEW_VECTORS) for rows in TILE_ROWS[:-1])
+    one = grouped_tile(kind, 1, VECTORS)
+    turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
+
+    @_compiled
+    def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile):
+        data, scales, minima, each = weight.data, weight.scales, weight.minima, weight.group_turns
+        offset, has_minima, fresh, done = weight.offset, weight.has_minima, turn == 0, 0
+        all_groups, group, groups = weight.turns // each, turn // each, turns // each
+        while done < rows:
+            x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
+            g_at = (row + done) * all_groups + group
+            step = TILE_ROWS[0] if left >= TILE_ROWS[0] else 4 if left >= 4 else 2 if left >= 2 else 1
+            for column in range(0, PANEL, (VECTORS if step == 1 else FEW_VECTORS) * LANES):
+                at = (panel * weight.turns + turn) * turn_bytes + column * column_bytes
+                s_at, t_at = (panel * all_groups + group) * PANEL + column, done * PANEL + column
+                if step == TILE_ROWS[0]:
+                    most(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, all_groups, groups,
+                         each, has_minima, tile, t_at, fresh)  # fmt: skip
+                elif step == 4:
+                    four(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, all_groups, groups,
+                         each, has_minima, tile, t_at, fresh)  # fmt: skip
+                elif step == 2:
+                    two(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, all_groups, groups,
+                        each, has_minima, tile, t_at, fresh)  # fmt: skip
+                else:
+                    one(factors, x_at, stride, data, at, offset, scales, minima, s_at, sums, g_at, all_groups, groups,
+                        each, has_minima, tile, t_at, fresh)  # fmt: skip
+            done += step
+
+    return run
+
+
+_float32_rows, _bfloat16_rows = _plain_rows(Float32()), _plain_rows(Bfloat16())
+_int8_rows, _int4_rows = _grouped_rows(Int8()), _grouped_rows(Int4())
 
 
 @_compiled
-def _panel_rows(weight, factors, stride, sums, row, rows, panel, column, width, tile):
-    """Rows of a panel's columns ``column`` to ``column + width``, into ``tile``."""
+def _panel_rows(f32, b16, i8, i4, weight, factors, stride, sums, row, rows, panel, tile):
+    """Some rows' products with a panel, into ``tile``."""
     turn_bytes = len(weight.data) // (-(-weight.columns // PANEL) * weight.turns)
     each = weight.turns
     if rows > TILE_ROWS[0]:
@@ -301,82 +261,141 @@ def _panel_rows(weight, factors, stride, sums, row, rows, panel, column, width, 
     turn = 0
     while turn < weight.turns:
         turns = min(each, weight.turns - turn)
-        if weight.kind == FLOAT32:
-            _float32_rows(weight, factors, stride, sums, row, rows, panel, column, width, turn, turns, tile)
-        elif weight.kind == BFLOAT16:
-            _bfloat16_rows(weight, factors, stride, sums, row, rows, panel, column, width, turn, turns, tile)
-        elif weight.kind == INT8:
-            _int8_rows(weight, factors, stride, sums, row, rows, panel, column, width, turn, turns, tile)
-        else:
-            _int4_rows(weight, factors, stride, sums, row, rows, panel, column, width, turn, turns, tile)
+        if f32 is not None:  # noqa: SIM102 - Numba drops what stands behind a None, and only that
+            if weight.kind == FLOAT32:
+                _float32_rows(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
+        if b16 is not None:  # noqa: SIM102 - Numba drops what stands behind a None, and only that
+            if weight.kind == BFLOAT16:
+                _bfloat16_rows(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
+        if i8 is not None:  # noqa: SIM102 - Numba drops what stands behind a None, and only that
+            if weight.kind == INT8:
+                _int8_rows(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
+        if i4 is not None:  # noqa: SIM102 - Numba drops what stands behind a None, and only that
+            if weight.kind == INT4:
+                _int4_rows(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
         turn += turns
 
 
+@_inlined
+def weight_at(table, at):
+    """The `Weight` whose numbers begin at ``table[at]``: `WEIGHT_FIELDS` of them."""
+    return Weight(
+        table[at], bytes_at(table[at + 1], table[at + 2]), halves_at(table[at + 3], table[at + 4]),
+        halves_at(table[at + 5], table[at + 6]), table[at + 7], table[at + 8], table[at + 9], table[at + 10],
+        table[at + 11], table[at + 12],
+    )  # fmt: skip
+
+
+@_inlined
+def factor_stride(weight):
+    """32-bit numbers of a row's factors."""
+    return weight.depth // 2 if NATIVE and weight.kind != FLOAT32 else weight.depth
+
+
 @_compiled
-def _work(x, weight, bias, epilogue, out, factors, stride, sums, threads, counters):
+def prepare_row(values, weight, row, factors, sums):
+    """``values [weight.depth]``, padded with zeros, as factors of the weight, and their sums by group."""
+    stride = factor_stride(weight)
+    if weight.kind == FLOAT32:
+        target = factors.view(np.float32)
+        for i in range(stride):
+            target[row * stride + i] = values[i]
+        return
+    _narrow_row(values, 0, factors, row * stride, len(values))
+    if weight.has_minima:
+        groups = weight.turns // weight.group_turns
+        each = weight.depth // groups
+        for group in range(groups):
+            total = np.float32(0.0)
+            for i in range(group * each, (group + 1) * each):
+                total += _rounded(values[i])
+            sums[row * groups + group] = total
+
+
+@_compiled
+def compute_items(
+    f32, b16, i8, i4, weight, bias, epilogue, out, factors, sums, rows, counters, counter, tile
+):  # fmt: skip
+    """One thread's share of ``out [rows, n]``: items until none is left.
+
+    f32 to i4: None for the kinds that the weight is not of, see `KINDS`
+    counters: item by item, ``counters[counter]`` have been taken and ``counters[counter + 1]`` are done
+    tile:     `TILE` floats of the thread's own
+    """
+    stride, blocks = factor_stride(weight), -(-rows // ROW_BLOCK)
+    count, item = items_of(weight, rows), fetch_add(counters, counter)
+    while item < count:
+        row, panel = item % blocks * ROW_BLOCK, item // blocks
+        some = min(ROW_BLOCK, rows - row)
+        _panel_rows(f32, b16, i8, i4, weight, factors, stride, sums, row, some, panel, tile)
+        _finish(tile, epilogue, bias, out, row, some, panel)
+        fetch_add(counters, counter + 1)
+        item = fetch_add(counters, counter)
+
+
+@_inlined
+def items_of(weight, rows):
+    """Into how many items a product is cut."""
+    return -(-weight.columns // PANEL) * -(-rows // ROW_BLOCK)
+
+
+@_compiled
+def _work(f32, b16, i8, i4, x, table, bias, epilogue, out, factors, sums, counters):
     """One thread: prepare rows and compute items until none is left."""
-    weight = Weight(*weight)
-    rows, depth = x.shape[0], weight.depth
+    weight, rows = weight_at(table, 0), len(x)
     if weight.kind != FLOAT32:
-        scratch = np.empty(-(-depth // LANES) * LANES, np.float32)
+        values = np.zeros(weight.depth, np.float32)
         row = fetch_add(counters, 0)
         while row < rows:
-            _prepare_row(x, row, weight, factors, stride, sums, scratch[:depth])
+            values[: x.shape[1]] = x[row]
+            prepare_row(values, weight, row, factors, sums)
             fetch_add(counters, 1)
             row = fetch_add(counters, 0)
         wait_for(counters, 1, rows)
-    tile = np.empty(ROW_BLOCK * PANEL, np.float32)
-    panels, blocks = -(-weight.columns // PANEL), -(-rows // ROW_BLOCK)
-    # Few panels are shared out more evenly by halves.
-    cuts = 2 if epilogue == PLAIN and panels * blocks < 8 * threads else 1
-    width = PANEL // cuts
-    while True:
-        item = fetch_add(counters, 2)
-        if item >= panels * blocks * cuts:
-            return
-        row, panel_part = item % blocks * ROW_BLOCK, item // blocks
-        panel, column = panel_part // cuts, panel_part % cuts * width
-        count = min(ROW_BLOCK, rows - row)
-        _panel_rows(weight, factors, stride, sums, row, count, panel, column, width, tile)
-        _finish(weight, tile, epilogue, bias, out, row, count, panel * PANEL + column, width)
+    tile = np.empty(TILE, np.float32)
+    compute_items(f32, b16, i8, i4, weight, bias, epilogue, out, factors, sums, rows, counters, 2, tile)
 
 
 # --- entry points ----------------------------------------------------------------------------------------------------
 
+KINDS = (FLOAT32, BFLOAT16, INT8, INT4)
 
-def _read(dtype: Any, dims: int) -> Any:
+
+def markers(kinds: Iterable[int]) -> tuple[Any, ...]:
+    """The first arguments of functions that multiply weights of these kinds: None for each other one.
+
+    Numba leaves out what stands behind a None: nobody waits for the compilation of kinds that are not used.
+    """
+    return tuple(types.boolean if kind in kinds else types.none for kind in KINDS)
+
+
+def read_only(dtype: Any, dims: int) -> Any:
+    """An array that compiled code does not write to: read-only ones may be given, too."""
     return types.Array(dtype, dims, "C", readonly=True)
 
 
-_BYTES, _HALVES = types.Array(types.uint8, 1, "C", readonly=True), types.Array(types.uint16, 1, "C", readonly=True)
-WEIGHT = types.Tuple((types.int64, _BYTES, _HALVES, _HALVES, *(types.int64,) * 6))
-"""Numba's type of a `Weight` as a plain tuple."""
+def matmul_signature(kinds: Iterable[int]) -> Any:
+    """The types of `matmul` for weights of these kinds."""
+    return types.void(
+        *markers(kinds), read_only(types.float32, 2), read_only(types.int64, 1), read_only(types.float32, 1),
+        types.int64, types.float32[:, ::1], types.uint32[::1], types.float32[::1], types.int64,
+    )  # fmt: skip
 
-_FLOATS = types.float32[::1]
 
-
-@machine_code.entry(
-    types.void(
-        _read(types.float32, 2), WEIGHT, _read(types.float32, 1), types.int64, types.float32[:, ::1], types.uint32[::1],
-        _FLOATS, types.int64,
-    ),
-    parallel=True, nogil=True, fastmath=_MATH, error_model="numpy",
-)  # fmt: skip
-def matmul(x, weight, bias, epilogue, out, factors, sums, threads):
+@machine_code.entry(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy")
+def matmul(f32, b16, i8, i4, x, table, bias, epilogue, out, factors, sums, threads):
     """``out [rows, n] = epilogue(x [rows, k] @ weight + bias)`` on at most ``threads`` threads.
 
-    ``factors`` and ``sums`` are room for what becomes of ``x``: `factors_per_row` numbers a row, and one float a row
-    and group. Of a float32 weight, whose tiles multiply ``x`` itself, ``factors`` is ``x``.
+    ``table`` has the weight's `WEIGHT_FIELDS`. ``factors`` and ``sums`` are room for what becomes of ``x``:
+    `factor_stride` numbers a row, and one float a row and group. Of a float32 weight, ``factors`` is ``x`` itself.
     """
-    rows, kind, columns, depth = len(x), weight[0], weight[4], weight[5]
-    counters = np.zeros(3, np.int64)
-    stride = depth // 2 if NATIVE and kind != FLOAT32 else depth
-    by_flops, by_bytes = rows * columns * depth // THREAD_FLOPS, len(weight[1]) // THREAD_BYTES
-    workers = max(1, min(threads, max(by_flops, by_bytes)))
+    weight = weight_at(table, 0)
+    by_flops, by_bytes = len(x) * weight.columns * weight.depth // THREAD_FLOPS, len(weight.data) // THREAD_BYTES
+    workers, counters = max(1, min(threads, max(by_flops, by_bytes))), np.zeros(4, np.int64)
     if workers == 1:
-        _work(x, weight, bias, epilogue, out, factors, stride, sums, 1, counters)
+        _work(f32, b16, i8, i4, x, table, bias, epilogue, out, factors, sums, counters)
         return
     before = use_threads(workers)
     for _ in numba.prange(workers):
-        _work(x, weight, bias, epilogue, out, factors, stride, sums, workers, counters)
+        _work(f32, b16, i8, i4, x, table, bias, epilogue, out, factors, sums, counters)
     use_threads(before)

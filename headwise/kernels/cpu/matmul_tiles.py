@@ -29,11 +29,11 @@ NATIVE = ISA.avx512bf16 and ISA.avx512bw
 PANEL = 64
 """Columns of a weight that are packed side by side."""
 
-TILE_ROWS = (6, 4, 2, 1) if ISA.avx512f else (4, 2, 1)
+TILE_ROWS = (6 if ISA.avx512f else 4, 4, 2, 1)
 """Rows of a tile: with its columns, what fits in the registers."""
 
-WIDE, NARROW = (4, 2) if ISA.avx512f else (2, 2)
-"""Vectors of columns of a tile."""
+VECTORS, FEW_VECTORS = (4, 2) if ISA.avx512f else (2, 2)
+"""Vectors of columns of a tile; the fewer where scales need registers, too."""
 
 
 class _Bfloat(ir.types.Type):
