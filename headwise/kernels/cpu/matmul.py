@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.kernels.cpu import matmul_jit, packing_jit
 from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
+from headwise.kernels.fused import Activation
 
-Activation = Literal["silu", "gelu_tanh"]
-_EPILOGUES = {None: matmul_jit.PLAIN, "silu": matmul_jit.SILU, "gelu_tanh": matmul_jit.GELU}
-_KINDS = dict(zip(("float32", "bfloat16", "int8", "int4"), matmul_jit.KINDS, strict=True))
+EPILOGUES = {None: matmul_jit.PLAIN, "silu": matmul_jit.SILU, "gelu_tanh": matmul_jit.GELU}
+KINDS = dict(zip(("float32", "bfloat16", "int8", "int4"), matmul_jit.KINDS, strict=True))
 _MARKERS = {
-    dtype: tuple(True if kind == own else None for kind in matmul_jit.KINDS) for dtype, own in _KINDS.items()
+    dtype: tuple(True if kind == own else None for kind in matmul_jit.KINDS) for dtype, own in KINDS.items()
 }
 _CACHE_LINE = 64
 _DEPTH_STEP = 32
@@ -165,7 +165,7 @@ def pack_bias(bias: NDArray[np.float32], gated: bool = False) -> NDArray[np.floa
 @cache
 def make_ready(dtype: str) -> None:
     """Compile the product with weights kept in ``dtype``, or load it where this machine has compiled it before."""
-    matmul_jit.matmul.compile(matmul_jit.matmul_signature((_KINDS[dtype],)))
+    matmul_jit.matmul.compile(matmul_jit.matmul_signature((KINDS[dtype],)))
 
 
 def matmul(
@@ -195,7 +195,7 @@ def matmul(
     sums = np.empty(rows * groups, np.float32) if groups else _NO_FLOATS
     make_ready(weight.dtype)
     matmul_jit.matmul(
-        *_MARKERS[weight.dtype], x, weight.table, _NO_FLOATS if bias is None else bias, _EPILOGUES[activation], out, factors, sums, threads
+        *_MARKERS[weight.dtype], x, weight.table, _NO_FLOATS if bias is None else bias, EPILOGUES[activation], out, factors, sums, threads
     )
     return out
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
+from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 
@@ -108,6 +110,29 @@ class AttentionLayer(Protocol):
 
         Queries and keys are not rotated yet. Only the layer uses them, so it may rotate them in place.
         """
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """The cache that a step's attention is over, for models that read and write it themselves.
+
+    heads:      of every layer; the same object in all steps
+    wait_layer: to be called before a layer, where its cache is still being loaded; None: all is there
+    """
+
+    arena: KernelArray
+    layout: BlockLayout
+    batch: AttentionBatch
+    heads: Sequence[HeadTable]
+    wait_layer: Callable[[int], None] | None
+
+
+@runtime_checkable
+class PagedAttentionLayer(AttentionLayer, Protocol):
+    """An `AttentionLayer` over a paged cache."""
+
+    def paged(self) -> PagedCache | None:
+        """The cache; None where only the call may compute with it."""
 
 
 class Model(ABC):

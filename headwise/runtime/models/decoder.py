@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape, FusedDecoder, LayerNorms
 from headwise.runtime.models.base import (
     AttentionLayer,
     Model,
     ModelConfig,
+    PagedAttentionLayer,
+    PagedCache,
     RopeConfig,
     Rotation,
     Shard,
     valid_tp_sizes,
 )
 from headwise.runtime.models.rope import inverse_frequencies
-from headwise.runtime.ops.base import Activation, KernelArray, Tensor, TensorOps, Weight
+from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives
 
 
@@ -56,13 +59,12 @@ class Layer:
     """One rank's weights of a decoder layer.
 
     mlp:   what `Decoder.load_mlp` made and `Decoder.feed_forward` computes
-    norms: by their Hugging Face names
     """
 
     qkv: Linear
     out: Linear
     mlp: Any
-    norms: dict[str, Tensor]
+    norms: LayerNorms
 
 
 class Residual(NamedTuple):
@@ -80,7 +82,11 @@ class Decoder(Model):
     """
 
     prefix = "model."
-    norm_names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norm_names: ClassVar[Mapping[str, str]] = {
+        "before_attention": "input_layernorm",
+        "before_mlp": "post_attention_layernorm",
+    }
+    """Those of `LayerNorms` that the model has, by their Hugging Face names."""
     activation: Activation = "silu"
     norm_offset = 0.0
     """Added to every norm weight: 1 where a model stores it as its distance from 1."""
@@ -114,6 +120,7 @@ class Decoder(Model):
         self._frequencies = [ops.upload(inverse_frequencies(rope, config.head_dim)) for rope in ropes]
         self._rope_of = [ropes.index(rope) for rope in config.ropes]
         del self._weights
+        self._fused = self._fuse()
 
     # ---- weights ----
 
@@ -141,7 +148,7 @@ class Decoder(Model):
             ),
             out=self._split_columns(attention + "o_proj", q, has_bias),
             mlp=self.load_mlp(layer, f"{at}mlp."),
-            norms={name: self._norm(f"{at}{name}.weight") for name in self.norm_names},
+            norms=LayerNorms(**{norm: self._norm(f"{at}{name}.weight") for norm, name in self.norm_names.items()}),
         )
 
     def load_mlp(self, layer: int, at: str) -> Any:
@@ -201,24 +208,57 @@ class Decoder(Model):
 
     def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
         rotations = [self.ops.rotation(positions, inverse) for inverse in self._frequencies]
-        norms = [layer.norms["input_layernorm"] for layer in self._layers]
         x = self.embed(token_ids)
+        cache = attention.paged() if self._fused and isinstance(attention, PagedAttentionLayer) else None
+        if self._fused and cache:
+            self._run_fused(self._fused, x, rotations, cache)
+            return self.norm(x, self._final_norm)
+        norms = [layer.norms.before_attention for layer in self._layers]
         residual = Residual(x, self.norm(x, norms[0]))
         for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
             attended = self.attend(index, layer, residual.normed, rotations[self._rope_of[index]], attention)
             residual = self.after_mlp(layer, self.after_attention(layer, residual.x, attended), next_norm)
         return residual.normed
 
+    def _fuse(self) -> FusedDecoder | None:
+        """All layers as one, where the operations can and nothing is to be done between them."""
+        config, shard, ops = self.config, self._shard, self.ops
+        if not isinstance(ops, FusingOps) or shard.size > 1:
+            return None
+        if not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers):
+            return None
+        shape = DecoderShape(
+            q_heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            activation=self.activation,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            eps=config.rms_norm_eps,
+        )
+        return ops.fuse(list(map(_fusible, self._layers, self._rope_of)), shape)
+
+    def _run_fused(self, fused: FusedDecoder, x: Tensor, rotations: list[Rotation], cache: PagedCache) -> None:
+        """Take the residual stream ``x`` through all layers, in place; layer by layer if the cache comes so."""
+        angles = np.stack([np.stack(rotation).reshape(2, len(x), -1) for rotation in rotations])
+        step = 1 if cache.wait_layer else len(self._layers)
+        for first in range(0, len(self._layers), step):
+            if cache.wait_layer:
+                cache.wait_layer(first)
+            fused.run(x, range(first, first + step), angles, cache.arena, cache.layout, cache.batch, cache.heads)
+
     def embed(self, token_ids: KernelArray) -> Tensor:
         return self.ops.embedding(self._embedding, token_ids)
 
     def after_attention(self, layer: Layer, x: Tensor, attended: Tensor) -> Residual:
         """The residual stream ``x`` after attention, normed for the MLP."""
-        return self.add(x, attended, layer.norms["post_attention_layernorm"])
+        norm = layer.norms.after_attention
+        return self.add(x, attended if norm is None else self.norm(attended, norm), layer.norms.before_mlp)
 
     def after_mlp(self, layer: Layer, residual: Residual, next_norm: Tensor) -> Residual:
         """The residual stream after the MLP, normed with ``next_norm``, the norm weight of the next layer."""
-        return self.add(residual.x, self.mlp(layer, residual.normed), next_norm)
+        fed, norm = self.mlp(layer, residual.normed), layer.norms.after_mlp
+        return self.add(residual.x, fed if norm is None else self.norm(fed, norm), next_norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.ops.rms_norm(x, weight, self.config.rms_norm_eps)
@@ -242,8 +282,12 @@ class Decoder(Model):
         return query, key, qkv[:, q_heads + kv_heads :]
 
     def normed_heads(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Where a model norms queries and keys per head."""
-        return query, key
+        """Queries and keys, normed per head where the model does."""
+        norms = layer.norms
+        return (
+            query if norms.query is None else self.norm(query, norms.query),
+            key if norms.key is None else self.norm(key, norms.key),
+        )
 
     def mlp(self, layer: Layer, x: Tensor) -> Tensor:
         """The MLP of the normed ``x [T, hidden]``, summed over the ranks."""
@@ -267,6 +311,22 @@ class Decoder(Model):
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         return self.ops.linear(x, linear.weight, linear.bias)
+
+
+def _fusible(layer: Layer, rotation: int) -> DecoderLayer:
+    mlp: GatedMlp = layer.mlp
+    return DecoderLayer(
+        qkv=layer.qkv.weight,
+        out=layer.out.weight,
+        gate_up=mlp.gate_up.weight,
+        down=mlp.down.weight,
+        qkv_bias=layer.qkv.bias,
+        out_bias=layer.out.bias,
+        gate_up_bias=mlp.gate_up.bias,
+        down_bias=mlp.down.bias,
+        norms=layer.norms,
+        rotation=rotation,
+    )
 
 
 def _distinct(ropes: Sequence[RopeConfig]) -> list[RopeConfig]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, RopeConfig
-from headwise.runtime.models.decoder import Decoder, Layer, Residual
+from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, mapping, number, positive, rope
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import KernelArray, Tensor
@@ -55,28 +58,16 @@ def parse(config: HfConfig) -> ModelConfig:
 
 
 class Gemma3(Decoder):
-    norm_names = (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-        "self_attn.q_norm",
-        "self_attn.k_norm",
-    )
+    norm_names: ClassVar[Mapping[str, str]] = {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+        "query": "self_attn.q_norm",
+        "key": "self_attn.k_norm",
+    }
     activation = "gelu_tanh"
     norm_offset = 1.0
 
     def embed(self, token_ids: KernelArray) -> Tensor:
         return self.ops.embedding(self._embedding, token_ids, self.config.hidden_size**0.5)
-
-    def after_attention(self, layer: Layer, x: Tensor, attended: Tensor) -> Residual:
-        normed = self.norm(attended, layer.norms["post_attention_layernorm"])
-        return self.add(x, normed, layer.norms["pre_feedforward_layernorm"])
-
-    def after_mlp(self, layer: Layer, residual: Residual, next_norm: Tensor) -> Residual:
-        fed = self.mlp(layer, residual.normed)
-        return self.add(residual.x, self.norm(fed, layer.norms["post_feedforward_layernorm"]), next_norm)
-
-    def normed_heads(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        norms = layer.norms
-        return self.norm(query, norms["self_attn.q_norm"]), self.norm(key, norms["self_attn.k_norm"])

@@ -8,18 +8,18 @@ A *kernel array* is of the type that attention kernels on the device take: NumPy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape, FusedDecoder
 from headwise.runtime.ops.quantised import Matrix
 
 Tensor = Any
 KernelArray = Any
 Weight = Any
 """A linear layer's weight in whatever form `TensorOps.linear_weight` made of it."""
-Activation = Literal["silu", "gelu_tanh"]
 
 
 class StepUpload(Protocol):
@@ -131,6 +131,14 @@ class TensorOps(Protocol):
 
     def host(self, array: KernelArray) -> NDArray[Any]:
         """A kernel array in host memory; the same array on a CPU."""
+
+
+@runtime_checkable
+class FusingOps(TensorOps, Protocol):
+    """Operations that can do many layers of a decoder in one call."""
+
+    def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> FusedDecoder:
+        """Layers whose weights these operations made."""
 
 
 @runtime_checkable

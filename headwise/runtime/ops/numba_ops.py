@@ -6,13 +6,16 @@ factors that they are multiplied with (bfloat16, unless weights and dtype are fl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError
 from headwise.kernels.cpu import matmul as packed
+from headwise.kernels.cpu.decoder import CpuDecoder
 from headwise.kernels.cpu.matmul import PackedWeight
-from headwise.runtime.ops.base import Activation
+from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
 
@@ -72,6 +75,9 @@ class NumbaOps(NumpyOps):
             return packed.pack_quantised(weight.codes, weight.scale, weight.minimum, weight.bits, gated)
         dtype = "float32" if self._weights_dtype == "float32" else "bfloat16"
         return packed.pack_float(as_float32(weight), dtype, gated)
+
+    def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoder:
+        return CpuDecoder(layers, shape, self.threads)
 
     # ---- arithmetic ----
 

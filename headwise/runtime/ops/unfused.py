@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.ops.base import Activation, Tensor, Weight
+from headwise.kernels.fused import Activation
+from headwise.runtime.ops.base import Tensor, Weight
 from headwise.runtime.ops.quantised import Matrix, as_float32
 
 

@@ -19,7 +19,7 @@ from headwise.kernels.base import AttentionBatch, HeadTable, RotatingKernels
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, check_unchanged, read_model_card, with_pool
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.models.base import Model, Rotation, Shard
+from headwise.runtime.models.base import Model, PagedCache, Rotation, Shard
 from headwise.runtime.models.registry import build_model
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
@@ -422,9 +422,16 @@ class ModelWorker:
         )
         return ops.from_kernel_array(out)
 
+    def paged_cache(self, step: AttentionBatch) -> PagedCache | None:
+        """The cache, for models with kernels of their own over it: where others were asked for, there is none."""
+        if self._kernels.name != "numba":
+            return None
+        wait = self._copies.wait_layer if self._copies is not None and self._copies.is_loading else None
+        return PagedCache(self._cache.arena, self._cache.layout, step, self._heads, wait)
+
 
 class _PagedAttention:
-    """The `AttentionLayer` of one step."""
+    """The `PagedAttentionLayer` of one step."""
 
     def __init__(self, worker: ModelWorker, step: AttentionBatch) -> None:
         self._worker = worker
@@ -432,6 +439,9 @@ class _PagedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
         return self._worker.attend(layer, query, key, value, rotation, self._step)
+
+    def paged(self) -> PagedCache | None:
+        return self._worker.paged_cache(self._step)
 
 
 def _trial(start: int, tokens: int, updates: NDArray[np.int32]) -> BatchRequest:

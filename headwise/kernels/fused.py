@@ -1,0 +1,83 @@
+"""The contract of decoder layers that are computed many in one call: attention and a gated MLP each, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import Array, AttentionBatch, HeadTable
+
+Activation = Literal["silu", "gelu_tanh"]
+Weight = Any
+"""As the tensor operations made it that offer such a decoder."""
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Weights of a layer's RMS norms, ``[hidden]``, those of heads ``[head_dim]``; None where a model has none.
+
+    before_attention, before_mlp: of what comes from the residual stream
+    after_attention, after_mlp:   of what is added to it
+    query, key:                   of each head, before it is rotated
+    """
+
+    before_attention: Array
+    before_mlp: Array
+    after_attention: Array | None = None
+    after_mlp: Array | None = None
+    query: Array | None = None
+    key: Array | None = None
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """A layer's weights. rotation: index of its angles"""
+
+    qkv: Weight
+    out: Weight
+    gate_up: Weight
+    down: Weight
+    qkv_bias: Array | None
+    out_bias: Array | None
+    gate_up_bias: Array | None
+    down_bias: Array | None
+    norms: LayerNorms
+    rotation: int
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """What all layers share. scale: of attention's scores; softcap: of them, 0 for none; eps: of norms"""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    activation: Activation
+    scale: float
+    softcap: float
+    eps: float
+
+
+class FusedDecoder(Protocol):
+    """A decoder's layers, with the KV write and attention of each within."""
+
+    def make_ready(self, layout: BlockLayout) -> None:
+        """Compile for a cache of this layout, or load what this machine has compiled before."""
+
+    def run(
+        self,
+        x: Array,
+        layers: range,
+        rotations: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: Sequence[HeadTable],
+    ) -> None:
+        """Take the residual stream ``x [rows, hidden]`` through some ``layers``, in place.
+
+        rotations: cosines and sines of the tokens' positions, ``[kinds, 2, rows, head_dim / 2]``
+        heads:     of all layers; the same object from call to call
+        """
