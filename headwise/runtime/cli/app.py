@@ -154,11 +154,12 @@ def _serving(options: EngineOptions, address: str | None, local: bool) -> Iterat
 def _local_engine(config: EngineConfig) -> LocalEngine:
     from headwise.runtime.cli.terminal import progress
     from headwise.runtime.client.local_engine import LocalEngine
-    from headwise.runtime.loader.digest import digest_weights
+    from headwise.runtime.config.model_card import read_model_card
     from headwise.runtime.loader.resolve import resolve_model
 
     with progress() as bars:
-        digest_weights(resolve_model(config.model, config.cache_path, bars), config.cache_path, bars)
+        directory = resolve_model(config.model, config.cache_path, bars)
+        read_model_card(config, directory, bars)  # what is wrong is told before weights are loaded
         bars.stage("loading the weights")
         return LocalEngine(config)
 

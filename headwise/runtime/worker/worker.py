@@ -51,7 +51,8 @@ def load_model(
     card: ModelCard, config: EngineConfig, directory: Path, ops: TensorOps, collectives: Collectives, shard: Shard
 ) -> Model:
     """A rank's part of the card's model. Raises `ModelError` if it cannot be loaded, or is another one by now."""
-    model = build_model(card.config, Checkpoint(directory), ops, collectives, shard)
+    weights = Checkpoint(directory, blocks=config.computes_from_blocks)
+    model = build_model(card.config, weights, ops, collectives, shard)
     check_unchanged(card, config, directory)  # blocks of what is cached are named by the card
     return model
 
