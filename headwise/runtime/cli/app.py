@@ -239,6 +239,8 @@ def info(
 ) -> None:
     """Show how a model's cache is laid out: head groups, blocks, pool, requests that fit. Loads no weights.
 
+    Also what a decode step reads, and how long that takes at least: this machine's memory is measured for it.
+
     \b
     Examples:
       headwise info --model gemma3-270m --length 2000 --length 30000
@@ -258,7 +260,8 @@ def info(
     with progress() as bars:
         # A head pattern may have been measured on these very weights: only with them the two can be compared.
         directory = resolve_model(config.model, config.cache_path, bars, weights=bool(config.head_pattern))
-    rows = list(describe(config, read_model_card(config, directory, identify=False), length or ()))
+    card = read_model_card(config, directory, identify=False)
+    rows = list(describe(config, card, directory, length or ()))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")

@@ -212,5 +212,5 @@ def test_an_int8_cache_of_heads_that_do_not_fit_is_refused_before_weights_are_re
 
 def test_the_line_at_start_says_which_dtypes_were_chosen(model: Path) -> None:
     config = EngineConfig(model="tiny", device="cpu", dtype="bfloat16", weights_dtype="int8")
-    line = chosen(config, read_model_card(config, model, identify=False))
+    line = chosen(config, read_model_card(config, model, identify=False), model)
     assert "tensor_ops=numba kernels=numba dtype=bfloat16 weights_dtype=int8 kv_dtype=bfloat16" in line
