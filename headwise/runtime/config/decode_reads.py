@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.dtypes import dtype_bytes
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.block_file import BLOCKS, BlockFile
@@ -60,7 +60,7 @@ def kinds_of_blocks(directory: Path) -> str:
 
 
 def _element_bytes(dtype: str) -> float:
-    return 1 + _SCALE_BYTES / INT8_GROUP if dtype == "int8" else numpy_dtype(dtype).itemsize
+    return 1 + _SCALE_BYTES / INT8_GROUP if dtype == "int8" else dtype_bytes(dtype)
 
 
 def _layer_elements(model: ModelConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import gguf
 import pytest
 from support.tiny_models import write_llama_gguf
 
+from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError, ModelError
 from headwise.kernels.native_dtypes import multiplies_bfloat16
 from headwise.runtime.config.engine_config import EngineConfig
@@ -199,6 +201,16 @@ def test_a_model_that_is_no_gguf_file_cannot_be_computed_from_its_blocks(model: 
         ConfigError, match=r"gguf computes from .*, and tiny is no GGUF file: choose weights_dtype int8"
     ):
         read_model_card(FROM_BLOCKS, model, identify=identify)
+
+
+def test_a_bfloat16_cache_is_laid_out_where_ml_dtypes_is_not_installed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model="tiny", device="cpu", dtype="bfloat16")
+    numpy_dtype.cache_clear()
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    layout = read_model_card(config, model, identify=False).layout
+    assert [role.token_bytes for role in layout.roles] == [2 * 16, 2 * 16]
 
 
 def test_an_int8_cache_of_heads_that_do_not_fit_is_refused_before_weights_are_read(tmp_path: Path) -> None:
