@@ -51,12 +51,13 @@ def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> Deco
 
 
 def kinds_of_blocks(directory: Path) -> str:
-    """In words, of which GGUF types a model's matrices are, how many, and which are expanded."""
+    """In words, of which GGUF types a model's matrices are, how many, and which are kept in bfloat16."""
     counts = Counter(BlockFile(directory / BLOCKS).kinds.values())
-    kept = [f"{count} {kind}" for kind, count in counts.most_common() if kind in FORMATS]
-    expanded = [f"{count} {kind}" for kind, count in counts.most_common() if kind not in FORMATS]
-    parts = [", ".join(kept)] * bool(kept) + [f"{', '.join(expanded)} expanded to bfloat16"] * bool(expanded)
-    return "; ".join(parts)
+    kept, others = (
+        ", ".join(f"{count} {kind}" for kind, count in counts.most_common() if (kind in FORMATS) is wanted)
+        for wanted in (True, False)
+    )
+    return "; ".join(part for part in (kept, others and f"{others} as bfloat16") if part)
 
 
 def _element_bytes(dtype: str) -> float:

@@ -112,7 +112,7 @@ def test_info_says_what_a_step_reads_and_takes_at_least(llama: Path, monkeypatch
 def test_the_line_at_start_says_which_types_are_computed_from_and_which_expanded(llama: Path) -> None:
     config = EngineConfig(model="tiny", device="cpu", weights_dtype="gguf")
     line = chosen(config, read_model_card(config, llama, identify=False), llama)
-    assert "weights_dtype=gguf (13 Q8_0, 1 Q4_1; 1 F16 expanded to bfloat16) kv_dtype=float32" in line
+    assert "weights_dtype=gguf (13 Q8_0, 1 Q4_1; 1 F16 as bfloat16) kv_dtype=float32" in line
 
 
 @pytest.mark.parametrize("threads", [1, 3])
