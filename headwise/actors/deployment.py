@@ -96,7 +96,7 @@ class Deployment:
         self.config = resolve_device(self.config, cluster_gpus())
         directory = resolve_model(self.config.model, self.config.cache_path, progress)  # for the scheduler, here
         card = read_model_card(self.config, directory, progress)
-        log.info(chosen(self.config, card))
+        log.info(chosen(self.config, card, directory))
         if foreign := foreign_storage(self.config, card):
             log.warning(foreign)
 

@@ -9,8 +9,17 @@ import numpy as np
 
 from headwise.errors import ConfigError
 
-BEYOND_NUMPY = ("bfloat16", "float8_e4m3fn")
-"""Names that NumPy does not know by itself; ml_dtypes brings them, as it does to CuPy."""
+BEYOND_NUMPY = {"bfloat16": 2, "float8_e4m3fn": 1}
+"""Names that NumPy does not know by itself, and their bytes; ml_dtypes brings them, as it does to CuPy."""
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes of an element, also where ml_dtypes is not installed: a CPU keeps bfloat16 as its bits.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    return BEYOND_NUMPY.get(name) or numpy_dtype(name).itemsize
 
 
 @cache

@@ -22,7 +22,7 @@ import torch
 from support.random_ernie import DENSE, MOE, draw_weights
 from transformers import AutoModelForCausalLM
 
-from headwise.runtime.loader.safetensors_file import write_safetensors
+from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 
 MODELS = {
     "dense_tied": {**DENSE, "tie_word_embeddings": True},
@@ -45,12 +45,11 @@ PROMPT_LENGTH = 24
 @torch.inference_mode()
 def logits_of(config: dict[str, Any], ids: list[int]) -> np.ndarray:
     weights = draw_weights(config)
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
         (directory / "config.json").write_text(json.dumps(config))
-        write_safetensors(
-            directory / "model.safetensors", {k: v.shape for k, v in weights.items()}, iter(weights.values())
-        )
+        forms = {name: TensorForm("F32", values.shape) for name, values in weights.items()}
+        write_safetensors(directory / "model.safetensors", forms, iter(weights.values()))
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         return model.eval()(torch.tensor([ids])).logits[0].numpy()
 

@@ -154,11 +154,12 @@ def _serving(options: EngineOptions, address: str | None, local: bool) -> Iterat
 def _local_engine(config: EngineConfig) -> LocalEngine:
     from headwise.runtime.cli.terminal import progress
     from headwise.runtime.client.local_engine import LocalEngine
-    from headwise.runtime.loader.digest import digest_weights
+    from headwise.runtime.config.model_card import read_model_card
     from headwise.runtime.loader.resolve import resolve_model
 
     with progress() as bars:
-        digest_weights(resolve_model(config.model, config.cache_path, bars), config.cache_path, bars)
+        directory = resolve_model(config.model, config.cache_path, bars)
+        read_model_card(config, directory, bars)  # what is wrong is told before weights are loaded
         bars.stage("loading the weights")
         return LocalEngine(config)
 
@@ -238,6 +239,8 @@ def info(
 ) -> None:
     """Show how a model's cache is laid out: head groups, blocks, pool, requests that fit. Loads no weights.
 
+    Also what a decode step reads, and how long that takes at least: this machine's memory is measured for it.
+
     \b
     Examples:
       headwise info --model gemma3-270m --length 2000 --length 30000
@@ -257,7 +260,8 @@ def info(
     with progress() as bars:
         # A head pattern may have been measured on these very weights: only with them the two can be compared.
         directory = resolve_model(config.model, config.cache_path, bars, weights=bool(config.head_pattern))
-    rows = list(describe(config, read_model_card(config, directory, identify=False), length or ()))
+    card = read_model_card(config, directory, identify=False)
+    rows = list(describe(config, card, directory, length or ()))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")

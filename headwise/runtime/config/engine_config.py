@@ -229,6 +229,11 @@ class EngineConfig:
         return self.dtype_name == self.weights_dtype_name == "float32"
 
     @property
+    def computes_from_blocks(self) -> bool:
+        """Whether weights are what a GGUF file has, as it has them."""
+        return self.weights_dtype == "gguf"
+
+    @property
     def kv_dtype_name(self) -> str:
         """Of cached keys and values."""
         return self.dtype_name if self.kv_dtype == "auto" else self.kv_dtype

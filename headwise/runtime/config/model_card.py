@@ -14,6 +14,7 @@ from headwise.cache_controller.windows import GroupWindows
 from headwise.errors import ConfigError, ModelError
 from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.loader.block_file import BLOCKS
 from headwise.runtime.loader.checkpoint import parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
 from headwise.runtime.loader.progress import Progress
@@ -56,6 +57,7 @@ class ModelCard:
     max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds
     recycling:     whether blocks that a group's window has left are given back
     weights:       a hash of the model's configuration and all weights, however it is served; empty likewise
+    blocks:        a hash of the weights with a GGUF file's own blocks, where those are computed from; empty otherwise
     """
 
     model: str
@@ -67,6 +69,7 @@ class ModelCard:
     max_model_len: int
     recycling: bool = True
     weights: str = ""
+    blocks: str = ""
 
     @property
     def kept(self) -> tuple[HeadPolicy, ...]:
@@ -92,8 +95,10 @@ def read_model_card(
               `digest_weights`); blocks cannot be hashed without
     """
     raw = read_small_file(directory / "config.json")
-    model, weights = model_config(parse_json(directory / "config.json", raw)), ""
+    model, weights, blocks = model_config(parse_json(directory / "config.json", raw)), "", ""
+    _check_blocks(config, directory)
     if identify:
+        blocks = _blocks(directory, config, progress)  # first, since these are read together with the weights
         weights = _weights(raw, directory, config, progress)
     if config.head_pattern:
         pattern = load_pattern(config.head_pattern)
@@ -102,7 +107,7 @@ def read_model_card(
         pattern.check_fits((model.num_layers, model.num_kv_heads), config.model, weights)
         policies = policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, model.policies)
         model = replace(model, policies=policies)
-    identity = _identity(weights, model.policies, config) if identify else ""
+    identity = _identity(weights + blocks, model.policies, config) if identify else ""
     try:
         plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping)
     except ValueError as error:
@@ -111,7 +116,7 @@ def read_model_card(
     layout = gqa_layout(config.block_size, plan.slots, model.head_dim, config.kv_dtype_name)
     asked = _asked_length(config, model)
     spec = _cache_spec(config, layout, asked)
-    card = ModelCard(config.model, identity, model, plan, layout, spec, asked, config.recycling, weights)
+    card = ModelCard(config.model, identity, model, plan, layout, spec, asked, config.recycling, weights, blocks)
     return card if config.kv_cache_bytes is None else with_pool(card, config, config.kv_cache_bytes)
 
 
@@ -151,7 +156,8 @@ def load_pattern(path: str | Path) -> HeadPattern:
 
 def check_unchanged(card: ModelCard, config: EngineConfig, directory: Path) -> None:
     """Raise ModelError unless the weights in ``directory`` are still those of the card."""
-    if _weights(read_small_file(directory / "config.json"), directory, config) != card.weights:
+    blocks, raw_config = _blocks(directory, config), read_small_file(directory / "config.json")
+    if (_weights(raw_config, directory, config), blocks) != (card.weights, card.blocks):
         raise ModelError(
             f"the model in {directory} is no longer the one that the deployment was started with: start it again"
         )
@@ -173,7 +179,7 @@ def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec)
 
 def _check_cached_heads(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError if a CPU's kernels have no quantised cache for heads of this size."""
-    if config.on_gpu or config.kernels == "reference" or config.kv_dtype_name != "int8":
+    if config.device != "cpu" or config.kernels == "reference" or config.kv_dtype_name != "int8":
         return
     if model.head_dim % CPU_INT8_HEAD_MULTIPLE:
         raise ConfigError(
@@ -205,6 +211,22 @@ def _weights(raw_config: bytes, directory: Path, config: EngineConfig, progress:
     """A hash of the configuration and the weights."""
     weights = digest_weights(directory, config.cache_path, progress)
     return sha256(len(raw_config).to_bytes(8, "little") + raw_config + weights.encode()).hexdigest()[:32]
+
+
+def _blocks(directory: Path, config: EngineConfig, progress: Progress | None = None) -> str:
+    """A hash of the weights and of a GGUF file's own blocks; empty where those are not computed from."""
+    if not config.computes_from_blocks:
+        return ""
+    return digest_weights(directory, config.cache_path, progress, blocks=True)
+
+
+def _check_blocks(config: EngineConfig, directory: Path) -> None:
+    """Raise ConfigError if blocks of a GGUF file are to be computed from, and there are none."""
+    if config.computes_from_blocks and not (directory / BLOCKS).exists():
+        raise ConfigError(
+            f"weights_dtype gguf computes from a GGUF file's own blocks, and {config.model} is no GGUF file: "
+            "choose weights_dtype int8 or bfloat16, or give a GGUF file"
+        )
 
 
 def _identity(weights: str, policies: Policies, config: EngineConfig) -> str:

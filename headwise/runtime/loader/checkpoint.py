@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.runtime.loader.block_file import BLOCKS, BlockFile
 from headwise.runtime.loader.safetensors_file import SafetensorsFile
+from headwise.runtime.ops.quantised import GroupQuantised
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_JSON_BYTES = 64 << 20
@@ -25,11 +27,14 @@ class Checkpoint:
 
     Files are mapped when one of their tensors is first asked for. What is stored as F32 comes back as a read-only view
     of the mapped file; F16 and BF16 are widened to float32. Raises `ModelError` naming the file at fault.
+
+    blocks: also gives what a GGUF file had quantised, as it was: the directory must have been made of one
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, blocks: bool = False) -> None:
         self.directory = directory
         self.config = read_json(directory / "config.json")
+        self._blocks = BlockFile(directory / BLOCKS) if blocks else None
         self._files: dict[str, SafetensorsFile] = {}
 
     @cached_property
@@ -61,6 +66,23 @@ class Checkpoint:
         """``tensor(name)[:, start:stop]`` of a matrix, reading no more than that."""
         self._check_range(name, 1, start, stop)
         return self._open(name).read(name, columns=slice(start, stop))
+
+    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        """``rows(name, start, stop)`` of a matrix as the GGUF file had it; None where that is in floating point.
+
+        Codes of 8 bits are a read-only view of the mapped file; those of 4 are unpacked.
+        """
+        if self._blocks is None:
+            return None
+        self._check_range(name, 0, start, stop)
+        return self._blocks.rows(name, start, stop)
+
+    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        """``columns(name, start, stop)`` in the same way. Raises `ConfigError` where they cut a group in two."""
+        if self._blocks is None:
+            return None
+        self._check_range(name, 1, start, stop)
+        return self._blocks.columns(name, start, stop)
 
     def _check_range(self, name: str, axis: int, start: int, stop: int) -> None:
         shape = self.shape(name)
@@ -101,13 +123,13 @@ class Checkpoint:
         return self._files[file_name]
 
 
-def weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path, *, blocks: bool = False) -> list[Path]:
     """The files of ``directory`` that a `Checkpoint` takes tensors from, and the one that says which are where.
 
     None where there are no weights. Raises `ModelError` as `Checkpoint` does.
     """
     if (directory / SINGLE).exists():
-        return [directory / SINGLE]
+        return [directory / SINGLE, *([directory / BLOCKS] if blocks else [])]
     if not (directory / INDEX).exists():
         return []
     return [directory / name for name in (INDEX, *sorted(set(_weight_map(directory).values())))]

@@ -74,8 +74,10 @@ def digest_weights(
     cache_dir: Path,
     progress: Progress | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
+    *,
+    blocks: bool = False,
 ) -> str:
-    """A hash of all that a `Checkpoint` reads from ``directory``, in hexadecimal digits.
+    """A hash of all that a `Checkpoint` reads from ``directory``, with or without ``blocks``, in hexadecimal digits.
 
     The files are read once; as long as none changes, later calls look at their sizes and times only. Several processes
     may ask at once: one of each node reads.
@@ -85,7 +87,7 @@ def digest_weights(
     """
     progress = progress or SilentProgress()
     places = [directory / RECORDS, cache_dir / "digests" / f"{_key(directory)}.json"]
-    files = [_File(path, _stamp(path)) for path in weight_files(directory)]
+    files = [_File(path, _stamp(path)) for path in weight_files(directory, blocks=blocks)]
     known = _known(files, places)
     if len(known) < len(files):
         lock = places[1].with_suffix(".lock")

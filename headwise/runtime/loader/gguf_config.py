@@ -48,12 +48,13 @@ class Architecture:
 
     config:     the architecture's own keys of ``config.json``
     layer_names: GGUF name within a layer -> Hugging Face name within a layer
-    undo:       ``(gguf name, values, config) -> values``, takes back what the GGUF converter did to the weights
+    undo:       ``(gguf name, values, config) -> values``, takes back what the GGUF converter did to the weights. Of
+                matrices it moves rows only: their codes and scales are moved alike
     """
 
     config: Callable[[GgufFile], dict[str, Any]]
     layer_names: Mapping[str, str]
-    undo: Callable[[str, NDArray[np.float32], Mapping[str, Any]], NDArray[np.float32]]
+    undo: Callable[[str, NDArray[Any], Mapping[str, Any]], NDArray[Any]]
 
 
 def architecture_of(source: GgufFile) -> Architecture:
@@ -213,7 +214,7 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> NDArray[np.fl
     return np.asarray(1.0 / ((1.0 - share) / factor + share))
 
 
-def _undo_llama(name: str, values: NDArray[np.float32], config: Mapping[str, Any]) -> NDArray[np.float32]:
+def _undo_llama(name: str, values: NDArray[Any], config: Mapping[str, Any]) -> NDArray[Any]:
     """llama.cpp pairs neighbouring rows for RoPE, Hugging Face pairs the halves of a head."""
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name.split(".")[-2])
     if heads is None:
@@ -222,7 +223,7 @@ def _undo_llama(name: str, values: NDArray[np.float32], config: Mapping[str, Any
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _undo_gemma3(name: str, values: NDArray[np.float32], config: Mapping[str, Any]) -> NDArray[np.float32]:
+def _undo_gemma3(name: str, values: NDArray[Any], config: Mapping[str, Any]) -> NDArray[Any]:
     """Gemma's norms multiply by ``1 + weight``; GGUF stores the sum."""
     return values - np.float32(1.0) if name.endswith("norm.weight") else values
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError, HeadwiseError, ModelError
+from headwise.runtime.loader.block_file import BLOCKS, write_blocks
+from headwise.runtime.loader.checkpoint import SINGLE
 from headwise.runtime.loader.files import building
+from headwise.runtime.loader.gguf_blocks import FORMATS
 from headwise.runtime.loader.gguf_config import architecture_of, build_config, hf_tensor_name
 from headwise.runtime.loader.gguf_file import GgufFile
 from headwise.runtime.loader.gguf_tokenizer import build_tokenizer, build_tokenizer_config
 from headwise.runtime.loader.progress import Progress
-from headwise.runtime.loader.safetensors_file import write_safetensors
+from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.ops.quantised import GroupQuantised
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Goes up whenever the same file would be converted differently: older results are then converted again."""
 
 
@@ -44,7 +49,7 @@ def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Pa
 
 
 def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
-    """Write a GGUF file's model into an empty ``directory``: float32 weights, config and tokenizer.
+    """Write a GGUF file's model into an empty ``directory``: float32 weights, its own blocks, config and tokenizer.
 
     Raises `ModelError` if the file is truncated, corrupt or of a kind that cannot be converted, and `ConfigError` if
     the package is missing that reads such files.
@@ -77,8 +82,14 @@ def _convert(source: Path, directory: Path, progress: Progress) -> None:
     _write_json(directory / "tokenizer_config.json", build_tokenizer_config(file))
     progress.stage(f"dequantising {source.name}")
     names = {name: hf for name in file.tensors if (hf := hf_tensor_name(name, file)) is not None}
-    shapes = {hf: file.tensors[name].shape for name, hf in names.items()}
-    write_safetensors(directory / "model.safetensors", shapes, _values(file, list(names), config, progress))
+    forms = {hf: TensorForm("F32", file.tensors[name].shape) for name, hf in names.items()}
+    write_safetensors(directory / SINGLE, forms, _values(file, list(names), config, progress))
+    progress.stage(f"keeping the blocks of {source.name}")
+    matrices = {name: hf for name, hf in names.items() if len(file.tensors[name].shape) == 2}
+    kinds = {hf: file.kind(name) for name, hf in matrices.items()}
+    shapes = {hf: (form.shape[0], form.shape[1]) for hf, form in forms.items() if hf in kinds}
+    kept = [name for name, hf in matrices.items() if kinds[hf] in FORMATS]
+    write_blocks(directory / BLOCKS, kinds, shapes, _quantised(file, kept, config, progress))
     _write_json(directory / "config.json", config)
 
 
@@ -89,6 +100,20 @@ def _values(
     total, done = sum(file.tensors[name].nbytes for name in names), 0
     for name in names:
         yield undo(name, file.tensor(name), config)
+        done += file.tensors[name].nbytes
+        progress.update(done, total)
+
+
+def _quantised(
+    file: GgufFile, names: list[str], config: dict[str, Any], progress: Progress
+) -> Iterator[GroupQuantised]:
+    undo = architecture_of(file).undo
+    total, done = sum(file.tensors[name].nbytes for name in names), 0
+    for name in names:
+        matrix = file.quantised(name)
+        minimum = None if matrix.minimum is None else undo(name, matrix.minimum, config)
+        codes, scale = undo(name, matrix.codes, config), undo(name, matrix.scale, config)
+        yield replace(matrix, codes=codes, scale=scale, minimum=minimum)
         done += file.tensors[name].nbytes
         progress.update(done, total)
 

@@ -1,4 +1,4 @@
-"""Reading a GGUF file: its metadata, and its tensors dequantised to float32.
+"""Reading a GGUF file: its metadata, and its tensors, dequantised to float32 or as they are quantised.
 
 The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Dequantising is the ``gguf``
 package's; its reader is not used: it checks no count (a file of 60 bytes makes it fill the memory), and keeps an array
@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.runtime.loader.gguf_blocks import take_apart
+from headwise.runtime.ops.quantised import GroupQuantised
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -61,19 +63,35 @@ class GgufFile:
         """A tensor's values, dequantised, in its own shape."""
         from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
 
-        found = self.tensors.get(name)
-        if found is None:
-            raise ModelError(f"{self.path} lacks the tensor {name!r}; convert or download the file again")
+        found = self._find(name)
         kind = GGMLQuantizationType(found.quantization)
-        raw = np.frombuffer(self._data, np.uint8, found.nbytes, found.offset)
         try:
-            values = dequantize(raw.reshape(quant_shape_to_byte_shape(found.shape, kind)), kind)
+            values = dequantize(self._raw(found).reshape(quant_shape_to_byte_shape(found.shape, kind)), kind)
         except NotImplementedError:
             raise ModelError(
                 f"{self.path}: tensor {name!r} is stored as {kind.name}, which cannot be read; "
                 "use a file quantised as Q4_K_M, Q8_0, F16 or BF16"
             ) from None
         return np.asarray(values, np.float32).reshape(found.shape)
+
+    def kind(self, name: str) -> str:
+        """The name of a tensor's type, such as ``Q4_K``."""
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType(self._find(name).quantization).name
+
+    def quantised(self, name: str) -> GroupQuantised:
+        """A matrix of one of the types of `FORMATS`, as it is stored."""
+        found = self._find(name)
+        return take_apart(self._raw(found), self.kind(name), (found.shape[0], found.shape[1]))
+
+    def _find(self, name: str) -> GgufTensor:
+        if name not in self.tensors:
+            raise ModelError(f"{self.path} lacks the tensor {name!r}; convert or download the file again")
+        return self.tensors[name]
+
+    def _raw(self, tensor: GgufTensor) -> NDArray[np.uint8]:
+        return np.frombuffer(self._data, np.uint8, tensor.nbytes, tensor.offset)
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -8,7 +8,7 @@ here, since it writes only what is in memory all at once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,8 +20,11 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 
 # bfloat16 is read as its bits: NumPy has no such type.
-_STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+FLOATS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+INTEGERS: Mapping[str, np.dtype[Any]] = {"I8": np.dtype("i1"), "U8": np.dtype("u1")}
+_STORED = {**FLOATS, **INTEGERS}
 _HEADER_ALIGNMENT = 64
+_METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,24 @@ class _Entry:
     stop: int
 
 
-class SafetensorsFile:
-    """A mapped safetensors file of F32, F16 or BF16 tensors. Raises `ModelError` if it is truncated or corrupt."""
+@dataclass(frozen=True)
+class TensorForm:
+    """What a tensor is written as: ``dtype`` by its name in safetensors."""
 
-    def __init__(self, path: Path) -> None:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SafetensorsFile:
+    """A mapped safetensors file of tensors of ``dtypes``. Raises `ModelError` if it is truncated or corrupt."""
+
+    def __init__(self, path: Path, dtypes: Mapping[str, np.dtype[Any]] = FLOATS) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self.path = path
+        self.path, self._dtypes = path, dtypes
         try:
             with safe_open(path, framework="numpy") as file:
+                self.metadata: Mapping[str, str] = file.metadata() or {}
                 self._data = np.memmap(path, np.uint8, "r").view(np.ndarray)
                 self._entries = self._locate(file)
         except SafetensorError as error:
@@ -59,14 +71,18 @@ class SafetensorsFile:
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> NDArray[np.float32]:
         """A tensor, or a part of it, as float32. A part stored as F32 is a read-only view of the mapped file."""
-        entry = self._entries[name]
-        stored = self._data[entry.start : entry.stop].view(_STORED[entry.dtype]).reshape(entry.shape)
+        stored = self.stored(name)
         part = stored[rows] if columns is None else stored[rows, columns]
-        if entry.dtype == "BF16":
+        if self._entries[name].dtype == "BF16":
             bits = part.astype(np.uint32)
             bits <<= 16
             return bits.view(np.float32)
         return part.astype(np.float32, copy=False)
+
+    def stored(self, name: str) -> NDArray[Any]:
+        """A tensor as it is stored, a read-only view of the mapped file; BF16 as its bits."""
+        entry = self._entries[name]
+        return self._data[entry.start : entry.stop].view(_STORED[entry.dtype]).reshape(entry.shape)
 
     def _locate(self, file: Any) -> dict[str, _Entry]:
         """The tensors of a checked file, in which each begins where the one before it ends: gaps are refused."""
@@ -75,9 +91,9 @@ class SafetensorsFile:
         for name in file.offset_keys():
             tensor = file.get_slice(name)
             dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
-            if dtype not in _STORED:
+            if dtype not in self._dtypes:
                 raise ModelError(
-                    f"{self.path}: tensor {name!r} is stored as {dtype}; {', '.join(_STORED)} can be read: "
+                    f"{self.path}: tensor {name!r} is stored as {dtype}; {', '.join(self._dtypes)} can be read: "
                     "use an unquantised version of the model"
                 )
             entry = _Entry(dtype, shape, at, at + prod(shape) * _STORED[dtype].itemsize)
@@ -85,18 +101,23 @@ class SafetensorsFile:
         return entries
 
 
-def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], tensors: Iterable[NDArray[np.float32]]) -> None:
-    """Write float32 tensors one after the other, in the order of ``shapes``, holding one at a time in memory."""
+def write_safetensors(
+    path: Path,
+    forms: Mapping[str, TensorForm],
+    tensors: Iterable[NDArray[Any]],
+    metadata: Mapping[str, str] = _METADATA,
+) -> None:
+    """Write tensors one after the other, in the order of ``forms``, holding one at a time in memory."""
     header, at = {}, 0
-    for name, shape in shapes.items():
-        end = at + prod(shape) * 4
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
+    for name, form in forms.items():
+        end = at + prod(form.shape) * _STORED[form.dtype].itemsize
+        header[name] = {"dtype": form.dtype, "shape": list(form.shape), "data_offsets": [at, end]}
         at = end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": dict(metadata), **header}, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for (name, shape), values in zip(shapes.items(), tensors, strict=True):
-            if values.shape != shape:
-                raise ValueError(f"{name} was announced as {shape} and came as {values.shape}")
-            file.write(np.ascontiguousarray(values, "<f4").data)
+        for (name, form), values in zip(forms.items(), tensors, strict=True):
+            if values.shape != form.shape:
+                raise ValueError(f"{name} was announced as {form.shape} and came as {values.shape}")
+            file.write(np.ascontiguousarray(values, _STORED[form.dtype]).data)

@@ -25,10 +25,15 @@ from headwise.runtime.models.base import (
 from headwise.runtime.models.rope import inverse_frequencies
 from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives
+from headwise.runtime.ops.quantised import GroupQuantised
 
 
 class Weights(Protocol):
-    """Reads weights, or the parts that a rank needs: float32, by their Hugging Face names."""
+    """Reads weights, or the parts that a rank needs: float32, by their Hugging Face names.
+
+    Where weights are to be computed from as a file has them quantised, `quantised_rows` and `quantised_columns` give
+    the same part so; None: not this one.
+    """
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -38,6 +43,10 @@ class Weights(Protocol):
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]: ...
 
     def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]: ...
+
+    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None: ...
+
+    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None: ...
 
 
 @dataclass(frozen=True)

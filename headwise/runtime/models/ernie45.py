@@ -19,6 +19,7 @@ from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives
+from headwise.runtime.ops.quantised import GroupQuantised
 
 DENSE = "Ernie4_5ForCausalLM"
 MOE = "Ernie4_5_MoeForCausalLM"
@@ -181,6 +182,14 @@ class ErnieWeights:
     def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         expert = self._fused_expert(name)
         return self._source.columns(name, start, stop) if expert is None else expert[:, start:stop]
+
+    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        """None: no such files are read."""
+        return None
+
+    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        """None: no such files are read."""
+        return None
 
     def correction(self, at: str) -> NDArray[np.float32]:
         """A router's ``e_score_correction_bias [num_experts]``."""

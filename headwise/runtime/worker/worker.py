@@ -51,7 +51,8 @@ def load_model(
     card: ModelCard, config: EngineConfig, directory: Path, ops: TensorOps, collectives: Collectives, shard: Shard
 ) -> Model:
     """A rank's part of the card's model. Raises `ModelError` if it cannot be loaded, or is another one by now."""
-    model = build_model(card.config, Checkpoint(directory), ops, collectives, shard)
+    weights = Checkpoint(directory, blocks=config.computes_from_blocks)
+    model = build_model(card.config, weights, ops, collectives, shard)
     check_unchanged(card, config, directory)  # blocks of what is cached are named by the card
     return model
 
@@ -134,7 +135,8 @@ class ModelWorker:
         plan, spec = self.card.plan, self.card.spec
         return (
             f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} kernels={self._kernels.name} "
-            f"collectives={self._collectives.name} "
+            f"dtype={self._config.dtype_name} weights_dtype={self._config.weights_dtype_name} "
+            f"kv_dtype={self._config.kv_dtype_name} collectives={self._collectives.name} "
             f"groups={len(plan.groups)} slots={plan.slots} "
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'}"

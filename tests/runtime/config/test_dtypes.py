@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+from support.tiny_models import write_llama_gguf
 
-from headwise.errors import ConfigError
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.errors import ConfigError, ModelError
 from headwise.kernels.native_dtypes import multiplies_bfloat16
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import chosen
-from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.config.model_card import check_unchanged, read_model_card
+from headwise.runtime.loader.block_file import BLOCKS
+from headwise.runtime.loader.gguf_convert import converted_directory
+from headwise.runtime.loader.progress import SilentProgress
 from headwise.runtime.ops.select import resolve_ops_name
 from headwise.runtime.worker import device
 from headwise.runtime.worker.device import resolve_device
@@ -163,6 +170,49 @@ def test_blocks_computed_from_other_weights_never_share_an_identity(model: Path)
 FLOATS = ("float32", "bfloat16", "int8")
 
 
+@pytest.fixture
+def converted(tmp_path: Path) -> Path:
+    """A model with blocks of a GGUF file's."""
+    kinds = {"blk.0.ffn_down.weight": gguf.GGMLQuantizationType.Q8_0}
+    source = write_llama_gguf(tmp_path / "tiny.gguf", quantized=kinds)
+    return converted_directory(source, tmp_path, SilentProgress())
+
+
+FROM_BLOCKS = EngineConfig(model="tiny", device="cpu", weights_dtype="gguf")
+
+
+def test_a_model_computed_from_its_blocks_is_another_one_with_the_same_weights(converted: Path) -> None:
+    plain = read_model_card(EngineConfig(model="tiny", device="cpu"), converted)
+    from_blocks = read_model_card(FROM_BLOCKS, converted)
+    assert plain.identity != from_blocks.identity
+    assert plain.weights == from_blocks.weights, "head patterns are of the model, however it is computed"
+    with (converted / BLOCKS).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    assert read_model_card(FROM_BLOCKS, converted).identity not in (plain.identity, from_blocks.identity)
+    check_unchanged(plain, EngineConfig(model="tiny", device="cpu"), converted)
+    with pytest.raises(ModelError, match="no longer the one that the deployment was started with"):
+        check_unchanged(from_blocks, FROM_BLOCKS, converted)
+
+
+@pytest.mark.parametrize("identify", [False, True])
+def test_a_model_that_is_no_gguf_file_cannot_be_computed_from_its_blocks(model: Path, identify: bool) -> None:
+    with pytest.raises(
+        ConfigError, match=r"gguf computes from .*, and tiny is no GGUF file: choose weights_dtype int8"
+    ):
+        read_model_card(FROM_BLOCKS, model, identify=identify)
+
+
+def test_a_bfloat16_cache_is_laid_out_where_ml_dtypes_is_not_installed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model="tiny", device="cpu", dtype="bfloat16")
+    numpy_dtype.cache_clear()
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    layout = read_model_card(config, model, identify=False).layout
+    assert [role.token_bytes for role in layout.roles] == [2 * 16, 2 * 16]
+
+
 def test_an_int8_cache_of_heads_that_do_not_fit_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     write_config(tmp_path, head_dim=24)
     (tmp_path / "model.safetensors").mkdir()  # reading it would fail
@@ -174,5 +224,5 @@ def test_an_int8_cache_of_heads_that_do_not_fit_is_refused_before_weights_are_re
 
 def test_the_line_at_start_says_which_dtypes_were_chosen(model: Path) -> None:
     config = EngineConfig(model="tiny", device="cpu", dtype="bfloat16", weights_dtype="int8")
-    line = chosen(config, read_model_card(config, model, identify=False))
+    line = chosen(config, read_model_card(config, model, identify=False), model)
     assert "tensor_ops=numba kernels=numba dtype=bfloat16 weights_dtype=int8 kv_dtype=bfloat16" in line

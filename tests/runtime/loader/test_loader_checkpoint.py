@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
-from headwise.runtime.loader.safetensors_file import write_safetensors
+from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 
 DRAW = np.random.default_rng(3)
 UP = DRAW.standard_normal((6, 4), np.float32)
@@ -90,7 +90,8 @@ def test_what_is_written_reads_back_here_and_by_the_safetensors_library(director
     from safetensors.numpy import load_file
 
     path = directory / "model.safetensors"
-    write_safetensors(path, {"up": (6, 4), "norm": (4,)}, iter([UP, NORM]))
+    forms = {"up": TensorForm("F32", (6, 4)), "norm": TensorForm("F32", (4,))}
+    write_safetensors(path, forms, iter([UP, NORM]))
     np.testing.assert_array_equal(Checkpoint(directory).tensor("norm"), NORM)
     np.testing.assert_array_equal(load_file(path)["up"], UP)
 

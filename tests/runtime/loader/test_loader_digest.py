@@ -10,6 +10,7 @@ import pytest
 
 from headwise.errors import ModelError
 from headwise.runtime.loader import digest
+from headwise.runtime.loader.block_file import BLOCKS
 from headwise.runtime.loader.checkpoint import INDEX, SINGLE
 from headwise.runtime.loader.digest import RECORDS, digest_weights
 from headwise.runtime.loader.files import LockedFile
@@ -56,6 +57,20 @@ def cache(tmp_path: Path) -> Path:
 
 def digest_of(directory: Path, cache: Path, progress: Reads | None = None, now_ns: int = LATER_NS) -> str:
     return digest_weights(directory, cache, progress, lambda: now_ns)
+
+
+def test_blocks_count_where_they_are_read_and_are_hashed_once_beside_the_weights(model: Path, cache: Path) -> None:
+    (model / BLOCKS).write_bytes(bytes(100))
+    plain, reads = digest_of(model, cache), Reads()
+    with_blocks = digest_weights(model, cache, reads, lambda: LATER_NS, blocks=True)
+    assert reads.done[-1] == (100, 100), "the weights were known"
+    again = Reads()
+    assert digest_weights(model, cache, again, lambda: LATER_NS, blocks=True) == with_blocks != plain
+    assert digest_of(model, cache, again) == plain
+    assert again.stages == []
+    overwrite(model / BLOCKS, 50)
+    assert digest_weights(model, cache, None, lambda: LATER_NS, blocks=True) != with_blocks
+    assert digest_of(model, cache) == plain
 
 
 def overwrite(path: Path, at: int) -> None:

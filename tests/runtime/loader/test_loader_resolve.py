@@ -53,7 +53,7 @@ def model(tmp_path: Path) -> Path:
 def test_a_gguf_file_becomes_a_directory_in_the_cache(model: Path, tmp_path: Path) -> None:
     assert model.parent == tmp_path / "cache" / "models"
     names = {path.name for path in model.iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert names == {"config.json", "model.gguf-blocks", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
 def test_a_hugging_face_directory_is_used_where_it_is(model: Path, tmp_path: Path) -> None:

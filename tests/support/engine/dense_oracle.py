@@ -71,6 +71,12 @@ class DictWeights:
     def columns(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._tensors[name][:, start:stop]
 
+    def quantised_rows(self, name: str, start: int, stop: int) -> None:
+        return None
+
+    def quantised_columns(self, name: str, start: int, stop: int) -> None:
+        return None
+
 
 def run_rank(
     config: ModelConfig, weights: Weights, comm: Communicator, ids: np.ndarray, ops_name: str = "numpy"

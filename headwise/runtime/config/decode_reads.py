@@ -1,0 +1,96 @@
+"""What a decode step reads: the weights once, and each sequence's cache. That bounds its speed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from headwise.cache_controller.dtypes import dtype_bytes
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.loader.block_file import BLOCKS, BlockFile
+from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.loader.gguf_blocks import FORMATS
+from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.ops.quantised import INT8_GROUP
+
+_THOUSAND = 1000
+_SCALE_BYTES = 4
+_EXPANDED_BYTES = 2
+"""Of a number of a GGUF file that is not computed from as it is: bfloat16."""
+
+
+@dataclass(frozen=True)
+class DecodeReads:
+    """Bytes that a decode step reads, over all ranks. Norms, biases and the embedding's rows are too small to count.
+
+    layers:   of the layers' matrices; of a mixture of experts, those that one token goes through
+    lm_head:  of the output matrix, which may be that of the embedding
+    thousand: of the cache of a sequence of 1,000 tokens
+    """
+
+    layers: int
+    lm_head: int
+    thousand: int
+
+    @property
+    def weights(self) -> int:
+        return self.layers + self.lm_head
+
+
+def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> DecodeReads:
+    """What a decode step of the model in ``directory`` reads; loads no weights."""
+    thousand = _bytes_of_thousand(card)
+    if config.computes_from_blocks:
+        return DecodeReads(*_block_bytes(card.config, directory), thousand)
+    size = _element_bytes(config.weights_dtype_name)
+    model = card.config
+    return DecodeReads(int(_layer_elements(model) * size), int(model.vocab_size * model.hidden_size * size), thousand)
+
+
+def kinds_of_blocks(directory: Path) -> str:
+    """In words, of which GGUF types a model's matrices are, how many, and which are kept in bfloat16."""
+    counts = Counter(BlockFile(directory / BLOCKS).kinds.values())
+    kept, others = (
+        ", ".join(f"{count} {kind}" for kind, count in counts.most_common() if (kind in FORMATS) is wanted)
+        for wanted in (True, False)
+    )
+    return "; ".join(part for part in (kept, others and f"{others} as bfloat16") if part)
+
+
+def _element_bytes(dtype: str) -> float:
+    return 1 + _SCALE_BYTES / INT8_GROUP if dtype == "int8" else dtype_bytes(dtype)
+
+
+def _layer_elements(model: ModelConfig) -> int:
+    """Numbers in all layers' matrices that a token is multiplied with."""
+    hidden, moe = model.hidden_size, model.moe
+    attention = 2 * hidden * model.head_dim * (model.num_heads + model.num_kv_heads)
+    dense = 3 * hidden * model.intermediate_size
+    if moe is None:
+        return model.num_layers * (attention + dense)
+    experts = 3 * hidden * moe.expert_size * (moe.experts_per_token + moe.num_shared_experts)
+    routed = len(moe.layers) * (experts + hidden * moe.num_experts)
+    return model.num_layers * attention + (model.num_layers - len(moe.layers)) * dense + routed
+
+
+def _block_bytes(model: ModelConfig, directory: Path) -> tuple[int, int]:
+    """Bytes of the layers and of the LM head as a GGUF file's blocks."""
+    blocks, checkpoint, layers, head = BlockFile(directory / BLOCKS), Checkpoint(directory), 0, 0
+    head_name = "embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
+    for name in blocks.kinds:
+        num_bytes = blocks.num_bytes(name) or _EXPANDED_BYTES * prod(checkpoint.shape(name))
+        if ".layers." in name:
+            layers += num_bytes
+        elif name.endswith(head_name):
+            head += num_bytes
+    return layers, head
+
+
+def _bytes_of_thousand(card: ModelCard) -> int:
+    """Of the cache of 1,000 tokens, what its last token's heads see."""
+    policies = [policy for row in card.config.policies for policy in row]
+    seen = sum(_THOUSAND if each.is_full else min(_THOUSAND, each.window + each.sink) for each in policies)
+    return seen * card.layout.slot_bytes // card.layout.block_size

@@ -1,0 +1,138 @@
+"""The file beside a converted GGUF model's float32 weights that has what was quantised as it was, by other names.
+
+It is a safetensors file of another suffix, so that nobody takes it for a part of the weights. A matrix ``NAME`` is
+``NAME.codes``, ``NAME.scale`` and, for some types, ``NAME.minimum`` (see `GroupQuantised`). Codes of 4 bits lie two a
+byte, the first of a pair in its low half; int8 ones are stored 8 higher.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ConfigError, ModelError
+from headwise.runtime.loader.gguf_blocks import FORMATS, BlockFormat
+from headwise.runtime.loader.safetensors_file import INTEGERS, SafetensorsFile, TensorForm, write_safetensors
+from headwise.runtime.ops.quantised import GroupQuantised
+
+BLOCKS = "model.gguf-blocks"
+
+_DTYPES = {"F32": np.dtype("<f4"), **INTEGERS}
+_NIBBLE_ZERO = 8
+"""What stands for 0 where codes of 4 bits are signed."""
+
+
+class BlockFile:
+    """The mapped file.
+
+    kinds: the GGUF type of every matrix of the model, by its Hugging Face name; those that are in `FORMATS` are here
+
+    Raises `ModelError` if the file is truncated or corrupt.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = SafetensorsFile(path, _DTYPES)
+        try:
+            self.kinds: Mapping[str, str] = json.loads(self._file.metadata["kinds"])
+        except (KeyError, ValueError):
+            raise ModelError(
+                f"{path} is corrupt: it does not say what is in it; delete {path.parent}, and it is made again"
+            ) from None
+
+    def rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        """Rows of a matrix; None if it is not here."""
+        return self._part(name, slice(start, stop), None)
+
+    def columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        """Columns of a matrix; None if it is not here. Raises `ConfigError` where they cut a group in two."""
+        form = self._form(name)
+        if form is not None and (start % form.group or stop % form.group):
+            raise ConfigError(
+                f"weights_dtype gguf has {name} in groups of {form.group} columns, and a rank's part of it begins or "
+                f"ends within one (columns {start} to {stop}): choose another tp_size, or weights_dtype bfloat16"
+            )
+        return self._part(name, slice(None), slice(start, stop))
+
+    def num_bytes(self, name: str) -> int | None:
+        """Of a matrix, its scales and minima; None if it is not here."""
+        if self._form(name) is None:
+            return None
+        parts = (f"{name}.{part}" for part in ("codes", "scale", "minimum"))
+        return sum(self._file.stored(part).nbytes for part in parts if part in self._file.names)
+
+    def _form(self, name: str) -> BlockFormat | None:
+        return FORMATS.get(self.kinds.get(name, ""))
+
+    def _part(self, name: str, rows: slice, columns: slice | None) -> GroupQuantised | None:
+        form = self._form(name)
+        if form is None:
+            return None
+        codes = self._stored(f"{name}.codes", rows, columns, 8 // form.bits)
+        scale = self._stored(f"{name}.scale", rows, columns, form.group)
+        minimum = self._stored(f"{name}.minimum", rows, columns, form.group) if form.has_minimum else None
+        return GroupQuantised(_unpacked(codes, form), scale, minimum, form.group, form.bits)
+
+    def _stored(self, name: str, rows: slice, columns: slice | None, share: int) -> NDArray[Any]:
+        """A part of a tensor with one element for ``share`` columns."""
+        stored = self._file.stored(name)[rows]
+        return stored if columns is None else stored[:, columns.start // share : columns.stop // share]
+
+
+def write_blocks(
+    path: Path, kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, int]], matrices: Iterable[GroupQuantised]
+) -> None:
+    """Write what a `BlockFile` reads, holding one matrix at a time in memory.
+
+    kinds:    the GGUF type of every matrix of the model, by its Hugging Face name
+    shapes:   of every matrix
+    matrices: those whose types are in `FORMATS`, in the order of ``kinds``
+    """
+    forms: dict[str, TensorForm] = {}
+    for name, kind in kinds.items():
+        if kind in FORMATS:
+            forms |= _tensor_forms(name, shapes[name], FORMATS[kind])
+    write_safetensors(path, forms, _tensors(matrices), {"kinds": json.dumps(dict(kinds), separators=(",", ":"))})
+
+
+def _tensor_forms(name: str, shape: tuple[int, int], form: BlockFormat) -> dict[str, TensorForm]:
+    rows, columns = shape
+    is_packed, groups = form.bits == 4, (rows, columns // form.group)
+    codes = TensorForm("I8" if form.signed and not is_packed else "U8", (rows, columns // (8 // form.bits)))
+    floats = ("scale", "minimum") if form.has_minimum else ("scale",)
+    return {f"{name}.codes": codes, **{f"{name}.{part}": TensorForm("F32", groups) for part in floats}}
+
+
+def _tensors(matrices: Iterable[GroupQuantised]) -> Iterator[NDArray[Any]]:
+    for matrix in matrices:
+        yield _packed(matrix)
+        yield matrix.scale
+        if matrix.minimum is not None:
+            yield matrix.minimum
+
+
+def _packed(matrix: GroupQuantised) -> NDArray[Any]:
+    """Codes as they are stored."""
+    if matrix.bits == 8:
+        return matrix.codes
+    codes = matrix.codes.view(np.uint8)
+    if matrix.codes.dtype == np.int8:
+        codes = codes + np.uint8(_NIBBLE_ZERO)  # wraps around: -8 is 248, and becomes 0
+    return codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+
+
+def _unpacked(stored: NDArray[Any], form: BlockFormat) -> NDArray[Any]:
+    """The reverse: 8 bits as they are, 4 bits one a byte."""
+    if form.bits == 8:
+        return stored
+    codes = np.empty((*stored.shape, 2), np.uint8)
+    np.bitwise_and(stored, 0x0F, out=codes[..., 0])
+    np.right_shift(stored, 4, out=codes[..., 1])
+    if form.signed:
+        codes -= np.uint8(_NIBBLE_ZERO)
+    unpacked = codes.reshape(len(stored), -1)
+    return unpacked.view(np.int8) if form.signed else unpacked
