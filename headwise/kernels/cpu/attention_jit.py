@@ -53,6 +53,7 @@ from headwise.kernels.cpu.attention_plan import (
     make_plan,
     span_of_part,
 )
+from headwise.kernels.cpu.native_call import call_at
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add, use_threads
@@ -72,6 +73,7 @@ LOG2E = math.log2(math.e)
 _MATH = {"reassoc", "nsz", "arcp", "contract", "afn"}
 _inlined = numba.njit(forceinline=True, fastmath=_MATH, nogil=True, error_model="numpy")
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
+_pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
 
 _score_6_wide, _score_6_narrow = (gemm(6, columns, is_tile=True, is_new=True) for columns in (COLUMNS, 1))
 _score_3_wide, _score_3_narrow = (gemm(3, columns, is_tile=True, is_new=True) for columns in (COLUMNS, 1))
@@ -268,7 +270,7 @@ def _raise_top(softmax, row, dim, highest):
     return top[row] if top[row] > -np.inf else np.float32(0.0)
 
 
-@_compiled
+@_pasted
 def _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead):
     """Take ``count`` keys of one block, the first at position ``first``, into the softmax of one token's rows."""
     kv, s, scales, dim = step.kv, scratch.s, scratch.scales, step.dim
@@ -289,7 +291,7 @@ def _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, cou
     _mix_token(kv, keys_at + step.strides[VALUE_OFFSET], s, softmax.acc, dim, step.share, count, ahead)
 
 
-@_compiled
+@_pasted
 def _attend_chunk(step, item, scratch, softmax, first, count):
     """Take the ``count`` keys of `_Scratch.addresses`, the first at position ``first``, into the softmax of a tile."""
     kv, s, scales, dim, share = step.kv, scratch.s, scratch.scales, step.dim, step.share
@@ -362,7 +364,7 @@ def _load_scales(step, scratch, scales_at, at, count, width):
         scratch.scales[i] = scratch.scales[CHUNK + i] = 0.0
 
 
-@_compiled
+@_pasted
 def _walk_token(step, item, scratch, softmax, first, last):
     """Attend to the positions ``[first, last)``, stepping over blocks that are not mapped."""
     block_size = step.strides[BLOCK_SIZE]
@@ -380,7 +382,7 @@ def _walk_token(step, item, scratch, softmax, first, last):
         first += count
 
 
-@_compiled
+@_pasted
 def _walk_tile(step, item, scratch, softmax, first, last):
     """The same for a tile, chunk by chunk."""
     block_size, addresses = step.strides[BLOCK_SIZE], scratch.addresses
@@ -420,7 +422,7 @@ def _lay_out(step, scratch, count):
         load_values(step.kv, addresses, i, dim, scratch.values)
 
 
-@_compiled
+@_pasted
 def _walk(step, item, part, scratch, softmax):
     """Attend to the part's share of the item's two spans."""
     begin, end = span_of_part(item, part)
@@ -510,7 +512,7 @@ def _divide(plan, share, dim, floats):
     return q, s, scales, Softmax(top, total, acc), rest[:turned], rest[turned:]
 
 
-@_compiled
+@machine_code.entry(nogil=True, fastmath=_MATH, error_model="numpy")
 def work(step, plan, partials, scratch, counters, out):
     """One thread's share of a plan: take parts until none is left. Any number of threads may do so at once.
 
@@ -548,10 +550,13 @@ def work(step, plan, partials, scratch, counters, out):
 
 @machine_code.entry(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy")
 def attend(
-    query, kv, scales, strides, cu, lens, tables, groups, head_group, head_slot, head_window, head_sink, scale,
-    softcap, threads, out,
+    work_at, query, kv, scales, strides, cu, lens, tables, groups, head_group, head_slot, head_window, head_sink,
+    scale, softcap, threads, out,
 ):  # fmt: skip
-    """`AttentionKernels.attend` with at most ``threads`` threads; ``kv``, ``scales`` and ``strides`` as in `Step`."""
+    """`AttentionKernels.attend` with at most ``threads`` threads; ``kv``, ``scales`` and ``strides`` as in `Step`.
+
+    ``work_at`` is the address of `work` for this ``kv``.
+    """
     share, dim = query.shape[1] // len(head_group), query.shape[2]
     if query.shape != out.shape or cu[len(lens)] > len(query) or share * len(head_group) != query.shape[1]:
         raise ValueError("query, out, cu_seqlens_q and the number of KV heads do not fit each other")
@@ -573,7 +578,7 @@ def attend(
     what = (plan.items, plan.parts, plan.rows, plan.is_tiled, plan.partial_rows, plan.workers)
     before = use_threads(plan.workers)
     for _ in numba.prange(plan.workers):
-        work(step, what, rows, new_scratch(Plan(*what), share, dim), counters, out)
+        call_at(work_at, (step, what, rows, new_scratch(Plan(*what), share, dim), counters, out))
     use_threads(before)
 
 
@@ -588,9 +593,22 @@ BATCH = (INTS, INTS, read_only(types.int32, 2), types.int64)
 """Types of ``cu_seqlens_q``, ``seq_lens``, ``block_tables`` and ``groups``."""
 
 
+def work_signature(kv: Any) -> Any:
+    """The types of `work` for a cache of that dtype."""
+    number, rows = types.int64, types.int64[:, ::1]
+    step = (
+        read_only(types.float32, 3, "A"), read_only(kv, 1), read_only(types.float32, 1), STRIDES, *BATCH[2:], INTS,
+        INTS, INTS, INTS, types.float32, types.float32, number, number,
+    )  # fmt: skip
+    plan = (rows, rows, number, types.boolean, number, number)
+    flat = types.float32[::1]
+    scratch = (flat, types.int64[::1])
+    return types.void(*map(types.Tuple, (step, plan, (flat,) * 3, scratch)), types.int64[::1], types.float32[:, :, ::1])
+
+
 def attend_signature(kv: Any) -> Any:
     """The types of `attend` for a cache of that dtype."""
     return types.void(
-        read_only(types.float32, 3, "A"), read_only(kv, 1), read_only(types.float32, 1), STRIDES, *BATCH, INTS, INTS,
-        INTS, INTS, types.float32, types.float32, types.int64, types.float32[:, :, ::1],
+        types.int64, read_only(types.float32, 3, "A"), read_only(kv, 1), read_only(types.float32, 1), STRIDES, *BATCH,
+        INTS, INTS, INTS, INTS, types.float32, types.float32, types.int64, types.float32[:, :, ::1],
     )  # fmt: skip
