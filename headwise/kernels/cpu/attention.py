@@ -210,5 +210,10 @@ def strides_of(layout: BlockLayout) -> NDArray[np.int64]:
         )
     at, size = layout.role_offsets, np.dtype(STORED[dtype]).itemsize
     elements = (layout.block_bytes // size, layout.slot_bytes // size, at["value"] // size, layout.block_size)
-    scales = (layout.block_bytes // 4, layout.slot_bytes // 4, at.get("key_scale", 0) // 4, at.get("value_scale", 0) // 4)
+    scales = (
+        layout.block_bytes // 4,
+        layout.slot_bytes // 4,
+        at.get("key_scale", 0) // 4,
+        at.get("value_scale", 0) // 4,
+    )
     return np.array([*elements, *scales], np.int64)

@@ -26,16 +26,20 @@ from numba import types
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.attention_micro import (
     COLUMNS,
-    dots,
-    gemm,
+    is_integer,
     is_quantised,
     load_query,
     load_values,
     pair_size,
+    token_pair_size,
     row_exp2,
     row_max,
     row_multiply,
     row_softcap,
+    row_to_int16,
+    tile_product,
+    token_product,
+    token_scores,
     turn_keys,
 )
 from headwise.kernels.cpu.attention_plan import (
@@ -75,15 +79,16 @@ _inlined = numba.njit(forceinline=True, fastmath=_MATH, nogil=True, error_model=
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
 
-_score_6_wide, _score_6_narrow = (gemm(6, columns, is_tile=True, is_new=True) for columns in (COLUMNS, 1))
-_score_3_wide, _score_3_narrow = (gemm(3, columns, is_tile=True, is_new=True) for columns in (COLUMNS, 1))
-_mix_6_wide, _mix_6_narrow = gemm(6, COLUMNS, is_tile=True), gemm(6, 1, is_tile=True)
-_mix_3_wide, _mix_3_narrow = gemm(3, COLUMNS, is_tile=True), gemm(3, 1, is_tile=True)
-_mix_token_1_wide, _mix_token_1_narrow = gemm(1, COLUMNS), gemm(1, 1)
-_mix_token_2_wide, _mix_token_2_narrow = gemm(2, COLUMNS), gemm(2, 1)
-_mix_token_3_wide, _mix_token_3_narrow = gemm(3, COLUMNS), gemm(3, 1)
-_mix_token_4_wide, _mix_token_4_narrow = gemm(4, COLUMNS), gemm(4, 1)
-_dots_1, _dots_2, _dots_3, _dots_4 = (dots(rows) for rows in (1, 2, 3, 4))
+_score_6_wide, _score_6_narrow = (tile_product(6, columns, is_new=True) for columns in (COLUMNS, 1))
+_score_3_wide, _score_3_narrow = (tile_product(3, columns, is_new=True) for columns in (COLUMNS, 1))
+_mix_6_wide, _mix_6_narrow = (tile_product(6, columns, is_new=False) for columns in (COLUMNS, 1))
+_mix_3_wide, _mix_3_narrow = (tile_product(3, columns, is_new=False) for columns in (COLUMNS, 1))
+_mix_token_1_wide, _mix_token_1_narrow = token_product(1, COLUMNS), token_product(1, 1)
+_mix_token_2_wide, _mix_token_2_narrow = token_product(2, COLUMNS), token_product(2, 1)
+_mix_token_3_wide, _mix_token_3_narrow = token_product(3, COLUMNS), token_product(3, 1)
+_mix_token_4_wide, _mix_token_4_narrow = token_product(4, COLUMNS), token_product(4, 1)
+_score_token_1, _score_token_2, _score_token_3, _score_token_4 = (token_scores(rows) for rows in (1, 2, 3, 4))
+_load_token_query, _load_tile_query = load_query(is_tile=False), load_query(is_tile=True)
 _token_exp2, _tile_exp2 = row_exp2(is_tile=False), row_exp2(is_tile=True)
 
 # --- what the stages pass on --------------------------------------------------------------------------------------
@@ -130,7 +135,9 @@ class _Scratch(NamedTuple):
     turned:    keys ``[dim, TURNED_STRIDE]``
     values:    ``[CHUNK, dim]``
     scales:    of keys and values ``[2, CHUNK]``
-    addresses: of keys and values ``int64 [2, CHUNK]``
+    q_scales:  of one token's queries that became integers ``[share]``
+    p_scales:  of its probabilities
+    addresses: of keys, then of values ``int64 [CHUNK]``
     """
 
     q: Any
@@ -138,6 +145,8 @@ class _Scratch(NamedTuple):
     turned: Any
     values: Any
     scales: Any
+    q_scales: Any
+    p_scales: Any
     addresses: Any
 
 
@@ -158,15 +167,15 @@ def _score_strip(kv, q, qo, words, turned, s, rows, width):
     wide, column = COLUMNS * LANES, 0
     while width - column >= wide:
         if rows > 3:
-            _score_6_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words, 0)
+            _score_6_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
         else:
-            _score_3_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words, 0)
+            _score_3_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
         column += wide
     while column < width:
         if rows > 3:
-            _score_6_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words, 0)
+            _score_6_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
         else:
-            _score_3_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words, 0)
+            _score_3_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
         column += LANES
 
 
@@ -176,40 +185,40 @@ def _mix_strip(kv, s, values, acc, ao, dim, rows, count):
     wide, column = COLUMNS * LANES, 0
     while dim - column >= wide:
         if rows > 3:
-            _mix_6_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count, 0)
+            _mix_6_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
         else:
-            _mix_3_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count, 0)
+            _mix_3_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
         column += wide
     while column < dim:
         if rows > 3:
-            _mix_6_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count, 0)
+            _mix_6_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
         else:
-            _mix_3_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count, 0)
+            _mix_3_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
         column += LANES
 
 
 @_compiled
 def _score_token(kv, keys_at, q, s, dim, rows, count, ahead):
-    """``s [rows, KEYS] = q [rows, dim] @ keys.T`` of ``count`` keys that lie at ``keys_at``."""
-    i = 0
+    """``s [rows, KEYS] = q [rows, words] @ keys.T`` of ``count`` keys that lie at ``keys_at``."""
+    i, words = 0, dim // token_pair_size(kv)
     while i < count:
         at, left, row = keys_at + i * dim, min(count - i, LANES), 0
         while row < rows:
-            here, so = row * dim, row * KEYS + i
+            here, so = row * words, row * KEYS + i
             if rows - row >= 4:
-                _dots_4(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+                _score_token_4(q, here, kv, at, dim, s, so, KEYS, left, ahead)
             elif rows - row == 3:
-                _dots_3(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+                _score_token_3(q, here, kv, at, dim, s, so, KEYS, left, ahead)
             elif rows - row == 2:
-                _dots_2(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+                _score_token_2(q, here, kv, at, dim, s, so, KEYS, left, ahead)
             else:
-                _dots_1(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+                _score_token_1(q, here, kv, at, dim, s, so, KEYS, left, ahead)
             row += 4
         i += LANES
 
 
 @_compiled
-def _mix_token(kv, values_at, s, acc, dim, rows, count, ahead):
+def _mix_token(kv, values_at, s, factors, acc, dim, rows, count, ahead):
     """``acc [rows, dim] += s [rows, count] @ values`` that lie at ``values_at``."""
     wide, row = COLUMNS * LANES, 0
     while row < rows:
@@ -219,23 +228,23 @@ def _mix_token(kv, values_at, s, acc, dim, rows, count, ahead):
             b, c = values_at + column, row * dim + column
             if rows - row >= 4:
                 if is_wide:
-                    _mix_token_4_wide(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_4_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
                 else:
-                    _mix_token_4_narrow(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_4_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             elif rows - row == 3:
                 if is_wide:
-                    _mix_token_3_wide(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_3_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
                 else:
-                    _mix_token_3_narrow(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_3_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             elif rows - row == 2:
                 if is_wide:
-                    _mix_token_2_wide(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_2_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
                 else:
-                    _mix_token_2_narrow(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_2_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             elif is_wide:
-                _mix_token_1_wide(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                _mix_token_1_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             else:
-                _mix_token_1_narrow(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                _mix_token_1_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             column += wide if is_wide else LANES
         row += 4
 
@@ -273,7 +282,7 @@ def _raise_top(softmax, row, dim, highest):
 @_pasted
 def _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead):
     """Take ``count`` keys of one block, the first at position ``first``, into the softmax of one token's rows."""
-    kv, s, scales, dim = step.kv, scratch.s, scratch.scales, step.dim
+    kv, s, scales, factors, dim = step.kv, scratch.s, scratch.scales, scratch.p_scales, step.dim
     window, sink = step.head_window[item[HEAD]], step.head_sink[item[HEAD]]
     width = -(-count // LANES) * LANES
     _score_token(kv, keys_at, scratch.q, s, dim, step.share, count, ahead)
@@ -282,13 +291,15 @@ def _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, cou
     for row in range(step.share):
         at = row * KEYS
         if is_quantised(kv):
-            row_multiply(s, at, width, scales, 0)
+            row_multiply(s, at, width, scales, 0, scratch.q_scales[row])
         if step.softcap > 0:
             row_softcap(s, at, width, step.softcap * LOG2E)
         _mask_row(s, at, first, count, width, item[POSITION], window, sink)
         shift = _raise_top(softmax, row, dim, row_max(s, at, width))
         softmax.total[row] += _token_exp2(kv, s, at, width, shift, scales, CHUNK)
-    _mix_token(kv, keys_at + step.strides[VALUE_OFFSET], s, softmax.acc, dim, step.share, count, ahead)
+        if is_integer(kv):
+            factors[row] = row_to_int16(s, at, width)
+    _mix_token(kv, keys_at + step.strides[VALUE_OFFSET], s, factors, softmax.acc, dim, step.share, count, ahead)
 
 
 @_pasted
@@ -307,7 +318,7 @@ def _attend_chunk(step, item, scratch, softmax, first, count):
         for row in range(strip, strip + some):
             at = (row - strip) * CHUNK
             if is_quantised(kv):
-                row_multiply(s, at, width, scales, 0)
+                row_multiply(s, at, width, scales, 0, np.float32(1.0))
             if step.softcap > 0:
                 row_softcap(s, at, width, step.softcap * LOG2E)
             _mask_row(s, at, first, seen, width, item[POSITION] + row // share, window, sink)
@@ -320,16 +331,24 @@ def _attend_chunk(step, item, scratch, softmax, first, count):
 
 
 @_compiled
-def _load_queries(step, item, q):
-    head, dim = item[HEAD] * step.share, step.dim
+def _load_queries(step, item, scratch):
+    head, dim, kv, q = item[HEAD] * step.share, step.dim, step.kv, scratch.q
+    if item[TOKENS] == 1:
+        words = dim // token_pair_size(kv)
+        for h in range(step.share):
+            if is_integer(kv):
+                _load_token_query(kv, row_of(step.query, item[TOKEN], head + h), step.factor, scratch.s, 0, dim)
+                scratch.q_scales[h] = row_to_int16(scratch.s, 0, dim)
+                q[h * words : (h + 1) * words] = scratch.s[:words]
+            else:
+                _load_token_query(kv, row_of(step.query, item[TOKEN], head + h), step.factor, q, h * words, dim)
+                scratch.q_scales[h] = 1.0
+        return
+    words = dim // pair_size(kv)
     for token in range(item[TOKENS]):
         for h in range(step.share):
             row, query = token * step.share + h, row_of(step.query, item[TOKEN] + token, head + h)
-            if item[TOKENS] == 1:
-                for d in range(dim):
-                    q[row * dim + d] = query[d] * step.factor
-            else:
-                load_query(step.kv, query, step.factor, q, row * (dim // pair_size(step.kv)), dim)
+            _load_tile_query(kv, query, step.factor, q, row * words, dim)
 
 
 @_inlined
@@ -493,23 +512,30 @@ def new_partials(plan, dim):
 def new_scratch(plan, share, dim):
     """What one thread works with, ``(floats, int64)``."""
     rows, tile = -(-plan.rows // STRIP) * STRIP, 1 if plan.is_tiled else 0
-    floats = rows * (2 * dim + 2) + max(STRIP * CHUNK, share * KEYS) + 2 * CHUNK
+    floats = rows * (2 * dim + 2) + _score_floats(share, dim) + 2 * CHUNK + 2 * share
     floats += tile * (max(dim, 2 * LANES) * TURNED_STRIDE + CHUNK * dim)
     return np.empty(floats, np.float32), np.empty(CHUNK, np.int64)
 
 
 @_inlined
-def _divide(plan, share, dim, floats):
-    """The pieces of a thread's scratch: q, s, scales, then its softmax, then what only tiles need."""
+def _score_floats(share, dim):
+    return max(STRIP * CHUNK, share * KEYS, dim)  # dim: a query on its way to integers
+
+
+@_inlined
+def _divide(plan, share, dim, floats, addresses):
+    """A thread's scratch and its softmax."""
     rows = -(-plan.rows // STRIP) * STRIP
     q, rest = floats[: rows * dim], floats[rows * dim :]
-    scores = max(STRIP * CHUNK, share * KEYS)
+    scores = _score_floats(share, dim)
     s, rest = rest[:scores], rest[scores:]
     scales, rest = rest[: 2 * CHUNK], rest[2 * CHUNK :]
+    q_scales, p_scales, rest = rest[:share], rest[share : 2 * share], rest[2 * share :]
     top, total, rest = rest[:rows], rest[rows : 2 * rows], rest[2 * rows :]
     acc, rest = rest[: rows * dim], rest[rows * dim :]
     turned = max(dim, 2 * LANES) * TURNED_STRIDE
-    return q, s, scales, Softmax(top, total, acc), rest[:turned], rest[turned:]
+    scratch = _Scratch(q, s, rest[:turned], rest[turned:], scales, q_scales, p_scales, addresses)
+    return scratch, Softmax(top, total, acc)
 
 
 @machine_code.entry(nogil=True, fastmath=_MATH, error_model="numpy")
@@ -521,8 +547,7 @@ def work(step, plan, partials, scratch, counters, out):
     """
     step, plan, partials = Step(*step), Plan(*plan), Softmax(*partials)
     dim = step.dim
-    q, s, scales, own, turned, values = _divide(plan, step.share, dim, scratch[0])
-    scratch = _Scratch(q, s, turned, values, scales, scratch[1])
+    scratch, own = _divide(plan, step.share, dim, scratch[0], scratch[1])
     while True:
         taken = fetch_add(counters, TAKEN)
         if taken >= len(plan.parts):
@@ -530,7 +555,7 @@ def work(step, plan, partials, scratch, counters, out):
         index, part = plan.parts[len(plan.parts) - 1 - taken]
         item = plan.items[index]
         rows = item[TOKENS] * step.share
-        _load_queries(step, item, scratch.q)
+        _load_queries(step, item, scratch)
         own.top[:rows], own.total[:rows], own.acc[: rows * dim] = -np.inf, 0.0, 0.0
         _walk(step, item, part, scratch, own)
         if item[PARTS] == 1:
