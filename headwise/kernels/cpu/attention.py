@@ -35,6 +35,7 @@ class _Variant:
     layout: BlockLayout
     stored: Any
     strides: NDArray[np.int64]
+    work_at: int
 
 
 class NumbaKernels:
@@ -157,7 +158,7 @@ class NumbaKernels:
         variant = self._variant_of(layout)
         with self._guard:
             self._attend(
-                query, arena.view(variant.stored), arena.view(np.float32), variant.strides,
+                variant.work_at, query, arena.view(variant.stored), arena.view(np.float32), variant.strides,
                 batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups,
                 heads.group, heads.slot, heads.window, heads.sink, scale, softcap, self._threads, out,
             )  # fmt: skip
@@ -167,18 +168,20 @@ class NumbaKernels:
         known = self._known
         if known is None or known.layout is not layout:
             strides = strides_of(layout)
-            known = _Variant(layout, STORED[kv_dtype_of(layout)], strides)
-            self._load(known.stored)
+            stored = STORED[kv_dtype_of(layout)]
+            known = _Variant(layout, stored, strides, self._load(stored))
             self._known = known
         return known
 
-    def _load(self, stored: Any) -> None:
-        """Load, or compile, the kernels for arenas seen as ``stored``."""
-        from headwise.kernels.cpu import attention_jit, kv_write_jit
+    def _load(self, stored: Any) -> int:
+        """Load, or compile, the kernels for arenas seen as ``stored``; the address of `attention_jit.work`."""
+        from headwise.kernels.cpu import attention_jit, kv_write_jit, native_call
 
         kv = _numba.from_dtype(np.dtype(stored))
+        work = attention_jit.work_signature(kv)
         with _compiling:
             for function, signature in (
+                (attention_jit.work, work),
                 (self._attend, attention_jit.attend_signature(kv)),
                 (self._write, kv_write_jit.write_signature(kv)),
             ):
@@ -186,6 +189,7 @@ class NumbaKernels:
                     function.disable_compile(False)
                     function.compile(signature)
                     function.disable_compile()
+            return native_call.address_of(attention_jit.work, work)
 
 
 def strides_of(layout: BlockLayout) -> NDArray[np.int64]:
@@ -206,5 +210,10 @@ def strides_of(layout: BlockLayout) -> NDArray[np.int64]:
         )
     at, size = layout.role_offsets, np.dtype(STORED[dtype]).itemsize
     elements = (layout.block_bytes // size, layout.slot_bytes // size, at["value"] // size, layout.block_size)
-    scales = (layout.block_bytes // 4, layout.slot_bytes // 4, at.get("key_scale", 0) // 4, at.get("value_scale", 0) // 4)
+    scales = (
+        layout.block_bytes // 4,
+        layout.slot_bytes // 4,
+        at.get("key_scale", 0) // 4,
+        at.get("value_scale", 0) // 4,
+    )
     return np.array([*elements, *scales], np.int64)

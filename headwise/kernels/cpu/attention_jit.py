@@ -26,16 +26,20 @@ from numba import types
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.attention_micro import (
     COLUMNS,
-    dots,
-    gemm,
+    is_integer,
     is_quantised,
     load_query,
     load_values,
     pair_size,
+    token_pair_size,
     row_exp2,
     row_max,
     row_multiply,
     row_softcap,
+    row_to_int16,
+    tile_product,
+    token_product,
+    token_scores,
     turn_keys,
 )
 from headwise.kernels.cpu.attention_plan import (
@@ -53,6 +57,7 @@ from headwise.kernels.cpu.attention_plan import (
     make_plan,
     span_of_part,
 )
+from headwise.kernels.cpu.native_call import call_at
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add, use_threads
@@ -72,16 +77,18 @@ LOG2E = math.log2(math.e)
 _MATH = {"reassoc", "nsz", "arcp", "contract", "afn"}
 _inlined = numba.njit(forceinline=True, fastmath=_MATH, nogil=True, error_model="numpy")
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
+_pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
 
-_score_6_wide, _score_6_narrow = (gemm(6, columns, is_tile=True, is_new=True) for columns in (COLUMNS, 1))
-_score_3_wide, _score_3_narrow = (gemm(3, columns, is_tile=True, is_new=True) for columns in (COLUMNS, 1))
-_mix_6_wide, _mix_6_narrow = gemm(6, COLUMNS, is_tile=True), gemm(6, 1, is_tile=True)
-_mix_3_wide, _mix_3_narrow = gemm(3, COLUMNS, is_tile=True), gemm(3, 1, is_tile=True)
-_mix_token_1_wide, _mix_token_1_narrow = gemm(1, COLUMNS), gemm(1, 1)
-_mix_token_2_wide, _mix_token_2_narrow = gemm(2, COLUMNS), gemm(2, 1)
-_mix_token_3_wide, _mix_token_3_narrow = gemm(3, COLUMNS), gemm(3, 1)
-_mix_token_4_wide, _mix_token_4_narrow = gemm(4, COLUMNS), gemm(4, 1)
-_dots_1, _dots_2, _dots_3, _dots_4 = (dots(rows) for rows in (1, 2, 3, 4))
+_score_6_wide, _score_6_narrow = (tile_product(6, columns, is_new=True) for columns in (COLUMNS, 1))
+_score_3_wide, _score_3_narrow = (tile_product(3, columns, is_new=True) for columns in (COLUMNS, 1))
+_mix_6_wide, _mix_6_narrow = (tile_product(6, columns, is_new=False) for columns in (COLUMNS, 1))
+_mix_3_wide, _mix_3_narrow = (tile_product(3, columns, is_new=False) for columns in (COLUMNS, 1))
+_mix_token_1_wide, _mix_token_1_narrow = token_product(1, COLUMNS), token_product(1, 1)
+_mix_token_2_wide, _mix_token_2_narrow = token_product(2, COLUMNS), token_product(2, 1)
+_mix_token_3_wide, _mix_token_3_narrow = token_product(3, COLUMNS), token_product(3, 1)
+_mix_token_4_wide, _mix_token_4_narrow = token_product(4, COLUMNS), token_product(4, 1)
+_score_token_1, _score_token_2, _score_token_3, _score_token_4 = (token_scores(rows) for rows in (1, 2, 3, 4))
+_load_token_query, _load_tile_query = load_query(is_tile=False), load_query(is_tile=True)
 _token_exp2, _tile_exp2 = row_exp2(is_tile=False), row_exp2(is_tile=True)
 
 # --- what the stages pass on --------------------------------------------------------------------------------------
@@ -128,7 +135,9 @@ class _Scratch(NamedTuple):
     turned:    keys ``[dim, TURNED_STRIDE]``
     values:    ``[CHUNK, dim]``
     scales:    of keys and values ``[2, CHUNK]``
-    addresses: of keys and values ``int64 [2, CHUNK]``
+    q_scales:  of one token's queries that became integers ``[share]``
+    p_scales:  of its probabilities
+    addresses: of keys, then of values ``int64 [CHUNK]``
     """
 
     q: Any
@@ -136,6 +145,8 @@ class _Scratch(NamedTuple):
     turned: Any
     values: Any
     scales: Any
+    q_scales: Any
+    p_scales: Any
     addresses: Any
 
 
@@ -156,15 +167,15 @@ def _score_strip(kv, q, qo, words, turned, s, rows, width):
     wide, column = COLUMNS * LANES, 0
     while width - column >= wide:
         if rows > 3:
-            _score_6_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words, 0)
+            _score_6_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
         else:
-            _score_3_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words, 0)
+            _score_3_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
         column += wide
     while column < width:
         if rows > 3:
-            _score_6_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words, 0)
+            _score_6_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
         else:
-            _score_3_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words, 0)
+            _score_3_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
         column += LANES
 
 
@@ -174,40 +185,40 @@ def _mix_strip(kv, s, values, acc, ao, dim, rows, count):
     wide, column = COLUMNS * LANES, 0
     while dim - column >= wide:
         if rows > 3:
-            _mix_6_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count, 0)
+            _mix_6_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
         else:
-            _mix_3_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count, 0)
+            _mix_3_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
         column += wide
     while column < dim:
         if rows > 3:
-            _mix_6_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count, 0)
+            _mix_6_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
         else:
-            _mix_3_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count, 0)
+            _mix_3_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
         column += LANES
 
 
 @_compiled
 def _score_token(kv, keys_at, q, s, dim, rows, count, ahead):
-    """``s [rows, KEYS] = q [rows, dim] @ keys.T`` of ``count`` keys that lie at ``keys_at``."""
-    i = 0
+    """``s [rows, KEYS] = q [rows, words] @ keys.T`` of ``count`` keys that lie at ``keys_at``."""
+    i, words = 0, dim // token_pair_size(kv)
     while i < count:
         at, left, row = keys_at + i * dim, min(count - i, LANES), 0
         while row < rows:
-            here, so = row * dim, row * KEYS + i
+            here, so = row * words, row * KEYS + i
             if rows - row >= 4:
-                _dots_4(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+                _score_token_4(q, here, kv, at, dim, s, so, KEYS, left, ahead)
             elif rows - row == 3:
-                _dots_3(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+                _score_token_3(q, here, kv, at, dim, s, so, KEYS, left, ahead)
             elif rows - row == 2:
-                _dots_2(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+                _score_token_2(q, here, kv, at, dim, s, so, KEYS, left, ahead)
             else:
-                _dots_1(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+                _score_token_1(q, here, kv, at, dim, s, so, KEYS, left, ahead)
             row += 4
         i += LANES
 
 
 @_compiled
-def _mix_token(kv, values_at, s, acc, dim, rows, count, ahead):
+def _mix_token(kv, values_at, s, factors, acc, dim, rows, count, ahead):
     """``acc [rows, dim] += s [rows, count] @ values`` that lie at ``values_at``."""
     wide, row = COLUMNS * LANES, 0
     while row < rows:
@@ -217,23 +228,23 @@ def _mix_token(kv, values_at, s, acc, dim, rows, count, ahead):
             b, c = values_at + column, row * dim + column
             if rows - row >= 4:
                 if is_wide:
-                    _mix_token_4_wide(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_4_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
                 else:
-                    _mix_token_4_narrow(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_4_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             elif rows - row == 3:
                 if is_wide:
-                    _mix_token_3_wide(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_3_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
                 else:
-                    _mix_token_3_narrow(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_3_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             elif rows - row == 2:
                 if is_wide:
-                    _mix_token_2_wide(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_2_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
                 else:
-                    _mix_token_2_narrow(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                    _mix_token_2_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             elif is_wide:
-                _mix_token_1_wide(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                _mix_token_1_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             else:
-                _mix_token_1_narrow(kv, s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead)
+                _mix_token_1_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
             column += wide if is_wide else LANES
         row += 4
 
@@ -268,10 +279,10 @@ def _raise_top(softmax, row, dim, highest):
     return top[row] if top[row] > -np.inf else np.float32(0.0)
 
 
-@_compiled
+@_pasted
 def _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead):
     """Take ``count`` keys of one block, the first at position ``first``, into the softmax of one token's rows."""
-    kv, s, scales, dim = step.kv, scratch.s, scratch.scales, step.dim
+    kv, s, scales, factors, dim = step.kv, scratch.s, scratch.scales, scratch.p_scales, step.dim
     window, sink = step.head_window[item[HEAD]], step.head_sink[item[HEAD]]
     width = -(-count // LANES) * LANES
     _score_token(kv, keys_at, scratch.q, s, dim, step.share, count, ahead)
@@ -280,16 +291,18 @@ def _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, cou
     for row in range(step.share):
         at = row * KEYS
         if is_quantised(kv):
-            row_multiply(s, at, width, scales, 0)
+            row_multiply(s, at, width, scales, 0, scratch.q_scales[row])
         if step.softcap > 0:
             row_softcap(s, at, width, step.softcap * LOG2E)
         _mask_row(s, at, first, count, width, item[POSITION], window, sink)
         shift = _raise_top(softmax, row, dim, row_max(s, at, width))
         softmax.total[row] += _token_exp2(kv, s, at, width, shift, scales, CHUNK)
-    _mix_token(kv, keys_at + step.strides[VALUE_OFFSET], s, softmax.acc, dim, step.share, count, ahead)
+        if is_integer(kv):
+            factors[row] = row_to_int16(s, at, width)
+    _mix_token(kv, keys_at + step.strides[VALUE_OFFSET], s, factors, softmax.acc, dim, step.share, count, ahead)
 
 
-@_compiled
+@_pasted
 def _attend_chunk(step, item, scratch, softmax, first, count):
     """Take the ``count`` keys of `_Scratch.addresses`, the first at position ``first``, into the softmax of a tile."""
     kv, s, scales, dim, share = step.kv, scratch.s, scratch.scales, step.dim, step.share
@@ -305,7 +318,7 @@ def _attend_chunk(step, item, scratch, softmax, first, count):
         for row in range(strip, strip + some):
             at = (row - strip) * CHUNK
             if is_quantised(kv):
-                row_multiply(s, at, width, scales, 0)
+                row_multiply(s, at, width, scales, 0, np.float32(1.0))
             if step.softcap > 0:
                 row_softcap(s, at, width, step.softcap * LOG2E)
             _mask_row(s, at, first, seen, width, item[POSITION] + row // share, window, sink)
@@ -318,16 +331,24 @@ def _attend_chunk(step, item, scratch, softmax, first, count):
 
 
 @_compiled
-def _load_queries(step, item, q):
-    head, dim = item[HEAD] * step.share, step.dim
+def _load_queries(step, item, scratch):
+    head, dim, kv, q = item[HEAD] * step.share, step.dim, step.kv, scratch.q
+    if item[TOKENS] == 1:
+        words = dim // token_pair_size(kv)
+        for h in range(step.share):
+            if is_integer(kv):
+                _load_token_query(kv, row_of(step.query, item[TOKEN], head + h), step.factor, scratch.s, 0, dim)
+                scratch.q_scales[h] = row_to_int16(scratch.s, 0, dim)
+                q[h * words : (h + 1) * words] = scratch.s[:words]
+            else:
+                _load_token_query(kv, row_of(step.query, item[TOKEN], head + h), step.factor, q, h * words, dim)
+                scratch.q_scales[h] = 1.0
+        return
+    words = dim // pair_size(kv)
     for token in range(item[TOKENS]):
         for h in range(step.share):
             row, query = token * step.share + h, row_of(step.query, item[TOKEN] + token, head + h)
-            if item[TOKENS] == 1:
-                for d in range(dim):
-                    q[row * dim + d] = query[d] * step.factor
-            else:
-                load_query(step.kv, query, step.factor, q, row * (dim // pair_size(step.kv)), dim)
+            _load_tile_query(kv, query, step.factor, q, row * words, dim)
 
 
 @_inlined
@@ -362,7 +383,7 @@ def _load_scales(step, scratch, scales_at, at, count, width):
         scratch.scales[i] = scratch.scales[CHUNK + i] = 0.0
 
 
-@_compiled
+@_pasted
 def _walk_token(step, item, scratch, softmax, first, last):
     """Attend to the positions ``[first, last)``, stepping over blocks that are not mapped."""
     block_size = step.strides[BLOCK_SIZE]
@@ -380,7 +401,7 @@ def _walk_token(step, item, scratch, softmax, first, last):
         first += count
 
 
-@_compiled
+@_pasted
 def _walk_tile(step, item, scratch, softmax, first, last):
     """The same for a tile, chunk by chunk."""
     block_size, addresses = step.strides[BLOCK_SIZE], scratch.addresses
@@ -420,7 +441,7 @@ def _lay_out(step, scratch, count):
         load_values(step.kv, addresses, i, dim, scratch.values)
 
 
-@_compiled
+@_pasted
 def _walk(step, item, part, scratch, softmax):
     """Attend to the part's share of the item's two spans."""
     begin, end = span_of_part(item, part)
@@ -491,26 +512,33 @@ def new_partials(plan, dim):
 def new_scratch(plan, share, dim):
     """What one thread works with, ``(floats, int64)``."""
     rows, tile = -(-plan.rows // STRIP) * STRIP, 1 if plan.is_tiled else 0
-    floats = rows * (2 * dim + 2) + max(STRIP * CHUNK, share * KEYS) + 2 * CHUNK
+    floats = rows * (2 * dim + 2) + _score_floats(share, dim) + 2 * CHUNK + 2 * share
     floats += tile * (max(dim, 2 * LANES) * TURNED_STRIDE + CHUNK * dim)
     return np.empty(floats, np.float32), np.empty(CHUNK, np.int64)
 
 
 @_inlined
-def _divide(plan, share, dim, floats):
-    """The pieces of a thread's scratch: q, s, scales, then its softmax, then what only tiles need."""
+def _score_floats(share, dim):
+    return max(STRIP * CHUNK, share * KEYS, dim)  # dim: a query on its way to integers
+
+
+@_inlined
+def _divide(plan, share, dim, floats, addresses):
+    """A thread's scratch and its softmax."""
     rows = -(-plan.rows // STRIP) * STRIP
     q, rest = floats[: rows * dim], floats[rows * dim :]
-    scores = max(STRIP * CHUNK, share * KEYS)
+    scores = _score_floats(share, dim)
     s, rest = rest[:scores], rest[scores:]
     scales, rest = rest[: 2 * CHUNK], rest[2 * CHUNK :]
+    q_scales, p_scales, rest = rest[:share], rest[share : 2 * share], rest[2 * share :]
     top, total, rest = rest[:rows], rest[rows : 2 * rows], rest[2 * rows :]
     acc, rest = rest[: rows * dim], rest[rows * dim :]
     turned = max(dim, 2 * LANES) * TURNED_STRIDE
-    return q, s, scales, Softmax(top, total, acc), rest[:turned], rest[turned:]
+    scratch = _Scratch(q, s, rest[:turned], rest[turned:], scales, q_scales, p_scales, addresses)
+    return scratch, Softmax(top, total, acc)
 
 
-@_compiled
+@machine_code.entry(nogil=True, fastmath=_MATH, error_model="numpy")
 def work(step, plan, partials, scratch, counters, out):
     """One thread's share of a plan: take parts until none is left. Any number of threads may do so at once.
 
@@ -519,8 +547,7 @@ def work(step, plan, partials, scratch, counters, out):
     """
     step, plan, partials = Step(*step), Plan(*plan), Softmax(*partials)
     dim = step.dim
-    q, s, scales, own, turned, values = _divide(plan, step.share, dim, scratch[0])
-    scratch = _Scratch(q, s, turned, values, scales, scratch[1])
+    scratch, own = _divide(plan, step.share, dim, scratch[0], scratch[1])
     while True:
         taken = fetch_add(counters, TAKEN)
         if taken >= len(plan.parts):
@@ -528,7 +555,7 @@ def work(step, plan, partials, scratch, counters, out):
         index, part = plan.parts[len(plan.parts) - 1 - taken]
         item = plan.items[index]
         rows = item[TOKENS] * step.share
-        _load_queries(step, item, scratch.q)
+        _load_queries(step, item, scratch)
         own.top[:rows], own.total[:rows], own.acc[: rows * dim] = -np.inf, 0.0, 0.0
         _walk(step, item, part, scratch, own)
         if item[PARTS] == 1:
@@ -548,10 +575,13 @@ def work(step, plan, partials, scratch, counters, out):
 
 @machine_code.entry(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy")
 def attend(
-    query, kv, scales, strides, cu, lens, tables, groups, head_group, head_slot, head_window, head_sink, scale,
-    softcap, threads, out,
+    work_at, query, kv, scales, strides, cu, lens, tables, groups, head_group, head_slot, head_window, head_sink,
+    scale, softcap, threads, out,
 ):  # fmt: skip
-    """`AttentionKernels.attend` with at most ``threads`` threads; ``kv``, ``scales`` and ``strides`` as in `Step`."""
+    """`AttentionKernels.attend` with at most ``threads`` threads; ``kv``, ``scales`` and ``strides`` as in `Step`.
+
+    ``work_at`` is the address of `work` for this ``kv``.
+    """
     share, dim = query.shape[1] // len(head_group), query.shape[2]
     if query.shape != out.shape or cu[len(lens)] > len(query) or share * len(head_group) != query.shape[1]:
         raise ValueError("query, out, cu_seqlens_q and the number of KV heads do not fit each other")
@@ -573,7 +603,7 @@ def attend(
     what = (plan.items, plan.parts, plan.rows, plan.is_tiled, plan.partial_rows, plan.workers)
     before = use_threads(plan.workers)
     for _ in numba.prange(plan.workers):
-        work(step, what, rows, new_scratch(Plan(*what), share, dim), counters, out)
+        call_at(work_at, (step, what, rows, new_scratch(Plan(*what), share, dim), counters, out))
     use_threads(before)
 
 
@@ -588,9 +618,22 @@ BATCH = (INTS, INTS, read_only(types.int32, 2), types.int64)
 """Types of ``cu_seqlens_q``, ``seq_lens``, ``block_tables`` and ``groups``."""
 
 
+def work_signature(kv: Any) -> Any:
+    """The types of `work` for a cache of that dtype."""
+    number, rows = types.int64, types.int64[:, ::1]
+    step = (
+        read_only(types.float32, 3, "A"), read_only(kv, 1), read_only(types.float32, 1), STRIDES, *BATCH[2:], INTS,
+        INTS, INTS, INTS, types.float32, types.float32, number, number,
+    )  # fmt: skip
+    plan = (rows, rows, number, types.boolean, number, number)
+    flat = types.float32[::1]
+    scratch = (flat, types.int64[::1])
+    return types.void(*map(types.Tuple, (step, plan, (flat,) * 3, scratch)), types.int64[::1], types.float32[:, :, ::1])
+
+
 def attend_signature(kv: Any) -> Any:
     """The types of `attend` for a cache of that dtype."""
     return types.void(
-        read_only(types.float32, 3, "A"), read_only(kv, 1), read_only(types.float32, 1), STRIDES, *BATCH, INTS, INTS,
-        INTS, INTS, types.float32, types.float32, types.int64, types.float32[:, :, ::1],
+        types.int64, read_only(types.float32, 3, "A"), read_only(kv, 1), read_only(types.float32, 1), STRIDES, *BATCH,
+        INTS, INTS, INTS, INTS, types.float32, types.float32, types.int64, types.float32[:, :, ::1],
     )  # fmt: skip

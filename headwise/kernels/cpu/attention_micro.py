@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from headwise.kernels.cpu.simd import ISA, LANES, Emitter, bit_reversed, element_bytes
+from headwise.kernels.cpu.simd import FLOAT, INT, INT_VECTOR, ISA, LANES, VECTOR, Emitter, bit_reversed, element_bytes
 
 COLUMNS = LANES // 4
 """Vectors per row in the widest `gemm` tile: 6 rows by this many accumulators stay in registers."""
@@ -29,12 +29,45 @@ def is_paired(kv: types.Array) -> bool:
     return ISA.avx512bf16 and kv.dtype != types.float32
 
 
+FLOATS, BFLOATS, INTEGERS = "float32", "pairs of bfloat16", "pairs of int16"
+
+
+def token_kind(kv: types.Array) -> str:
+    """What one token's queries and probabilities are multiplied as with this cache, which is read where it lies.
+
+    Integers are exact but for the queries and probabilities, which get 15 bits of their row's largest.
+    """
+    if kv.dtype == types.uint16 and ISA.avx512bf16:
+        return BFLOATS
+    return INTEGERS if kv.dtype == types.int8 and ISA.avx512bw else FLOATS
+
+
+@intrinsic
+def is_integer(typing, kv):
+    """Whether `token_kind` is INTEGERS, known when compiling."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(types.boolean, token_kind(kv) == INTEGERS)
+
+    return types.boolean(kv), emit
+
+
 @intrinsic
 def pair_size(typing, kv):
     """2 if `is_paired`, else 1: how many elements one float of a tile's scratch stands for."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.get_constant(_N, 2 if is_paired(kv) else 1)
+
+    return _N(kv), emit
+
+
+@intrinsic
+def token_pair_size(typing, kv):
+    """The same of one token's queries and probabilities: 1 if `token_kind` is FLOATS."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_constant(_N, 1 if token_kind(kv) == FLOATS else 2)
 
     return _N(kv), emit
 
@@ -52,78 +85,152 @@ def is_quantised(typing, kv):
 # --- products -----------------------------------------------------------------------------------------------------
 
 
-def gemm(rows: int, columns: int, *, is_tile: bool = False, is_new: bool = False) -> Any:
+def tile_product(rows: int, columns: int, *, is_new: bool) -> Any:
     """Make ``c[r, j] += sum_t a[r, t] * b[t, j]`` for ``rows`` rows and ``columns`` vectors of columns.
 
-    Arguments: ``kv, a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, c_stride, t_count, ahead``. A tile's
-    ``a`` and ``b`` are pairs if `is_paired`. Without ``is_tile``, ``b`` may be of any dtype of a cache, and what lies
-    ``ahead`` elements behind it is prefetched. ``is_new`` makes it ``c = ...``.
+    Arguments: ``kv, a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, c_stride, t_count``. ``a`` and ``b``
+    are pairs if `is_paired`. ``is_new`` makes it ``c = ...``.
     """
 
     @intrinsic
-    def product(typing, kv, a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead):
-        pairs = is_tile and is_paired(kv)
-
+    def product(typing, kv, a, ao, lda, b, bo, ldb, c, co, ldc, count):
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             e = Emitter(context, builder, signature, args)
-            _, a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead = e.args
+            _, a, ao, lda, b, bo, ldb, c, co, ldc, count = e.args
             a, b, c = e.at(a, ao), e.at(b, bo), e.at(c, co)
-            read, combine = (e.load_words, e.multiply_add_pairs) if pairs else (e.load, e.multiply_add)
-            if pairs:
-                a = builder.bitcast(a, ir.IntType(32).as_pointer())
-            cells = [
-                e.at(c, e.times(ldc, row), ldc.type(column * LANES)) for row in range(rows) for column in range(columns)
-            ]
+            read, combine = (e.load, e.multiply_add)
+            if is_paired(kv):
+                read, combine, a = e.load_words, e.multiply_add_pairs, builder.bitcast(a, INT.as_pointer())
+            cells = _cells(e, c, ldc, rows, columns)
             sums = [e.variable(e.fill(0.0) if is_new else e.load(cell)) for cell in cells]
             with cgutils.for_range(builder, count) as loop:
                 b_row = e.at(b, builder.mul(loop.index, ldb))
                 b_vectors = [read(e.at(b_row, ldb.type(column * LANES))) for column in range(columns)]
-                if not is_tile:
-                    for element in range(0, columns * LANES, 64 // element_bytes(b)):
-                        e.prefetch(e.at(b_row, ahead, ldb.type(element)))
-                for row in range(rows):
-                    scalar = e.fill(builder.load(e.at(a, e.times(lda, row), loop.index)))
-                    for column, vector in enumerate(b_vectors):
-                        total = sums[row * columns + column]
-                        e.update(total, combine(scalar, vector, e.value(total)))
+                _accumulate(e, e.at(a, loop.index), lda, b_vectors, sums, combine)
             for cell, total in zip(cells, sums, strict=True):
                 e.store(e.value(total), cell)
             return context.get_dummy_value()
 
-        return types.void(kv, a, _N, _N, b, _N, _N, c, _N, _N, _N, _N), emit
+        return types.void(kv, a, _N, _N, b, _N, _N, c, _N, _N, _N), emit
 
     return product
 
 
-def dots(rows: int) -> Any:
+def token_product(rows: int, columns: int) -> Any:
+    """Make ``c[r, j] += f[r] * sum_t a[r, t] * b[t, j]`` for the values ``b`` of a cache, which are read where they lie.
+
+    Arguments: ``a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, c_stride, t_count, ahead, f, f_offset``.
+    ``a`` is what `token_kind` says; ``f`` is looked at only if that is integers. What lies ``ahead`` elements behind
+    the values is prefetched.
+    """
+
+    @intrinsic
+    def product(typing, a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead, f, fo):
+        kind = token_kind(b)
+
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            e = Emitter(context, builder, signature, args)
+            a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead, f, fo = e.args
+            a, b, c, f = e.at(a, ao), e.at(b, bo), e.at(c, co), e.at(f, fo)
+            cells = _cells(e, c, ldc, rows, columns)
+            if kind == FLOATS:
+                sums, combine, per_turn = [e.variable(e.load(cell)) for cell in cells], e.multiply_add, 1
+            else:
+                a, per_turn = builder.bitcast(a, INT.as_pointer()), 2
+                if kind == BFLOATS:
+                    sums, combine = [e.variable(e.load(cell)) for cell in cells], e.multiply_add_pairs
+                else:
+                    zero = ir.Constant(INT_VECTOR, [0] * LANES)
+                    sums, combine = [e.variable(zero) for _ in cells], e.multiply_add_integers
+            last = builder.sub(count, count.type(1))
+            with cgutils.for_range(builder, e.ceil_div(count, per_turn)) as loop:
+                first = e.times(loop.index, per_turn)
+                # Where keys are odd in number the last one goes with itself, times zero.
+                keys = [e.smaller_int(builder.add(first, first.type(key)), last) for key in range(per_turn)]
+                b_rows = [e.at(b, builder.mul(key, ldb)) for key in keys]
+                for b_row in b_rows:
+                    for element in range(0, columns * LANES, 64 // element_bytes(b)):
+                        e.prefetch(e.at(b_row, ahead, ldb.type(element)))
+                if kind == FLOATS:
+                    b_vectors = [e.load(e.at(b_rows[0], ldb.type(column * LANES))) for column in range(columns)]
+                else:
+                    b_vectors = e.interleaved(*b_rows, columns)
+                _accumulate(e, e.at(a, loop.index), lda, b_vectors, sums, combine)
+            factors = [e.fill(builder.load(e.at(f, fo.type(row)))) for row in range(rows)]
+            for index, (cell, total) in enumerate(zip(cells, sums, strict=True)):
+                result = e.value(total)
+                if kind == INTEGERS:
+                    result = e.multiply_add(builder.sitofp(result, VECTOR), factors[index // columns], e.load(cell))
+                e.store(result, cell)
+            return context.get_dummy_value()
+
+        return types.void(a, _N, _N, b, _N, _N, c, _N, _N, _N, _N, f, _N), emit
+
+    return product
+
+
+def _cells(e: Emitter, c: Any, ldc: Any, rows: int, columns: int) -> list[Any]:
+    """Where a product's results lie, row by row."""
+    return [e.at(c, e.times(ldc, row), ldc.type(column * LANES)) for row in range(rows) for column in range(columns)]
+
+
+def _accumulate(e: Emitter, a: Any, lda: Any, b_vectors: list[Any], sums: list[Any], combine: Any) -> None:
+    """Take one column of ``a`` times one row of ``b`` into ``sums``."""
+    for row in range(len(sums) // len(b_vectors)):
+        scalar = e.fill(e.builder.load(e.at(a, e.times(lda, row))))
+        for column, vector in enumerate(b_vectors):
+            total = sums[row * len(b_vectors) + column]
+            e.update(total, combine(scalar, vector, e.value(total)))
+
+
+def token_scores(rows: int) -> Any:
     """Make ``s[r, i] = q[r] . k[i]`` for ``rows`` rows and LANES keys, which lie one behind the other.
 
-    Arguments: ``q, q_offset, k, k_offset, dim, s, s_offset, s_stride, count, ahead``. Only the first ``count`` keys are
-    read; the others' columns hold the last one's product. What lies ``ahead`` elements behind is prefetched, unless
-    that is 0.
+    Arguments: ``q, q_offset, k, k_offset, dim, s, s_offset, s_stride, count, ahead``. ``q`` is what `token_kind` says.
+    Only the first ``count`` keys are read; the others' columns hold the last one's product. What lies ``ahead``
+    elements behind the keys is prefetched.
     """
 
     @intrinsic
     def products(typing, q, qo, k, ko, dim, s, so, lds, count, ahead):
+        kind = token_kind(k)
+        per_word = 1 if kind == FLOATS else 2
+
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             e = Emitter(context, builder, signature, args)
             q, qo, k, ko, dim, s, so, lds, count, ahead = e.args
             q, k, s = e.at(q, qo), e.at(k, ko), e.at(s, so)
-            last = builder.sub(count, count.type(1))
+            q_read, k_read, combine = {
+                FLOATS: (e.load, e.load, e.multiply_add),
+                BFLOATS: (e.load_words, e.load_pairs, e.multiply_add_pairs),
+                INTEGERS: (e.load_words, e.load_int16, e.multiply_add_integers),
+            }[kind]
+            zero = ir.Constant(INT_VECTOR, [0] * LANES) if kind == INTEGERS else e.fill(0.0)
+            q_stride, last = builder.udiv(dim, dim.type(per_word)), builder.sub(count, count.type(1))
+            whole = builder.udiv(dim, dim.type(per_word * LANES))
             groups = []
             for first in range(0, LANES, 4):  # four keys at a time, that accumulators stay in registers
-                keys = [builder.mul(e.smaller_int(count.type(first + key), last), dim) for key in range(4)]
-                sums = [[e.variable(e.fill(0.0)) for _ in range(4)] for _ in range(rows)]
+                keys = [e.at(k, builder.mul(e.smaller_int(count.type(first + key), last), dim)) for key in range(4)]
+                sums = [[e.variable(zero) for _ in range(4)] for _ in range(rows)]
                 e.prefetch_elements(e.at(k, e.times(dim, first), ahead), e.times(dim, 4))
-                with cgutils.for_range(builder, builder.udiv(dim, dim.type(LANES))) as loop:
-                    offset = e.times(loop.index, LANES)
-                    k_vectors = [e.load(e.at(k, key, offset)) for key in keys]
+
+                def take(word: Any, *partly: bool, keys: Any = keys, sums: Any = sums) -> None:
+                    k_vectors = [k_read(e.at(key, e.times(word, per_word)), *partly) for key in keys]
                     for row in range(rows):
-                        q_vector = e.load(e.at(q, e.times(dim, row), offset))
+                        q_vector = q_read(e.at(q, e.times(q_stride, row), word))
                         for total, k_vector in zip(sums[row], k_vectors, strict=True):
-                            e.update(total, e.multiply_add(q_vector, k_vector, e.value(total)))
-                leaves = [bit_reversed([e.value(total) for total in row]) for row in sums]
-                groups.append([e.fold(row, e.add, until=LANES // 4) for row in leaves])
+                            e.update(total, combine(q_vector, k_vector, e.value(total)))
+
+                with cgutils.for_range(builder, whole) as loop:
+                    take(e.times(loop.index, LANES))
+                if kind != FLOATS:  # half a vector of keys is left where dim is odd in vectors
+                    half = builder.icmp_unsigned("<", e.times(whole, per_word * LANES), dim)
+                    with builder.if_then(half):
+                        take(e.times(whole, LANES), True)
+                leaves = [[e.value(total) for total in row] for row in sums]
+                if kind == INTEGERS:
+                    leaves = [[builder.sitofp(leaf, VECTOR) for leaf in row] for row in leaves]
+                groups.append([e.fold(bit_reversed(row), e.add, until=LANES // 4) for row in leaves])
             for row in range(rows):
                 total = e.fold(bit_reversed([group[row] for group in groups]), e.add, width=LANES // 4)
                 e.store(total, e.at(s, e.times(lds, row)))
@@ -137,23 +244,31 @@ def dots(rows: int) -> Any:
 # --- operands of a tile's products --------------------------------------------------------------------------------
 
 
-@intrinsic
-def load_query(typing, kv, row, factor, q, qo, dim):
-    """``q[qo:] = row * factor``, as pairs if `is_paired`."""
+def load_query(*, is_tile: bool) -> Any:
+    """Make ``q[q_offset:] = row * factor``: pairs of bfloat16 for a tile if `is_paired`, for one token by `token_kind`.
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(context, builder, signature, args)
-        _, row, factor, q, qo, dim = e.args
-        q, factor = e.at(q, qo), e.fill(factor)
-        with cgutils.for_range(builder, builder.udiv(dim, dim.type(LANES))) as loop:
-            scaled = builder.fmul(e.load(e.at(row, e.times(loop.index, LANES))), factor)
-            if is_paired(kv):
-                e.store(e.round_to_bfloat16(scaled), e.at(q, e.times(loop.index, LANES // 2)))
-            else:
-                e.store(scaled, e.at(q, e.times(loop.index, LANES)))
-        return context.get_dummy_value()
+    Arguments: ``kv, row, factor, q, q_offset, dim``. What shall become integers stays as it is, see `row_to_int16`.
+    """
 
-    return types.void(kv, row, types.float32, q, _N, _N), emit
+    @intrinsic
+    def scaled(typing, kv, row, factor, q, qo, dim):
+        pairs = is_paired(kv) if is_tile else token_kind(kv) == BFLOATS
+
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            e = Emitter(context, builder, signature, args)
+            _, row, factor, q, qo, dim = e.args
+            q, factor = e.at(q, qo), e.fill(factor)
+            with cgutils.for_range(builder, builder.udiv(dim, dim.type(LANES))) as loop:
+                value = builder.fmul(e.load(e.at(row, e.times(loop.index, LANES))), factor)
+                if pairs:
+                    e.store(e.round_to_bfloat16(value), e.at(q, e.times(loop.index, LANES // 2)))
+                else:
+                    e.store(value, e.at(q, e.times(loop.index, LANES)))
+            return context.get_dummy_value()
+
+        return types.void(kv, row, types.float32, q, _N, _N), emit
+
+    return scaled
 
 
 @intrinsic
@@ -232,12 +347,13 @@ def row_exp2(*, is_tile: bool) -> Any:
     """Make ``s = 2 ** (s - shift) * scales`` in place over ``count`` (a multiple of LANES) floats.
 
     Arguments: ``kv, s, s_offset, count, shift, scales, scales_offset``. Returns the sum of the powers. ``scales`` are
-    looked at only if `is_quantised`. A tile's results are pairs if `is_paired`, in the first half of their place.
+    looked at only if `is_quantised`. Results that are pairs of bfloat16 lie in the first half of their place: those of
+    a tile if `is_paired`, those of one token if `token_kind` says so.
     """
 
     @intrinsic
     def powers(typing, kv, s, so, count, shift, scales, scales_at):
-        pairs = is_tile and is_paired(kv)
+        pairs = is_paired(kv) if is_tile else token_kind(kv) == BFLOATS
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             e = Emitter(context, builder, signature, args)
@@ -262,19 +378,46 @@ def row_exp2(*, is_tile: bool) -> Any:
 
 
 @intrinsic
-def row_multiply(typing, s, so, count, by, by_at):
-    """``s *= by`` over ``count`` (a multiple of LANES) floats."""
+def row_multiply(typing, s, so, count, by, by_at, factor):
+    """``s *= by * factor`` over ``count`` (a multiple of LANES) floats."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         e = Emitter(context, builder, signature, args)
-        s, so, count, by, by_at = e.args
-        s, by = e.at(s, so), e.at(by, by_at)
+        s, so, count, by, by_at, factor = e.args
+        s, by, factor = e.at(s, so), e.at(by, by_at), e.fill(factor)
         with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
             offset = e.times(loop.index, LANES)
-            e.store(builder.fmul(e.load(e.at(s, offset)), e.load(e.at(by, offset))), e.at(s, offset))
+            scale = builder.fmul(e.load(e.at(by, offset)), factor)
+            e.store(builder.fmul(e.load(e.at(s, offset)), scale), e.at(s, offset))
         return context.get_dummy_value()
 
-    return types.void(s, _N, _N, by, _N), emit
+    return types.void(s, _N, _N, by, _N, types.float32), emit
+
+
+LARGEST_INT16 = 32767.0
+
+
+@intrinsic
+def row_to_int16(typing, s, so, count):
+    """``count`` (a multiple of LANES) floats as integers, pairs in the first half of their place; returns their scale.
+
+    The largest magnitude becomes LARGEST_INT16. Of a NaN the scale is NaN.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        e = Emitter(context, builder, signature, args)
+        s, so, count = e.args
+        s, vectors = e.at(s, so), builder.udiv(count, count.type(LANES))
+        absmax = e.absmax(s, vectors)
+        none = builder.fcmp_ordered("==", absmax, FLOAT(0.0))
+        scale = builder.select(none, FLOAT(1.0), builder.fdiv(absmax, FLOAT(LARGEST_INT16)))
+        inverse = e.fill(builder.fdiv(FLOAT(1.0), scale))
+        with cgutils.for_range(builder, vectors) as loop:
+            value = builder.fmul(e.load(e.at(s, e.times(loop.index, LANES))), inverse)
+            e.store(e.round_to_int(value, LARGEST_INT16, 16), e.at(s, e.times(loop.index, LANES // 2)))
+        return scale
+
+    return types.float32(s, _N, _N), emit
 
 
 @intrinsic

@@ -7,7 +7,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -29,7 +28,7 @@ from headwise.kernels.cpu.attention_jit import (
 )
 from headwise.kernels.cpu.attention_micro import is_quantised
 from headwise.kernels.cpu.rows import row_of
-from headwise.kernels.cpu.simd import FLOAT, INT_VECTOR, LANES, VECTOR, Emitter
+from headwise.kernels.cpu.simd import FLOAT, LANES, Emitter
 from headwise.kernels.cpu.threads import use_threads
 
 THREAD_TOKENS = 32
@@ -57,7 +56,7 @@ def _store_row(typing, row, kv, at, dim):
         with cgutils.for_range(builder, vectors) as loop:
             cell, value = e.at(target, e.times(loop.index, LANES)), e.load(e.at(row, e.times(loop.index, LANES)))
             if kv.dtype == types.int8:
-                value = e.round_to_int8(builder.fdiv(value, e.fill(scale)))
+                value = e.round_to_int(builder.fdiv(value, e.fill(scale)), LARGEST_INT8, 8)
             elif kv.dtype == types.uint16:
                 value = e.bfloat16_bits(value)
             e.store(value, cell)
@@ -68,15 +67,9 @@ def _store_row(typing, row, kv, at, dim):
 
 def _scale(e: Emitter, row: Any, vectors: Any) -> Any:
     """The scale of a row of ``vectors`` vectors: its largest magnitude becomes LARGEST_INT8."""
-    builder, magnitude = e.builder, ir.Constant(INT_VECTOR, [0x7FFFFFFF] * LANES)
-    highest = e.variable(ir.Constant(INT_VECTOR, [0] * LANES))
-    with cgutils.for_range(builder, vectors) as loop:
-        bits = builder.and_(e.bits(e.load(e.at(row, e.times(loop.index, LANES)))), magnitude)
-        e.update(highest, e.larger_int(bits, e.value(highest)))  # magnitudes are ordered as their bits are
-    largest = e.fold([builder.bitcast(e.value(highest), VECTOR)], lambda a, b: builder.bitcast(e.larger_int(e.bits(a), e.bits(b)), VECTOR))
-    absmax = builder.extract_element(largest, ir.IntType(32)(0))
-    some = builder.fcmp_ordered(">", absmax, FLOAT(0.0))
-    return builder.select(some, builder.fdiv(absmax, FLOAT(LARGEST_INT8)), FLOAT(1.0))
+    absmax = e.absmax(row, vectors)
+    some = e.builder.fcmp_ordered(">", absmax, FLOAT(0.0))
+    return e.builder.select(some, e.builder.fdiv(absmax, FLOAT(LARGEST_INT8)), FLOAT(1.0))
 
 
 @_inlined

@@ -92,15 +92,48 @@ class Emitter:
             return self.builder.bitcast(self._shift("shl", self.builder.zext(raw, INT_VECTOR)), VECTOR)
         return self.builder.sitofp(self.builder.sext(raw, INT_VECTOR), VECTOR)
 
-    def load_pairs(self, pointer: Any) -> Any:
-        """LANES words at ``pointer`` to bfloat16 or int8: each is two neighbours as bfloat16, the first one low."""
+    def load_pairs(self, pointer: Any, partly: bool = False) -> Any:
+        """LANES words at ``pointer`` to bfloat16 or int8: each is two neighbours as bfloat16, the first one low.
+
+        ``partly`` reads the first half only; the other is zero.
+        """
         kind = pointer.type.pointee
         if kind.width == 16:
-            return self._load(pointer, INT_VECTOR)
+            return self.builder.bitcast(self._load_int16(pointer, partly), INT_VECTOR)
         ints, floats = ir.VectorType(INT, 2 * LANES), ir.VectorType(FLOAT, 2 * LANES)
         raw = self.builder.sext(self._load(pointer, ir.VectorType(kind, 2 * LANES)), ints)
         bits = self._shift("lshr", self.builder.bitcast(self.builder.sitofp(raw, floats), ints))  # integers: exact
         return self.builder.bitcast(self.builder.trunc(bits, ir.VectorType(ir.IntType(16), 2 * LANES)), INT_VECTOR)
+
+    def load_int16(self, pointer: Any, partly: bool = False) -> Any:
+        """The same of int8, as pairs of int16."""
+        return self.builder.bitcast(self._load_int16(pointer, partly), INT_VECTOR)
+
+    def interleaved(self, low: Any, high: Any, columns: int) -> list[Any]:
+        """``columns`` vectors of words, each of one element at ``low`` and one at ``high``, int8 made int16."""
+        step = 1 if columns == 1 else 2
+        vectors = []
+        for column in range(0, columns, step):
+            width = step * LANES
+            a, b = (self._load_int16(self.at(row, ir.IntType(64)(column * LANES)), step == 1) for row in (low, high))
+            for first in range(0, width, LANES):
+                lanes = [lane + source for lane in range(first, first + LANES) for source in (0, 2 * LANES)]
+                mixed = self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT, 2 * LANES), lanes))
+                vectors.append(self.builder.bitcast(mixed, INT_VECTOR))
+        return vectors
+
+    def _load_int16(self, pointer: Any, partly: bool) -> Any:
+        """2 * LANES int16 (or bits) at ``pointer``, int8 widened; ``partly`` the first LANES only, then zeros."""
+        kind, count = pointer.type.pointee, LANES if partly else 2 * LANES
+        raw = self._load(pointer, ir.VectorType(kind, count))
+        if kind.width == 8:
+            raw = self.builder.sext(raw, ir.VectorType(ir.IntType(16), count))
+        if partly:
+            zeros = ir.Constant(raw.type, [0] * LANES)
+            raw = self.builder.shuffle_vector(
+                raw, zeros, ir.Constant(ir.VectorType(INT, 2 * LANES), list(range(2 * LANES)))
+            )
+        return raw
 
     def load_words(self, pointer: Any) -> Any:
         """LANES 32-bit words at ``pointer``, whatever they are."""
@@ -141,9 +174,6 @@ class Emitter:
     def smaller_int(self, a: Any, b: Any) -> Any:
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
-    def larger_int(self, a: Any, b: Any) -> Any:
-        return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
-
     def _shift(self, way: str, value: Any) -> Any:
         return getattr(self.builder, way)(value, ir.Constant(value.type, [16] * value.type.count))
 
@@ -168,6 +198,26 @@ class Emitter:
     def round_to_bfloat16(self, value: Any) -> Any:
         return self.builder.fptrunc(value, _BFLOATS)
 
+    def multiply_add_integers(self, a: Any, b: Any, c: Any) -> Any:
+        """The same of the two int16 in each word, in int32."""
+        kind = ir.VectorType(ir.IntType(16), 2 * LANES)
+        name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
+        products = self._call(name, INT_VECTOR, *(self.builder.bitcast(words, kind) for words in (a, b)))
+        return self.builder.add(c, products)  # one instruction where the CPU has VNNI
+
+    def absmax(self, row: Any, vectors: Any) -> Any:
+        """The largest magnitude of ``vectors`` vectors at ``row``; NaN if there is one."""
+        magnitude = ir.Constant(INT_VECTOR, [0x7FFFFFFF] * LANES)
+        highest = self.variable(self.fill(0.0))
+        with cgutils.for_range(self.builder, vectors) as loop:
+            bits = self.builder.and_(self.bits(self.load(self.at(row, self.times(loop.index, LANES)))), magnitude)
+            self.update(highest, self._larger_bits(self.builder.bitcast(bits, VECTOR), self.value(highest)))
+        return self.builder.extract_element(self.fold([self.value(highest)], self._larger_bits), INT(0))
+
+    def _larger_bits(self, a: Any, b: Any) -> Any:
+        """The larger of two magnitudes, which are ordered as their bits are; of NaN and a number NaN."""
+        return self.builder.select(self.builder.icmp_signed(">", self.bits(a), self.bits(b)), a, b)
+
     def bfloat16_bits(self, value: Any) -> Any:
         """The bits of a vector's floats as bfloat16, rounded half to even; NaN stays NaN."""
         bits, one = self.bits(value), ir.Constant(INT_VECTOR, [1] * LANES)
@@ -177,13 +227,14 @@ class Emitter:
         kept = self.builder.select(self.builder.fcmp_unordered("uno", value, value), nan, rounded)
         return self.builder.trunc(self._shift("lshr", kept), ir.VectorType(ir.IntType(16), LANES))
 
-    def round_to_int8(self, value: Any) -> Any:
-        """Integers of [-127, 127], rounded half to even; 0 for NaN."""
+    def round_to_int(self, value: Any, largest: float, width: int) -> Any:
+        """Integers of ``width`` bits within ``[-largest, largest]``, rounded half to even; 0 for NaN."""
         whole = self._call(f"llvm.rint.v{LANES}f32", VECTOR, value)
         number = self.builder.select(self.builder.fcmp_ordered("ord", value, value), whole, self.fill(0.0))
-        low = self.larger(number, self.fill(-127.0))
-        clipped = self.builder.select(self.builder.fcmp_ordered("<", low, self.fill(127.0)), low, self.fill(127.0))
-        return self.builder.trunc(self.builder.fptosi(clipped, INT_VECTOR), ir.VectorType(ir.IntType(8), LANES))
+        low, high = self.fill(-largest), self.fill(largest)
+        raised = self.larger(number, low)
+        clipped = self.builder.select(self.builder.fcmp_ordered("<", raised, high), raised, high)
+        return self.builder.trunc(self.builder.fptosi(clipped, INT_VECTOR), ir.VectorType(ir.IntType(width), LANES))
 
     def bits(self, value: Any) -> Any:
         return self.builder.bitcast(value, INT_VECTOR)
