@@ -40,6 +40,16 @@ def entry(*signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any
     return compiled
 
 
+def unit(function: Callable[..., Any], integers: int, **options: Any) -> Any:
+    """``function`` of some integers as a C function, compiled, or loaded, now; it has an ``address``.
+
+    Compiled code that calls it by that address is not compiled again for each of its variants.
+    """
+    signature = _numba.types.void(*[_numba.types.int64] * integers)
+    with kept_on_disk():
+        return _numba.cfunc(signature, cache=True, **options)(function)
+
+
 @contextmanager
 def kept_on_disk() -> Iterator[None]:
     """Numba functions with ``cache=True`` that are *made* meanwhile keep their machine code in this package's place.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,20 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cpu import matmul_jit, packing_jit
 from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
+from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.fused import Activation
 
 EPILOGUES = {None: matmul_jit.PLAIN, "silu": matmul_jit.SILU, "gelu_tanh": matmul_jit.GELU}
 KINDS = dict(zip(("float32", "bfloat16", "int8", "int4"), matmul_jit.KINDS, strict=True))
-_MARKERS = {
-    dtype: tuple(True if kind == own else None for kind in matmul_jit.KINDS) for dtype, own in KINDS.items()
-}
+THREAD_FLOPS = 2_000_000
+"""Multiplications that are worth waking a thread for, where weights come from caches."""
+
+THREAD_BYTES = 1 << 19
+"""Bytes of weights that are."""
+
 _CACHE_LINE = 64
 _DEPTH_STEP = 32
 """Inputs of a narrow weight are padded to a multiple of this."""
-
-_NO_FLOATS: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,9 @@ def pack_bias(bias: NDArray[np.float32], gated: bool = False) -> NDArray[np.floa
     return np.where(order >= 0, bias[np.maximum(order, 0)], 0).astype(np.float32)
 
 
-@cache
 def make_ready(dtype: str) -> None:
     """Compile the product with weights kept in ``dtype``, or load it where this machine has compiled it before."""
-    matmul_jit.matmul.compile(matmul_jit.matmul_signature((KINDS[dtype],)))
+    matmul_jit.product_of(KINDS[dtype])
 
 
 def matmul(
@@ -183,21 +183,35 @@ def matmul(
     """
     x = np.ascontiguousarray(x)
     rows, outputs = len(x), weight.outputs // 2 if weight.gated else weight.outputs
-    if x.shape[1] != weight.inputs:
-        raise ValueError(f"x has {x.shape[1]} columns, the weight takes {weight.inputs}")
+    if x.shape[1] != weight.inputs or x.dtype != np.float32:
+        raise ValueError(f"x is {x.dtype} {x.shape}, the weight takes float32 rows of {weight.inputs}")
     if out is None:
         out = np.empty((rows, outputs), np.float32)
-    depth, groups = weight.depth, weight.minima.shape[1]
-    if weight.dtype == "float32":
-        factors = x.reshape(-1).view(np.uint32)
-    else:
-        factors = np.empty(rows * (depth // 2 if NATIVE else depth), np.uint32)
-    sums = np.empty(rows * groups, np.float32) if groups else _NO_FLOATS
-    make_ready(weight.dtype)
-    matmul_jit.matmul(
-        *_MARKERS[weight.dtype], x, weight.table, _NO_FLOATS if bias is None else bias, EPILOGUES[activation], out, factors, sums, threads
+    elif out.shape != (rows, outputs) or out.dtype != np.float32 or not out.flags.c_contiguous:
+        raise ValueError(f"out is {out.dtype} {out.shape}, it must be contiguous float32 {(rows, outputs)}")
+    workers = _workers(weight, rows, threads)
+    factors = (
+        x if weight.dtype == "float32" else np.empty(rows * (weight.depth // 2 if NATIVE else weight.depth), np.uint32)
     )
+    sums, tiles = np.empty(rows * weight.minima.shape[1], np.float32), np.empty(workers * matmul_jit.TILE, np.float32)
+    counters = np.zeros(4, np.int64)
+    numbers = np.array(
+        [
+            matmul_jit.product_of(KINDS[weight.dtype]).address, x.ctypes.data, rows, weight.inputs,
+            weight.table.ctypes.data, 0 if bias is None else bias.ctypes.data, 0 if bias is None else bias.size,
+            EPILOGUES[activation], out.ctypes.data, outputs, factors.ctypes.data, sums.ctypes.data, tiles.ctypes.data,
+            counters.ctypes.data,
+        ],
+        np.int64,
+    )  # fmt: skip
+    pool_of_this_process().run(matmul_jit.multiply, workers, numbers)
     return out
+
+
+def _workers(weight: PackedWeight, rows: int, threads: int) -> int:
+    """Threads that are worth waking: for arithmetic, or for weights to be read."""
+    of_flops = rows * weight.outputs * weight.depth // THREAD_FLOPS
+    return max(1, min(threads, max(of_flops, weight.nbytes // THREAD_BYTES)))
 
 
 def panels_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | None:

@@ -14,7 +14,7 @@ thread has taken: so it does not matter how many there really are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numba
@@ -25,7 +25,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headwise.kernels.cpu import machine_code
-from headwise.kernels.cpu.addresses import bytes_at, halves_at
+from headwise.kernels.cpu.addresses import (
+    bytes_at,
+    call_12,
+    float_matrix_at,
+    floats_at,
+    halves_at,
+    longs_at,
+    words_at,
+)
 from headwise.kernels.cpu.matmul_tiles import (
     BFLOAT,
     FEW_VECTORS,
@@ -42,7 +50,7 @@ from headwise.kernels.cpu.matmul_tiles import (
     plain_tile,
 )
 from headwise.kernels.cpu.simd import LANES, Emitter
-from headwise.kernels.cpu.threads import fetch_add, use_threads, wait_for
+from headwise.kernels.cpu.threads import fetch_add, wait_for
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 """Kinds of packed weights."""
@@ -56,12 +64,7 @@ DEPTH_BYTES = 1 << 18
 TILE = ROW_BLOCK * PANEL
 """Floats of a thread's scratch."""
 
-THREAD_FLOPS = 400_000
-"""Multiplications that are worth waking a thread for, where weights come from caches."""
-
-THREAD_BYTES = 1 << 17
-"""Bytes of weights that are."""
-
+KINDS = (FLOAT32, BFLOAT16, INT8, INT4)
 WEIGHT_FIELDS = 13
 """Numbers that a weight is given as: those of `Weight`, with address and length for each array."""
 
@@ -252,7 +255,7 @@ _int8_rows, _int4_rows = _grouped_rows(Int8()), _grouped_rows(Int4())
 
 
 @_compiled
-def _panel_rows(f32, b16, i8, i4, weight, factors, stride, sums, row, rows, panel, tile):
+def _panel_rows(rows_of_kind, weight, factors, stride, sums, row, rows, panel, tile):
     """Some rows' products with a panel, into ``tile``."""
     turn_bytes = len(weight.data) // (-(-weight.columns // PANEL) * weight.turns)
     each = weight.turns
@@ -261,18 +264,7 @@ def _panel_rows(f32, b16, i8, i4, weight, factors, stride, sums, row, rows, pane
     turn = 0
     while turn < weight.turns:
         turns = min(each, weight.turns - turn)
-        if f32 is not None:  # noqa: SIM102 - Numba drops what stands behind a None, and only that
-            if weight.kind == FLOAT32:
-                _float32_rows(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
-        if b16 is not None:  # noqa: SIM102 - Numba drops what stands behind a None, and only that
-            if weight.kind == BFLOAT16:
-                _bfloat16_rows(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
-        if i8 is not None:  # noqa: SIM102 - Numba drops what stands behind a None, and only that
-            if weight.kind == INT8:
-                _int8_rows(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
-        if i4 is not None:  # noqa: SIM102 - Numba drops what stands behind a None, and only that
-            if weight.kind == INT4:
-                _int4_rows(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
+        rows_of_kind(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
         turn += turns
 
 
@@ -312,25 +304,64 @@ def prepare_row(values, weight, row, factors, sums):
             sums[row * groups + group] = total
 
 
-@_compiled
-def compute_items(
-    f32, b16, i8, i4, weight, bias, epilogue, out, factors, sums, rows, counters, counter, tile
-):  # fmt: skip
-    """One thread's share of ``out [rows, n]``: items until none is left.
+PRODUCT_INTEGERS = 12
 
-    f32 to i4: None for the kinds that the weight is not of, see `KINDS`
-    counters: item by item, ``counters[counter]`` have been taken and ``counters[counter + 1]`` are done
-    tile:     `TILE` floats of the thread's own
+
+@_compiled
+def _product(
+    rows_of_kind, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
+):  # fmt: skip
+    """One thread's share of ``out [rows, columns]``: items until none is left.
+
+    All arrays are given by their addresses. weight: its `WEIGHT_FIELDS`; counters: ``counters[counter]`` items have
+    been taken and ``counters[counter + 1]`` are done; tile: `TILE` floats of the thread's own
     """
-    stride, blocks = factor_stride(weight), -(-rows // ROW_BLOCK)
-    count, item = items_of(weight, rows), fetch_add(counters, counter)
+    weight, bias, tile = (
+        weight_at(longs_at(weight, WEIGHT_FIELDS), 0),
+        floats_at(bias, bias_length),
+        floats_at(tile, TILE),
+    )
+    out, counters, stride = float_matrix_at(out, rows, columns), longs_at(counters, counter + 2), factor_stride(weight)
+    factors, sums = words_at(factors, rows * stride), floats_at(sums, rows * (weight.turns // weight.group_turns))
+    blocks, count, item = -(-rows // ROW_BLOCK), items_of(weight, rows), fetch_add(counters, counter)
     while item < count:
         row, panel = item % blocks * ROW_BLOCK, item // blocks
         some = min(ROW_BLOCK, rows - row)
-        _panel_rows(f32, b16, i8, i4, weight, factors, stride, sums, row, some, panel, tile)
+        _panel_rows(rows_of_kind, weight, factors, stride, sums, row, some, panel, tile)
         _finish(tile, epilogue, bias, out, row, some, panel)
         fetch_add(counters, counter + 1)
         item = fetch_add(counters, counter)
+
+
+def _float32_product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+    _product(
+        _float32_rows, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
+    )
+
+
+def _bfloat16_product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+    _product(
+        _bfloat16_rows, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
+    )
+
+
+def _int8_product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+    _product(
+        _int8_rows, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
+    )
+
+
+def _int4_product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+    _product(
+        _int4_rows, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
+    )
+
+
+@cache
+def product_of(kind: int) -> Any:
+    """The compiled product with weights of a kind, as a C function of `PRODUCT_INTEGERS`."""
+    function = (_float32_product, _bfloat16_product, _int8_product, _int4_product)[kind]
+    return machine_code.unit(function, PRODUCT_INTEGERS, fastmath=_MATH, error_model="numpy")
 
 
 @_inlined
@@ -339,63 +370,36 @@ def items_of(weight, rows):
     return -(-weight.columns // PANEL) * -(-rows // ROW_BLOCK)
 
 
-@_compiled
-def _work(f32, b16, i8, i4, x, table, bias, epilogue, out, factors, sums, counters):
-    """One thread: prepare rows and compute items until none is left."""
-    weight, rows = weight_at(table, 0), len(x)
-    if weight.kind != FLOAT32:
-        values = np.zeros(weight.depth, np.float32)
-        row = fetch_add(counters, 0)
-        while row < rows:
-            values[: x.shape[1]] = x[row]
-            prepare_row(values, weight, row, factors, sums)
-            fetch_add(counters, 1)
-            row = fetch_add(counters, 0)
-        wait_for(counters, 1, rows)
-    tile = np.empty(TILE, np.float32)
-    compute_items(f32, b16, i8, i4, weight, bias, epilogue, out, factors, sums, rows, counters, 2, tile)
+# --- entry point -----------------------------------------------------------------------------------------------------
 
 
-# --- entry points ----------------------------------------------------------------------------------------------------
-
-KINDS = (FLOAT32, BFLOAT16, INT8, INT4)
-
-
-def markers(kinds: Iterable[int]) -> tuple[Any, ...]:
-    """The first arguments of functions that multiply weights of these kinds: None for each other one.
-
-    Numba leaves out what stands behind a None: nobody waits for the compilation of kinds that are not used.
-    """
-    return tuple(types.boolean if kind in kinds else types.none for kind in KINDS)
-
-
-def read_only(dtype: Any, dims: int) -> Any:
-    """An array that compiled code does not write to: read-only ones may be given, too."""
-    return types.Array(dtype, dims, "C", readonly=True)
-
-
-def matmul_signature(kinds: Iterable[int]) -> Any:
-    """The types of `matmul` for weights of these kinds."""
-    return types.void(
-        *markers(kinds), read_only(types.float32, 2), read_only(types.int64, 1), read_only(types.float32, 1),
-        types.int64, types.float32[:, ::1], types.uint32[::1], types.float32[::1], types.int64,
+@machine_code.entry(types.void(types.int64[::1], types.int64), nogil=True, error_model="numpy")
+def multiply(numbers, thread):
+    """One thread's share of a product, `MULTIPLY_FIELDS`: prepare rows, and compute items until none is left."""
+    product, x, rows, inputs, weight_address, bias, bias_length, epilogue, out, columns, factors, sums, tiles, counters = (
+        numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7], numbers[8],
+        numbers[9], numbers[10], numbers[11], numbers[12], numbers[13],
     )  # fmt: skip
+    weight, taken = weight_at(longs_at(weight_address, WEIGHT_FIELDS), 0), longs_at(counters, 4)
+    tile = tiles + thread * 4 * TILE
+    if factors != x:
+        source, words = float_matrix_at(x, rows, inputs), words_at(factors, rows * factor_stride(weight))
+        all_sums = floats_at(sums, rows * (weight.turns // weight.group_turns))
+        values, row = np.zeros(weight.depth, np.float32), fetch_add(taken, 0)
+        while row < rows:
+            for i in range(inputs):
+                values[i] = source[row, i]
+            prepare_row(values, weight, row, words, all_sums)
+            fetch_add(taken, 1)
+            row = fetch_add(taken, 0)
+        wait_for(taken, 1, rows)
+    call_12(
+        product,
+        (weight_address, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, np.int64(2), tile),
+    )
 
 
-@machine_code.entry(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy")
-def matmul(f32, b16, i8, i4, x, table, bias, epilogue, out, factors, sums, threads):
-    """``out [rows, n] = epilogue(x [rows, k] @ weight + bias)`` on at most ``threads`` threads.
-
-    ``table`` has the weight's `WEIGHT_FIELDS`. ``factors`` and ``sums`` are room for what becomes of ``x``:
-    `factor_stride` numbers a row, and one float a row and group. Of a float32 weight, ``factors`` is ``x`` itself.
-    """
-    weight = weight_at(table, 0)
-    by_flops, by_bytes = len(x) * weight.columns * weight.depth // THREAD_FLOPS, len(weight.data) // THREAD_BYTES
-    workers, counters = max(1, min(threads, max(by_flops, by_bytes))), np.zeros(4, np.int64)
-    if workers == 1:
-        _work(f32, b16, i8, i4, x, table, bias, epilogue, out, factors, sums, counters)
-        return
-    before = use_threads(workers)
-    for _ in numba.prange(workers):
-        _work(f32, b16, i8, i4, x, table, bias, epilogue, out, factors, sums, counters)
-    use_threads(before)
+MULTIPLY_FIELDS = 14
+"""Addresses of the compiled product, of ``x``; its rows and columns; addresses of the weight's numbers, of the bias, its
+length; the epilogue; addresses of ``out``, its columns; of factors (``x`` itself, if those are the factors), sums, all
+threads' tiles, and four counters that are 0."""
