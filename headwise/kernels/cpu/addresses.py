@@ -68,6 +68,17 @@ def heads_at(typing, address, rows, heads, dim, stride):
     return kind(*[types.int64] * 5), emit
 
 
+@intrinsic
+def contiguous_heads_at(typing, address, rows, heads, dim):
+    """``float32 [rows, heads, dim]`` at an address."""
+    kind = types.Array(types.float32, 3, "C")
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _array(context, builder, kind, args[0], list(args[1:]), None)
+
+    return kind(*[types.int64] * 4), emit
+
+
 def _array(context: Any, builder: Any, kind: Any, address: Any, shape: list[Any], strides: list[Any] | None) -> Any:
     array, element = context.make_array(kind)(context, builder), context.get_data_type(kind.dtype)
     size = _LONG(context.get_abi_sizeof(element))

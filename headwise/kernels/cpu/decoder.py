@@ -7,26 +7,25 @@ there are: the compiled code is the same for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu import decoder_jit, matmul_jit
-from headwise.kernels.cpu.attention import STORED, strides_of
-from headwise.kernels.cpu.attention_jit import LOG2E
+from headwise.kernels.cpu.attention import strides_of
+from headwise.kernels.cpu.attention_jit import FIRST_ITEM, LOG2E
+from headwise.kernels.cpu.decoder_cache_jit import write_and_attend
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
+from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.fused import DecoderLayer, DecoderShape
 from headwise.kernels.gqa import kv_dtype_of
 
 Floats = NDArray[np.float32]
-_numba: Any = numba
-
 LAYER_BYTES = 1 << 17
 """Bytes of a layer's weights that are worth waking a thread for."""
 
@@ -43,27 +42,27 @@ class CpuDecoder:
         for row, layer in zip(self._table, layers, strict=True):
             _fill(row, layer)
         weights = [weight for layer in layers for weight in _weights(layer)]
-        self._kinds = frozenset(KINDS[weight.dtype] for weight in weights)
-        self._markers = tuple(True if kind in self._kinds else None for kind in matmul_jit.KINDS)
-        self._threads = threads
-        self._q_heads, self._both = shape.q_heads, shape.q_heads + 2 * shape.kv_heads
-        self._dim, self._hidden = shape.head_dim, layers[0].out.outputs
-        self._gated = max(layer.gate_up.outputs // 2 for layer in layers)
+        self._dtypes = frozenset(weight.dtype for weight in weights)
+        self._shape, self._threads = shape, threads
+        self._hidden, self._intermediate = layers[0].out.outputs, max(layer.gate_up.outputs // 2 for layer in layers)
         self._widest = max(weight.depth for weight in weights)
-        self._layer_bytes = sum(weight.nbytes for weight in weights) // len(layers)
         self._groups = max(weight.minima.shape[1] for weight in weights)
-        factor = 2 * shape.scale * LOG2E / shape.softcap if shape.softcap else shape.scale * LOG2E
-        self._shapes = (
-            shape.q_heads, shape.kv_heads, shape.head_dim, EPILOGUES[shape.activation], factor, shape.softcap,
-            shape.eps, self._widest,
-        )  # fmt: skip
+        self._layer_bytes = sum(weight.nbytes for weight in weights) // len(layers)
+        factor = shape.scale * LOG2E * (2 / shape.softcap if shape.softcap else 1)
+        self._floats = np.array([shape.eps, factor, shape.softcap], np.float32)
         self._heads: Sequence[HeadTable] = ()
         self._policies: list[tuple[Any, Any]] = []
-        self._rooms: tuple[Any, ...] = ()
+        self._rooms = _Rooms.empty(0, self)
+
+    @property
+    def all_heads(self) -> int:
+        return self._shape.q_heads + 2 * self._shape.kv_heads
 
     def make_ready(self, layout: BlockLayout) -> None:
         """See `FusedDecoder.make_ready`."""
-        _compile(self._kinds, np.dtype(STORED[kv_dtype_of(layout)]))
+        write_and_attend(kv_dtype_of(layout))
+        for dtype in self._dtypes:
+            matmul_jit.product_of(KINDS[dtype])
 
     def run(
         self,
@@ -77,16 +76,36 @@ class CpuDecoder:
     ) -> None:
         """See `FusedDecoder.run`."""
         self._set_heads(heads)
-        self.make_ready(layout)
-        items, parts, table, most = self._plans(batch)
-        stored = STORED[kv_dtype_of(layout)]
-        partials = tuple(np.empty(most[2] * size, np.float32) for size in (1, 1, self._dim))
-        decoder_jit.run_layers(
-            *self._markers, x, self._table[layers.start : layers.stop], rotations, self._shapes,
-            self._rooms_for(len(x)), (arena.view(stored), arena.view(np.float32), strides_of(layout)),
-            (batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups), (items, parts, table, most),
-            partials, self._workers(len(x)),
+        rows, workers, shape = len(x), self._workers(len(x)), self._shape
+        rooms, plans = self._rooms_for(rows), self._plan(batch)
+        write, attend = write_and_attend(kv_dtype_of(layout))
+        products, strides = self._products, strides_of(layout)
+        each = decoder_jit.ATTENTION_AT + FIRST_ITEM + plans.most_items
+        counters = np.zeros((len(layers) + 1) * each, np.int64)
+        partials = np.empty(plans.most_partial_rows * (2 + shape.head_dim), np.float32)
+        tables = batch.block_tables
+        step = np.array(
+            [
+                _at(x), rows, self._hidden, _at(self._table) + layers.start * self._table.strides[0], len(layers),
+                shape.q_heads, shape.kv_heads, shape.head_dim, EPILOGUES[shape.activation], self._widest,
+                self._intermediate, _at(rooms.qkv), _at(rooms.heads), _at(rooms.out), _at(rooms.gated),
+                _at(rooms.factors), rooms.factors.size, _at(rooms.sums), rooms.sums.size, _at(rooms.tiles),
+                _at(rooms.values), _at(counters), each, _at(products), write.address, attend.address, _at(arena),
+                arena.nbytes, _at(strides), _at(batch.cu_seqlens_q), _at(batch.seq_lens), len(batch.seq_lens),
+                _at(tables), tables.shape[1], batch.groups, _at(plans.table), _at(partials), plans.most_partial_rows,
+                _at(rotations), _at(self._floats),
+            ],
+            np.int64,
         )  # fmt: skip
+        pool_of_this_process().run(decoder_jit.run_layers, workers, _at(step))
+
+    @cached_property
+    def _products(self) -> NDArray[np.int64]:
+        """Addresses of the compiled products of all kinds; 0 for those that no weight is of."""
+        own = {KINDS[dtype] for dtype in self._dtypes}
+        return np.array(
+            [matmul_jit.product_of(kind).address if kind in own else 0 for kind in matmul_jit.KINDS], np.int64
+        )
 
     def _workers(self, rows: int) -> int:
         """Threads that are worth waking: for weights to be read, or for arithmetic."""
@@ -100,45 +119,81 @@ class CpuDecoder:
         self._heads, plans = heads, {}
         for row, head in zip(self._table, heads, strict=True):
             for at, array in zip(range(decoder_jit.HEADS_AT, decoder_jit.ROPE_AT, 2), _arrays(head), strict=True):
-                row[at : at + 2] = array.ctypes.data, array.size
+                row[at : at + 2] = _at(array), array.size
             policy = (head.window.tobytes(), head.sink.tobytes())
             number = plans.setdefault(policy, (len(plans), head.window, head.sink))[0]
             row[decoder_jit.PLAN_AT] = number
         self._policies = [(window, sink) for _, window, sink in plans.values()]
 
-    def _plans(self, batch: AttentionBatch) -> tuple[Any, Any, Any, Any]:
-        share = self._q_heads // len(self._policies[0][0])
+    def _plan(self, batch: AttentionBatch) -> _Plans:
+        share, dim = self._shape.q_heads // self._shape.kv_heads, self._shape.head_dim
         plans = [
-            decoder_jit.plan_attention(batch.cu_seqlens_q, batch.seq_lens, window, sink, share, self._dim)
+            decoder_jit.plan_attention(batch.cu_seqlens_q, batch.seq_lens, window, sink, share, dim)
             for window, sink in self._policies
         ]
-        table, item, part = np.empty((len(plans), decoder_jit.PLAN_FIELDS), np.int64), 0, 0
-        for row, plan in zip(table, plans, strict=True):
-            items, parts, *rest = plan
-            row[:] = (item, item + len(items), part, part + len(parts), *rest)
-            item, part = item + len(items), part + len(parts)
-        if len(plans) > 1:
-            items, parts = (np.concatenate([plan[field] for plan in plans]) for field in (0, 1))
-        return items, parts, table, table[:, 4:].max(axis=0)
+        table = np.array(
+            [(_at(items), len(items), _at(parts), len(parts), *rest) for items, parts, *rest in plans], np.int64
+        )
+        return _Plans(plans, table)
 
-    def _rooms_for(self, rows: int) -> tuple[Any, ...]:
+    def _rooms_for(self, rows: int) -> _Rooms:
         """Room for ``rows`` rows; kept for the next steps, which mostly have no more."""
-        if not self._rooms or len(self._rooms[0]) < rows:
-            self._rooms = (
-                np.empty((rows, self._both, self._dim), np.float32),
-                np.empty((rows, self._q_heads, self._dim), np.float32),
-                np.empty((rows, self._hidden), np.float32),
-                np.empty((rows, self._gated), np.float32),
-                np.empty(rows * self._widest, np.uint32),
-                np.empty(rows * self._groups, np.float32),
-            )
-        rooms = self._rooms
-        return (*(room[:rows] for room in rooms[:4]), *rooms[4:])
+        if len(self._rooms.qkv) < rows:
+            self._rooms = _Rooms.empty(rows, self)
+        return self._rooms
 
 
-@cache
-def _compile(kinds: frozenset[int], stored: np.dtype[Any]) -> None:
-    decoder_jit.run_layers.compile(decoder_jit.run_signature(kinds, _numba.from_dtype(stored)))
+@dataclass(frozen=True)
+class _Plans:
+    """Plans of attention, one for layers whose heads have the same windows and sinks. table: `decoder_jit.PLAN_FIELDS`"""
+
+    plans: Sequence[Any]
+    table: NDArray[np.int64]
+
+    @property
+    def most_items(self) -> int:
+        return int(self.table[:, decoder_jit.ITEM_COUNT].max())
+
+    @property
+    def most_partial_rows(self) -> int:
+        return int(self.table[:, decoder_jit.PARTIAL_ROWS].max())
+
+
+@dataclass(frozen=True)
+class _Rooms:
+    """What the phases of a layer pass on, for so many rows; and a scratch for each thread."""
+
+    qkv: Floats
+    heads: Floats
+    out: Floats
+    gated: Floats
+    factors: NDArray[np.uint32]
+    sums: Floats
+    tiles: Floats
+    values: Floats
+
+    @staticmethod
+    def empty(rows: int, decoder: CpuDecoder) -> _Rooms:
+        shape, threads = decoder._shape, decoder._threads
+
+        def floats(*lengths: int) -> Floats:
+            return np.empty(lengths, np.float32)
+
+        return _Rooms(
+            qkv=floats(rows, decoder.all_heads * shape.head_dim),
+            heads=floats(rows, shape.q_heads * shape.head_dim),
+            out=floats(rows, decoder._hidden),
+            gated=floats(rows, decoder._intermediate),
+            factors=np.empty(rows * decoder._widest, np.uint32),
+            sums=floats(rows * decoder._groups),
+            tiles=floats(threads * matmul_jit.TILE),
+            values=floats(threads * decoder._widest),
+        )
+
+
+def _at(array: NDArray[Any]) -> int:
+    """An array's address."""
+    return array.ctypes.data
 
 
 def _weights(layer: DecoderLayer) -> tuple[PackedWeight, ...]:
@@ -152,7 +207,7 @@ def _fill(row: NDArray[np.int64], layer: DecoderLayer) -> None:
         at += len(weight.table)
     biases = (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias)
     for array in (*biases, *_arrays(layer.norms)):
-        row[at : at + 2] = (0, 0) if array is None else (array.ctypes.data, array.size)
+        row[at : at + 2] = (0, 0) if array is None else (_at(array), array.size)
         at += 2
     row[decoder_jit.ROPE_AT] = layer.rotation
 

@@ -3,42 +3,42 @@
 
 A layer is a run of *phases*: norm, query-key-value product, rotation and KV write, attention, output product, add and
 norm, gated product, down product. Of each phase threads take pieces from a counter until none is left, and wait until
-those that others took are done. So the threads are started once for all layers, nothing is allocated in between, and
-nobody waits for a thread that does not run: a phase is done when its pieces are.
+those that others took are done. So the threads are woken once for all layers, and nobody waits for a thread that does
+not run: a phase is done when its pieces are.
+
+What differs by dtype, products and attention, is compiled for itself and called by its address: this file is compiled
+once for all models.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 from numba import types
 
 from headwise.kernels.cpu import machine_code
-from headwise.kernels.cpu.addresses import floats_at, ints_at
-from headwise.kernels.cpu.attention_jit import (
-    FINISHED,
-    FIRST_ITEM,
-    STRIDES,
-    new_scratch,
-    work,
+from headwise.kernels.cpu.addresses import (
+    call_3,
+    call_4,
+    call_12,
+    float_matrix_at,
+    floats_at,
+    heads_at,
+    longs_at,
+    words_at,
 )
-from headwise.kernels.cpu.attention_plan import Plan, make_plan
-from headwise.kernels.cpu.kv_write_jit import write_tokens
+from headwise.kernels.cpu.attention_jit import FINISHED
+from headwise.kernels.cpu.attention_plan import make_plan
 from headwise.kernels.cpu.matmul_jit import (
+    KINDS,
     PLAIN,
     TILE,
     WEIGHT_FIELDS,
-    compute_items,
     items_of,
-    markers,
     prepare_row,
-    read_only,
     weight_at,
 )
-from headwise.kernels.cpu.threads import fetch_add, use_threads, wait_for
+from headwise.kernels.cpu.threads import fetch_add, wait_for
 
 NORMS = range(6)
 BEFORE_ATTENTION, BEFORE_MLP, AFTER_ATTENTION, AFTER_MLP, QUERY_NORM, KEY_NORM = NORMS
@@ -60,45 +60,34 @@ LAYER_FIELDS = PLAN_AT + 1
 """Where a layer's numbers lie in its row of the table: weights, then address and length of biases, norms (of none: 0)
 and arrays of heads, then which rotation is the layer's, and which plan of attention."""
 
-PLAN_FIELDS = 7
-"""Of a plan: first and last item, first and last part, rows, is_tiled, partial_rows."""
-
 _INPUT, _QKV, _ROTATE, _HEADS, _OUT, _MIDDLE, _GATE_UP, _GATED, _DOWN = PHASES = range(9)
 ATTENTION_AT = 2 * len(PHASES)
 """Counters of a layer: pieces taken and done of each phase, then those of attention, which are as many as its items."""
 
+STEP_FIELDS = 40
+(
+    X, ROWS, HIDDEN, LAYERS, LAYER_COUNT, Q_HEADS, KV_HEADS, DIM, EPILOGUE, WIDEST, INTERMEDIATE, QKV_ROOM, HEADS_ROOM,
+    OUT_ROOM, GATED_ROOM, FACTORS, FACTORS_LENGTH, SUMS, SUMS_LENGTH, TILES, VALUES, COUNTERS, COUNTERS_PER_LAYER,
+    PRODUCTS, WRITE, ATTEND, CACHE, CACHE_BYTES, STRIDES, CU_SEQLENS, SEQ_LENS, SEQUENCES, TABLES, TABLE_COLUMNS,
+    GROUPS, PLANS, PARTIALS, PARTIAL_ROOM, ROTATIONS, FLOATS,
+) = range(STEP_FIELDS)  # fmt: skip
+"""Numbers that a step is given as: addresses, lengths and sizes. ..._ROOM: what phases pass on, for all rows: queries,
+keys and values ``[rows, q_heads + 2 * kv_heads, dim]``, attention's output ``[rows, q_heads, dim]``, what is added to
+the residual stream ``[rows, hidden]``, the gated product ``[rows, intermediate]``. TILES, VALUES: of all threads.
+PRODUCTS: of each kind. PLANS: see `PLAN_FIELDS`. PARTIALS: of attention, PARTIAL_ROOM rows. ROTATIONS: cosines and sines
+``[rotations, 2, rows, dim / 2]``. FLOATS: see `STEP_FLOATS`."""
+
+PLAN_FIELDS = 7
+ITEMS, ITEM_COUNT, PARTS, PART_COUNT, PLAN_ROWS, IS_TILED, PARTIAL_ROWS = range(PLAN_FIELDS)
+"""Of a plan of attention: addresses and lengths of its items and parts, and the other fields of `attention_plan.Plan`."""
+
+STEP_FLOATS = 3
+EPS, FACTOR, SOFTCAP = range(STEP_FLOATS)
+"""Numbers of a step that are floats: of norms; of queries; of attention's scores."""
+
 _MATH = {"reassoc", "nsz", "arcp", "contract"}
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
 _inlined = numba.njit(forceinline=True, fastmath=_MATH, nogil=True, error_model="numpy")
-
-
-class Shapes(NamedTuple):
-    """What is the same in all layers. epilogue: of the gated product; factor: of queries; widest: most inputs of a
-    product, padded"""
-
-    q_heads: Any
-    kv_heads: Any
-    dim: Any
-    epilogue: Any
-    factor: Any
-    softcap: Any
-    eps: Any
-    widest: Any
-
-
-class Rooms(NamedTuple):
-    """Arrays that phases pass on, with room for all rows.
-
-    qkv: ``[rows, q_heads + 2 * kv_heads, dim]``; heads: ``[rows, q_heads, dim]``; out: ``[rows, hidden]``; gated:
-    ``[rows, intermediate]``; factors, sums: of the row's next product
-    """
-
-    qkv: Any
-    heads: Any
-    out: Any
-    gated: Any
-    factors: Any
-    sums: Any
 
 
 @_inlined
@@ -175,17 +164,9 @@ def _weight(layer, which):
 
 
 @_inlined
-def _ints(layer, which):
-    return ints_at(layer[HEADS_AT + 2 * which], layer[HEADS_AT + 2 * which + 1])
-
-
-@_inlined
-def _product(f32, b16, i8, i4, layer, which, epilogue, out, rooms, rows, counters, phase, tile):
-    weight, bias = _weight(layer, which), _array(layer, BIASES_AT + 2 * which)
-    compute_items(
-        f32, b16, i8, i4, weight, bias, epilogue, out, rooms.factors, rooms.sums, rows, counters, 2 * phase, tile
-    )
-    wait_for(counters, 2 * phase + 1, items_of(weight, rows))
+def _counters(step, layer):
+    each = step[COUNTERS_PER_LAYER]
+    return longs_at(step[COUNTERS] + layer * each * 8, each)
 
 
 @_inlined
@@ -209,111 +190,120 @@ def _wait_for_rows(counters, phase, rows):
 
 
 @_compiled
-def _add_and_norm(x, addend, layer, after, before, weight, shapes, rooms, counters, phase, values):
-    """Add rows to the residual stream, and prepare the norm of the sum for the next product."""
-    rows = len(x)
+def _add_and_norm(step, floats, is_added, after, before, weight, counters, phase, values):
+    """Add rows to the residual stream, if any are, and prepare the norm of the sum, if there is one."""
+    rows, hidden, eps = step[ROWS], step[HIDDEN], floats[EPS]
+    x, addend = float_matrix_at(step[X], rows, hidden), float_matrix_at(step[OUT_ROOM], rows, hidden)
+    factors, sums = words_at(step[FACTORS], step[FACTORS_LENGTH]), floats_at(step[SUMS], step[SUMS_LENGTH])
     first, last = _take_rows(counters, phase, rows)
     while first < last:
-        if len(addend) > 0:
-            _add_rows(x, addend, after, shapes.eps, first, last)
+        if is_added:
+            _add_rows(x, addend, after, eps, first, last)
         if len(before) > 0:
-            _norm_rows(x, weight, before, shapes.eps, first, last, rooms.factors, rooms.sums, values)
+            _norm_rows(x, weight, before, eps, first, last, factors, sums, values)
         _rows_done(counters, phase)
         first, last = _take_rows(counters, phase, rows)
     _wait_for_rows(counters, phase, rows)
 
 
 @_compiled
-def _prepare(source, weight, rooms, counters, phase, values):
-    """Prepare rows for the next product."""
-    rows = len(source)
+def _prepare(step, source, columns, weight, counters, phase, values):
+    """Prepare the rows ``source [rows, columns]`` for the next product."""
+    rows = step[ROWS]
+    factors, sums = words_at(step[FACTORS], step[FACTORS_LENGTH]), floats_at(step[SUMS], step[SUMS_LENGTH])
+    matrix = float_matrix_at(source, rows, columns)
     first, last = _take_rows(counters, phase, rows)
     while first < last:
-        _prepare_rows(source, weight, first, last, rooms.factors, rooms.sums, values)
+        _prepare_rows(matrix, weight, first, last, factors, sums, values)
         _rows_done(counters, phase)
         first, last = _take_rows(counters, phase, rows)
     _wait_for_rows(counters, phase, rows)
 
 
 @_compiled
-def _rotate_and_write(layer, rotations, shapes, rooms, cache, batch, counters):
+def _multiply(step, layer_at, which, epilogue, out, columns, counters, phase, tile):
+    """A product of all rows with one of the layer's weights."""
+    layer, rows = longs_at(layer_at, LAYER_FIELDS), step[ROWS]
+    weight, bias = _weight(layer, which), BIASES_AT + 2 * which
+    product = longs_at(step[PRODUCTS], len(KINDS))[weight.kind]
+    where = layer_at + 8 * (WEIGHTS_AT + which * WEIGHT_FIELDS)
+    call_12(
+        product,
+        (
+            where, layer[bias], layer[bias + 1], np.int64(epilogue), out, columns, step[FACTORS], step[SUMS], rows,
+            counters.ctypes.data, np.int64(2 * phase), tile,
+        ),
+    )  # fmt: skip
+    wait_for(counters, 2 * phase + 1, items_of(weight, rows))
+
+
+@_compiled
+def _rotate_and_write(step, floats, step_at, layer_at, counters):
     """Norm heads where the model does, rotate queries and keys, and write keys and values to the cache."""
-    kv, scales, strides = cache
-    cu, lens, tables, groups = batch
-    rows, q_heads, both = len(rooms.qkv), shapes.q_heads, shapes.q_heads + shapes.kv_heads
-    query, key, value = rooms.qkv[:, :q_heads], rooms.qkv[:, q_heads:both], rooms.qkv[:, both:]
-    cosines, sines = rotations[layer[ROPE_AT], 0], rotations[layer[ROPE_AT], 1]
+    layer, rows, dim, q_heads = longs_at(layer_at, LAYER_FIELDS), step[ROWS], step[DIM], step[Q_HEADS]
+    both = q_heads + step[KV_HEADS]
+    all_heads = both + step[KV_HEADS]
+    heads = heads_at(step[QKV_ROOM], rows, all_heads, dim, all_heads * dim)
     query_norm, key_norm = _norm(layer, QUERY_NORM), _norm(layer, KEY_NORM)
     first, last = _take_rows(counters, _ROTATE, rows)
     while first < last:
         if len(query_norm) > 0:
-            _norm_heads(rooms.qkv, 0, q_heads, query_norm, shapes.eps, first, last)
-            _norm_heads(rooms.qkv, q_heads, both, key_norm, shapes.eps, first, last)
-        write_tokens(
-            query, key, value, cosines, sines, kv, scales, strides, cu, lens, tables, groups,
-            _ints(layer, HEAD_GROUP), _ints(layer, HEAD_SLOT), first, last,
-        )  # fmt: skip
+            _norm_heads(heads, 0, q_heads, query_norm, floats[EPS], first, last)
+            _norm_heads(heads, q_heads, both, key_norm, floats[EPS], first, last)
+        call_4(step[WRITE], (step_at, layer_at, first, last))
         _rows_done(counters, _ROTATE)
         first, last = _take_rows(counters, _ROTATE, rows)
     _wait_for_rows(counters, _ROTATE, rows)
 
 
 @_compiled
-def _attend(layer, shapes, rooms, cache, batch, plans, partials, counters, scratch):
-    kv, scales, strides = cache
-    items, parts, table, _ = plans
-    query, p = rooms.qkv[:, : shapes.q_heads], table[layer[PLAN_AT]]
-    step = (
-        query, kv, scales, strides, batch[2], batch[3], _ints(layer, HEAD_GROUP), _ints(layer, HEAD_SLOT),
-        _ints(layer, HEAD_WINDOW), _ints(layer, HEAD_SINK), shapes.factor, shapes.softcap,
-        shapes.q_heads // shapes.kv_heads, shapes.dim,
-    )  # fmt: skip
-    plan = (items[p[0] : p[1]], parts[p[2] : p[3]], p[4], p[5] > 0, p[6], 1)
-    work(step, plan, partials, scratch, counters, rooms.heads)
-    wait_for(counters, FINISHED, p[3] - p[2])
+def _attend(step, step_at, layer_at, counters):
+    layer = longs_at(layer_at, LAYER_FIELDS)
+    own = counters[ATTENTION_AT:]
+    call_3(step[ATTEND], (step_at, layer_at, own.ctypes.data))
+    wait_for(own, FINISHED, longs_at(step[PLANS] + layer[PLAN_AT] * PLAN_FIELDS * 8, PLAN_FIELDS)[PART_COUNT])
 
 
-@_compiled
-def _thread(f32, b16, i8, i4, x, layers, rotations, shapes, rooms, cache, batch, plans, partials, counters):
-    """One thread's share of all phases of all layers."""
-    shapes, rooms = Shapes(*shapes), Rooms(*rooms)
-    items, parts, _, most = plans
-    rows, nothing = len(x), rooms.out[:0]
-    qkv, heads = rooms.qkv.reshape(rows, -1), rooms.heads.reshape(rows, -1)
-    tile, values = np.empty(TILE, np.float32), np.empty(shapes.widest, np.float32)
-    plan = Plan(items, parts, most[0], most[1] > 0, most[2], 1)
-    scratch = new_scratch(plan, shapes.q_heads // shapes.kv_heads, shapes.dim)
-    for index in range(len(layers)):
-        layer, own, before = layers[index], counters[index], layers[max(index - 1, 0)]
-        _add_and_norm(
-            x, rooms.out if index > 0 else nothing, layer, _norm(before, AFTER_MLP), _norm(layer, BEFORE_ATTENTION),
-            _weight(layer, QKV), shapes, rooms, own, _INPUT, values,
-        )  # fmt: skip
-        _product(f32, b16, i8, i4, layer, QKV, PLAIN, qkv, rooms, rows, own, _QKV, tile)
-        _rotate_and_write(layer, rotations, shapes, rooms, cache, batch, own)
-        _attend(layer, shapes, rooms, cache, batch, plans, partials, own[ATTENTION_AT:], scratch)
-        _prepare(heads, _weight(layer, OUT), rooms, own, _HEADS, values)
-        _product(f32, b16, i8, i4, layer, OUT, PLAIN, rooms.out, rooms, rows, own, _OUT, tile)
-        _add_and_norm(
-            x, rooms.out, layer, _norm(layer, AFTER_ATTENTION), _norm(layer, BEFORE_MLP), _weight(layer, GATE_UP),
-            shapes, rooms, own, _MIDDLE, values,
-        )  # fmt: skip
-        _product(f32, b16, i8, i4, layer, GATE_UP, shapes.epilogue, rooms.gated, rooms, rows, own, _GATE_UP, tile)
-        _prepare(rooms.gated, _weight(layer, DOWN), rooms, own, _GATED, values)
-        _product(f32, b16, i8, i4, layer, DOWN, PLAIN, rooms.out, rooms, rows, own, _DOWN, tile)
-    layer = layers[len(layers) - 1]
+# --- entry points ---------------------------------------------------------------------------------------------------
+
+
+@machine_code.entry(types.void(types.int64, types.int64), nogil=True, fastmath=_MATH, error_model="numpy")
+def run_layers(step_at, thread):
+    """One thread's share of all phases of all layers: ``x [rows, hidden]`` after them, in place.
+
+    step_at: address of the `STEP_FIELDS` numbers
+    """
+    step = longs_at(step_at, STEP_FIELDS)
+    floats = floats_at(step[FLOATS], STEP_FLOATS)
+    values, tile = floats_at(step[VALUES] + thread * step[WIDEST] * 4, step[WIDEST]), step[TILES] + thread * TILE * 4
+    heads, all_heads = step[Q_HEADS] * step[DIM], (step[Q_HEADS] + 2 * step[KV_HEADS]) * step[DIM]
+    after = floats_at(0, 0)
+    for index in range(step[LAYER_COUNT]):
+        at = step[LAYERS] + index * LAYER_FIELDS * 8
+        layer, counters = longs_at(at, LAYER_FIELDS), _counters(step, index)
+        qkv, gate_up = _weight(layer, QKV), _weight(layer, GATE_UP)
+        _add_and_norm(step, floats, index > 0, after, _norm(layer, BEFORE_ATTENTION), qkv, counters, _INPUT, values)
+        _multiply(step, at, QKV, PLAIN, step[QKV_ROOM], all_heads, counters, _QKV, tile)
+        _rotate_and_write(step, floats, step_at, at, counters)
+        _attend(step, step_at, at, counters)
+        _prepare(step, step[HEADS_ROOM], heads, _weight(layer, OUT), counters, _HEADS, values)
+        _multiply(step, at, OUT, PLAIN, step[OUT_ROOM], step[HIDDEN], counters, _OUT, tile)
+        after = _norm(layer, AFTER_ATTENTION)
+        _add_and_norm(step, floats, True, after, _norm(layer, BEFORE_MLP), gate_up, counters, _MIDDLE, values)
+        _multiply(step, at, GATE_UP, step[EPILOGUE], step[GATED_ROOM], step[INTERMEDIATE], counters, _GATE_UP, tile)
+        _prepare(step, step[GATED_ROOM], step[INTERMEDIATE], _weight(layer, DOWN), counters, _GATED, values)
+        _multiply(step, at, DOWN, PLAIN, step[OUT_ROOM], step[HIDDEN], counters, _DOWN, tile)
+        after = _norm(layer, AFTER_MLP)
+    last = longs_at(step[LAYERS], LAYER_FIELDS)
     _add_and_norm(
-        x, rooms.out, layer, _norm(layer, AFTER_MLP), nothing.reshape(-1), _weight(layer, QKV), shapes, rooms,
-        counters[len(layers)], _INPUT, values,
+        step, floats, True, after, floats_at(0, 0), _weight(last, QKV), _counters(step, step[LAYER_COUNT]), _INPUT,
+        values,
     )  # fmt: skip
-
-
-# --- entry point ----------------------------------------------------------------------------------------------------
 
 
 @machine_code.entry(
     types.Tuple((types.int64[:, ::1], types.int64[:, ::1], types.int64, types.boolean, types.int64))(
-        *[read_only(types.int32, 1)] * 4, types.int64, types.int64
+        *[types.Array(types.int32, 1, "C", readonly=True)] * 4, types.int64, types.int64
     ),
     nogil=True, error_model="numpy",
 )  # fmt: skip
@@ -321,38 +311,3 @@ def plan_attention(cu, lens, windows, sinks, share, dim):
     """The fields of `attention_plan.make_plan` but for the threads."""
     plan = make_plan(cu, lens, windows, sinks, share, dim, 1)
     return plan.items, plan.parts, plan.rows, plan.is_tiled, plan.partial_rows
-
-
-@machine_code.entry(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy")
-def run_layers(f32, b16, i8, i4, x, layers, rotations, shapes, rooms, cache, batch, plans, partials, threads):
-    """The residual stream ``x [rows, hidden]`` after ``layers [n, LAYER_FIELDS]``, in place.
-
-    rotations: cosines and sines ``[rotations, 2, rows, dim / 2]``; shapes, rooms: as `Shapes`, `Rooms`
-    cache:     the arena as what it stores, the arena as float32, and strides, as in `attention_jit.Step`
-    batch:     ``cu_seqlens_q``, ``seq_lens``, ``block_tables``, groups
-    plans:     items and parts of all plans, a table ``[plans, PLAN_FIELDS]`` of them, and ``int64 [3]``: the most rows,
-               whether any is tiled, and the most partial rows
-    partials:  room for the partial results of attention
-    """
-    counters = np.zeros((len(layers) + 1, ATTENTION_AT + FIRST_ITEM + len(plans[0])), np.int64)
-    if threads == 1:
-        _thread(f32, b16, i8, i4, x, layers, rotations, shapes, rooms, cache, batch, plans, partials, counters)
-        return
-    before = use_threads(threads)
-    for _ in numba.prange(threads):
-        _thread(f32, b16, i8, i4, x, layers, rotations, shapes, rooms, cache, batch, plans, partials, counters)
-    use_threads(before)
-
-
-def run_signature(kinds: Iterable[int], kv: Any) -> Any:
-    """The types of `run_layers` for weights of these kinds and a cache that stores ``kv``."""
-    floats, ints, index = types.float32, read_only(types.int32, 1), types.int64
-    return types.void(
-        *markers(kinds), floats[:, ::1], read_only(index, 2), read_only(floats, 4),
-        types.Tuple((index, index, index, index, floats, floats, floats, index)),
-        types.Tuple((*[floats[:, :, ::1]] * 2, *[floats[:, ::1]] * 2, types.uint32[::1], floats[::1])),
-        types.Tuple((kv[::1], floats[::1], STRIDES)),
-        types.Tuple((ints, ints, read_only(types.int32, 2), index)),
-        types.Tuple((index[:, ::1], index[:, ::1], index[:, ::1], index[::1])),
-        types.UniTuple(floats[::1], 3), index,
-    )  # fmt: skip

@@ -101,6 +101,42 @@ class Weight(NamedTuple):
     offset: Any
 
 
+@_inlined
+def weight_at(table, at):
+    """The `Weight` whose numbers begin at ``table[at]``: `WEIGHT_FIELDS` of them."""
+    return Weight(
+        table[at], bytes_at(table[at + 1], table[at + 2]), halves_at(table[at + 3], table[at + 4]),
+        halves_at(table[at + 5], table[at + 6]), table[at + 7], table[at + 8], table[at + 9], table[at + 10],
+        table[at + 11], table[at + 12],
+    )  # fmt: skip
+
+
+@_inlined
+def factor_stride(weight):
+    """32-bit numbers of a row's factors."""
+    return weight.depth // 2 if NATIVE and weight.kind != FLOAT32 else weight.depth
+
+
+@_compiled
+def prepare_row(values, weight, row, factors, sums):
+    """``values [weight.depth]``, padded with zeros, as factors of the weight, and their sums by group."""
+    stride = factor_stride(weight)
+    if weight.kind == FLOAT32:
+        target = factors.view(np.float32)
+        for i in range(stride):
+            target[row * stride + i] = values[i]
+        return
+    _narrow_row(values, 0, factors, row * stride, len(values))
+    if weight.has_minima:
+        groups = groups_of(weight)
+        each = weight.depth // groups
+        for group in range(groups):
+            total = np.float32(0.0)
+            for i in range(group * each, (group + 1) * each):
+                total += _rounded(values[i])
+            sums[row * groups + group] = total
+
+
 # --- rows, as the tiles multiply them ------------------------------------------------------------------------------
 
 
@@ -254,114 +290,77 @@ _float32_rows, _bfloat16_rows = _plain_rows(Float32()), _plain_rows(Bfloat16())
 _int8_rows, _int4_rows = _grouped_rows(Int8()), _grouped_rows(Int4())
 
 
-@_compiled
-def _panel_rows(rows_of_kind, weight, factors, stride, sums, row, rows, panel, tile):
-    """Some rows' products with a panel, into ``tile``."""
-    turn_bytes = len(weight.data) // (-(-weight.columns // PANEL) * weight.turns)
-    each = weight.turns
-    if rows > TILE_ROWS[0]:
-        each = max(1, DEPTH_BYTES // turn_bytes // weight.group_turns) * weight.group_turns
-    turn = 0
-    while turn < weight.turns:
-        turns = min(each, weight.turns - turn)
-        rows_of_kind(weight, factors, stride, sums, row, rows, panel, turn, turns, tile)
-        turn += turns
-
-
-@_inlined
-def weight_at(table, at):
-    """The `Weight` whose numbers begin at ``table[at]``: `WEIGHT_FIELDS` of them."""
-    return Weight(
-        table[at], bytes_at(table[at + 1], table[at + 2]), halves_at(table[at + 3], table[at + 4]),
-        halves_at(table[at + 5], table[at + 6]), table[at + 7], table[at + 8], table[at + 9], table[at + 10],
-        table[at + 11], table[at + 12],
-    )  # fmt: skip
-
-
-@_inlined
-def factor_stride(weight):
-    """32-bit numbers of a row's factors."""
-    return weight.depth // 2 if NATIVE and weight.kind != FLOAT32 else weight.depth
-
-
-@_compiled
-def prepare_row(values, weight, row, factors, sums):
-    """``values [weight.depth]``, padded with zeros, as factors of the weight, and their sums by group."""
-    stride = factor_stride(weight)
-    if weight.kind == FLOAT32:
-        target = factors.view(np.float32)
-        for i in range(stride):
-            target[row * stride + i] = values[i]
-        return
-    _narrow_row(values, 0, factors, row * stride, len(values))
-    if weight.has_minima:
-        groups = weight.turns // weight.group_turns
-        each = weight.depth // groups
-        for group in range(groups):
-            total = np.float32(0.0)
-            for i in range(group * each, (group + 1) * each):
-                total += _rounded(values[i])
-            sums[row * groups + group] = total
-
-
 PRODUCT_INTEGERS = 12
 
 
-@_compiled
-def _product(
-    rows_of_kind, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
-):  # fmt: skip
-    """One thread's share of ``out [rows, columns]``: items until none is left.
+def _product(rows_of_kind: Any) -> Any:
+    """Make the product with weights of a kind: one thread's share of ``out [rows, columns]``, items until none is left.
 
     All arrays are given by their addresses. weight: its `WEIGHT_FIELDS`; counters: ``counters[counter]`` items have
     been taken and ``counters[counter + 1]`` are done; tile: `TILE` floats of the thread's own
     """
-    weight, bias, tile = (
-        weight_at(longs_at(weight, WEIGHT_FIELDS), 0),
-        floats_at(bias, bias_length),
-        floats_at(tile, TILE),
-    )
-    out, counters, stride = float_matrix_at(out, rows, columns), longs_at(counters, counter + 2), factor_stride(weight)
-    factors, sums = words_at(factors, rows * stride), floats_at(sums, rows * (weight.turns // weight.group_turns))
-    blocks, count, item = -(-rows // ROW_BLOCK), items_of(weight, rows), fetch_add(counters, counter)
-    while item < count:
-        row, panel = item % blocks * ROW_BLOCK, item // blocks
-        some = min(ROW_BLOCK, rows - row)
-        _panel_rows(rows_of_kind, weight, factors, stride, sums, row, some, panel, tile)
-        _finish(tile, epilogue, bias, out, row, some, panel)
-        fetch_add(counters, counter + 1)
-        item = fetch_add(counters, counter)
+
+    @_compiled
+    def product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+        weight, bias = weight_at(longs_at(weight, WEIGHT_FIELDS), 0), floats_at(bias, bias_length)
+        out, stride, groups = float_matrix_at(out, rows, columns), factor_stride(weight), groups_of(weight)
+        factors, sums = words_at(factors, rows * stride), floats_at(sums, rows * groups)
+        tile, counters = floats_at(tile, TILE), longs_at(counters, counter + 2)
+        each = _turns_at_once(weight, rows)
+        blocks, count, item = -(-rows // ROW_BLOCK), items_of(weight, rows), fetch_add(counters, counter)
+        while item < count:
+            row, panel = item % blocks * ROW_BLOCK, item // blocks
+            some = min(ROW_BLOCK, rows - row)
+            for turn in range(0, weight.turns, each):
+                turns = min(each, weight.turns - turn)
+                rows_of_kind(weight, factors, stride, sums, row, some, panel, turn, turns, tile)
+            _finish(tile, epilogue, bias, out, row, some, panel)
+            fetch_add(counters, counter + 1)
+            item = fetch_add(counters, counter)
+
+    return product
 
 
-def _float32_product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
-    _product(
-        _float32_rows, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
-    )
+_of_float32, _of_bfloat16, _of_int8, _of_int4 = map(_product, (_float32_rows, _bfloat16_rows, _int8_rows, _int4_rows))
 
 
-def _bfloat16_product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
-    _product(
-        _bfloat16_rows, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
-    )
+def _float32(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+    _of_float32(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile)
 
 
-def _int8_product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
-    _product(
-        _int8_rows, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
-    )
+def _bfloat16(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+    _of_bfloat16(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile)
 
 
-def _int4_product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
-    _product(
-        _int4_rows, weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile
-    )
+def _int8(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+    _of_int8(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile)
+
+
+def _int4(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+    _of_int4(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile)
 
 
 @cache
 def product_of(kind: int) -> Any:
     """The compiled product with weights of a kind, as a C function of `PRODUCT_INTEGERS`."""
-    function = (_float32_product, _bfloat16_product, _int8_product, _int4_product)[kind]
+    function = (_float32, _bfloat16, _int8, _int4)[kind]
     return machine_code.unit(function, PRODUCT_INTEGERS, fastmath=_MATH, error_model="numpy")
+
+
+@_inlined
+def _turns_at_once(weight, rows):
+    """Turns of a panel that are multiplied with all rows of an item before the next ones are."""
+    if rows <= TILE_ROWS[0]:
+        return weight.turns
+    panel_bytes = len(weight.data) // -(-weight.columns // PANEL)
+    each = DEPTH_BYTES * weight.turns // panel_bytes
+    return max(1, each // weight.group_turns) * weight.group_turns
+
+
+@_inlined
+def groups_of(weight):
+    """Groups of a row's inputs that have a scale."""
+    return weight.turns // weight.group_turns
 
 
 @_inlined
@@ -384,7 +383,7 @@ def multiply(numbers, thread):
     tile = tiles + thread * 4 * TILE
     if factors != x:
         source, words = float_matrix_at(x, rows, inputs), words_at(factors, rows * factor_stride(weight))
-        all_sums = floats_at(sums, rows * (weight.turns // weight.group_turns))
+        all_sums = floats_at(sums, rows * groups_of(weight))
         values, row = np.zeros(weight.depth, np.float32), fetch_add(taken, 0)
         while row < rows:
             for i in range(inputs):

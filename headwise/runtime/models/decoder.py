@@ -121,7 +121,8 @@ class Decoder(Model):
                 f"the embedding has the shape {embedding.shape}, config.json says "
                 f"{(config.vocab_size, config.hidden_size)}: weights and config.json do not belong together"
             )
-        self._embedding = ops.embedding_table(embedding)
+        table = weights.quantised_rows(f"{self.prefix}embed_tokens.weight", 0, config.vocab_size)
+        self._embedding = ops.embedding_table(embedding if table is None else table)
         self._layers = [self._load_layer(layer) for layer in range(config.num_layers)]
         self._final_norm = self._norm(f"{self.prefix}norm.weight")
         self._lm_head = self._load_lm_head()
@@ -179,33 +180,33 @@ class Decoder(Model):
     ) -> Linear:
         """Output rows of several projections as one weight: column parallel."""
 
-        def rows(suffix: str) -> NDArray[np.float32]:
-            return _join(
-                [
-                    self._weights.rows(name + suffix, start, stop)
-                    for name, ranges in parts
-                    for start, stop in _merged(ranges)
-                ],
-                0,
-            )
-
-        weight, bias = rows(".weight"), rows(".bias") if has_bias else None
+        where = [(name, *part) for name, ranges in parts for part in _merged(ranges)]
+        source = self._weights
+        quantised = [source.quantised_rows(f"{name}.weight", start, stop) for name, start, stop in where]
+        weight = _whole(quantised, 0)
+        if weight is None:
+            weight = _join([source.rows(f"{name}.weight", start, stop) for name, start, stop in where], 0)
+        bias = _join([source.rows(f"{name}.bias", start, stop) for name, start, stop in where], 0) if has_bias else None
         if gated:
             return Linear(self.ops.gated_weight(weight), None if bias is None else self.ops.gated_bias(bias))
         return Linear(self.ops.linear_weight(weight), None if bias is None else self.ops.linear_bias(bias))
 
     def _split_columns(self, name: str, ranges: list[tuple[int, int]], has_bias: bool) -> Linear:
         """Input columns of a projection: row parallel. The bias is added once, by rank 0."""
-        columns = [self._weights.columns(name + ".weight", start, stop) for start, stop in _merged(ranges)]
-        bias = self._weights.tensor(name + ".bias") if has_bias and self._shard.rank == 0 else None
-        weight = self.ops.linear_weight(_join(columns, 1))
-        return Linear(weight, None if bias is None else self.ops.linear_bias(bias))
+        source, parts = self._weights, _merged(ranges)
+        weight = _whole([source.quantised_columns(f"{name}.weight", start, stop) for start, stop in parts], 1)
+        if weight is None:
+            weight = _join([source.columns(f"{name}.weight", start, stop) for start, stop in parts], 1)
+        bias = source.tensor(f"{name}.bias") if has_bias and self._shard.rank == 0 else None
+        return Linear(self.ops.linear_weight(weight), None if bias is None else self.ops.linear_bias(bias))
 
     def _load_lm_head(self) -> Linear:
         start, stop = (self.config.vocab_size * r // self._shard.size for r in (self._shard.rank, self._shard.rank + 1))
         if self.config.tie_embeddings:
             return Linear(self.ops.tied_weight(self._embedding, start, stop))
-        return Linear(self.ops.linear_weight(self._weights.rows(self._lm_head_name(), start, stop)))
+        name = self._lm_head_name()
+        quantised = self._weights.quantised_rows(name, start, stop)
+        return Linear(self.ops.linear_weight(self._weights.rows(name, start, stop) if quantised is None else quantised))
 
     def _lm_head_name(self) -> str:
         name = next((name for name in self._weights.names if name.endswith("lm_head.weight")), None)
@@ -355,6 +356,12 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
+
+
+def _whole(parts: Sequence[GroupQuantised | None], axis: int) -> GroupQuantised | None:
+    """Parts that are all quantised, as one; None if one of them is not."""
+    known = [part for part in parts if part is not None]
+    return GroupQuantised.concatenate(known, axis) if len(known) == len(parts) else None
 
 
 def _join(parts: list[Any], axis: int) -> NDArray[np.float32]:
