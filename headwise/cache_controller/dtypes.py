@@ -9,8 +9,17 @@ import numpy as np
 
 from headwise.errors import ConfigError
 
-BEYOND_NUMPY = ("bfloat16", "float8_e4m3fn")
-"""Names that NumPy does not know by itself; ml_dtypes brings them, as it does to CuPy."""
+BEYOND_NUMPY = {"bfloat16": 2, "float8_e4m3fn": 1}
+"""Names that NumPy does not know by itself, and their bytes; ml_dtypes brings them, as it does to CuPy."""
+
+
+def itemsize(name: str) -> int:
+    """Bytes of a number of the dtype called ``name``, whether ml_dtypes is installed or not.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    return BEYOND_NUMPY[name] if name in BEYOND_NUMPY else numpy_dtype(name).itemsize
 
 
 @cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.dtypes import itemsize
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Role:
 
     @property
     def token_bytes(self) -> int:
-        return prod(self.shape) * numpy_dtype(self.dtype).itemsize
+        return prod(self.shape) * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
