@@ -1,9 +1,10 @@
-"""Attention on CPU cores, compiled by Numba: the thin Python half (the compiled half is `attention_jit`)."""
+"""Attention on CPU cores, compiled by Numba: the thin Python half (`attention_jit` and `kv_write_jit` are compiled)."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -13,38 +14,59 @@ from numpy.typing import NDArray
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.gqa import gqa_layout, head_dim_of
+from headwise.kernels.gqa import gqa_layout, head_dim_of, kv_dtype_of
 
 HEAD_DIM_STEP = 16
 """Head dimensions must be a multiple of this: rows of keys are read as whole vectors."""
 
+STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
+"""KV dtypes, and the NumPy dtype that compiled code sees them as: bfloat16 as its bits."""
+
 _numba: Any = numba
 _one_caller = threading.Lock()
+_compiling = threading.Lock()
+_no_angles = np.zeros((0, 0), np.float32)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What a layout means to compiled code."""
+
+    layout: BlockLayout
+    stored: Any
+    strides: NDArray[np.int64]
+    work_at: int
 
 
 class NumbaKernels:
-    """`AttentionKernels` for float32 arrays in host memory, callable from any thread.
+    """`RotatingKernels` for float32 arrays in host memory, callable from any thread; KV is of any dtype of `STORED`.
 
-    Making the first one in a process loads the kernels, and on a machine's first ever use compiles them (about twenty
-    seconds; Numba keeps the machine code on disk): no call compiles anything later. ``query``, ``key``, ``value``,
-    ``out`` must be C-contiguous float32, the arrays of batch and heads C-contiguous int32.
+    Making the first one in a process loads the kernels for ``kv_dtype``, and on a machine's first ever use compiles
+    them (about twenty seconds; the machine code is kept on disk). Those of other KV are loaded by `prepare`, or when
+    first called with it. No call compiles anything later. ``query``, ``key`` and ``value`` are float32 with contiguous
+    rows, which may lie apart; ``out`` is C-contiguous float32, the arrays of batch and heads C-contiguous int32.
+
+    Over float32 KV all is float32. Over KV of fewer bits queries and probabilities are rounded to bfloat16 where the
+    CPU has AVX512-BF16 (else not), and one token's over int8 to 15 bits of their row's largest where it has AVX512-BW;
+    sums are float32, or exact integers.
 
     Raises:
-        ConfigError: ``threads`` is not between 1 and the number of cores this process may use.
+        ConfigError: ``threads`` is not between 1 and the number of cores this process may use, or there are no kernels
+            for ``kv_dtype``.
     """
 
     name = "numba"
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, kv_dtype: str = "float32") -> None:
         # GNU OpenMP takes calls from any thread and lives beside the threads of a tensor framework's own BLAS.
         _numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-        from headwise.kernels.cpu import attention_jit
+        from headwise.kernels.cpu import attention_jit, kv_write_jit
 
-        self._attend, self._write_kv = attention_jit.attend, attention_jit.write_kv
-        self._known: tuple[BlockLayout | None, tuple[int, int, int, int]] = (None, (0, 0, 0, 0))
+        self._attend, self._write = attention_jit.attend, kv_write_jit.write
+        self._known: _Variant | None = None
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.set_threads(threads)
-        self.warm_up()
+        self.prepare(kv_dtype)
 
     def set_threads(self, threads: int) -> None:
         """Use at most ``threads`` threads from the next call on; small calls use fewer."""
@@ -53,9 +75,13 @@ class NumbaKernels:
             raise ConfigError(f"threads={threads} cannot be had: choose from 1 to {most}, the cores of this process")
         self._threads = threads
 
-    def warm_up(self) -> None:
-        """Run both kernels once on a few bytes, so that threads and pages are there before the first request."""
-        layout = gqa_layout(block_size=1, slots=1, head_dim=HEAD_DIM_STEP)
+    def prepare(self, kv_dtype: str) -> None:
+        """Load the kernels of KV of this dtype, and run them once, so that threads and pages are there.
+
+        Raises:
+            ConfigError: there are none for this dtype.
+        """
+        layout = gqa_layout(block_size=1, slots=1, head_dim=HEAD_DIM_STEP, dtype=kv_dtype)
         one = np.zeros(1, np.int32)
         batch = AttentionBatch(np.array([0, 1], np.int32), one + 1, np.zeros((1, 1), np.int32), groups=1)
         heads = HeadTable(one, one, one, one)
@@ -76,10 +102,44 @@ class NumbaKernels:
         heads: HeadTable,
     ) -> None:
         """See `AttentionKernels.write_kv`."""
-        self._write_kv(
-            key, value, arena, self._strides_of(layout),
-            batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups, heads.group, heads.slot,
-        )  # fmt: skip
+        nothing = np.empty((0, 0, key.shape[2]), np.float32)
+        self._write_rows(nothing, key, value, _no_angles, _no_angles, arena, layout, batch, heads)
+
+    def write_kv_rope(
+        self,
+        query: NDArray[np.float32],
+        key: NDArray[np.float32],
+        value: NDArray[np.float32],
+        cosines: NDArray[np.float32],
+        sines: NDArray[np.float32],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """See `RotatingKernels.write_kv_rope`."""
+        cosines, sines = (angles.reshape(len(angles), -1) for angles in (cosines, sines))
+        self._write_rows(query, key, value, cosines, sines, arena, layout, batch, heads)
+
+    def _write_rows(
+        self,
+        query: NDArray[np.float32],
+        key: NDArray[np.float32],
+        value: NDArray[np.float32],
+        cosines: NDArray[np.float32],
+        sines: NDArray[np.float32],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        variant = self._variant_of(layout)
+        with self._guard:
+            self._write(
+                query, key, value, cosines, sines, arena.view(variant.stored), arena.view(np.float32), variant.strides,
+                batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups, heads.group, heads.slot,
+                self._threads,
+            )  # fmt: skip
 
     def attend(
         self,
@@ -93,31 +153,69 @@ class NumbaKernels:
         softcap: float,
         out: NDArray[np.float32],
     ) -> None:
-        """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible."""
+        """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible.
+
+        A sequence's results do not depend on the batch that it is part of, nor on the number of threads.
+        """
+        variant = self._variant_of(layout)
         with self._guard:
             self._attend(
-                query, arena, self._strides_of(layout),
+                variant.work_at, query, arena.view(variant.stored), arena.view(np.float32), variant.strides,
                 batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups,
                 heads.group, heads.slot, heads.window, heads.sink, scale, softcap, self._threads, out,
             )  # fmt: skip
 
-    def _strides_of(self, layout: BlockLayout) -> tuple[int, int, int, int]:
+    def _variant_of(self, layout: BlockLayout) -> _Variant:
         # One layout serves every layer of every step: look at it once.
-        known, strides = self._known
-        if known is not layout:
-            strides = _strides(layout)
-            self._known = (layout, strides)
-        return strides
+        known = self._known
+        if known is None or known.layout is not layout:
+            strides = strides_of(layout)
+            stored = STORED[kv_dtype_of(layout)]
+            known = _Variant(layout, stored, strides, self._load(stored))
+            self._known = known
+        return known
+
+    def _load(self, stored: Any) -> int:
+        """Load, or compile, the kernels for arenas seen as ``stored``; the address of `attention_jit.work`."""
+        from headwise.kernels.cpu import attention_jit, kv_write_jit, native_call
+
+        kv = _numba.from_dtype(np.dtype(stored))
+        work = attention_jit.work_signature(kv)
+        with _compiling:
+            for function, signature in (
+                (attention_jit.work, work),
+                (self._attend, attention_jit.attend_signature(kv)),
+                (self._write, kv_write_jit.write_signature(kv)),
+            ):
+                if signature.args not in function.overloads:
+                    function.disable_compile(False)
+                    function.compile(signature)
+                    function.disable_compile()
+            return native_call.address_of(attention_jit.work, work)
 
 
-def _strides(layout: BlockLayout) -> tuple[int, int, int, int]:
-    """(block, slot, keys to values) in floats, and the block size in tokens: what `attention_jit` needs of a layout."""
-    head_dim, dtype = head_dim_of(layout), layout.roles[0].dtype
-    if dtype != "float32" or layout.roles[1].dtype != "float32":
-        raise ConfigError(f"the numba kernels keep KV in float32, got {dtype}: use float32, or kernels 'reference'")
+def strides_of(layout: BlockLayout) -> NDArray[np.int64]:
+    """What compiled code needs of a layout: see `attention_jit.BLOCK_STRIDE` and those behind it.
+
+    Raises:
+        ConfigError: there are no kernels for its dtype or head dimension.
+    """
+    head_dim, dtype = head_dim_of(layout), kv_dtype_of(layout)
+    if dtype not in STORED:
+        raise ConfigError(
+            f"the numba kernels keep KV in {', '.join(STORED)}, got {dtype}: use one of these, or kernels 'reference'"
+        )
     if head_dim % HEAD_DIM_STEP:
         raise ConfigError(
             f"the numba kernels need a head_dim that is a multiple of {HEAD_DIM_STEP}, got {head_dim}: "
             "use kernels 'reference'"
         )
-    return layout.block_bytes // 4, layout.slot_bytes // 4, layout.role_offsets["value"] // 4, layout.block_size
+    at, size = layout.role_offsets, np.dtype(STORED[dtype]).itemsize
+    elements = (layout.block_bytes // size, layout.slot_bytes // size, at["value"] // size, layout.block_size)
+    scales = (
+        layout.block_bytes // 4,
+        layout.slot_bytes // 4,
+        at.get("key_scale", 0) // 4,
+        at.get("value_scale", 0) // 4,
+    )
+    return np.array([*elements, *scales], np.int64)

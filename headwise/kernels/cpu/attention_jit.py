@@ -1,15 +1,17 @@
 # mypy: ignore-errors
-"""The compiled half of `headwise.kernels.cpu.attention`: SIMD micro-kernels, the block walk, the work plan.
+"""The compiled half of `headwise.kernels.cpu.attention`: the block walk, the softmax, and what threads do.
 
-How `attend` works. The work is cut into *items*: one (sequence, KV head, tile of queries). All query heads of the
-KV head are rows of the tile, so its KV is read once for all of them. An item whose share of the work is large is
-cut again along its visible keys into *parts* (flash-decoding), each with a softmax of its own; whoever finishes
-an item's last part merges them. Threads take parts from a shared counter. A part walks the two spans of positions
-that its queries can see, segment by segment (keys side by side in one block), with an online softmax in base 2:
-queries are scaled by ``scale * log2(e)`` once. For decode, while one segment is computed on, the next is prefetched:
-blocks lie anywhere in memory, where the processor's own prefetching cannot follow.
+How `attend` works. The work is planned (`attention_plan`), and threads take its parts from a shared counter; whoever
+finishes an item's last part merges them. A part walks the two spans of positions that its queries can see, with an
+online softmax in base 2: queries are scaled by ``scale * log2(e)`` once.
 
-Scratch arrays are flat ``float32``; micro-kernels take an array and an offset in elements.
+An item of one token (decode) is bound by memory. It goes segment by segment (keys side by side in one block), whose
+keys and values are read where they lie, once for up to four query heads. While one segment is computed on, the next
+is prefetched: blocks lie anywhere in memory, where the processor's own prefetching cannot follow.
+
+A tile of several tokens is bound by arithmetic. It goes by chunks of CHUNK keys, which are turned and laid out for
+the products once for all rows, then by strips of STRIP rows: scores, softmax and weighted values of a strip, while
+its scores are in the L1 cache.
 """
 
 from __future__ import annotations
@@ -19,32 +21,60 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from headwise.kernels.cpu import machine_code
-from headwise.kernels.cpu.simd import LANES, Emitter, bit_reversed
+from headwise.kernels.cpu.attention_micro import (
+    COLUMNS,
+    LARGEST_INT16,
+    exp2,
+    is_integer,
+    is_quantised,
+    load_query,
+    load_values,
+    pair_size,
+    row_add,
+    row_copy,
+    row_exp2,
+    row_max,
+    row_multiply,
+    row_softcap,
+    row_times,
+    row_to_int16,
+    tile_product,
+    token_pair_size,
+    token_product,
+    token_scores,
+    turn_keys,
+)
+from headwise.kernels.cpu.attention_plan import (
+    FIRST_ROW,
+    HEAD,
+    KEYS,
+    PARTS,
+    POSITION,
+    SEQUENCE,
+    SINK_END,
+    TOKEN,
+    TOKENS,
+    WINDOW_START,
+    Plan,
+    make_plan,
+    span_of_part,
+)
+from headwise.kernels.cpu.native_call import call_at
+from headwise.kernels.cpu.rows import row_of
+from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add, use_threads
 
-COLUMNS = LANES // 4
-"""Vectors per row in the widest `_gemm` tile: 4 rows by this many accumulators stay in registers."""
+CHUNK = 128
+"""Keys that a tile takes at a time; a multiple of 2 * LANES."""
 
-KEYS = 64
-"""Keys scored at a time; a multiple of LANES."""
+TURNED_STRIDE = CHUNK + LANES
+"""Floats from one row of turned keys to the next: no power of two, whose rows would share cache lines' places."""
 
-TILE_ROWS = 192
-"""Rows (query tokens times query heads of a KV head) of a prefill tile: scratch stays within the L2 cache."""
-
-PART_KEYS = 256
-"""A part of an item has at least this many keys: fewer, and merging costs more than it saves."""
-
-PARTS_PER_THREAD = 6
-"""Parts aimed at per thread, so that no thread is left with much more than its share."""
-
-THREAD_COST = 250_000
-"""Work, in the units of `_cost`, that is worth waking a thread for (about 10 us)."""
+STRIP = 6
+"""Rows of a tile's product: as many as their accumulators fit in registers."""
 
 LOG2E = math.log2(math.e)
 
@@ -52,201 +82,39 @@ LOG2E = math.log2(math.e)
 _MATH = {"reassoc", "nsz", "arcp", "contract", "afn"}
 _inlined = numba.njit(forceinline=True, fastmath=_MATH, nogil=True, error_model="numpy")
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
+_pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
 
-# --- micro-kernels -----------------------------------------------------------------------------------------------
-
-
-def _gemm(rows: int, columns: int, prefetch: bool = False) -> Any:
-    """Make ``c[r, j] += sum_t a[r, t] * b[t, j]`` for ``rows`` rows and ``columns`` vectors of columns.
-
-    Arguments: ``a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, c_stride, t_count, ahead``.
-    With ``prefetch``, what lies ``ahead`` floats behind each vector of ``b`` is prefetched.
-    """
-
-    @intrinsic
-    def gemm(typing, a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead):
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            e = Emitter(context, builder, signature, args)
-            a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead = e.args
-            a, b, c = e.at(a, ao), e.at(b, bo), e.at(c, co)
-            cells = [
-                e.at(c, e.times(ldc, row), ldc.type(column * LANES)) for row in range(rows) for column in range(columns)
-            ]
-            sums = [e.variable(e.load(cell)) for cell in cells]
-            with cgutils.for_range(builder, count) as loop:
-                b_row = e.at(b, builder.mul(loop.index, ldb))
-                b_vectors = [e.load(e.at(b_row, ldb.type(column * LANES))) for column in range(columns)]
-                if prefetch:
-                    for column in range(columns):
-                        e.prefetch(e.at(b_row, ahead, ldb.type(column * LANES)))
-                for row in range(rows):
-                    scalar = e.fill(builder.load(e.at(a, e.times(lda, row), loop.index)))
-                    for column, vector in enumerate(b_vectors):
-                        total = sums[row * columns + column]
-                        e.update(total, e.multiply_add(scalar, vector, e.value(total)))
-            for cell, total in zip(cells, sums, strict=True):
-                e.store(e.value(total), cell)
-            return context.get_dummy_value()
-
-        n = types.intp
-        return types.void(a, n, n, b, n, n, c, n, n, n, n), emit
-
-    return gemm
-
-
-_gemm_4_wide, _gemm_4_narrow = _gemm(4, COLUMNS), _gemm(4, 1)
-_gemm_1_wide, _gemm_1_narrow = _gemm(1, COLUMNS), _gemm(1, 1)
-_gemm_4_ahead, _gemm_1_ahead = _gemm(4, COLUMNS, prefetch=True), _gemm(1, COLUMNS, prefetch=True)
-
-
-def _dots(prefetch: bool) -> Any:
-    """Make ``s[i] = q . k[i]`` for LANES consecutive rows ``k[i]`` of ``dim`` floats.
-
-    Arguments: ``q, q_offset, k, k_offset, dim, s, s_offset, ahead``; ``prefetch`` as in `_gemm`.
-    """
-
-    @intrinsic
-    def dots(typing, q, qo, k, ko, dim, s, so, ahead):
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            e = Emitter(context, builder, signature, args)
-            q, qo, k, ko, dim, s, so, ahead = e.args
-            q, k = e.at(q, qo), e.at(k, ko)
-            vectors = builder.udiv(dim, dim.type(LANES))
-            totals: list[Any] = []
-            for first in range(0, LANES, 8):  # eight chains of additions hide their latency
-                rows = [e.at(k, e.times(dim, first + row)) for row in range(8)]
-                sums = [e.variable(e.fill(0.0)) for _ in rows]
-                with cgutils.for_range(builder, vectors) as loop:
-                    offset = e.times(loop.index, LANES)
-                    q_vector = e.load(e.at(q, offset))
-                    for row, total in zip(rows, sums, strict=True):
-                        e.update(total, e.multiply_add(q_vector, e.load(e.at(row, offset)), e.value(total)))
-                        if prefetch:
-                            e.prefetch(e.at(row, offset, ahead))
-                totals += [e.value(total) for total in sums]
-            e.store(e.fold(bit_reversed(totals), e.add), e.at(s, so))
-            return context.get_dummy_value()
-
-        n = types.intp
-        return types.void(q, n, k, n, n, s, n, n), emit
-
-    return dots
-
-
-_dots_plain, _dots_ahead = _dots(prefetch=False), _dots(prefetch=True)
-
-
-@intrinsic
-def _row_max(typing, s, so, count):
-    """The largest of ``s[so:so + count]``; ``count`` is a positive multiple of LANES."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(context, builder, signature, args)
-        s, so, count = e.args
-        s = e.at(s, so)
-        highest = e.variable(e.fill(-math.inf))
-        with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
-            e.update(highest, e.larger(e.load(e.at(s, e.times(loop.index, LANES))), e.value(highest)))
-        return builder.extract_element(e.fold([e.value(highest)], e.larger), ir.IntType(32)(0))
-
-    return types.float32(s, types.intp, types.intp), emit
-
-
-@intrinsic
-def _row_exp2(typing, s, so, count, shift):
-    """``s = 2 ** (s - shift)`` in place over ``count`` (a multiple of LANES) floats; returns their sum."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(context, builder, signature, args)
-        s, so, count, shift = e.args
-        s, shift = e.at(s, so), e.fill(shift)
-        total = e.variable(e.fill(0.0))
-        with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
-            cell = e.at(s, e.times(loop.index, LANES))
-            power = e.exp2(builder.fsub(e.load(cell), shift))
-            e.store(power, cell)
-            e.update(total, e.add(e.value(total), power))
-        return builder.extract_element(e.fold([e.value(total)], e.add), ir.IntType(32)(0))
-
-    return types.float32(s, types.intp, types.intp, types.float32), emit
-
-
-@intrinsic
-def _row_softcap(typing, s, so, count, cap):
-    """``s = cap * tanh(x)`` in place, given ``s = 2 * log2(e) * x``: ``tanh(x) = 1 - 2 / (2 ** s + 1)``."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(context, builder, signature, args)
-        s, so, count, cap = e.args
-        s, cap = e.at(s, so), e.fill(cap)
-        one, two, limit = e.fill(1.0), e.fill(2.0), e.fill(64.0)
-        with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
-            cell = e.at(s, e.times(loop.index, LANES))
-            x = e.load(cell)
-            power = e.exp2(builder.select(builder.fcmp_ordered(">", x, limit), limit, x))
-            tanh = builder.fsub(one, builder.fdiv(two, builder.fadd(power, one)))
-            e.store(builder.fmul(tanh, cap), cell)
-        return context.get_dummy_value()
-
-    return types.void(s, types.intp, types.intp, types.float32), emit
-
-
-@_inlined
-def _dot(q, qo, k, ko, dim):
-    total = np.float32(0.0)
-    for d in range(dim):
-        total += q[qo + d] * k[ko + d]
-    return total
-
-
-@_inlined
-def _scale_row(row, offset, count, factor):
-    for i in range(offset, offset + count):
-        row[i] *= factor
-
-
-@_compiled
-def _multiply(a, ao, lda, b, bo, ldb, c, co, ldc, rows, count, width, ahead):
-    """``c[rows, width] += a[rows, count] @ b[count, width]``, prefetching ``ahead`` of ``b`` unless it is 0.
-
-    Three rows are done as four: ``a`` and ``c`` must have room for a multiple of four rows.
-    """
-    wide = COLUMNS * LANES
-    row = 0
-    while row < rows:
-        four, first = rows - row > 2, row == 0 and ahead != 0
-        ar, cr, column = ao + row * lda, co + row * ldc, 0
-        while width - column >= wide:
-            if four and first:
-                _gemm_4_ahead(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, ahead)
-            elif four:
-                _gemm_4_wide(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, 0)
-            elif first:
-                _gemm_1_ahead(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, ahead)
-            else:
-                _gemm_1_wide(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, 0)
-            column += wide
-        while column < width:
-            if four:
-                _gemm_4_narrow(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, 0)
-            else:
-                _gemm_1_narrow(a, ar, lda, b, bo + column, ldb, c, cr + column, ldc, count, 0)
-            column += LANES
-        row += 4 if four else 1
-
+_score_6_wide, _score_6_narrow = (tile_product(6, columns, is_new=True) for columns in (COLUMNS, 1))
+_score_3_wide, _score_3_narrow = (tile_product(3, columns, is_new=True) for columns in (COLUMNS, 1))
+_mix_6_wide, _mix_6_narrow = (tile_product(6, columns, is_new=False) for columns in (COLUMNS, 1))
+_mix_3_wide, _mix_3_narrow = (tile_product(3, columns, is_new=False) for columns in (COLUMNS, 1))
+_mix_token_1_wide, _mix_token_1_narrow = token_product(1, COLUMNS), token_product(1, 1)
+_mix_token_2_wide, _mix_token_2_narrow = token_product(2, COLUMNS), token_product(2, 1)
+_mix_token_3_wide, _mix_token_3_narrow = token_product(3, COLUMNS), token_product(3, 1)
+_mix_token_4_wide, _mix_token_4_narrow = token_product(4, COLUMNS), token_product(4, 1)
+_score_token_1, _score_token_2, _score_token_3, _score_token_4 = (token_scores(rows) for rows in (1, 2, 3, 4))
+_load_token_query, _load_tile_query = load_query(is_tile=False), load_query(is_tile=True)
+_token_exp2, _tile_exp2 = row_exp2(is_tile=False), row_exp2(is_tile=True)
 
 # --- what the stages pass on --------------------------------------------------------------------------------------
 
 
-class _Step(NamedTuple):
-    """All that stays the same during one call. Strides are in floats; ``share`` is query heads per KV head."""
+class Step(NamedTuple):
+    """All that stays the same during one call.
+
+    query:   ``float32 [tokens, q_heads, dim]``, rows contiguous
+    kv:      the arena as what it stores: ``float32``, ``uint16`` (bits of bfloat16) or ``int8``
+    scales:  the arena as ``float32``
+    strides: of `headwise.kernels.cpu.attention.strides_of`
+    tables:  ``int32 [batch * groups, max_blocks]``
+    factor:  of queries
+    share:   query heads per KV head
+    """
 
     query: Any
     kv: Any
-    block_stride: Any
-    slot_stride: Any
-    value_offset: Any
-    block_size: Any
+    scales: Any
+    strides: Any
     tables: Any
     groups: Any
     head_group: Any
@@ -259,15 +127,35 @@ class _Step(NamedTuple):
     dim: Any
 
 
+BLOCK_STRIDE, SLOT_STRIDE, VALUE_OFFSET, BLOCK_SIZE, BLOCK_SCALES, SLOT_SCALES, KEY_SCALES, VALUE_SCALES = range(8)
+"""Strides: from block to block, slot to slot, keys to values, in elements; tokens of a block; then from block to block
+and slot to slot, and of the scales of keys and values within a slot, in floats."""
+
+
 class _Scratch(NamedTuple):
-    """A thread's own: queries ``[rows, dim]``, scores ``[rows, KEYS]``, keys turned to ``[dim, KEYS]``."""
+    """A thread's own, flat.
+
+    q:         queries ``[rows, dim]``
+    s:         scores ``[rows of a token or strip, KEYS or CHUNK]``
+    turned:    keys ``[dim, TURNED_STRIDE]``
+    values:    ``[CHUNK, dim]``
+    scales:    of keys and values ``[2, CHUNK]``
+    q_scales:  of one token's queries that became integers ``[share]``
+    p_scales:  of its probabilities
+    addresses: of keys, then of values ``int64 [CHUNK]``
+    """
 
     q: Any
     s: Any
     turned: Any
+    values: Any
+    scales: Any
+    q_scales: Any
+    p_scales: Any
+    addresses: Any
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """A softmax under way: each row's maximum and sum so far, and weighted values ``acc [rows, dim]``."""
 
     top: Any
@@ -275,116 +163,98 @@ class _Softmax(NamedTuple):
     acc: Any
 
 
-SEQUENCE, HEAD, TOKEN, TOKENS, POSITION, SINK_END, WINDOW_START, WINDOW_END, PARTS, FIRST_PARTIAL = range(10)
-"""Fields of an item. It sees the positions ``[0, SINK_END)`` and ``[WINDOW_START, WINDOW_END)``.
-
-TOKEN is the row of its first token in the batch, POSITION that token's position. FIRST_PARTIAL is the index of its
-first partial result, where it has more than one part. Row ``r`` of an item is query head ``r % share`` of its token
-``r // share``.
-"""
-
-# --- the plan: items and their parts ------------------------------------------------------------------------------
-
-
-@_inlined
-def _tile_tokens(queries, share):
-    return min(queries, max(2, TILE_ROWS // share)) if queries > 1 else 1
-
-
-@_inlined
-def _keys_seen(item):
-    return item[SINK_END] + item[WINDOW_END] - item[WINDOW_START]
-
-
-@_inlined
-def _cost(item, share, dim):
-    # Reading a key and its value costs as much as the arithmetic of about twelve rows.
-    return _keys_seen(item) * (item[TOKENS] * share + 12) * dim
+# --- products -----------------------------------------------------------------------------------------------------
 
 
 @_compiled
-def _plan_items(cu, lens, windows, sinks, share):
-    """All items of the batch, ``int64 [items, fields]``, not yet cut into parts."""
-    heads, count = len(windows), 0
-    for sequence in range(len(lens)):
-        queries = cu[sequence + 1] - cu[sequence]
-        if queries > 0:
-            count += heads * -(-queries // _tile_tokens(queries, share))
-    items = np.zeros((count, FIRST_PARTIAL + 1), np.int64)
-    at = 0
-    for sequence in range(len(lens)):
-        queries = cu[sequence + 1] - cu[sequence]
-        for head in range(heads):
-            done = 0
-            while done < queries:
-                item = items[at]
-                item[SEQUENCE], item[HEAD], item[TOKEN] = sequence, head, cu[sequence] + done
-                item[TOKENS] = min(_tile_tokens(queries, share), queries - done)
-                item[POSITION] = lens[sequence] - queries + done
-                item[WINDOW_END] = item[POSITION] + item[TOKENS]
-                if windows[head] > 0:
-                    item[WINDOW_START] = max(0, item[POSITION] - windows[head] + 1)
-                    item[SINK_END] = min(sinks[head], item[WINDOW_START])
-                done += item[TOKENS]
-                at += 1
-    return items
+def _score_strip(kv, q, qo, words, turned, s, rows, width):
+    """``s [STRIP, CHUNK] = q [rows, words] @ turned [words, width]``."""
+    wide, column = COLUMNS * LANES, 0
+    while width - column >= wide:
+        if rows > 3:
+            _score_6_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
+        else:
+            _score_3_wide(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
+        column += wide
+    while column < width:
+        if rows > 3:
+            _score_6_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
+        else:
+            _score_3_narrow(kv, q, qo, words, turned, column, TURNED_STRIDE, s, column, CHUNK, words)
+        column += LANES
 
 
 @_compiled
-def _plan_parts(items, share, dim, threads):
-    """Cut items into parts: ``(parts int64 [n, 2] of (item, part), number of partial results, total cost)``."""
-    cost = 0
-    for item in items:
-        cost += _cost(item, share, dim)
-    goal = max(1, cost // (PARTS_PER_THREAD * threads))
-    count = partials = 0
-    for item in items:
-        wanted = -(-_cost(item, share, dim) // goal) if threads > 1 else 1
-        item[PARTS] = max(1, min(wanted, _keys_seen(item) // PART_KEYS))
-        item[FIRST_PARTIAL] = partials
-        count += item[PARTS]
-        partials += item[PARTS] if item[PARTS] > 1 else 0
-    parts = np.empty((count, 2), np.int64)
-    at = 0
-    for index in range(len(items)):
-        for part in range(items[index][PARTS]):
-            parts[at, 0], parts[at, 1] = index, part
-            at += 1
-    return parts, partials, cost
-
-
-# --- one segment --------------------------------------------------------------------------------------------------
+def _mix_strip(kv, s, values, acc, ao, dim, rows, count):
+    """``acc [rows, dim] += s [rows, count] @ values [count, dim]``."""
+    wide, column = COLUMNS * LANES, 0
+    while dim - column >= wide:
+        if rows > 3:
+            _mix_6_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
+        else:
+            _mix_3_wide(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
+        column += wide
+    while column < dim:
+        if rows > 3:
+            _mix_6_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
+        else:
+            _mix_3_narrow(kv, s, 0, CHUNK, values, column, dim, acc, ao + column, dim, count)
+        column += LANES
 
 
 @_compiled
-def _score_one_token(step, scratch, keys_at, count, ahead):
-    """Scores of one token's rows: the keys are read where they lie, by every row while they are in L1."""
-    dim, q, s, kv = step.dim, scratch.q, scratch.s, step.kv
-    for row in range(step.share):
-        i = 0
-        while i + LANES <= count:
-            if row == 0 and ahead != 0:
-                _dots_ahead(q, 0, kv, keys_at + i * dim, dim, s, i, ahead)
+def _score_token(kv, keys_at, q, s, dim, rows, count, ahead):
+    """``s [rows, KEYS] = q [rows, words] @ keys.T`` of ``count`` keys that lie at ``keys_at``."""
+    i, words = 0, dim // token_pair_size(kv)
+    while i < count:
+        at, left, row = keys_at + i * dim, min(count - i, LANES), 0
+        while row < rows:
+            here, so = row * words, row * KEYS + i
+            if rows - row >= 4:
+                _score_token_4(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+            elif rows - row == 3:
+                _score_token_3(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+            elif rows - row == 2:
+                _score_token_2(q, here, kv, at, dim, s, so, KEYS, left, ahead)
             else:
-                _dots_plain(q, row * dim, kv, keys_at + i * dim, dim, s, row * KEYS + i, 0)
-            i += LANES
-        while i < count:
-            s[row * KEYS + i] = _dot(q, row * dim, kv, keys_at + i * dim, dim)
-            i += 1
+                _score_token_1(q, here, kv, at, dim, s, so, KEYS, left, ahead)
+            row += 4
+        i += LANES
 
 
 @_compiled
-def _score_tile(step, scratch, keys_at, count, rows):
-    """Scores of many rows, as a matrix product with the keys turned to ``[dim, KEYS]``."""
-    dim, s, turned = step.dim, scratch.s, scratch.turned
-    for i in range(count):
-        for d in range(dim):
-            turned[d * KEYS + i] = step.kv[keys_at + i * dim + d]
-    width = -(-count // LANES) * LANES
-    for row in range(rows):
-        for i in range(width):
-            s[row * KEYS + i] = 0.0
-    _multiply(scratch.q, 0, dim, turned, 0, KEYS, s, 0, KEYS, rows, dim, width, 0)
+def _mix_token(kv, values_at, s, factors, acc, dim, rows, count, ahead):
+    """``acc [rows, dim] += s [rows, count] @ values`` that lie at ``values_at``."""
+    wide, row = COLUMNS * LANES, 0
+    while row < rows:
+        so, column = row * KEYS, 0
+        while column < dim:
+            is_wide = dim - column >= wide
+            b, c = values_at + column, row * dim + column
+            if rows - row >= 4:
+                if is_wide:
+                    _mix_token_4_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
+                else:
+                    _mix_token_4_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
+            elif rows - row == 3:
+                if is_wide:
+                    _mix_token_3_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
+                else:
+                    _mix_token_3_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
+            elif rows - row == 2:
+                if is_wide:
+                    _mix_token_2_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
+                else:
+                    _mix_token_2_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
+            elif is_wide:
+                _mix_token_1_wide(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
+            else:
+                _mix_token_1_narrow(s, so, KEYS, kv, b, dim, acc, c, dim, count, ahead, factors, row)
+            column += wide if is_wide else LANES
+        row += 4
+
+
+# --- softmax ------------------------------------------------------------------------------------------------------
 
 
 @_inlined
@@ -400,81 +270,203 @@ def _mask_row(s, at, first, count, width, position, window, sink):
             s[at + i] = -np.inf
 
 
-@_compiled
-def _attend_segment(step, item, scratch, softmax, keys_at, first, count, ahead):
-    """Take ``count`` keys, the first at position ``first``, into the softmax of the item's rows."""
-    s, share, dim, softcap = scratch.s, step.share, step.dim, step.softcap
+@_inlined
+def _raise_top(softmax, row, dim, highest):
+    """Take a row's new maximum into its softmax; what powers of its scores are to be lowered by."""
     top, total, acc = softmax
-    rows, position = item[TOKENS] * share, item[POSITION]
+    if highest > top[row]:
+        shrink = exp2(top[row] - highest)
+        total[row] *= shrink
+        row_times(acc, row * dim, acc, row * dim, dim, shrink)
+        top[row] = highest
+    # Where nothing was seen yet, -inf must not be taken from -inf.
+    return top[row] if top[row] > -np.inf else np.float32(0.0)
+
+
+@_pasted
+def _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead):
+    """Take ``count`` keys of one block, the first at position ``first``, into the softmax of one token's rows."""
+    kv, s, scales, factors, dim = step.kv, scratch.s, scratch.scales, scratch.p_scales, step.dim
     window, sink = step.head_window[item[HEAD]], step.head_sink[item[HEAD]]
-    if item[TOKENS] == 1:
-        _score_one_token(step, scratch, keys_at, count, ahead)
-    else:
-        _score_tile(step, scratch, keys_at, count, rows)
     width = -(-count // LANES) * LANES
-    for row in range(rows):
+    _score_token(kv, keys_at, scratch.q, s, dim, step.share, count, ahead)
+    unit = np.float32(1.0)  # that integers stand for
+    if is_quantised(kv):
+        _load_scales(step, scratch, scales_at, 0, count, width)
+        unit = row_max(scales, CHUNK, width) / np.float32(LARGEST_INT16)
+    for row in range(step.share):
         at = row * KEYS
-        if softcap > 0:
-            _row_softcap(s, at, width, softcap * LOG2E)
-        _mask_row(s, at, first, count, width, position + row // share, window, sink)
-        highest = max(top[row], _row_max(s, at, width))
-        if highest > top[row]:
-            shrink = np.exp2(top[row] - highest)
-            total[row] *= shrink
-            _scale_row(acc, row * dim, dim, shrink)
-            top[row] = highest
-        # Where nothing was seen yet, -inf must not be taken from -inf.
-        total[row] += _row_exp2(s, at, width, highest if highest > -np.inf else 0.0)
-    _multiply(s, 0, KEYS, step.kv, keys_at + step.value_offset, dim, acc, 0, dim, rows, count, dim, ahead)
+        if is_quantised(kv):
+            row_multiply(s, at, width, scales, 0, scratch.q_scales[row])
+        if step.softcap > 0:
+            row_softcap(s, at, width, step.softcap * LOG2E)
+        _mask_row(s, at, first, count, width, item[POSITION], window, sink)
+        factors[row] = row_max(s, at, width)
+    for row in range(step.share):  # a loop of its own: what the first one's rows wait for goes side by side
+        at, highest = row * KEYS, factors[row]
+        shift = _raise_top(softmax, row, dim, highest)
+        if is_integer(kv):  # of the largest here, however small it is beside those before
+            own = highest if highest > -np.inf else shift
+            weight = exp2(own - shift)
+            softmax.total[row] += weight * _token_exp2(kv, s, at, width, own, scales, CHUNK, np.float32(1.0) / unit)
+            factors[row] = weight * unit
+        else:
+            softmax.total[row] += _token_exp2(kv, s, at, width, shift, scales, CHUNK, unit)
+    _mix_token(kv, keys_at + step.strides[VALUE_OFFSET], s, factors, softmax.acc, dim, step.share, count, ahead)
+
+
+@_pasted
+def _attend_chunk(step, item, scratch, softmax, first, count):
+    """Take the ``count`` keys of `_Scratch.addresses`, the first at position ``first``, into the softmax of a tile."""
+    kv, s, scales, dim, share = step.kv, scratch.s, scratch.scales, step.dim, step.share
+    window, sink = step.head_window[item[HEAD]], step.head_sink[item[HEAD]]
+    words, rows = dim // pair_size(kv), item[TOKENS] * share
+    for strip in range(0, rows, STRIP):
+        some = min(STRIP, rows - strip)
+        seen = min(count, item[POSITION] + (strip + some - 1) // share + 1 - first)
+        if seen <= 0:
+            continue
+        width = -(-seen // (2 * LANES)) * (2 * LANES)
+        _score_strip(kv, scratch.q, strip * words, words, scratch.turned, s, some, width)
+        for row in range(strip, strip + some):
+            at = (row - strip) * CHUNK
+            if is_quantised(kv):
+                row_multiply(s, at, width, scales, 0, np.float32(1.0))
+            if step.softcap > 0:
+                row_softcap(s, at, width, step.softcap * LOG2E)
+            _mask_row(s, at, first, seen, width, item[POSITION] + row // share, window, sink)
+            shift = _raise_top(softmax, row, dim, row_max(s, at, width))
+            softmax.total[row] += _tile_exp2(kv, s, at, width, shift, scales, CHUNK, np.float32(1.0))
+        _mix_strip(kv, s, scratch.values, softmax.acc, strip * dim, dim, some, -(-seen // pair_size(kv)))
 
 
 # --- one part -----------------------------------------------------------------------------------------------------
 
 
 @_compiled
-def _load_queries(step, item, q):
-    head, dim = item[HEAD] * step.share, step.dim
+def _load_queries(step, item, scratch):
+    head, dim, kv, q = item[HEAD] * step.share, step.dim, step.kv, scratch.q
+    if item[TOKENS] == 1:
+        words = dim // token_pair_size(kv)
+        for h in range(step.share):
+            if is_integer(kv):
+                _load_token_query(kv, row_of(step.query, item[TOKEN], head + h), step.factor, scratch.s, 0, dim)
+                scratch.q_scales[h] = row_to_int16(scratch.s, 0, dim)
+                row_copy(scratch.s, 0, q, h * words, words)
+            else:
+                _load_token_query(kv, row_of(step.query, item[TOKEN], head + h), step.factor, q, h * words, dim)
+                scratch.q_scales[h] = 1.0
+        return
+    words = dim // pair_size(kv)
     for token in range(item[TOKENS]):
         for h in range(step.share):
-            row = (token * step.share + h) * dim
-            for d in range(dim):
-                q[row + d] = step.query[item[TOKEN] + token, head + h, d] * step.factor
+            row, query = token * step.share + h, row_of(step.query, item[TOKEN] + token, head + h)
+            _load_tile_query(kv, query, step.factor, q, row * words, dim)
 
 
 @_inlined
-def _address(step, item, position):
-    """Where the key at ``position`` lies in the arena, in floats; -1 if its block is not mapped."""
+def _block_of(step, item, position):
     row = item[SEQUENCE] * step.groups + step.head_group[item[HEAD]]
-    block = np.int64(step.tables[row, position // step.block_size])
-    if block < 0:
-        return -1
-    slot = np.int64(step.head_slot[item[HEAD]])
-    return block * step.block_stride + slot * step.slot_stride + position % step.block_size * step.dim
+    return np.int64(step.tables[row, position // step.strides[BLOCK_SIZE]])
+
+
+@_inlined
+def _address(step, item, block, position):
+    """Where the key at ``position`` lies in the arena, in elements."""
+    strides, slot = step.strides, np.int64(step.head_slot[item[HEAD]])
+    return block * strides[BLOCK_STRIDE] + slot * strides[SLOT_STRIDE] + position % strides[BLOCK_SIZE] * step.dim
+
+
+@_inlined
+def _scale_address(step, item, block, position):
+    """Where the scale of the key at ``position`` lies in the arena, in floats."""
+    strides, slot = step.strides, np.int64(step.head_slot[item[HEAD]])
+    within = slot * strides[SLOT_SCALES] + strides[KEY_SCALES] + position % strides[BLOCK_SIZE]
+    return block * strides[BLOCK_SCALES] + within
+
+
+@_inlined
+def _load_scales(step, scratch, scales_at, at, count, width):
+    """Scales of ``count`` keys and values to ``at``; zeros behind them until ``width``: what lies there may be NaN."""
+    values = step.strides[VALUE_SCALES] - step.strides[KEY_SCALES]
+    row_copy(step.scales, scales_at, scratch.scales, at, count)
+    row_copy(step.scales, scales_at + values, scratch.scales, CHUNK + at, count)
+    for i in range(at + count, width):
+        scratch.scales[i] = scratch.scales[CHUNK + i] = 0.0
+
+
+@_pasted
+def _walk_token(step, item, scratch, softmax, first, last):
+    """Attend to the positions ``[first, last)``, stepping over blocks that are not mapped."""
+    block_size = step.strides[BLOCK_SIZE]
+    while first < last:
+        in_block = first % block_size
+        count = min(last - first, block_size - in_block, KEYS - in_block % KEYS)
+        block = _block_of(step, item, first)
+        if block >= 0:
+            keys_at, ahead = _address(step, item, block, first), 0
+            if first + count < last:
+                following = max(_block_of(step, item, first + count), 0)
+                ahead = _address(step, item, following, first + count) - keys_at
+            scales_at = _scale_address(step, item, block, first)
+            _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead)
+        first += count
+
+
+@_pasted
+def _walk_tile(step, item, scratch, softmax, first, last):
+    """The same for a tile, chunk by chunk."""
+    block_size, addresses = step.strides[BLOCK_SIZE], scratch.addresses
+    while first < last:
+        count, chunk = 0, min(last - first, CHUNK)
+        while count < chunk:
+            position = first + count
+            block = _block_of(step, item, position)
+            if block < 0:
+                break
+            some = min(chunk - count, block_size - position % block_size)
+            address = _address(step, item, block, position)
+            for i in range(some):
+                addresses[count + i] = address + i * step.dim
+            if is_quantised(step.kv):
+                _load_scales(step, scratch, _scale_address(step, item, block, position), count, some, CHUNK)
+            count += some
+        if count > 0:
+            _lay_out(step, scratch, count)
+            _attend_chunk(step, item, scratch, softmax, first, count)
+            first += count
+        else:
+            first += block_size - first % block_size
 
 
 @_compiled
+def _lay_out(step, scratch, count):
+    """Keys and values of the chunk's addresses, as its products take them. The last key fills the last vectors."""
+    addresses, dim = scratch.addresses, step.dim
+    for i in range(count, CHUNK):
+        addresses[i] = addresses[count - 1]
+    for i in range(0, -(-count // (2 * LANES)) * (2 * LANES), LANES):
+        turn_keys(step.kv, addresses, i, dim, scratch.turned, TURNED_STRIDE)
+    for i in range(CHUNK):
+        addresses[i] += step.strides[VALUE_OFFSET]
+    for i in range(0, count, 2):
+        load_values(step.kv, addresses, i, dim, scratch.values)
+
+
+@_pasted
 def _walk(step, item, part, scratch, softmax):
-    """Attend to the part's share of the item's two spans, stepping over blocks that are not mapped."""
-    seen = _keys_seen(item)
-    # Parts begin on multiples of KEYS so that segments stay whole.
-    each = -(-seen // (item[PARTS] * KEYS)) * KEYS
-    begin, end = min(part * each, seen), min((part + 1) * each, seen)
+    """Attend to the part's share of the item's two spans."""
+    begin, end = span_of_part(item, part)
     shift = item[WINDOW_START] - item[SINK_END]
     for span in range(2):
         if span == 0:
             first, last = begin, min(end, item[SINK_END])
         else:
             first, last = max(begin, item[SINK_END]) + shift, end + shift
-        while first < last:
-            in_block = first % step.block_size
-            count = min(last - first, step.block_size - in_block, KEYS - in_block % KEYS)
-            keys_at = _address(step, item, first)
-            if keys_at >= 0:
-                ahead = 0
-                if item[TOKENS] == 1 and first + count < last:
-                    ahead = max(_address(step, item, first + count), 0) - keys_at
-                _attend_segment(step, item, scratch, softmax, keys_at, first, count, ahead)
-            first += count
+        if item[TOKENS] == 1:
+            _walk_token(step, item, scratch, softmax, first, last)
+        else:
+            _walk_tile(step, item, scratch, softmax, first, last)
 
 
 @_compiled
@@ -487,139 +479,173 @@ def _store(step, item, softmax, first, out):
             inverse = np.float32(0.0)
             if softmax.total[row] != 0.0:
                 inverse = np.float32(1.0) / softmax.total[row]
-            for d in range(dim):
-                out[item[TOKEN] + token, head + h, d] = softmax.acc[row * dim + d] * inverse
+            row_times(softmax.acc, row * dim, row_of(out, item[TOKEN] + token, head + h), 0, dim, inverse)
 
 
 @_compiled
-def _merge(step, item, partials, stride):
+def _merge(step, item, partials):
     """Merge the partial results of all parts of an item into its first one."""
     top, total, acc = partials
-    dim, into = step.dim, item[FIRST_PARTIAL] * stride
+    dim, rows, into = step.dim, item[TOKENS] * step.share, item[FIRST_ROW]
     for part in range(1, item[PARTS]):
-        for row in range(item[TOKENS] * step.share):
-            a, b = into + row, into + part * stride + row
+        for row in range(rows):
+            a, b = into + row, into + part * rows + row
             if total[b] == 0.0:
                 continue
             highest = max(top[a], top[b])
-            keep, take = np.exp2(top[a] - highest), np.exp2(top[b] - highest)
+            keep, take = exp2(top[a] - highest), exp2(top[b] - highest)
             top[a] = highest
             total[a] = total[a] * keep + total[b] * take
-            for d in range(dim):
-                acc[a * dim + d] = acc[a * dim + d] * keep + acc[b * dim + d] * take
+            row_times(acc, a * dim, acc, a * dim, dim, keep)
+            row_add(acc, b * dim, acc, a * dim, dim, take)
+
+
+# --- threads ------------------------------------------------------------------------------------------------------
+
+TAKEN, FINISHED, FIRST_ITEM = range(3)
+"""Counters: parts taken, parts finished (with their merging), then parts finished of each item."""
 
 
 @_compiled
-def _work(step, items, parts, stride, partials, counters, out):
-    """One thread: take parts until none is left. ``counters`` are parts taken, then parts finished per item."""
-    step, partials = _Step(*step), _Softmax(*partials)
+def new_counters(plan):
+    """Counters of a `work` that has not begun, ``int64``."""
+    return np.zeros(FIRST_ITEM + len(plan.items), np.int64)
+
+
+@_compiled
+def new_partials(plan, dim):
+    """Room for the partial results of a plan. It is of no use to anyone once all parts are finished."""
+    rows = plan.partial_rows
+    return Softmax(np.empty(rows, np.float32), np.empty(rows, np.float32), np.empty(rows * dim, np.float32))
+
+
+@_compiled
+def new_scratch(plan, share, dim):
+    """What one thread works with, ``(floats, int64)``."""
+    rows, tile = -(-plan.rows // STRIP) * STRIP, 1 if plan.is_tiled else 0
+    floats = rows * (2 * dim + 2) + _score_floats(share, dim) + 2 * CHUNK + 2 * share
+    floats += tile * (max(dim, 2 * LANES) * TURNED_STRIDE + CHUNK * dim)
+    return np.empty(floats, np.float32), np.empty(CHUNK, np.int64)
+
+
+@_inlined
+def _score_floats(share, dim):
+    return max(STRIP * CHUNK, share * KEYS, dim)  # dim: a query on its way to integers
+
+
+@_inlined
+def _divide(plan, share, dim, floats, addresses):
+    """A thread's scratch and its softmax."""
+    rows = -(-plan.rows // STRIP) * STRIP
+    q, rest = floats[: rows * dim], floats[rows * dim :]
+    scores = _score_floats(share, dim)
+    s, rest = rest[:scores], rest[scores:]
+    scales, rest = rest[: 2 * CHUNK], rest[2 * CHUNK :]
+    q_scales, p_scales, rest = rest[:share], rest[share : 2 * share], rest[2 * share :]
+    top, total, rest = rest[:rows], rest[rows : 2 * rows], rest[2 * rows :]
+    acc, rest = rest[: rows * dim], rest[rows * dim :]
+    turned = max(dim, 2 * LANES) * TURNED_STRIDE
+    scratch = _Scratch(q, s, rest[:turned], rest[turned:], scales, q_scales, p_scales, addresses)
+    return scratch, Softmax(top, total, acc)
+
+
+@machine_code.entry(nogil=True, fastmath=_MATH, error_model="numpy")
+def work(step, plan, partials, scratch, counters, out):
+    """One thread's share of a plan: take parts until none is left. Any number of threads may do so at once.
+
+    All is done when ``counters[FINISHED]`` is the number of parts: whoever needs the results of parts that others
+    took may wait for that, as they were taken by threads that run.
+    """
+    step, plan, partials = Step(*step), Plan(*plan), Softmax(*partials)
     dim = step.dim
-    zeros = np.zeros((dim + stride) * KEYS + stride * dim, np.float32)
-    q, rest = zeros[: stride * dim], zeros[stride * dim :]
-    scratch = _Scratch(q, rest[: stride * KEYS], rest[stride * KEYS :])
-    own = _Softmax(np.empty(stride, np.float32), np.empty(stride, np.float32), np.empty(stride * dim, np.float32))
+    scratch, own = _divide(plan, step.share, dim, scratch[0], scratch[1])
     while True:
-        taken = fetch_add(counters, 0)
-        if taken >= len(parts):
+        taken = fetch_add(counters, TAKEN)
+        if taken >= len(plan.parts):
             return
-        index, part = parts[taken]
-        item = items[index]
+        index, part = plan.parts[len(plan.parts) - 1 - taken]
+        item = plan.items[index]
         rows = item[TOKENS] * step.share
-        _load_queries(step, item, scratch.q)
-        own.top[:], own.total[:], own.acc[:] = -np.inf, 0.0, 0.0
+        _load_queries(step, item, scratch)
+        own.top[:rows], own.total[:rows], own.acc[: rows * dim] = -np.inf, 0.0, 0.0
         _walk(step, item, part, scratch, own)
         if item[PARTS] == 1:
             _store(step, item, own, 0, out)
-            continue
-        at = (item[FIRST_PARTIAL] + part) * stride
-        partials.top[at : at + rows], partials.total[at : at + rows] = own.top[:rows], own.total[:rows]
-        partials.acc[at * dim : (at + rows) * dim] = own.acc[: rows * dim]
-        if fetch_add(counters, 1 + index) == item[PARTS] - 1:
-            _merge(step, item, partials, stride)
-            _store(step, item, partials, item[FIRST_PARTIAL] * stride, out)
+        else:
+            at = item[FIRST_ROW] + part * rows
+            row_copy(own.top, 0, partials.top, at, rows)
+            row_copy(own.total, 0, partials.total, at, rows)
+            row_copy(own.acc, 0, partials.acc, at * dim, rows * dim)
+            if fetch_add(counters, FIRST_ITEM + index) == item[PARTS] - 1:
+                _merge(step, item, partials)
+                _store(step, item, partials, item[FIRST_ROW], out)
+        fetch_add(counters, FINISHED)
 
 
-# --- entry points -------------------------------------------------------------------------------------------------
+# --- entry point --------------------------------------------------------------------------------------------------
 
 
-def _read(dtype: Any, dims: int) -> Any:
-    return types.Array(dtype, dims, "C", readonly=True)
-
-
-_INTS = _read(types.int32, 1)
-_STRIDES = types.UniTuple(types.int64, 4)
-_BATCH = (_INTS, _INTS, _read(types.int32, 2), types.int64)
-_HEADS = (_INTS, _INTS)
-
-
-@machine_code.entry(
-    types.void(
-        _read(types.float32, 3), _read(types.uint8, 1), _STRIDES, *_BATCH, *_HEADS, *_HEADS, types.float32,
-        types.float32, types.int64, types.float32[:, :, ::1],
-    ),
-    parallel=True, nogil=True, fastmath=_MATH, error_model="numpy",
-)  # fmt: skip
+@machine_code.entry(parallel=True, nogil=True, fastmath=_MATH, error_model="numpy")
 def attend(
-    query, arena, strides, cu, lens, tables, groups, head_group, head_slot, head_window, head_sink, scale, softcap,
-    threads, out,
+    work_at, query, kv, scales, strides, cu, lens, tables, groups, head_group, head_slot, head_window, head_sink,
+    scale, softcap, threads, out,
 ):  # fmt: skip
-    """`AttentionKernels.attend` with at most ``threads`` threads.
+    """`AttentionKernels.attend` with at most ``threads`` threads; ``kv``, ``scales`` and ``strides`` as in `Step`.
 
-    ``strides`` are (block, slot, keys to values: in floats; block_size in tokens).
+    ``work_at`` is the address of `work` for this ``kv``.
     """
     share, dim = query.shape[1] // len(head_group), query.shape[2]
     if query.shape != out.shape or cu[len(lens)] > len(query) or share * len(head_group) != query.shape[1]:
         raise ValueError("query, out, cu_seqlens_q and the number of KV heads do not fit each other")
-    if strides[2] < strides[3] * dim:
+    if query.size > 0 and query.strides[2] != query.itemsize:
+        raise ValueError("the query's rows must be contiguous")
+    if strides[VALUE_OFFSET] < strides[BLOCK_SIZE] * dim:
         raise ValueError("the query's head_dim is larger than that of the block layout")
-    items = _plan_items(cu, lens, head_window, head_sink, share)
-    if len(items) == 0:
+    plan = make_plan(cu, lens, head_window, head_sink, share, dim, threads)
+    if len(plan.items) == 0:
         return
-    parts, partial_count, cost = _plan_parts(items, share, dim, threads)
-    stride = 0
-    for index in range(len(items)):
-        stride = max(stride, items[index, TOKENS] * share)
-    stride = (stride + 3) // 4 * 4
-    top, total = np.empty(partial_count * stride, np.float32), np.empty(partial_count * stride, np.float32)
-    partials = (top, total, np.empty(partial_count * stride * dim, np.float32))
-    counters = np.zeros(1 + len(items), np.int64)
+    partials, counters = new_partials(plan, dim), new_counters(plan)
     factor = np.float32(2.0 * scale * LOG2E / softcap) if softcap > 0 else np.float32(scale * LOG2E)
-    # Numba's parallel loops take plain tuples only; `_work` gives the fields their names.
+    # Numba's parallel loops take plain tuples only; `work` gives the fields their names.
     step = (
-        query, arena.view(np.float32), strides[0], strides[1], strides[2], strides[3], tables, groups, head_group,
-        head_slot, head_window, head_sink, factor, softcap, share, dim,
+        query, kv, scales, strides, tables, groups, head_group, head_slot, head_window, head_sink, factor, softcap,
+        share, dim,
     )  # fmt: skip
-    workers = max(1, min(threads, len(parts), cost // THREAD_COST))
-    before = use_threads(workers)
-    for _ in numba.prange(workers):
-        _work(step, items, parts, stride, partials, counters, out)
+    rows = (partials.top, partials.total, partials.acc)
+    what = (plan.items, plan.parts, plan.rows, plan.is_tiled, plan.partial_rows, plan.workers)
+    before = use_threads(plan.workers)
+    for _ in numba.prange(plan.workers):
+        call_at(work_at, (step, what, rows, new_scratch(Plan(*what), share, dim), counters, out))
     use_threads(before)
 
 
-@machine_code.entry(
-    types.void(_read(types.float32, 3), _read(types.float32, 3), types.uint8[::1], _STRIDES, *_BATCH, *_HEADS),
-    nogil=True, error_model="numpy",
-)  # fmt: skip
-def write_kv(key, value, arena, strides, cu, lens, tables, groups, head_group, head_slot):
-    """`AttentionKernels.write_kv`; ``strides`` as in `attend`. Not parallel: it is bound by memory."""
-    kv = arena.view(np.float32)
-    block_stride, slot_stride, value_offset, block_size = strides
-    dim = key.shape[2]
-    if key.shape != value.shape or cu[len(lens)] > len(key) or len(head_group) != key.shape[1]:
-        raise ValueError("key, value, cu_seqlens_q and the number of KV heads do not fit each other")
-    if value_offset < block_size * dim:
-        raise ValueError("the keys' head_dim is larger than that of the block layout")
-    for sequence in range(len(lens)):
-        begin, end = cu[sequence], cu[sequence + 1]
-        for head in range(len(head_group)):
-            row = sequence * groups + head_group[head]
-            for token in range(begin, end):
-                position = lens[sequence] - end + token
-                block = np.int64(tables[row, position // block_size])
-                if block < 0:
-                    continue
-                at = block * block_stride + head_slot[head] * slot_stride + position % block_size * dim
-                for d in range(dim):
-                    kv[at + d] = key[token, head, d]
-                for d in range(dim):
-                    kv[at + value_offset + d] = value[token, head, d]
+def read_only(dtype: Any, dims: int, layout: str = "C") -> Any:
+    """An array that compiled code does not write to: read-only ones may be given, too."""
+    return types.Array(dtype, dims, layout, readonly=True)
+
+
+INTS = read_only(types.int32, 1)
+STRIDES = read_only(types.int64, 1)
+BATCH = (INTS, INTS, read_only(types.int32, 2), types.int64)
+"""Types of ``cu_seqlens_q``, ``seq_lens``, ``block_tables`` and ``groups``."""
+
+
+def work_signature(kv: Any) -> Any:
+    """The types of `work` for a cache of that dtype."""
+    number, rows = types.int64, types.int64[:, ::1]
+    step = (
+        read_only(types.float32, 3, "A"), read_only(kv, 1), read_only(types.float32, 1), STRIDES, *BATCH[2:], INTS,
+        INTS, INTS, INTS, types.float32, types.float32, number, number,
+    )  # fmt: skip
+    plan = (rows, rows, number, types.boolean, number, number)
+    flat = types.float32[::1]
+    scratch = (flat, types.int64[::1])
+    return types.void(*map(types.Tuple, (step, plan, (flat,) * 3, scratch)), types.int64[::1], types.float32[:, :, ::1])
+
+
+def attend_signature(kv: Any) -> Any:
+    """The types of `attend` for a cache of that dtype."""
+    return types.void(
+        types.int64, read_only(types.float32, 3, "A"), read_only(kv, 1), read_only(types.float32, 1), STRIDES, *BATCH,
+        INTS, INTS, INTS, INTS, types.float32, types.float32, types.int64, types.float32[:, :, ::1],
+    )  # fmt: skip
