@@ -186,6 +186,7 @@ def test_packed_weights_have_the_bytes_that_their_dtype_promises() -> None:
 
 OTHER_CPUS = {
     "without AVX-512": ("haswell", "+avx2,+fma,+bmi,+bmi2,+f16c"),
+    "without float16": ("generic", ""),
     "without bfloat16": ("skylake-avx512", "+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"),
 }
 HERE = "stored_values or any_number or alone_and_among or gated_weight or not_finite"
