@@ -116,7 +116,8 @@ class CpuDecoder:
         """Take where heads lie into the table, and find which layers' attention is planned alike."""
         if heads is self._heads:
             return
-        self._heads, plans = heads, {}
+        self._heads = heads
+        plans: dict[tuple[bytes, bytes], tuple[int, Any, Any]] = {}
         for row, head in zip(self._table, heads, strict=True):
             for at, array in zip(range(decoder_jit.HEADS_AT, decoder_jit.ROPE_AT, 2), _arrays(head), strict=True):
                 row[at : at + 2] = _at(array), array.size
@@ -145,7 +146,10 @@ class CpuDecoder:
 
 @dataclass(frozen=True)
 class _Plans:
-    """Plans of attention, one for layers whose heads have the same windows and sinks. table: `decoder_jit.PLAN_FIELDS`"""
+    """Plans of attention, one for all layers whose heads have the same windows and sinks.
+
+    table: `decoder_jit.PLAN_FIELDS` of each
+    """
 
     plans: Sequence[Any]
     table: NDArray[np.int64]

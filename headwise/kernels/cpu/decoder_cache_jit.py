@@ -69,8 +69,8 @@ from headwise.kernels.cpu.kv_write_jit import write_tokens
 
 STRIDE_FIELDS = 8
 
-_work = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "arcp", "contract", "afn"})(work.py_func)
 _MATH = {"reassoc", "nsz", "arcp", "contract", "afn"}
+_work = numba.njit(nogil=True, error_model="numpy", fastmath=_MATH)(work.py_func)
 _compiled = numba.njit(nogil=True, error_model="numpy")
 _inlined = numba.njit(forceinline=True, nogil=True, error_model="numpy")
 

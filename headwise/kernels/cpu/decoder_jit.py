@@ -72,14 +72,14 @@ STEP_FIELDS = 40
     GROUPS, PLANS, PARTIALS, PARTIAL_ROOM, ROTATIONS, FLOATS,
 ) = range(STEP_FIELDS)  # fmt: skip
 """Numbers that a step is given as: addresses, lengths and sizes. ..._ROOM: what phases pass on, for all rows: queries,
-keys and values ``[rows, q_heads + 2 * kv_heads, dim]``, attention's output ``[rows, q_heads, dim]``, what is added to
-the residual stream ``[rows, hidden]``, the gated product ``[rows, intermediate]``. TILES, VALUES: of all threads.
+keys and values ``[rows, q_heads + 2 * kv_heads, dim]``, attention's output ``[rows, q_heads, dim]``, what is
+added to the residual stream ``[rows, hidden]``, the gated product ``[rows, intermediate]``. TILES, VALUES: of all threads.
 PRODUCTS: of each kind. PLANS: see `PLAN_FIELDS`. PARTIALS: of attention, PARTIAL_ROOM rows. ROTATIONS: cosines and sines
 ``[rotations, 2, rows, dim / 2]``. FLOATS: see `STEP_FLOATS`."""
 
 PLAN_FIELDS = 7
 ITEMS, ITEM_COUNT, PARTS, PART_COUNT, PLAN_ROWS, IS_TILED, PARTIAL_ROWS = range(PLAN_FIELDS)
-"""Of a plan of attention: addresses and lengths of its items and parts, and the other fields of `attention_plan.Plan`."""
+"""Of a plan of attention: addresses and lengths of items and parts, and the other fields of `attention_plan.Plan`."""
 
 STEP_FLOATS = 3
 EPS, FACTOR, SOFTCAP = range(STEP_FLOATS)

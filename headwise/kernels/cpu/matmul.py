@@ -151,9 +151,9 @@ def _order(outputs: int, gated: bool) -> NDArray[np.int64]:
         order[:outputs] = np.arange(outputs)
         return order
     half, side = outputs // 2, PANEL // 2
-    gate = np.full(_padded(half, side), -1, np.int64)
-    gate[:half] = np.arange(half)
-    gate = gate.reshape(-1, side)
+    rows = np.full(_padded(half, side), -1, np.int64)
+    rows[:half] = np.arange(half)
+    gate = rows.reshape(-1, side)
     return np.concatenate([gate, np.where(gate >= 0, gate + half, -1)], axis=1).reshape(-1)
 
 
@@ -194,7 +194,7 @@ def matmul(
         x if weight.dtype == "float32" else np.empty(rows * (weight.depth // 2 if NATIVE else weight.depth), np.uint32)
     )
     sums, tiles = np.empty(rows * weight.minima.shape[1], np.float32), np.empty(workers * matmul_jit.TILE, np.float32)
-    counters = np.zeros(4, np.int64)
+    counters = np.zeros(matmul_jit.CALL_COUNTERS, np.int64)
     numbers = np.array(
         [
             matmul_jit.product_of(KINDS[weight.dtype]).address, x.ctypes.data, rows, weight.inputs,
@@ -250,4 +250,5 @@ def _aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.empty(size + _CACHE_LINE, np.uint8)
     start = -raw.ctypes.data % _CACHE_LINE
-    return raw[start : start + size].view(dtype).reshape(shape)
+    aligned: NDArray[Any] = raw[start : start + size].view(dtype).reshape(shape)
+    return aligned

@@ -380,34 +380,38 @@ def items_of(weight, rows):
 
 # --- entry point -----------------------------------------------------------------------------------------------------
 
+CALL_FIELDS = 14
+(
+    _CODE, _X, _ROWS, _INPUTS, _WEIGHT, _BIAS, _BIAS_LENGTH, _EPILOGUE, _OUT, _COLUMNS, _FACTORS, _SUMS, _TILES,
+    _COUNTERS,
+) = range(CALL_FIELDS)  # fmt: skip
+"""Of a product of its own: addresses of the compiled product and of ``x``, the rows and columns of that; addresses of
+the weight's numbers and the bias, the length of that; the epilogue; address and columns of ``out``; addresses of
+factors (``x`` itself, if those are the factors), sums, all threads' tiles, and `CALL_COUNTERS` that are 0."""
+
+CALL_COUNTERS = 4
+
 
 @machine_code.entry(types.void(types.int64[::1], types.int64), nogil=True, error_model="numpy")
-def multiply(numbers, thread):
-    """One thread's share of a product, `MULTIPLY_FIELDS`: prepare rows, and compute items until none is left."""
-    product, x, rows, inputs, weight_address, bias, bias_length, epilogue, out, columns, factors, sums, tiles, counters = (
-        numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7], numbers[8],
-        numbers[9], numbers[10], numbers[11], numbers[12], numbers[13],
-    )  # fmt: skip
-    weight, taken = weight_at(longs_at(weight_address, WEIGHT_FIELDS), 0), longs_at(counters, 4)
-    tile = tiles + thread * 4 * TILE
-    if factors != x:
-        source, words = float_matrix_at(x, rows, inputs), words_at(factors, rows * factor_stride(weight))
-        all_sums = floats_at(sums, rows * groups_of(weight))
-        values, row = np.zeros(weight.depth, np.float32), fetch_add(taken, 0)
+def multiply(call, thread):
+    """One thread's share of a product: prepare rows, and compute items until none is left."""
+    weight, counters = weight_at(longs_at(call[_WEIGHT], WEIGHT_FIELDS), 0), longs_at(call[_COUNTERS], CALL_COUNTERS)
+    rows, inputs = call[_ROWS], call[_INPUTS]
+    if call[_FACTORS] != call[_X]:
+        x, factors = float_matrix_at(call[_X], rows, inputs), words_at(call[_FACTORS], rows * factor_stride(weight))
+        sums, values = floats_at(call[_SUMS], rows * groups_of(weight)), np.zeros(weight.depth, np.float32)
+        row = fetch_add(counters, 0)
         while row < rows:
             for i in range(inputs):
-                values[i] = source[row, i]
-            prepare_row(values, weight, row, words, all_sums)
-            fetch_add(taken, 1)
-            row = fetch_add(taken, 0)
-        wait_for(taken, 1, rows)
+                values[i] = x[row, i]
+            prepare_row(values, weight, row, factors, sums)
+            fetch_add(counters, 1)
+            row = fetch_add(counters, 0)
+        wait_for(counters, 1, rows)
     call_12(
-        product,
-        (weight_address, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, np.int64(2), tile),
-    )
-
-
-MULTIPLY_FIELDS = 14
-"""Addresses of the compiled product, of ``x``; its rows and columns; addresses of the weight's numbers, of the bias, its
-length; the epilogue; addresses of ``out``, its columns; of factors (``x`` itself, if those are the factors), sums, all
-threads' tiles, and four counters that are 0."""
+        call[_CODE],
+        (
+            call[_WEIGHT], call[_BIAS], call[_BIAS_LENGTH], call[_EPILOGUE], call[_OUT], call[_COLUMNS],
+            call[_FACTORS], call[_SUMS], rows, call[_COUNTERS], np.int64(2), call[_TILES] + thread * TILE * 4,
+        ),
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -34,7 +34,7 @@ class ThreadPool:
         with self._one_caller:
             others = self._calls[: threads - 1]
             for thread, calls in enumerate(others, 1):
-                calls.put(lambda thread=thread: function(*args, thread))
+                calls.put(partial(function, *args, thread))
             try:
                 function(*args, 0)
             finally:

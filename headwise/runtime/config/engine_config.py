@@ -52,8 +52,8 @@ class EngineConfig:
     )
     tensor_ops: Literal["auto", "numba", "paddle", "numpy", "cupy"] = _option(
         "auto",
-        "Framework behind the model's tensor operations; auto is cupy on a GPU; on a CPU, numba for all but float32, "
-        "which is all that paddle and numpy compute in, else paddle where installed.",
+        "Framework behind the model's tensor operations; auto is cupy on a GPU, and numba, our own kernels, on a "
+        "CPU. There, paddle and numpy compute in float32 only.",
     )
     kernels: Literal["auto", "numba", "reference", "cuda"] = _option(
         "auto",
@@ -61,7 +61,9 @@ class EngineConfig:
         "what is right.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
-        "auto", "Of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU. A CPU has no float16."
+        "auto",
+        "Of weights and activations; auto is bfloat16 on a GPU and on a CPU that multiplies it natively, else float32. "
+        "A CPU has no float16.",
     )
     weights_dtype: Literal["auto", "float32", "bfloat16", "int8", "gguf"] = _option(
         "auto",

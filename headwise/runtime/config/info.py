@@ -83,7 +83,7 @@ def _decode_rows(config: EngineConfig, reads: DecodeReads) -> Iterator[tuple[str
 def chosen(config: EngineConfig, card: ModelCard, directory: Path) -> str:
     """What was chosen for a deployment of the model in ``directory``, in one line."""
     plan, spec = card.plan, card.spec
-    tensor_ops = resolve_ops_name(config.tensor_ops, config.on_gpu, config.computes_float32)
+    tensor_ops = resolve_ops_name(config.tensor_ops, config.on_gpu)
     kernels = resolve_kernels_name(config.kernels, config.on_gpu)
     weights = config.weights_dtype_name
     if config.computes_from_blocks:

@@ -25,7 +25,7 @@ from headwise.runtime.models.base import (
 from headwise.runtime.models.rope import inverse_frequencies
 from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives
-from headwise.runtime.ops.quantised import GroupQuantised
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 
 class Weights(Protocol):
@@ -183,7 +183,7 @@ class Decoder(Model):
         where = [(name, *part) for name, ranges in parts for part in _merged(ranges)]
         source = self._weights
         quantised = [source.quantised_rows(f"{name}.weight", start, stop) for name, start, stop in where]
-        weight = _whole(quantised, 0)
+        weight: Matrix | None = _whole(quantised, 0)
         if weight is None:
             weight = _join([source.rows(f"{name}.weight", start, stop) for name, start, stop in where], 0)
         bias = _join([source.rows(f"{name}.bias", start, stop) for name, start, stop in where], 0) if has_bias else None
@@ -194,7 +194,9 @@ class Decoder(Model):
     def _split_columns(self, name: str, ranges: list[tuple[int, int]], has_bias: bool) -> Linear:
         """Input columns of a projection: row parallel. The bias is added once, by rank 0."""
         source, parts = self._weights, _merged(ranges)
-        weight = _whole([source.quantised_columns(f"{name}.weight", start, stop) for start, stop in parts], 1)
+        weight: Matrix | None = _whole(
+            [source.quantised_columns(f"{name}.weight", start, stop) for start, stop in parts], 1
+        )
         if weight is None:
             weight = _join([source.columns(f"{name}.weight", start, stop) for start, stop in parts], 1)
         bias = source.tensor(f"{name}.bias") if has_bias and self._shard.rank == 0 else None

@@ -1,7 +1,7 @@
 """Tensor operations on CPU cores by our own compiled kernels: weights packed once, in the dtype they are wanted in.
 
 Tensors are float32 NumPy arrays. What is narrower is what most bytes and most arithmetic are of: weights, and the
-factors that they are multiplied with (bfloat16, unless weights and dtype are float32).
+factors that those are multiplied with, which are bfloat16.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import ConfigError
 from headwise.kernels.cpu import matmul as packed
 from headwise.kernels.cpu.decoder import CpuDecoder
 from headwise.kernels.cpu.matmul import PackedWeight
@@ -25,22 +24,13 @@ Array = NDArray[np.float32]
 class NumbaOps(NumpyOps):
     """`TensorOps` on ``threads`` cores.
 
-    dtype:         of activations where they are factors of a product: float32 or bfloat16
     weights_dtype: of weights in memory: float32, bfloat16, int8 (a scale per group), or gguf (as they were loaded)
-
-    Raises:
-        ConfigError: float32 activations with narrower weights.
     """
 
     name = "numba"
 
-    def __init__(self, threads: int, dtype: str = "float32", weights_dtype: str = "float32") -> None:
+    def __init__(self, threads: int, weights_dtype: str = "float32") -> None:
         super().__init__()
-        if (dtype == "float32") != (weights_dtype == "float32"):
-            raise ConfigError(
-                f"weights_dtype {weights_dtype} does not go with dtype {dtype}: products are of two float32 numbers, "
-                "or of narrower weights and bfloat16 activations"
-            )
         self.threads = threads
         self.itemsize = 4 if weights_dtype == "float32" else 2
         self._weights_dtype = weights_dtype

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.programs import Programs
 from headwise.runtime.ops.base import TensorOps
 
 
-def resolve_ops_name(name: str, on_gpu: bool = False, exact: bool = True) -> str:
-    """What ``auto`` stands for on this machine; any other name is itself.
-
-    exact: weights and activations are float32, all that paddle and numpy compute in on a CPU
-    """
+def resolve_ops_name(name: str, on_gpu: bool = False) -> str:
+    """What ``auto`` stands for: the fastest of those that `benchmarks/peers.py` compares. Any other name is itself."""
     if name != "auto":
         return name
-    if on_gpu:
-        return "cupy"
-    if not exact:
-        return "numba"
-    return "paddle" if find_spec("paddle") is not None else "numpy"
+    return "cupy" if on_gpu else "numba"
 
 
 def make_gpu_ops(name: str, dtype: str, programs: Programs) -> TensorOps:
@@ -38,19 +29,19 @@ def make_gpu_ops(name: str, dtype: str, programs: Programs) -> TensorOps:
 
 
 def make_ops(name: str, threads: int = 1, dtype: str = "float32", weights_dtype: str = "float32") -> TensorOps:
-    """The tensor operations called ``name``, on ``threads`` threads; ``auto`` is paddle where installed, else numpy.
+    """The tensor operations called ``name``, on ``threads`` threads; ``auto`` is numba.
 
     The number of threads is the process's: the last call decides.
 
     Raises ConfigError if the framework is unknown or not installed.
     """
     exact = dtype == weights_dtype == "float32"
-    name = resolve_ops_name(name, exact=exact)
+    name = resolve_ops_name(name)
     if name == "numba":
         from headwise.runtime.ops.numba_ops import NumbaOps
 
         _set_numpy_threads(1)  # what NumPy still computes is small
-        return NumbaOps(threads, dtype, weights_dtype)
+        return NumbaOps(threads, weights_dtype)
     if not exact and name in ("numpy", "paddle"):
         raise ConfigError(
             f"tensor_ops {name} computes in float32 only, and dtype is {dtype}, weights_dtype {weights_dtype}: choose "

@@ -26,9 +26,6 @@ from headwise.transfer.host_memory import HostArena
 COPY_THREADS = 1
 """Threads of each direction on a CPU: copies run beside the forward pass, which wants the cores."""
 
-NATIVE_BF16_AUTO = False
-"""Whether dtype auto is bfloat16 on a CPU that multiplies it natively: `EngineConfig.dtype` has a text about it."""
-
 
 class Device(Protocol):
     """One worker's.
@@ -127,7 +124,7 @@ def resolve_device(config: EngineConfig, gpus: int) -> EngineConfig:
     config = _with_device(config, gpus)
     if config.on_gpu or config.dtype != "auto":
         return config
-    return replace(config, dtype="bfloat16" if NATIVE_BF16_AUTO and _takes_bfloat16(config) else "float32")
+    return replace(config, dtype="bfloat16" if _takes_bfloat16(config) else "float32")
 
 
 def _with_device(config: EngineConfig, gpus: int) -> EngineConfig:

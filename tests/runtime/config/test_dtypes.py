@@ -43,7 +43,6 @@ def write_config(directory: Path, head_dim: int) -> Path:
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that multiplies bfloat16, where auto makes use of it."""
-    monkeypatch.setattr(device, "NATIVE_BF16_AUTO", True)
     monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
 
 
@@ -101,7 +100,7 @@ def test_weights_and_cache_follow_the_activations() -> None:
 @pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"weights_dtype": "int8"}, {"weights_dtype": "gguf"}])
 def test_numba_computes_what_is_not_float32(given: dict[str, Any]) -> None:
     assert not EngineConfig(device="cpu", **given).computes_float32
-    assert resolve_ops_name("auto", exact=False) == "numba"
+    assert resolve_ops_name("auto") == "numba"
 
 
 def test_auto_is_bfloat16_where_the_cpu_multiplies_it(native: None) -> None:
