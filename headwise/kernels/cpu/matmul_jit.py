@@ -75,7 +75,7 @@ _MATH = {"nsz", "arcp", "contract"}
 _inlined = numba.njit(forceinline=True, fastmath=_MATH, nogil=True, error_model="numpy")
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
 
-_FLOAT_LANES = ir.VectorType(ir.FloatType(), LANES)
+_FLOAT_LANES, _INT_LANES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
 
 
 class Weight(NamedTuple):
@@ -148,19 +148,25 @@ def _narrow_row(typing, x, xa, out, oa, count):
         e = Emitter(context, builder, signature, args)
         x, xa, out, oa, count = e.args
         source, target = e.at(x, xa), e.at(out, oa)
-        narrow = ir.VectorType(BFLOAT, LANES)
         with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
-            value = builder.fptrunc(e.load(e.at(source, e.times(loop.index, LANES))), narrow)
+            value = e.load(e.at(source, e.times(loop.index, LANES)))
             if NATIVE:
+                narrow = ir.VectorType(BFLOAT, LANES)
                 place = e.at(target, e.times(loop.index, LANES // 2))
-                builder.store(value, builder.bitcast(place, narrow.as_pointer()), align=4)
+                builder.store(builder.fptrunc(value, narrow), builder.bitcast(place, narrow.as_pointer()), align=4)
             else:
                 place = builder.bitcast(e.at(target, e.times(loop.index, LANES)), _FLOAT_LANES.as_pointer())
-                builder.store(builder.fpext(value, _FLOAT_LANES), place, align=4)
+                builder.store(_rounded_lanes(e, value), place, align=4)
         return context.get_dummy_value()
 
     n = types.intp
     return types.void(x, n, out, n, n), emit
+
+
+def _rounded_lanes(e: Emitter, value: Any) -> Any:
+    """A vector rounded to bfloat16, by integers: LLVM has no instruction for it where the CPU has none."""
+    words = e.builder.zext(e.bfloat16_bits(value), _INT_LANES)
+    return e.builder.bitcast(e.builder.shl(words, ir.Constant(_INT_LANES, [16] * LANES)), _FLOAT_LANES)
 
 
 @intrinsic
@@ -168,7 +174,10 @@ def _rounded(typing, value):
     """A float rounded to bfloat16."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.fptrunc(args[0], BFLOAT), ir.FloatType())
+        if NATIVE:
+            return builder.fpext(builder.fptrunc(args[0], BFLOAT), ir.FloatType())
+        e = Emitter(context, builder, signature, args)
+        return builder.extract_element(_rounded_lanes(e, e.fill(e.args[0])), ir.IntType(32)(0))
 
     return types.float32(types.float32), emit
 

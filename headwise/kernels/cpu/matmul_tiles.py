@@ -337,6 +337,12 @@ def _sum_turns(
 
 
 def _half_vector(e: Emitter, array: Any, at: Any, vector: int) -> Any:
-    """A vector of float16 numbers, as float32."""
-    halves = _load(e, e.at(array, at, at.type(vector * LANES)), ir.VectorType(ir.HalfType(), LANES))
-    return e.builder.fpext(halves, _FLOATS)
+    """A vector of finite float16 numbers, as float32."""
+    place = e.at(array, at, at.type(vector * LANES))
+    if ISA.f16c:
+        return e.builder.fpext(_load(e, place, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
+    # By integers: LLVM would call a function for it, which is not there. Exponents are 112 apart.
+    words = e.builder.zext(_load(e, place, ir.VectorType(_I16, LANES)), _INTS)
+    sign = e.builder.shl(e.builder.and_(words, _constant(_INTS, 0x8000)), _constant(_INTS, 16))
+    rest = e.builder.shl(e.builder.and_(words, _constant(_INTS, 0x7FFF)), _constant(_INTS, 13))
+    return e.builder.fmul(e.builder.bitcast(e.builder.or_(sign, rest), _FLOATS), e.fill(2.0**112))

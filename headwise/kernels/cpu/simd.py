@@ -21,6 +21,7 @@ class Isa:
     avx512f: bool
     avx512bw: bool
     avx512bf16: bool
+    f16c: bool
 
 
 def _compiled_for() -> Isa:
@@ -30,7 +31,7 @@ def _compiled_for() -> Isa:
         features = dict(llvmlite.binding.get_host_cpu_features())
     if llvmlite.binding.llvm_version_info[0] < 20:  # whose intrinsics for bfloat16 had other types
         features["avx512bf16"] = False
-    return Isa(**{name: bool(features.get(name)) for name in ("avx512f", "avx512bw", "avx512bf16")})
+    return Isa(**{name: bool(features.get(name)) for name in ("avx512f", "avx512bw", "avx512bf16", "f16c")})
 
 
 ISA = _compiled_for()
