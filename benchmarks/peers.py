@@ -1,0 +1,260 @@
+"""headwise beside vLLM and llama.cpp on this machine's CPU: the same weights, the same token ids, in turns.
+
+    python benchmarks/peers.py [--quick] [--model gemma3-270m] [--rounds 3] [--engine KEY=VALUE]
+
+Every runtime has a process of its own, which loads once; then they take turns, scenario by scenario and round by round,
+and only the one whose turn it is runs. All sample greedily, a fixed number of tokens. `decode1` and `long_decode` are
+the rate while all requests decode, `prefill` is that of the prompt until its first token, `batch16` that of all output
+until the last token. vLLM is run in bfloat16 and in float32, from the directory that headwise converts the GGUF file
+into; llama.cpp computes from the file's own blocks, and so does `headwise_gguf`, which is what llama.cpp is compared with
+where there is one. Peers come with `make peers`; those that are missing are left out.
+
+Last, a context of 12,000 tokens, where headwise also serves with half of the heads limited to a window, as no peer can.
+SmolLM2 was trained for 8,192 tokens: this is about speed alone, and not part of `--quick`.
+
+The last line is JSON: ratios of headwise over each peer (medians over the rounds) of the first model, and of all in
+`models`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from headwise.cache_controller.head_pattern import parse_pattern
+from headwise.runtime.cli.terminal import progress
+from headwise.runtime.config.engine_config import EngineConfig
+from runtimes.control import Process, Spec, warm_up
+from runtimes.model_files import ModelFiles, find_model, stretched
+from runtimes.scenarios import Scenario, long_scenarios, scenarios
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+PATTERN = ROOT / "benchmarks" / "data" / "smollm2-135m-heads.json"
+MODELS = ("smollm2-135m", "gemma3-270m")
+THREADS = len(os.sched_getaffinity(0))
+MAX_TOKENS, SLOTS = 2048, 16
+"""Of a sequence, and sequences at once, in what all runtimes serve."""
+LONG_TOKENS, LONG_OUTPUT = 12_000, 32
+HALF = {"sparsity": 0.5, "sink": 64, "window": 256}
+"""Of the long context's head pattern."""
+
+
+# ---- runtimes ----
+
+
+def ours(model: str, max_tokens: int, engine: Mapping[str, Any]) -> dict[str, Spec]:
+    """headwise, and where it computes from GGUF blocks, that, too."""
+    base = {"model": model, "max_model_len": max_tokens, "kv_cache": "2GiB", **engine}
+    found = {"headwise": Spec("headwise_cpu", Path(sys.executable), base)}
+    if "weights_dtype" in {f.name for f in fields(EngineConfig)}:
+        found["headwise_gguf"] = Spec("headwise_cpu", Path(sys.executable), {**base, "weights_dtype": "gguf"})
+    return found
+
+
+def peers(python: Path, files: ModelFiles, max_tokens: int, slots: int) -> dict[str, Spec]:
+    """Those whose environment is there, on all cores."""
+    if not python.exists():
+        print(f"{python} is missing: vLLM and llama.cpp are left out; `make peers` installs them", flush=True)
+        return {}
+    shared = {"PYTHONPATH": None, "OMP_NUM_THREADS": str(THREADS)}
+    for_vllm = {
+        **shared,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    vllm = {"directory": str(files.directory), "max_model_len": max_tokens}
+    llama = {"file": str(files.gguf), "threads": THREADS, "slots": slots, "slot_tokens": max_tokens}
+    return {
+        "vllm_bf16": Spec("vllm_cpu", python, {**vllm, "dtype": "bfloat16"}, for_vllm),
+        "vllm_fp32": Spec("vllm_cpu", python, {**vllm, "dtype": "float32"}, for_vllm),
+        "llamacpp": Spec("llama_cpp", python, llama, shared),
+    }
+
+
+@contextmanager
+def started(specs: Mapping[str, Spec]) -> Iterator[dict[str, Process]]:
+    with ExitStack() as stack:
+        running = {}
+        for name, spec in specs.items():
+            tell(f"loading {name}")
+            running[name] = stack.enter_context(Process(name, spec))
+            tell(f"loaded {name} in {running[name].load_s:.0f} s: {running[name].about}")
+        yield running
+
+
+# ---- measuring ----
+
+
+@dataclass
+class Measured:
+    """Of one runtime.
+
+    rates:  by scenario, tokens a second, a round each
+    firsts: by scenario, all rounds' first tokens
+    """
+
+    about: dict[str, Any] = field(default_factory=dict)
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    firsts: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, key: str, rate: float, firsts: Sequence[int]) -> None:
+        self.rates.setdefault(key, []).append(rate)
+        self.firsts.setdefault(key, []).extend(firsts)
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {key: round(statistics.median(rates), 1) for key, rates in self.rates.items()}
+
+
+def measure(specs: Mapping[str, Spec], todo: Sequence[Scenario], rounds: int) -> dict[str, Measured]:
+    """All scenarios on all runtimes, which take turns; another one begins each round."""
+    with started(specs) as running:
+        found = {name: Measured(process.about) for name, process in running.items()}
+        for name, process in running.items():
+            tell(f"warming up {name}")
+            warm_up(process, todo)
+        names = list(running)
+        for round_ in range(rounds):
+            first = round_ % len(names)
+            for scenario in todo:
+                for name in names[first:] + names[:first]:
+                    rate, firsts = running[name].measure(scenario, round_)
+                    found[name].add(scenario.key, rate, firsts)
+                    tell(f"round {round_ + 1} of {rounds}: {scenario.what}: {name} {rate:.1f} tok/s")
+    return found
+
+
+def ratios(mine: Measured, theirs: Measured) -> dict[str, float]:
+    """Ours over theirs, the median over the rounds."""
+    return {
+        key: round(statistics.median(a / b for a, b in zip(mine.rates[key], theirs.rates[key], strict=True)), 3)
+        for key in theirs.rates
+    }
+
+
+def same_first(mine: Measured, theirs: Measured) -> float:
+    """Share of requests that both gave the same first token: whether they compute the same model."""
+    pairs = [
+        (a, b) for key in mine.firsts for a, b in zip(mine.firsts[key], theirs.firsts[key], strict=True) if b >= 0
+    ]
+    return round(sum(a == b for a, b in pairs) / max(1, len(pairs)), 3)
+
+
+def report(found: Mapping[str, Measured]) -> dict[str, Any]:
+    """Ratios by peer, absolute rates of ours, what was run."""
+    result: dict[str, Any] = {}
+    for name, measured in found.items():
+        if name.startswith("headwise"):
+            result[name] = measured.medians
+        else:
+            base = found["headwise_gguf" if name == "llamacpp" and "headwise_gguf" in found else "headwise"]
+            result[name] = ratios(base, measured)
+    return {
+        **result,
+        "rates": {name: measured.medians for name, measured in found.items()},
+        "same_first": {name: same_first(found["headwise"], measured) for name, measured in found.items()},
+        "about": {name: measured.about for name, measured in found.items()},
+    }
+
+
+def write_half_pattern(directory: Path) -> Path:
+    """SmolLM2's head pattern without the name of the model that it was measured on."""
+    scores = parse_pattern(PATTERN.read_text(encoding="utf-8"), str(PATTERN)).scores
+    path = directory / "heads.tsv"
+    path.write_text("\n".join("\t".join(map(str, row)) for row in scores) + "\n", encoding="utf-8")
+    return path
+
+
+def measure_long(python: Path, engine: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """A context that the model was not trained for, in all runtimes, and with half of the heads windowed in ours."""
+    todo, most = long_scenarios(LONG_TOKENS, LONG_OUTPUT), LONG_TOKENS + 384
+    with progress() as bar:
+        files = stretched(find_model(MODELS[0], bar), most, bar)
+    with tempfile.TemporaryDirectory() as directory:
+        specs = {"headwise": ours(files.name, most, engine)["headwise"]}
+        half = {**specs["headwise"].options, "head_pattern": str(write_half_pattern(Path(directory))), **HALF}
+        specs["headwise_half"] = Spec("headwise_cpu", Path(sys.executable), half)
+        found = measure({**specs, **peers(python, files, most, slots=1)}, todo, rounds)
+    show(f"{MODELS[0]}, {LONG_TOKENS:,} tokens; headwise_half: half of the heads see {HALF['window']}", todo, found)
+    over = {name: ratios(found["headwise_half"], measured) for name, measured in found.items()}
+    return {"tokens": LONG_TOKENS, "rates": {n: m.medians for n, m in found.items()}, "half_over": over}
+
+
+# ---- showing ----
+
+_BEGAN = time.monotonic()
+
+
+def tell(text: str) -> None:
+    """A line of progress."""
+    print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
+
+
+def show(title: str, todo: Sequence[Scenario], found: Mapping[str, Measured]) -> None:
+    """Tokens a second, medians, and headwise's over each."""
+    print(f"\n{title}\n{'tokens a second':>44}" + "".join(f"{name:>15}" for name in found))
+    for scenario in todo:
+        cells = (f"{measured.medians[scenario.key]:15.1f}" for measured in found.values())
+        print(f"{scenario.what:>44}{''.join(cells)}")
+        over = (f"{ratios(found['headwise'], measured)[scenario.key]:15.2f}" for measured in found.values())
+        print(f"{'headwise over it':>44}{''.join(over)}")
+    print(flush=True)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """`KEY=VALUE` of the engine's configuration."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"give KEY=VALUE, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", help=f"a demo model or GGUF file; default: {', '.join(MODELS)}")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--dtype", default="auto", help="of headwise; auto is bfloat16 where the CPU multiplies it")
+    parser.add_argument("--engine", action="append", type=setting, metavar="KEY=VALUE", help="of headwise's config")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this runtime beside headwise; may be repeated")
+    parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, help="of the environment with the peers")
+    parser.add_argument("--no-long", action="store_true", help="leave out the long context")
+    parser.add_argument("--quick", action="store_true", help="SmolLM2, one round, short outputs: under five minutes")
+    parser.add_argument("--smoke", action="store_true", help="headwise alone, tiny: seconds")
+    args = parser.parse_args(arguments)
+    small = args.quick or args.smoke
+    rounds = args.rounds or (1 if small else 3)
+    engine = {"dtype": args.dtype, **dict(args.engine or [])}
+    todo = scenarios(args.quick, args.smoke)
+    models = {}
+    for model in args.model or MODELS[: 1 if small else None]:
+        with progress() as bar:
+            files = find_model(model, bar)
+        others = {} if args.smoke else peers(args.peers_python, files, MAX_TOKENS, SLOTS)
+        chosen = {name: spec for name, spec in others.items() if args.only is None or name in args.only}
+        found = measure({**ours(model, MAX_TOKENS, engine), **chosen}, todo, rounds)
+        show(model, todo, found)
+        models[model] = report(found)
+    result = {**next(iter(models.values())), "models": models, "rounds": rounds, "cores": THREADS}
+    if not small and not args.no_long:
+        result["long_context"] = measure_long(args.peers_python, engine, min(rounds, 2))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
