@@ -22,9 +22,7 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
@@ -34,14 +32,17 @@ from typing import Any
 from headwise.cache_controller.head_pattern import parse_pattern
 from headwise.runtime.cli.terminal import progress
 from headwise.runtime.config.engine_config import EngineConfig
-from runtimes.control import Process, Spec, warm_up
+from runtimes.control import Process, Spec, tell, warm_up
 from runtimes.model_files import ModelFiles, find_model, stretched
+from runtimes.ours import add_engine_options, engine_fields, headwise_spec
 from runtimes.scenarios import Scenario, long_scenarios, scenarios
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PATTERN = ROOT / "benchmarks" / "data" / "smollm2-135m-heads.json"
 MODELS = ("smollm2-135m", "gemma3-270m")
+PEERS = ("vllm_bf16", "vllm_fp32", "llamacpp")
+QUICK_PEERS = ("vllm_bf16", "llamacpp")
 THREADS = len(os.sched_getaffinity(0))
 MAX_TOKENS, SLOTS = 2048, 16
 """Of a sequence, and sequences at once, in what all runtimes serve."""
@@ -56,9 +57,9 @@ HALF = {"sparsity": 0.5, "sink": 64, "window": 256}
 def ours(model: str, max_tokens: int, engine: Mapping[str, Any]) -> dict[str, Spec]:
     """headwise, and where it computes from GGUF blocks, that, too."""
     base = {"model": model, "max_model_len": max_tokens, "kv_cache": "2GiB", **engine}
-    found = {"headwise": Spec("headwise_cpu", Path(sys.executable), base)}
+    found = {"headwise": headwise_spec(**base)}
     if "weights_dtype" in {f.name for f in fields(EngineConfig)}:
-        found["headwise_gguf"] = Spec("headwise_cpu", Path(sys.executable), {**base, "weights_dtype": "gguf"})
+        found["headwise_gguf"] = headwise_spec(**{**base, "weights_dtype": "gguf"})
     return found
 
 
@@ -72,6 +73,7 @@ def peers(python: Path, files: ModelFiles, max_tokens: int, slots: int) -> dict[
         **shared,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_USE_AOT_COMPILE": "0",  # what it saves cannot be loaded on a CPU (0.32), so each start would compile anew
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -186,7 +188,7 @@ def measure_long(python: Path, engine: Mapping[str, Any], rounds: int) -> dict[s
     with tempfile.TemporaryDirectory() as directory:
         specs = {"headwise": ours(files.name, most, engine)["headwise"]}
         half = {**specs["headwise"].options, "head_pattern": str(write_half_pattern(Path(directory))), **HALF}
-        specs["headwise_half"] = Spec("headwise_cpu", Path(sys.executable), half)
+        specs["headwise_half"] = headwise_spec(**half)
         found = measure({**specs, **peers(python, files, most, slots=1)}, todo, rounds)
     show(f"{MODELS[0]}, {LONG_TOKENS:,} tokens; headwise_half: half of the heads see {HALF['window']}", todo, found)
     over = {name: ratios(found["headwise_half"], measured) for name, measured in found.items()}
@@ -194,13 +196,6 @@ def measure_long(python: Path, engine: Mapping[str, Any], rounds: int) -> dict[s
 
 
 # ---- showing ----
-
-_BEGAN = time.monotonic()
-
-
-def tell(text: str) -> None:
-    """A line of progress."""
-    print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
 
 
 def show(title: str, todo: Sequence[Scenario], found: Mapping[str, Measured]) -> None:
@@ -214,39 +209,28 @@ def show(title: str, todo: Sequence[Scenario], found: Mapping[str, Measured]) ->
     print(flush=True)
 
 
-def setting(text: str) -> tuple[str, Any]:
-    """`KEY=VALUE` of the engine's configuration."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"give KEY=VALUE, got {text!r}")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help=f"a demo model or GGUF file; default: {', '.join(MODELS)}")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--dtype", default="auto", help="of headwise; auto is bfloat16 where the CPU multiplies it")
-    parser.add_argument("--engine", action="append", type=setting, metavar="KEY=VALUE", help="of headwise's config")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this runtime beside headwise; may be repeated")
+    add_engine_options(parser)
+    parser.add_argument("--only", action="append", choices=PEERS, help="this peer; may be repeated")
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, help="of the environment with the peers")
     parser.add_argument("--no-long", action="store_true", help="leave out the long context")
-    parser.add_argument("--quick", action="store_true", help="SmolLM2, one round, short outputs: under five minutes")
+    parser.add_argument("--quick", action="store_true", help="SmolLM2, one round, short outputs, without vLLM in float32: under five minutes")
     parser.add_argument("--smoke", action="store_true", help="headwise alone, tiny: seconds")
     args = parser.parse_args(arguments)
     small = args.quick or args.smoke
     rounds = args.rounds or (1 if small else 3)
-    engine = {"dtype": args.dtype, **dict(args.engine or [])}
+    only = args.only or (QUICK_PEERS if args.quick else PEERS)
+    engine = engine_fields(args)
     todo = scenarios(args.quick, args.smoke)
     models = {}
     for model in args.model or MODELS[: 1 if small else None]:
         with progress() as bar:
             files = find_model(model, bar)
         others = {} if args.smoke else peers(args.peers_python, files, MAX_TOKENS, SLOTS)
-        chosen = {name: spec for name, spec in others.items() if args.only is None or name in args.only}
+        chosen = {name: spec for name, spec in others.items() if name in only}
         found = measure({**ours(model, MAX_TOKENS, engine), **chosen}, todo, rounds)
         show(model, todo, found)
         models[model] = report(found)

@@ -134,3 +134,11 @@ def warm_up(process: Process, scenarios: Sequence[Scenario]) -> None:
     for scenario in scenarios:
         prompts = scenario.prompts(-1)
         process.serve(prompts if scenario.requests == 1 else [prompt[:64] for prompt in prompts], 4)
+
+
+_BEGAN = time.monotonic()
+
+
+def tell(text: str) -> None:
+    """A line of progress."""
+    print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
