@@ -6,8 +6,8 @@ Every runtime has a process of its own, which loads once; then they take turns, 
 and only the one whose turn it is runs. All sample greedily, a fixed number of tokens. `decode1` and `long_decode` are
 the rate while all requests decode, `prefill` is that of the prompt until its first token, `batch16` that of all output
 until the last token. vLLM is run in bfloat16 and in float32, from the directory that headwise converts the GGUF file
-into; llama.cpp computes from the file's own blocks, and so does `headwise_gguf`, which is what llama.cpp is compared with
-where there is one. Peers come with `make peers`; those that are missing are left out.
+into; llama.cpp computes from the file's own blocks, and is compared with `headwise_gguf`, which does the same, where
+headwise can. Peers come with `make peers`; those that are missing are left out.
 
 Last, a context of 12,000 tokens, where headwise also serves with half of the heads limited to a window, as no peer can.
 SmolLM2 was trained for 8,192 tokens: this is about speed alone, and not part of `--quick`.
@@ -29,13 +29,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from headwise.cache_controller.head_pattern import parse_pattern
-from headwise.runtime.cli.terminal import progress
-from headwise.runtime.config.engine_config import EngineConfig
 from runtimes.control import Process, Spec, tell, warm_up
 from runtimes.model_files import ModelFiles, find_model, stretched
 from runtimes.ours import add_engine_options, engine_fields, headwise_spec
 from runtimes.scenarios import Scenario, long_scenarios, scenarios
+
+from headwise.cache_controller.head_pattern import parse_pattern
+from headwise.runtime.cli.terminal import progress
+from headwise.runtime.config.engine_config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -149,9 +150,7 @@ def ratios(mine: Measured, theirs: Measured) -> dict[str, float]:
 
 def same_first(mine: Measured, theirs: Measured) -> float:
     """Share of requests that both gave the same first token: whether they compute the same model."""
-    pairs = [
-        (a, b) for key in mine.firsts for a, b in zip(mine.firsts[key], theirs.firsts[key], strict=True) if b >= 0
-    ]
+    pairs = [(a, b) for key in mine.firsts for a, b in zip(mine.firsts[key], theirs.firsts[key], strict=True) if b >= 0]
     return round(sum(a == b for a, b in pairs) / max(1, len(pairs)), 3)
 
 
@@ -217,7 +216,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", action="append", choices=PEERS, help="this peer; may be repeated")
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, help="of the environment with the peers")
     parser.add_argument("--no-long", action="store_true", help="leave out the long context")
-    parser.add_argument("--quick", action="store_true", help="SmolLM2, one round, short outputs, without vLLM in float32: under five minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="SmolLM2, one round, short outputs, without vLLM in float32: under five minutes",
+    )
     parser.add_argument("--smoke", action="store_true", help="headwise alone, tiny: seconds")
     args = parser.parse_args(arguments)
     small = args.quick or args.smoke

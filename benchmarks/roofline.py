@@ -31,6 +31,10 @@ from typing import Any
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
+from runtimes.control import Process, tell, warm_up
+from runtimes.ours import add_engine_options, engine_fields, headwise_spec
+from runtimes.scenarios import Scenario, decode_rate, prefill_rate
 
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.runtime.cli.terminal import progress
@@ -38,9 +42,6 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.resolve import resolve_model
-from runtimes.control import Process, tell, warm_up
-from runtimes.ours import add_engine_options, engine_fields, headwise_spec
-from runtimes.scenarios import Scenario, decode_rate, prefill_rate
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 """Of a weight, by the engine's dtype."""
@@ -76,14 +77,14 @@ SMOKE = Size(rounds=1, array_mib=16, side=128, repeats=1, context=16, steps=4, p
 
 
 @numba.njit(parallel=True, fastmath=True, nogil=True)
-def parallel_sum(parts: np.ndarray) -> float:
-    """The sum of ``float32 [parts, n]``, a part a thread at a time."""
+def parallel_sum(parts: NDArray[np.float32]) -> float:
+    """The sum of ``[parts, n]``, a part a thread at a time."""
     total = 0.0
     for part in numba.prange(len(parts)):
         share = np.float32(0)
         for index in range(parts.shape[1]):
             share += parts[part, index]
-        total += share
+        total += float(share)
     return total
 
 
@@ -99,7 +100,7 @@ def seconds_of(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 @cache
-def array_to_read(mib: int) -> np.ndarray:
+def array_to_read(mib: int) -> NDArray[np.float32]:
     return np.ones((64, mib * 2**20 // (64 * 4)), np.float32)
 
 

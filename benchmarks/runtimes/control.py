@@ -65,6 +65,7 @@ class Process:
             cwd=BENCHMARKS.parent,
             text=True,
         )
+        self.pid = self._process.pid
         began = time.perf_counter()
         try:
             self.about: dict[str, Any] = self._ask(spec.options)

@@ -33,7 +33,8 @@ class Scenario:
     def prompts(self, round_: int) -> Prompts:
         """Random, and the same in each runtime."""
         seed = [len(self.key), self.requests, self.input_tokens, 0 if self.repeat else 1 + round_]
-        return np.random.default_rng(seed).integers(1000, 30000, (self.requests, self.input_tokens)).tolist()
+        drawn = np.random.default_rng(seed).integers(1000, 30000, (self.requests, self.input_tokens))
+        return [prompt.tolist() for prompt in drawn]
 
 
 def prefill_rate(served: Sequence[Served], input_tokens: int) -> float:
