@@ -73,8 +73,8 @@ def _peers(f: Figures) -> str:
 SCRIPTS: dict[str, tuple[Row, ...]] = {
     "peers": (
         Row(
-            "SmolLM2 on this CPU beside peers, same weights, same token ids: decode of one request; prefill of 1,800 tokens; 16 "
-            "requests of 256 in, 64 out; decode of 8 requests at 1,500 tokens",
+            "SmolLM2 on this CPU beside peers, same weights, same token ids: decode of one request; prefill of 1,800 "
+            "tokens; 16 requests of 256 in, 64 out; decode of 8 requests at 1,500 tokens",
             _peers,
         ),
     ),

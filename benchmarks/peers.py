@@ -64,8 +64,10 @@ def ours(model: str, max_tokens: int, engine: Mapping[str, Any]) -> dict[str, Sp
     return found
 
 
-def peers(python: Path, files: ModelFiles, max_tokens: int, slots: int) -> dict[str, Spec]:
-    """Those whose environment is there, on all cores."""
+def peers(python: Path, only: Sequence[str], files: ModelFiles, max_tokens: int, slots: int) -> dict[str, Spec]:
+    """Those that are asked for, on all cores; none, and a line that says so, where their environment is missing."""
+    if not only:
+        return {}
     if not python.exists():
         print(f"{python} is missing: vLLM and llama.cpp are left out; `make peers` installs them", flush=True)
         return {}
@@ -80,11 +82,12 @@ def peers(python: Path, files: ModelFiles, max_tokens: int, slots: int) -> dict[
     }
     vllm = {"directory": str(files.directory), "max_model_len": max_tokens}
     llama = {"file": str(files.gguf), "threads": THREADS, "slots": slots, "slot_tokens": max_tokens}
-    return {
+    known = {
         "vllm_bf16": Spec("vllm_cpu", python, {**vllm, "dtype": "bfloat16"}, for_vllm),
         "vllm_fp32": Spec("vllm_cpu", python, {**vllm, "dtype": "float32"}, for_vllm),
         "llamacpp": Spec("llama_cpp", python, llama, shared),
     }
+    return {name: known[name] for name in only}
 
 
 @contextmanager
@@ -154,17 +157,18 @@ def same_first(mine: Measured, theirs: Measured) -> float:
     return round(sum(a == b for a, b in pairs) / max(1, len(pairs)), 3)
 
 
+def compared_with(name: str, found: Mapping[str, Measured]) -> Measured:
+    """Which of ours a runtime's rates are held against."""
+    return found["headwise_gguf" if name == "llamacpp" and "headwise_gguf" in found else "headwise"]
+
+
 def report(found: Mapping[str, Measured]) -> dict[str, Any]:
     """Ratios by peer, absolute rates of ours, what was run."""
-    result: dict[str, Any] = {}
-    for name, measured in found.items():
-        if name.startswith("headwise"):
-            result[name] = measured.medians
-        else:
-            base = found["headwise_gguf" if name == "llamacpp" and "headwise_gguf" in found else "headwise"]
-            result[name] = ratios(base, measured)
     return {
-        **result,
+        **{
+            name: measured.medians if name.startswith("headwise") else ratios(compared_with(name, found), measured)
+            for name, measured in found.items()
+        },
         "rates": {name: measured.medians for name, measured in found.items()},
         "same_first": {name: same_first(found["headwise"], measured) for name, measured in found.items()},
         "about": {name: measured.about for name, measured in found.items()},
@@ -179,7 +183,7 @@ def write_half_pattern(directory: Path) -> Path:
     return path
 
 
-def measure_long(python: Path, engine: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+def measure_long(python: Path, only: Sequence[str], engine: Mapping[str, Any], rounds: int) -> dict[str, Any]:
     """A context that the model was not trained for, in all runtimes, and with half of the heads windowed in ours."""
     todo, most = long_scenarios(LONG_TOKENS, LONG_OUTPUT), LONG_TOKENS + 384
     with progress() as bar:
@@ -188,7 +192,7 @@ def measure_long(python: Path, engine: Mapping[str, Any], rounds: int) -> dict[s
         specs = {"headwise": ours(files.name, most, engine)["headwise"]}
         half = {**specs["headwise"].options, "head_pattern": str(write_half_pattern(Path(directory))), **HALF}
         specs["headwise_half"] = headwise_spec(**half)
-        found = measure({**specs, **peers(python, files, most, slots=1)}, todo, rounds)
+        found = measure({**specs, **peers(python, only, files, most, slots=1)}, todo, rounds)
     show(f"{MODELS[0]}, {LONG_TOKENS:,} tokens; headwise_half: half of the heads see {HALF['window']}", todo, found)
     over = {name: ratios(found["headwise_half"], measured) for name, measured in found.items()}
     return {"tokens": LONG_TOKENS, "rates": {n: m.medians for n, m in found.items()}, "half_over": over}
@@ -203,8 +207,8 @@ def show(title: str, todo: Sequence[Scenario], found: Mapping[str, Measured]) ->
     for scenario in todo:
         cells = (f"{measured.medians[scenario.key]:15.1f}" for measured in found.values())
         print(f"{scenario.what:>44}{''.join(cells)}")
-        over = (f"{ratios(found['headwise'], measured)[scenario.key]:15.2f}" for measured in found.values())
-        print(f"{'headwise over it':>44}{''.join(over)}")
+        over = (ratios(compared_with(name, found), measured)[scenario.key] for name, measured in found.items())
+        print(f"{'headwise over it':>44}" + "".join(f"{ratio:15.2f}" for ratio in over))
     print(flush=True)
 
 
@@ -221,25 +225,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="SmolLM2, one round, short outputs, without vLLM in float32: under five minutes",
     )
-    parser.add_argument("--smoke", action="store_true", help="headwise alone, tiny: seconds")
+    parser.add_argument("--smoke", action="store_true", help="tiny, and headwise alone but for --only: seconds")
     args = parser.parse_args(arguments)
     small = args.quick or args.smoke
     rounds = args.rounds or (1 if small else 3)
-    only = args.only or (QUICK_PEERS if args.quick else PEERS)
+    only = args.only or (() if args.smoke else QUICK_PEERS if args.quick else PEERS)
     engine = engine_fields(args)
     todo = scenarios(args.quick, args.smoke)
     models = {}
     for model in args.model or MODELS[: 1 if small else None]:
         with progress() as bar:
             files = find_model(model, bar)
-        others = {} if args.smoke else peers(args.peers_python, files, MAX_TOKENS, SLOTS)
-        chosen = {name: spec for name, spec in others.items() if name in only}
-        found = measure({**ours(model, MAX_TOKENS, engine), **chosen}, todo, rounds)
+        specs = {**ours(model, MAX_TOKENS, engine), **peers(args.peers_python, only, files, MAX_TOKENS, SLOTS)}
+        found = measure(specs, todo, rounds)
         show(model, todo, found)
         models[model] = report(found)
     result = {**next(iter(models.values())), "models": models, "rounds": rounds, "cores": THREADS}
     if not small and not args.no_long:
-        result["long_context"] = measure_long(args.peers_python, engine, min(rounds, 2))
+        result["long_context"] = measure_long(args.peers_python, only, engine, min(rounds, 2))
     print(json.dumps(result))
 
 

@@ -62,7 +62,7 @@ def test_a_ratio_is_the_median_over_rounds_of_neighbouring_measurements() -> Non
 
 def test_peers_that_are_not_installed_are_left_out_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     files = ModelFiles("model", Path("model.gguf"), Path("model"))
-    assert peers(Path("/nowhere/python"), files, 64, 1) == {}
+    assert peers(Path("/nowhere/python"), ["llamacpp"], files, 64, 1) == {}
     assert "`make peers` installs them" in capsys.readouterr().out
 
 
