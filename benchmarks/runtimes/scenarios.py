@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from prompts import tokens
 
 from runtimes.process import Served
 
@@ -33,8 +34,8 @@ class Scenario:
     def prompts(self, round_: int) -> Prompts:
         """Random, and the same in each runtime."""
         seed = [len(self.key), self.requests, self.input_tokens, 0 if self.repeat else 1 + round_]
-        drawn = np.random.default_rng(seed).integers(1000, 30000, (self.requests, self.input_tokens))
-        return [prompt.tolist() for prompt in drawn]
+        rng = np.random.default_rng(seed)
+        return [tokens(rng, self.input_tokens) for _ in range(self.requests)]
 
 
 def prefill_rate(served: Sequence[Served], input_tokens: int) -> float:
