@@ -10,6 +10,7 @@ from headwise.errors import HeadwiseError
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import Reroute, Route, Submit
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
+from headwise.sockets.pieces import split
 
 if TYPE_CHECKING:
     import zmq
@@ -119,7 +120,7 @@ class Peer:
         """Send a question; ``what`` gets the answer."""
         self.wait_for(key, what, now)
         self._questions[key] = question
-        self.socket.send(question)
+        self._send(question)
 
     def wait_for(self, key: Any, what: Any, now: float) -> None:
         """Await an answer. The timeout starts with the first one awaited."""
@@ -135,10 +136,14 @@ class Peer:
     def ask_again(self) -> None:
         """Send all open questions again, to the process that is there now."""
         for question in self._questions.values():
-            self.socket.send(question)
+            self._send(question)
 
     def send(self, message: Any) -> None:
-        self.socket.send(wire.encode(message))
+        self._send(wire.encode(message))
+
+    def _send(self, data: bytes) -> None:
+        for piece in split(data):
+            self.socket.send(piece)
 
     # ---- in ----
 
