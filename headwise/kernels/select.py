@@ -18,11 +18,12 @@ def resolve_kernels_name(name: str, on_gpu: bool = False) -> str:
     return "cuda" if on_gpu else "numba"
 
 
-def make_kernels(name: str, threads: int, kv_dtype: str = "float32") -> AttentionKernels:
+def make_kernels(name: str, threads: int, kv_dtype: str | None = None) -> AttentionKernels:
     """The kernels called ``name``; ``auto`` takes the fastest for host memory (``numba``).
 
-    ``threads`` bounds the CPU threads of a call; the reference uses those of NumPy's matrix product. Compiles the
-    kernels for KV of ``kv_dtype`` where that was never done on this machine.
+    ``threads`` bounds the CPU threads of a call; the reference uses those of NumPy's matrix product. Kernels for KV of
+    ``kv_dtype`` are made ready, if one is given, else when they are first called; what this machine never compiled is
+    compiled then.
 
     Raises:
         ConfigError: no such kernels, their package is not installed, ``threads`` cannot be had, or there are

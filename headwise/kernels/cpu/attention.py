@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numba
@@ -41,9 +42,9 @@ class _Variant:
 class NumbaKernels:
     """`RotatingKernels` for float32 arrays in host memory, callable from any thread; KV is of any dtype of `STORED`.
 
-    Making the first one in a process loads the kernels for ``kv_dtype``, and on a machine's first ever use compiles
-    them (about twenty seconds; the machine code is kept on disk). Those of other KV are loaded by `prepare`, or when
-    first called with it. No call compiles anything later. ``query``, ``key`` and ``value`` are float32 with contiguous
+    Making the first one in a process loads the kernels for ``kv_dtype``, if one is given, and on a machine's first ever
+    use compiles them (about twenty seconds; the machine code is kept on disk). Those of other KV are loaded by
+    `prepare`, or when first called with it. ``query``, ``key`` and ``value`` are float32 with contiguous
     rows, which may lie apart; ``out`` is C-contiguous float32, the arrays of batch and heads C-contiguous int32.
 
     Over float32 KV all is float32. Over KV of fewer bits queries and probabilities are rounded to bfloat16 where the
@@ -57,7 +58,7 @@ class NumbaKernels:
 
     name = "numba"
 
-    def __init__(self, threads: int, kv_dtype: str = "float32") -> None:
+    def __init__(self, threads: int, kv_dtype: str | None = "float32") -> None:
         # GNU OpenMP takes calls from any thread and lives beside the threads of a tensor framework's own BLAS.
         _numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
         from headwise.kernels.cpu import attention_jit, kv_write_jit
@@ -66,7 +67,8 @@ class NumbaKernels:
         self._known: _Variant | None = None
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.set_threads(threads)
-        self.prepare(kv_dtype)
+        if kv_dtype is not None:
+            self.prepare(kv_dtype)
 
     def set_threads(self, threads: int) -> None:
         """Use at most ``threads`` threads from the next call on; small calls use fewer."""
@@ -177,21 +179,30 @@ class NumbaKernels:
 
     def _load(self, stored: Any) -> int:
         """Load, or compile, the kernels for arenas seen as ``stored``; the address of `attention_jit.work`."""
-        from headwise.kernels.cpu import attention_jit, kv_write_jit, native_call
+        from headwise.kernels.cpu import attention_jit, kv_write_jit
 
         kv = _numba.from_dtype(np.dtype(stored))
-        work = attention_jit.work_signature(kv)
-        with _compiling:
-            for function, signature in (
-                (attention_jit.work, work),
-                (self._attend, attention_jit.attend_signature(kv)),
-                (self._write, kv_write_jit.write_signature(kv)),
-            ):
-                if signature.args not in function.overloads:
-                    function.disable_compile(False)
-                    function.compile(signature)
-                    function.disable_compile()
-            return native_call.address_of(attention_jit.work, work)
+        _compile(self._attend, attention_jit.attend_signature(kv))
+        _compile(self._write, kv_write_jit.write_signature(kv))
+        return work_address(stored)
+
+
+@cache
+def work_address(stored: Any) -> int:
+    """The address of `attention_jit.work` for arenas seen as ``stored``; loads, or compiles, it."""
+    from headwise.kernels.cpu import attention_jit, native_call
+
+    signature = attention_jit.work_signature(_numba.from_dtype(np.dtype(stored)))
+    _compile(attention_jit.work, signature)
+    return native_call.address_of(attention_jit.work, signature)
+
+
+def _compile(function: Any, signature: Any) -> None:
+    with _compiling:
+        if signature.args not in function.overloads:
+            function.disable_compile(False)
+            function.compile(signature)
+            function.disable_compile()
 
 
 def strides_of(layout: BlockLayout) -> NDArray[np.int64]:

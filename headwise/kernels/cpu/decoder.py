@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu import decoder_jit, matmul_jit
-from headwise.kernels.cpu.attention import strides_of
+from headwise.kernels.cpu.attention import STORED, strides_of, work_address
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM, LOG2E
 from headwise.kernels.cpu.decoder_cache_jit import write_and_attend
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
@@ -61,6 +61,7 @@ class CpuDecoder:
     def make_ready(self, layout: BlockLayout) -> None:
         """See `FusedDecoder.make_ready`."""
         write_and_attend(kv_dtype_of(layout))
+        work_address(STORED[kv_dtype_of(layout)])
         for dtype in self._dtypes:
             matmul_jit.product_of(KINDS[dtype])
 
@@ -78,7 +79,8 @@ class CpuDecoder:
         self._set_heads(heads)
         rows, workers, shape = len(x), self._workers(len(x)), self._shape
         rooms, plans = self._rooms_for(rows), self._plan(batch)
-        write, attend = write_and_attend(kv_dtype_of(layout))
+        kv_dtype = kv_dtype_of(layout)
+        (write, attend), work = write_and_attend(kv_dtype), work_address(STORED[kv_dtype])
         products, strides = self._products, strides_of(layout)
         each = decoder_jit.ATTENTION_AT + FIRST_ITEM + plans.most_items
         counters = np.zeros((len(layers) + 1) * each, np.int64)
@@ -93,7 +95,7 @@ class CpuDecoder:
                 _at(rooms.values), _at(counters), each, _at(products), write.address, attend.address, _at(arena),
                 arena.nbytes, _at(strides), _at(batch.cu_seqlens_q), _at(batch.seq_lens), len(batch.seq_lens),
                 _at(tables), tables.shape[1], batch.groups, _at(plans.table), _at(partials), plans.most_partial_rows,
-                _at(rotations), _at(self._floats),
+                _at(rotations), _at(self._floats), work,
             ],
             np.int64,
         )  # fmt: skip

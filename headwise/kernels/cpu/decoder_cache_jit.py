@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import numba
+import numpy as np
 
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
@@ -21,9 +22,10 @@ from headwise.kernels.cpu.addresses import (
     long_matrix_at,
     longs_at,
 )
-from headwise.kernels.cpu.attention_jit import FIRST_ITEM, new_scratch, work
+from headwise.kernels.cpu.attention_jit import FIRST_ITEM, new_scratch
 from headwise.kernels.cpu.attention_plan import FIRST_ROW, Plan
 from headwise.kernels.cpu.decoder_jit import (
+    ATTENTION_WORK,
     CACHE,
     CACHE_BYTES,
     CU_SEQLENS,
@@ -66,11 +68,10 @@ from headwise.kernels.cpu.decoder_jit import (
     TABLES,
 )
 from headwise.kernels.cpu.kv_write_jit import write_tokens
+from headwise.kernels.cpu.native_call import call_at
 
 STRIDE_FIELDS = 8
 
-_MATH = {"reassoc", "nsz", "arcp", "contract", "afn"}
-_work = numba.njit(nogil=True, error_model="numpy", fastmath=_MATH)(work.py_func)
 _compiled = numba.njit(nogil=True, error_model="numpy")
 _inlined = numba.njit(forceinline=True, nogil=True, error_model="numpy")
 
@@ -124,13 +125,13 @@ def _attend(kv, step, layer, counters_at):
     )  # fmt: skip
     p = longs_at(step[PLANS] + layer[PLAN_AT] * PLAN_FIELDS * 8, PLAN_FIELDS)
     items, parts = long_matrix_at(p[ITEMS], p[ITEM_COUNT], FIRST_ROW + 1), long_matrix_at(p[PARTS], p[PART_COUNT], 2)
-    plan = Plan(items, parts, p[PLAN_ROWS], p[IS_TILED] > 0, p[PARTIAL_ROWS], 1)
+    plan = Plan(items, parts, p[PLAN_ROWS], p[IS_TILED] > 0, p[PARTIAL_ROWS], np.int64(1))
     room, at = step[PARTIAL_ROOM], step[PARTIALS]
     partials = (floats_at(at, room), floats_at(at + 4 * room, room), floats_at(at + 8 * room, room * dim))
     out = contiguous_heads_at(step[HEADS_ROOM], rows, q_heads, dim)
     counters = longs_at(counters_at, FIRST_ITEM + p[ITEM_COUNT])
-    plan_tuple = (plan.items, plan.parts, plan.rows, plan.is_tiled, plan.partial_rows, plan.workers)
-    _work(attention, plan_tuple, partials, new_scratch(plan, share, dim), counters, out)
+    what = (plan.items, plan.parts, plan.rows, plan.is_tiled, plan.partial_rows, plan.workers)
+    call_at(step[ATTENTION_WORK], (attention, what, partials, new_scratch(plan, share, dim), counters, out))
 
 
 def _write_float32(step_at, layer_at, first, last):
@@ -180,5 +181,5 @@ def write_and_attend(kv_dtype: str) -> tuple[Any, Any]:
     write, attend = _FUNCTIONS[kv_dtype]
     return (
         machine_code.unit(write, 4, error_model="numpy"),
-        machine_code.unit(attend, 3, fastmath=_MATH, error_model="numpy"),
+        machine_code.unit(attend, 3, error_model="numpy"),
     )

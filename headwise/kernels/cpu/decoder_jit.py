@@ -64,18 +64,18 @@ _INPUT, _QKV, _ROTATE, _HEADS, _OUT, _MIDDLE, _GATE_UP, _GATED, _DOWN = PHASES =
 ATTENTION_AT = 2 * len(PHASES)
 """Counters of a layer: pieces taken and done of each phase, then those of attention, which are as many as its items."""
 
-STEP_FIELDS = 40
+STEP_FIELDS = 41
 (
     X, ROWS, HIDDEN, LAYERS, LAYER_COUNT, Q_HEADS, KV_HEADS, DIM, EPILOGUE, WIDEST, INTERMEDIATE, QKV_ROOM, HEADS_ROOM,
     OUT_ROOM, GATED_ROOM, FACTORS, FACTORS_LENGTH, SUMS, SUMS_LENGTH, TILES, VALUES, COUNTERS, COUNTERS_PER_LAYER,
     PRODUCTS, WRITE, ATTEND, CACHE, CACHE_BYTES, STRIDES, CU_SEQLENS, SEQ_LENS, SEQUENCES, TABLES, TABLE_COLUMNS,
-    GROUPS, PLANS, PARTIALS, PARTIAL_ROOM, ROTATIONS, FLOATS,
+    GROUPS, PLANS, PARTIALS, PARTIAL_ROOM, ROTATIONS, FLOATS, ATTENTION_WORK,
 ) = range(STEP_FIELDS)  # fmt: skip
 """Numbers that a step is given as: addresses, lengths and sizes. ..._ROOM: what phases pass on, for all rows: queries,
 keys and values ``[rows, q_heads + 2 * kv_heads, dim]``, attention's output ``[rows, q_heads, dim]``, what is
-added to the residual stream ``[rows, hidden]``, the gated product ``[rows, intermediate]``. TILES, VALUES: of all threads.
-PRODUCTS: of each kind. PLANS: see `PLAN_FIELDS`. PARTIALS: of attention, PARTIAL_ROOM rows. ROTATIONS: cosines and sines
-``[rotations, 2, rows, dim / 2]``. FLOATS: see `STEP_FLOATS`."""
+added to the residual stream ``[rows, hidden]``, the gated product ``[rows, intermediate]``. TILES, VALUES: of all
+threads. PRODUCTS: of each kind. PLANS: see `PLAN_FIELDS`. PARTIALS: of attention, PARTIAL_ROOM rows. ROTATIONS: cosines
+and sines ``[rotations, 2, rows, dim / 2]``. FLOATS: see `STEP_FLOATS`. ATTENTION_WORK: of `attention_jit.work`."""
 
 PLAN_FIELDS = 7
 ITEMS, ITEM_COUNT, PARTS, PART_COUNT, PLAN_ROWS, IS_TILED, PARTIAL_ROWS = range(PLAN_FIELDS)
