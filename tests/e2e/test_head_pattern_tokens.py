@@ -77,7 +77,7 @@ def oracle(worker: ModelWorker, name: str, prompt: list[int], is_masked: bool = 
     return Answer(name, list(prompt), tokens[len(prompt) :], gaps, [], [], [], [])
 
 
-class Bench:
+class LoadedModel:
     """SmolLM2 under a pattern that makes half of its heads streaming; engines run on it one after the other."""
 
     def __init__(self, path: Path) -> None:
@@ -139,40 +139,43 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("pattern") / "pattern.json")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return LoadedModel(tmp_path_factory.mktemp("pattern") / "pattern.json")
 
 
-def test_the_oracle_judges_most_tokens_and_the_pattern_changes_some(bench: Bench) -> None:
-    assert sum(len(answer.judged) for answer in bench.wanted) >= 0.8 * OUTPUT * len(bench.wanted), (CLOSE, bench.wanted)
+def test_the_oracle_judges_most_tokens_and_the_pattern_changes_some(loaded: LoadedModel) -> None:
+    assert sum(len(answer.judged) for answer in loaded.wanted) >= 0.8 * OUTPUT * len(loaded.wanted), (
+        CLOSE,
+        loaded.wanted,
+    )
     assert any(
-        oracle(bench.worker, answer.name, answer.prompt_ids, is_masked=False).output_ids != answer.output_ids
-        for answer in bench.wanted
+        oracle(loaded.worker, answer.name, answer.prompt_ids, is_masked=False).output_ids != answer.output_ids
+        for answer in loaded.wanted
     )
 
 
-def test_tokens_with_recycling_are_those_of_masked_dense_attention(bench: Bench) -> None:
-    engine = bench.run(prefix_caching=False)
+def test_tokens_with_recycling_are_those_of_masked_dense_attention(loaded: LoadedModel) -> None:
+    engine = loaded.run(prefix_caching=False)
     assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-def test_prefixes_from_the_cache_change_no_token(bench: Bench) -> None:
-    engine = bench.run(rounds=2)
+def test_prefixes_from_the_cache_change_no_token(loaded: LoadedModel) -> None:
+    engine = loaded.run(rounds=2)
     assert engine.stats()["cache"]["hit_tokens"] > 0
     assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-def test_prefixes_from_the_host_change_no_token(bench: Bench) -> None:
-    engine = bench.run(rounds=2, host_cache="64MiB", write_policy="write_through")
+def test_prefixes_from_the_host_change_no_token(loaded: LoadedModel) -> None:
+    engine = loaded.run(rounds=2, host_cache="64MiB", write_policy="write_through")
     assert engine.stats()["cache"]["host_hit_tokens"] > 0
     assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-def test_preemption_changes_no_token(bench: Bench) -> None:
-    card = bench.preprocessor.card
-    columns = -(-(PROMPT + OUTPUT) // bench.config.block_size)
+def test_preemption_changes_no_token(loaded: LoadedModel) -> None:
+    card = loaded.preprocessor.card
+    columns = -(-(PROMPT + OUTPUT) // loaded.config.block_size)
     blocks = 2 * columns  # one request's full group, its window group and some more: no room for two requests
     assert len(card.plan.groups) == 2
-    engine = bench.run(urgent=True, kv_cache=f"{blocks * card.layout.block_bytes}B", max_model_len=0)
+    engine = loaded.run(urgent=True, kv_cache=f"{blocks * card.layout.block_bytes}B", max_model_len=0)
     assert engine.stats()["requests"]["preemptions"] > 0
     assert engine.stats()["cache"]["recycled_blocks"] > 0

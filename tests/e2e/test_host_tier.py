@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.engine.loaded_model import GREEDY, MODELS, Bench, serve
+from support.engine.loaded_model import GREEDY, MODELS, LoadedModel, serve
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S
 
@@ -22,8 +22,8 @@ SHORT = replace(GREEDY, max_tokens=TOKENS)
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def bench(request: pytest.FixtureRequest) -> Bench:
-    return Bench(request.param)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return LoadedModel(request.param)
 
 
 def run(engine: EngineCore, request: GenerateRequest) -> GenerationResult:
@@ -38,8 +38,8 @@ def run(engine: EngineCore, request: GenerateRequest) -> GenerationResult:
     return result
 
 
-def long_prompt(bench: Bench) -> Answer:
-    return next(answer for answer in answers(bench.config.model) if answer.name == "long_700").first(TOKENS)
+def long_prompt(loaded: LoadedModel) -> Answer:
+    return next(answer for answer in answers(loaded.config.model) if answer.name == "long_700").first(TOKENS)
 
 
 def again(wanted: list[Answer]) -> list[Answer]:
@@ -47,12 +47,12 @@ def again(wanted: list[Answer]) -> list[Answer]:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
-    if policy == "write_back" and bench.config.model != "smollm2-135m":
+def test_prefixes_come_back_from_the_host(loaded: LoadedModel, policy: str) -> None:
+    if policy == "write_back" and loaded.config.model != "smollm2-135m":
         pytest.skip("a pool this small cannot keep six groups' blocks until they are copied")
-    answer = long_prompt(bench)
-    card = bench.preprocessor.card
-    engine, executor = bench.engine(
+    answer = long_prompt(loaded)
+    card = loaded.preprocessor.card
+    engine, executor = loaded.engine(
         block_size=16,
         max_model_len=0,
         kv_cache=f"{70 * len(card.plan.groups) * card.layout.block_bytes * 16 // card.layout.block_size}B",
@@ -64,8 +64,8 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
     others = [[1000 + 100 * other + i for i in range(400)] for other in range(2)]
     for turn in range(2):
         for other in others if turn else ():  # what the cache held before leaves the device
-            run(engine, bench.preprocessor.prepare(prompt=other, sampling=replace(GREEDY, max_tokens=2)))
-        request = bench.preprocessor.prepare(prompt=answer.prompt_ids, sampling=SHORT)
+            run(engine, loaded.preprocessor.prepare(prompt=other, sampling=replace(GREEDY, max_tokens=2)))
+        request = loaded.preprocessor.prepare(prompt=answer.prompt_ids, sampling=SHORT)
         result = run(engine, request)
         assert_same(answer, result.token_ids)
         assert result.usage is not None
@@ -78,12 +78,12 @@ def test_prefixes_come_back_from_the_host(bench: Bench, policy: str) -> None:
     assert engine.cache.host.pool.num_held == 0
 
 
-def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
-    wanted = [a.first(TOKENS) for a in answers(bench.config.model) if len(a.prompt_ids) < 400][:5]
+def test_a_host_of_a_few_blocks_and_many_requests_at_once(loaded: LoadedModel) -> None:
+    wanted = [a.first(TOKENS) for a in answers(loaded.config.model) if len(a.prompt_ids) < 400][:5]
     sampling = {name: SHORT for a in wanted for name in (a.name, f"{a.name}/again")}
-    card = bench.preprocessor.card
+    card = loaded.preprocessor.card
     block = card.layout.block_bytes * 16 // card.layout.block_size
-    engine, executor = bench.engine(
+    engine, executor = loaded.engine(
         block_size=16,
         max_model_len=0,
         kv_cache=f"{70 * len(card.plan.groups) * block}B",
@@ -92,22 +92,22 @@ def test_a_host_of_a_few_blocks_and_many_requests_at_once(bench: Bench) -> None:
         write_policy="write_through",
     )
     for turn in (wanted, again(wanted)):
-        results = serve(engine, bench.preprocessor, turn, sampling)
+        results = serve(engine, loaded.preprocessor, turn, sampling)
         for answer in turn:
             assert_same(answer, results[answer.name].token_ids)
     executor.close()
     assert engine.stats()["host"]["evicted_blocks"] > 0
 
 
-def test_a_load_that_comes_too_late_is_computed_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = long_prompt(bench)
-    engine, executor = bench.engine(
+def test_a_load_that_comes_too_late_is_computed_anew(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = long_prompt(loaded)
+    engine, executor = loaded.engine(
         block_size=16, host_cache="256MiB", write_policy="write_through", load_timeout_s=1.0
     )
-    request = bench.preprocessor.prepare(prompt=answer.prompt_ids, sampling=SHORT)
+    request = loaded.preprocessor.prepare(prompt=answer.prompt_ids, sampling=SHORT)
     run(engine, request)
     engine.cache.pool.evict_all()
-    manager, is_given_up = bench.worker._copies._manager, threading.Event()
+    manager, is_given_up = loaded.worker._copies._manager, threading.Event()
     copy, wait_layer = manager._copy, manager.wait_layer
 
     def late_copy(*args: object) -> None:
@@ -131,10 +131,12 @@ def test_a_load_that_comes_too_late_is_computed_anew(bench: Bench, monkeypatch: 
     executor.close()
 
 
-def test_what_is_slower_to_bring_than_to_compute_is_computed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = long_prompt(bench)
-    engine, executor = bench.engine(block_size=16, host_cache="256MiB", write_policy="write_through")
-    request = bench.preprocessor.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=2))
+def test_what_is_slower_to_bring_than_to_compute_is_computed(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = long_prompt(loaded)
+    engine, executor = loaded.engine(block_size=16, host_cache="256MiB", write_policy="write_through")
+    request = loaded.preprocessor.prepare(prompt=answer.prompt_ids, sampling=replace(GREEDY, max_tokens=2))
     run(engine, request)
     for load_s, cached in ((math.inf, 0), (1e-9, 600)):
         engine.cache.pool.evict_all()

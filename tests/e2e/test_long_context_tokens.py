@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.long_prompts import MODEL, long_answers
-from support.poisoned import PoisonedBench, Run
+from support.poisoned import PoisonedModel, Run
 from support.reference import Answer, answers, assert_same
 
 from headwise.runtime.config.engine_config import EngineConfig
@@ -20,13 +20,13 @@ CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_cache="512MiB", max_model
 
 
 @pytest.fixture(scope="module")
-def bench() -> PoisonedBench:
-    return PoisonedBench(CONFIG)
+def loaded() -> PoisonedModel:
+    return PoisonedModel(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def wanted(bench: PoisonedBench) -> dict[str, Answer]:
-    return long_answers(bench.preprocessor.tokenizer)
+def wanted(loaded: PoisonedModel) -> dict[str, Answer]:
+    return long_answers(loaded.preprocessor.tokenizer)
 
 
 def assert_windows_are_bounded(run: Run) -> None:
@@ -45,8 +45,8 @@ def test_references_judge_what_they_must(wanted: dict[str, Answer]) -> None:
         assert len(answer.judged) >= 24, answer.name
 
 
-def test_8000_tokens_with_recycling(bench: PoisonedBench, wanted: dict[str, Answer]) -> None:
-    run = bench.start(prefix_caching=False, async_scheduling=False)
+def test_8000_tokens_with_recycling(loaded: PoisonedModel, wanted: dict[str, Answer]) -> None:
+    run = loaded.start(prefix_caching=False, async_scheduling=False)
     name = run.add(wanted["island_8000"])
     run.serve()
     run.close()
@@ -57,9 +57,9 @@ def test_8000_tokens_with_recycling(bench: PoisonedBench, wanted: dict[str, Answ
 
 
 @pytest.mark.soak
-def test_4000_tokens_without_recycling(bench: PoisonedBench, wanted: dict[str, Answer]) -> None:
+def test_4000_tokens_without_recycling(loaded: PoisonedModel, wanted: dict[str, Answer]) -> None:
     answer = wanted["harbour_4000"]
-    run = bench.start(recycling=False, prefix_caching=False, async_scheduling=False)
+    run = loaded.start(recycling=False, prefix_caching=False, async_scheduling=False)
     name = run.add(answer)
     run.serve()
     run.close()
@@ -70,10 +70,10 @@ def test_4000_tokens_without_recycling(bench: PoisonedBench, wanted: dict[str, A
 
 
 def test_a_long_prefix_is_served_while_its_request_runs_and_afterwards(
-    bench: PoisonedBench, wanted: dict[str, Answer]
+    loaded: PoisonedModel, wanted: dict[str, Answer]
 ) -> None:
     shorter, longer = wanted["harbour_4000"], wanted["harbour_6000"]
-    run = bench.start()
+    run = loaded.start()
     first = run.add(shorter)
     run.serve(until=run.spoken(first, tokens=3))
     meanwhile = run.add(longer)
@@ -93,10 +93,10 @@ def test_a_long_prefix_is_served_while_its_request_runs_and_afterwards(
 
 
 @pytest.mark.soak
-def test_a_long_request_is_preempted_and_computed_again(bench: PoisonedBench, wanted: dict[str, Answer]) -> None:
+def test_a_long_request_is_preempted_and_computed_again(loaded: PoisonedModel, wanted: dict[str, Answer]) -> None:
     long = wanted["harbour_4000"]
     urgent = next(answer for answer in answers(MODEL) if answer.name == "long_1300")
-    run = bench.start(kv_cache=bench.pool_for(long), max_model_len=0)
+    run = loaded.start(kv_cache=loaded.pool_for(long), max_model_len=0)
     first = run.add(long, priority=1)
     run.serve(until=run.spoken(first, tokens=3))
     second = run.add(urgent, priority=0)

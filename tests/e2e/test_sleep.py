@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.loaded_model import GREEDY, Bench
+from support.engine.loaded_model import GREEDY, LoadedModel
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
 
@@ -30,8 +30,8 @@ CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_cache="64MiB", max_model_
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench(MODEL)
+def loaded() -> LoadedModel:
+    return LoadedModel(MODEL)
 
 
 def wanted() -> list[Answer]:
@@ -41,11 +41,11 @@ def wanted() -> list[Answer]:
 class Serving:
     """An engine that serves the answers' requests."""
 
-    def __init__(self, bench: Bench, engine: EngineCore) -> None:
+    def __init__(self, loaded: LoadedModel, engine: EngineCore) -> None:
         self.engine = engine
         self.results = {answer.name: GenerationResult(answer.name) for answer in wanted()}
         for answer in wanted():
-            prepared = bench.preprocessor.prepare(prompt=answer.prompt_ids, sampling=GREEDY, request_id=answer.name)
+            prepared = loaded.preprocessor.prepare(prompt=answer.prompt_ids, sampling=GREEDY, request_id=answer.name)
             engine.add(prepared)
 
     @property
@@ -84,12 +84,12 @@ def test_weights_and_arena_are_given_up(tensor_ops: str) -> None:
 
 
 @pytest.mark.parametrize("host", [{}, {"host_cache": "128MiB", "write_policy": "write_back"}], ids=["device", "host"])
-def test_tokens_are_the_same_with_sleep_in_the_middle(bench: Bench, host: dict[str, str]) -> None:
-    engine, executor = bench.engine(
+def test_tokens_are_the_same_with_sleep_in_the_middle(loaded: LoadedModel, host: dict[str, str]) -> None:
+    engine, executor = loaded.engine(
         **{"kv_cache": "128MiB", "max_model_len": 1024, "max_batched_tokens": 64, "block_size": 16, **host},
         load_timeout_s=PATIENCE_S,
     )
-    serving = Serving(bench, engine)
+    serving = Serving(loaded, engine)
     for pause in (1, 40, 150):  # among the prompts, and twice among the tokens
         while serving.tokens < pause:
             serving.step()
@@ -98,7 +98,7 @@ def test_tokens_are_the_same_with_sleep_in_the_middle(bench: Bench, host: dict[s
         assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
         serving.operate("wake")
         # What is read there before it is written or loaded makes every logit NaN.
-        bench.worker._cache.arena.view(np.float32)[:] = np.nan
+        loaded.worker._cache.arena.view(np.float32)[:] = np.nan
     while engine.has_work():
         serving.step()
     executor.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine.loaded_model import GREEDY, MODELS, Bench, serve
+from support.engine.loaded_model import GREEDY, MODELS, LoadedModel, serve
 from support.mooncake import Master, require_mooncake
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
@@ -30,60 +30,62 @@ PATIENT: dict[str, Any] = {"prefetch": "wait_complete", "storage_timeout_s": PAT
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def bench(request: pytest.FixtureRequest) -> Bench:
-    return Bench(request.param)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return LoadedModel(request.param)
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Bench:
-    return Bench("smollm2-135m")
+def smollm2() -> LoadedModel:
+    return LoadedModel("smollm2-135m")
 
 
-def long_prompt(bench: Bench) -> Answer:
-    return next(answer for answer in answers(bench.config.model) if answer.name == "long_700").first(TOKENS)
+def long_prompt(loaded: LoadedModel) -> Answer:
+    return next(answer for answer in answers(loaded.config.model) if answer.name == "long_700").first(TOKENS)
 
 
-def serve_greedily(bench: Bench, engine: EngineCore, answer: Answer) -> GenerationResult:
-    result = serve(engine, bench.preprocessor, [answer], {answer.name: SHORT})[answer.name]
+def serve_greedily(loaded: LoadedModel, engine: EngineCore, answer: Answer) -> GenerationResult:
+    result = serve(engine, loaded.preprocessor, [answer], {answer.name: SHORT})[answer.name]
     assert_same(answer, result.token_ids)
     return result
 
 
-def run(bench: Bench, directory: Path, **changes: Any) -> tuple[int, EngineCore]:
+def run(loaded: LoadedModel, directory: Path, **changes: Any) -> tuple[int, EngineCore]:
     """Serve the long prompt with a new engine, whose tokens must be the reference's; how many were cached."""
-    answer = long_prompt(bench)
+    answer = long_prompt(loaded)
     settings = {"block_size": 16, "host_cache": "256MiB", "write_policy": "write_through", **PATIENT, **changes}
-    engine, executor = bench.engine(storage=f"file://{directory}?capacity=1GiB", **settings)
+    engine, executor = loaded.engine(storage=f"file://{directory}?capacity=1GiB", **settings)
     try:
-        result = serve_greedily(bench, engine, answer)
+        result = serve_greedily(loaded, engine, answer)
     finally:
         executor.close()
-        bench.worker.close()
+        loaded.worker.close()
     assert result.usage is not None
     assert engine.cache.host.pool.num_held == 0
     return result.usage.cached_tokens, engine
 
 
 @pytest.fixture(scope="module")
-def left(smollm2: Bench, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def left(smollm2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an engine left that nothing went wrong with; to be copied."""
     directory = tmp_path_factory.mktemp("left")
     assert run(smollm2, directory)[0] == 0
     return directory
 
 
-def test_a_new_engine_is_warm_from_what_the_last_one_left(bench: Bench, tmp_path: Path) -> None:
-    cached, engine = run(bench, tmp_path)
+def test_a_new_engine_is_warm_from_what_the_last_one_left(loaded: LoadedModel, tmp_path: Path) -> None:
+    cached, engine = run(loaded, tmp_path)
     assert cached == 0
     assert engine.stats()["storage"]["put_blocks"] > 0
-    cached, engine = run(bench, tmp_path)
+    cached, engine = run(loaded, tmp_path)
     assert cached > 600
     stats = engine.stats()
     assert stats["storage"]["hit_tokens"] == cached
     assert stats["transfers"]["fetch"]["bytes"] > 0
 
 
-def test_what_another_layout_left_is_not_found_and_both_are_kept(smollm2: Bench, left: Path, tmp_path: Path) -> None:
+def test_what_another_layout_left_is_not_found_and_both_are_kept(
+    smollm2: LoadedModel, left: Path, tmp_path: Path
+) -> None:
     directory = shutil.copytree(left, tmp_path / "storage")
     assert run(smollm2, directory, block_size=32)[0] == 0
     assert run(smollm2, directory, block_size=32)[0] > 600
@@ -117,7 +119,7 @@ def flip_a_bit_everywhere(directory: Path) -> None:
 
 @pytest.mark.parametrize("damage", [vanish, truncate, flip_a_bit_everywhere])
 def test_damaged_storage_is_a_miss_and_serves_again(
-    smollm2: Bench, left: Path, tmp_path: Path, damage: Callable[[Path], None]
+    smollm2: LoadedModel, left: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     directory = shutil.copytree(left, tmp_path / "storage")
     damage(directory)
@@ -141,7 +143,7 @@ def refuse_writes(patch: pytest.MonkeyPatch, error: int) -> None:
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.soak)])
 def test_storage_that_cannot_be_written_serves_what_it_has(
-    smollm2: Bench, left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    smollm2: LoadedModel, left: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     refuse_writes(monkeypatch, error)
     assert run(smollm2, left)[0] > 600
@@ -150,7 +152,7 @@ def test_storage_that_cannot_be_written_serves_what_it_has(
     assert engine.stats()["storage"]["failed_puts"] > 0
 
 
-def test_the_directory_vanishes_while_an_engine_serves(smollm2: Bench, tmp_path: Path) -> None:
+def test_the_directory_vanishes_while_an_engine_serves(smollm2: LoadedModel, tmp_path: Path) -> None:
     directory = tmp_path / "storage"
     wanted = long_prompt(smollm2)
     engine, executor = smollm2.engine(
@@ -164,7 +166,7 @@ def test_the_directory_vanishes_while_an_engine_serves(smollm2: Bench, tmp_path:
     smollm2.worker.close()
 
 
-def test_storage_that_hangs_holds_up_a_request_for_no_longer_than_it_may(smollm2: Bench, tmp_path: Path) -> None:
+def test_storage_that_hangs_holds_up_a_request_for_no_longer_than_it_may(smollm2: LoadedModel, tmp_path: Path) -> None:
     wanted = long_prompt(smollm2)
     engine, executor = smollm2.engine(
         block_size=16,
@@ -191,7 +193,7 @@ def test_storage_that_hangs_holds_up_a_request_for_no_longer_than_it_may(smollm2
     smollm2.worker.close()
 
 
-def test_a_mooncake_master_dies_and_comes_back(smollm2: Bench) -> None:
+def test_a_mooncake_master_dies_and_comes_back(smollm2: LoadedModel) -> None:
     require_mooncake()
     wanted = long_prompt(smollm2)
     with Master() as master:
@@ -222,7 +224,7 @@ def test_a_mooncake_master_dies_and_comes_back(smollm2: Bench) -> None:
         smollm2.worker.close()
 
 
-def test_a_storage_that_is_none_is_refused_at_start(smollm2: Bench, tmp_path: Path) -> None:
+def test_a_storage_that_is_none_is_refused_at_start(smollm2: LoadedModel, tmp_path: Path) -> None:
     for url, message in {
         "ftp://host/path": "unknown scheme",
         f"file://{tmp_path}": "gives no capacity",

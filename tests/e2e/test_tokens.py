@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.loaded_model import GREEDY, MODELS, Bench, serve
+from support.engine.loaded_model import GREEDY, MODELS, LoadedModel, serve
 from support.reference import CLOSE, Answer, answers, assert_same
 
 from headwise.runtime.engine.core import EngineCore
@@ -32,12 +32,12 @@ def tokens_of_each(few: int, many: int) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def bench(request: pytest.FixtureRequest) -> Bench:
-    return Bench(request.param)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return LoadedModel(request.param)
 
 
-def reference(bench: Bench, longest: int = 4096) -> list[Answer]:
-    return [answer for answer in answers(bench.config.model) if len(answer.prompt_ids) <= longest]
+def reference(loaded: LoadedModel, longest: int = 4096) -> list[Answer]:
+    return [answer for answer in answers(loaded.config.model) if len(answer.prompt_ids) <= longest]
 
 
 def test_references_cover_what_they_must() -> None:
@@ -48,11 +48,11 @@ def test_references_cover_what_they_must() -> None:
         assert sum(len(answer.judged) for answer in answers(model)) > 0.8 * 64 * len(lengths)
 
 
-def test_prefill_logits_agree(bench: Bench) -> None:
-    _, executor = bench.engine(max_batched_tokens=4096)
+def test_prefill_logits_agree(loaded: LoadedModel) -> None:
+    _, executor = loaded.engine(max_batched_tokens=4096)
     executor.close()
-    worker = bench.worker
-    for answer in reference(bench):
+    worker = loaded.worker
+    for answer in reference(loaded):
         logits = prefill_logits(worker, answer.prompt_ids)
         np.testing.assert_allclose(logits[answer.top_ids], answer.top_logits, atol=1e-3, rtol=0)
         np.testing.assert_allclose(logits[answer.sample_ids], answer.sample_logits, atol=1e-3, rtol=0)
@@ -78,11 +78,11 @@ def prefill_logits(worker: ModelWorker, prompt: list[int]) -> np.ndarray:
     return logits[0]
 
 
-def test_prompts_one_by_one_and_whole(bench: Bench) -> None:
-    engine, executor = bench.engine(max_batched_tokens=4096)
-    for answer in (answer.first(24) for answer in reference(bench, longest=800)[-4:]):
+def test_prompts_one_by_one_and_whole(loaded: LoadedModel) -> None:
+    engine, executor = loaded.engine(max_batched_tokens=4096)
+    for answer in (answer.first(24) for answer in reference(loaded, longest=800)[-4:]):
         sampling = {answer.name: replace(GREEDY, max_tokens=24)}
-        assert_same(answer, serve(engine, bench.preprocessor, [answer], sampling)[answer.name].token_ids)
+        assert_same(answer, serve(engine, loaded.preprocessor, [answer], sampling)[answer.name].token_ids)
     executor.close()
 
 
@@ -91,40 +91,40 @@ def greedy(wanted: list[Answer], tokens: int) -> dict[str, SamplingParams]:
 
 
 @tokens_of_each(20, 64)
-def test_a_mixed_batch_chunked_at_64_without_prefix_caching(bench: Bench, tokens: int) -> None:
-    wanted = [answer.first(tokens) for answer in reference(bench, longest=1400)]
-    results, engine = bench.run(wanted, greedy(wanted, tokens), max_batched_tokens=64, prefix_caching=False)
+def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int) -> None:
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
+    results, engine = loaded.run(wanted, greedy(wanted, tokens), max_batched_tokens=64, prefix_caching=False)
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)
     assert engine.stats()["cache"]["hit_tokens"] == 0
-    if bench.config.model == "gemma3-270m":
+    if loaded.config.model == "gemma3-270m":
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
 @tokens_of_each(12, 24)
-def test_32_requests_at_once_with_prefixes_from_the_cache(bench: Bench, tokens: int) -> None:
-    wanted = [answer.first(tokens) for answer in reference(bench, longest=1400)]
+def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int) -> None:
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
-    results, engine = bench.run(batch, greedy(batch, tokens), max_num_seqs=32)
+    results, engine = loaded.run(batch, greedy(batch, tokens), max_num_seqs=32)
     for answer in batch:
         assert_same(answer, results[answer.name].token_ids)
     assert engine.stats()["cache"]["hit_tokens"] > 0
 
 
-def scarce(bench: Bench, wanted: list[Answer], max_tokens: int) -> dict[str, Any]:
+def scarce(loaded: LoadedModel, wanted: list[Answer], max_tokens: int) -> dict[str, Any]:
     """A pool that holds the longest of the requests and little more."""
     tokens = max(len(answer.prompt_ids) for answer in wanted) + max_tokens
-    card = bench.preprocessor.card
+    card = loaded.preprocessor.card
     blocks = (-(-tokens // 16) + 4) * len(card.plan.groups)
     block_bytes = card.layout.block_bytes // card.layout.block_size * 16
     return {"kv_cache": f"{blocks * block_bytes}B", "block_size": 16, "max_model_len": 0, "max_batched_tokens": 256}
 
 
 @pytest.mark.parametrize(("tokens", "longest_first"), [(20, True), pytest.param(64, False, marks=pytest.mark.soak)])
-def test_a_pool_so_small_that_requests_are_preempted(bench: Bench, tokens: int, longest_first: bool) -> None:
-    wanted = [answer.first(tokens) for answer in reference(bench, longest=800)]
+def test_a_pool_so_small_that_requests_are_preempted(loaded: LoadedModel, tokens: int, longest_first: bool) -> None:
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest=800)]
     wanted.sort(key=lambda answer: longest_first and -len(answer.prompt_ids))
-    results, engine = bench.run(wanted, greedy(wanted, tokens), **scarce(bench, wanted, tokens))
+    results, engine = loaded.run(wanted, greedy(wanted, tokens), **scarce(loaded, wanted, tokens))
     assert engine.stats()["requests"]["preemptions"] > 0
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)
@@ -149,11 +149,11 @@ class DoubtfulDraws:
 
 
 @tokens_of_each(8, 16)
-@pytest.mark.parametrize("bench", MODELS[:1], indirect=True)
+@pytest.mark.parametrize("loaded", MODELS[:1], indirect=True)
 def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tokens: int
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
-    wanted = reference(bench, longest=60)[:6]
+    wanted = reference(loaded, longest=60)[:6]
     sampling = {
         answer.name: SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=tokens, ignore_eos=True)
         for seed, answer in enumerate(wanted, start=1)
@@ -161,13 +161,13 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
     doubtful = DoubtfulDraws()
     with monkeypatch.context() as patch:
         patch.setattr(worker_module, "sample", doubtful)
-        engine, executor = bench.engine(kv_cache="64MiB", max_model_len=512)
+        engine, executor = loaded.engine(kv_cache="64MiB", max_model_len=512)
         alone = {}
         for answer in wanted:
-            alone |= serve(engine, bench.preprocessor, [answer], sampling)
+            alone |= serve(engine, loaded.preprocessor, [answer], sampling)
         executor.close()
-    batched, _ = bench.run(wanted, sampling, kv_cache="64MiB", max_model_len=512)
-    preempted, engine = bench.run(wanted, sampling, **scarce(bench, wanted, tokens))
+    batched, _ = loaded.run(wanted, sampling, kv_cache="64MiB", max_model_len=512)
+    preempted, engine = loaded.run(wanted, sampling, **scarce(loaded, wanted, tokens))
     assert engine.stats()["requests"]["preemptions"] > 0
     assert doubtful.rows == tokens * len(wanted)
     assert doubtful.found == set(), "rounding may decide these draws: choose other seeds"
@@ -179,14 +179,14 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
     assert [alone[answer.name].token_ids for answer in wanted] != [answer.output_ids[:tokens] for answer in wanted]
 
 
-def test_one_group_per_head_index_gives_the_same_tokens(bench: Bench) -> None:
-    config = replace(bench.config, head_grouping="per_head_index")
+def test_one_group_per_head_index_gives_the_same_tokens(loaded: LoadedModel) -> None:
+    config = replace(loaded.config, head_grouping="per_head_index")
     directory = resolve_model(config.model, config.cache_path)
     worker = ModelWorker(config, directory, 0, SingleRank())
     worker.initialize_cache()
     executor = LocalExecutor(worker)
-    engine = EngineCore(config, worker.card, bench.preprocessor.tokenizer, executor)
-    for answer in (answer.first(24) for answer in reference(bench, longest=800)[-2:]):
+    engine = EngineCore(config, worker.card, loaded.preprocessor.tokenizer, executor)
+    for answer in (answer.first(24) for answer in reference(loaded, longest=800)[-2:]):
         sampling = {answer.name: replace(GREEDY, max_tokens=24)}
-        assert_same(answer, serve(engine, bench.preprocessor, [answer], sampling)[answer.name].token_ids)
+        assert_same(answer, serve(engine, loaded.preprocessor, [answer], sampling)[answer.name].token_ids)
     executor.close()

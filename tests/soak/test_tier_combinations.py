@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from support.engine.loaded_model import GREEDY, MODELS, Bench
+from support.engine.loaded_model import GREEDY, MODELS, LoadedModel
 from support.reference import answers, assert_same
 
 from headwise.runtime.protocol.request import GenerationResult
@@ -23,21 +23,21 @@ SAMPLED = 3
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def bench(request: pytest.FixtureRequest) -> Bench:
-    return Bench(request.param)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return LoadedModel(request.param)
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("prefetch", ["best_effort", "wait_complete", "timeout"])
-def test_no_combination_changes_a_token(bench: Bench, tmp_path: Path, policy: str, prefetch: str) -> None:
-    wanted = [answer.first(TOKENS) for answer in answers(bench.config.model) if len(answer.prompt_ids) <= 800]
-    groups = len(bench.preprocessor.card.plan.groups)
-    block = bench.preprocessor.card.layout.block_bytes * 16 // bench.preprocessor.card.layout.block_size
+def test_no_combination_changes_a_token(loaded: LoadedModel, tmp_path: Path, policy: str, prefetch: str) -> None:
+    wanted = [answer.first(TOKENS) for answer in answers(loaded.config.model) if len(answer.prompt_ids) <= 800]
+    groups = len(loaded.preprocessor.card.plan.groups)
+    block = loaded.preprocessor.card.layout.block_bytes * 16 // loaded.preprocessor.card.layout.block_size
     longest = max(len(answer.prompt_ids) for answer in wanted) // 16 + 6
     chance = random.Random(f"{policy} {prefetch}")
     sizes = list(product((3, 40, 1000), (1, 4), (True, False)))
     for host_blocks, device_requests, is_async in chance.sample(sizes, SAMPLED):
-        engine, executor = bench.engine(
+        engine, executor = loaded.engine(
             block_size=16,
             max_model_len=0,
             kv_cache=f"{longest * groups * device_requests * block}B",
@@ -58,7 +58,7 @@ def test_no_combination_changes_a_token(bench: Bench, tmp_path: Path, policy: st
                     name = f"{answer.name}/{turn}"
                     results[name] = GenerationResult(name)
                     engine.add(
-                        bench.preprocessor.prepare(
+                        loaded.preprocessor.prepare(
                             prompt=answer.prompt_ids, sampling=SHORT, request_id=name, priority=chance.randrange(2)
                         )
                     )
@@ -77,4 +77,4 @@ def test_no_combination_changes_a_token(bench: Bench, tmp_path: Path, policy: st
                 else:
                     assert f"{answer.name}/{turn}" in aborted
         executor.close()
-        bench.worker.close()
+        loaded.worker.close()

@@ -108,7 +108,7 @@ class Run:
         self.engine.cache.check_integrity()
 
 
-class PoisonedBench:
+class PoisonedModel:
     """One loaded model; engines of several configurations run on it one after the other."""
 
     def __init__(self, config: EngineConfig) -> None:

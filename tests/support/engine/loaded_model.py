@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 BASE = EngineConfig(dtype="float32", kv_cache="512MiB", max_batched_tokens=512, max_model_len=4096)
 
 
-class Bench:
+class LoadedModel:
     """One loaded model; engines of several configurations run on it one after the other."""
 
     def __init__(self, model: str) -> None:
