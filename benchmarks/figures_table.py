@@ -9,6 +9,10 @@ from typing import Any
 Figures = Mapping[str, Any]
 
 
+PEERS = {"vllm_bf16": "vLLM in bfloat16", "vllm_fp32": "vLLM in float32", "llamacpp": "llama.cpp"}
+SCENARIOS = ("decode1", "prefill", "batch16", "long_decode")
+
+
 @dataclass(frozen=True)
 class Row:
     what: str
@@ -56,7 +60,34 @@ def _decode(f: Figures) -> str:
     return f"{rates['decode 16 x 2048']:.0f} GB/s of KV"
 
 
+def _peers(f: Figures) -> str:
+    ours = ", ".join(f"{f['headwise'][key]:,.0f}" for key in SCENARIOS)
+    over = [
+        f"over {word} " + ", ".join(f"{f[peer][key]:.2f}" for key in SCENARIOS)
+        for peer, word in PEERS.items()
+        if peer in f
+    ]
+    return listed(f"{ours} tokens a second", *over)
+
+
 SCRIPTS: dict[str, tuple[Row, ...]] = {
+    "peers": (
+        Row(
+            "SmolLM2 on this CPU beside peers, same weights, same token ids: decode of one request; prefill of 1,800 "
+            "tokens; 16 requests of 256 in, 64 out; decode of 8 requests at 1,500 tokens",
+            _peers,
+        ),
+    ),
+    "roofline": (
+        Row(
+            "Bytes that a decode step must read, over its time and the memory's bandwidth; FLOP/s of prefill over the "
+            "best matrix product's",
+            lambda f: (
+                f"{percent(f['decode_fraction'])} of {f['read_gb_s']:.0f} GB/s; {percent(f['prefill_fraction'])} of "
+                f"{f['gemm_gflop_s']:.0f} GFLOP/s ({f['dtype']})"
+            ),
+        ),
+    ),
     "engine_overhead": (
         Row(
             "Engine's decode step over the bare model's",

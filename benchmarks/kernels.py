@@ -1,6 +1,6 @@
 """CPU attention kernels against the memory bandwidth of the machine and against gather-then-matmul.
 
-    python benchmarks/kernels.py [--quick] [--threads N]
+    python benchmarks/kernels.py [--quick] [--threads N] [--kv-dtype float32|bfloat16|int8]
 
 Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once.
 """
@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.gqa import gqa_layout, kv_views
+from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.gqa import QUANTISED, bit_views, gqa_layout, kv_dtype_of, kv_views, quantise, scale_views
 from headwise.kernels.select import make_kernels
 
 BLOCK_SIZE = 64
@@ -39,10 +42,11 @@ class Workload:
     window: int = 0
     sink: int = 0
 
-    @property
-    def visible_bytes(self) -> int:
+    def visible_bytes(self, kv_dtype: str) -> int:
+        """Of the keys and values, and their scales, that the step's queries see."""
         seen = min(self.context, self.sink + self.window + self.queries - 1) if self.window else self.context
-        return self.batch * self.kv_heads * seen * self.head_dim * 8
+        token = sum(role.token_bytes for role in gqa_layout(1, 1, self.head_dim, kv_dtype).roles)
+        return self.batch * self.kv_heads * seen * token
 
 
 WORKLOADS = [
@@ -65,13 +69,13 @@ QUICK = ("decode 16 x 2048", "decode 16 x 2048, w 256 s 4", "prefill 256 at 2048
 class Scene:
     """A workload on an arena whose blocks lie in random order; one group per KV head."""
 
-    def __init__(self, load: Workload) -> None:
+    def __init__(self, load: Workload, kv_dtype: str) -> None:
         rng = np.random.default_rng(0)
-        self.load, self.layout = load, gqa_layout(BLOCK_SIZE, 1, load.head_dim)
+        self.load, self.layout = load, gqa_layout(BLOCK_SIZE, 1, load.head_dim, kv_dtype)
         columns = -(-load.context // BLOCK_SIZE)
         rows = load.batch * load.kv_heads
         self.arena = np.empty(rows * columns * self.layout.block_bytes, np.uint8)
-        self.arena.view(np.float32)[:] = rng.standard_normal(self.arena.size // 4, dtype=np.float32)
+        self._fill_arena(rng)
         tables = rng.permutation(rows * columns).astype(np.int32).reshape(rows, columns)
         cu = np.arange(load.batch + 1, dtype=np.int32) * load.queries
         self.batch = AttentionBatch(cu, np.full(load.batch, load.context, np.int32), tables, load.kv_heads)
@@ -82,10 +86,33 @@ class Scene:
         self.new = rng.standard_normal((tokens, load.kv_heads, load.head_dim), dtype=np.float32)
         self.out = np.empty_like(self.query)
 
+    def _fill_arena(self, rng: np.random.Generator) -> None:
+        shape = (self.arena.size // self.layout.block_bytes, 1, BLOCK_SIZE, self.load.head_dim)
+        dtype = kv_dtype_of(self.layout)
+        for role in range(2):
+            rows = rng.standard_normal(shape, dtype=np.float32)
+            if dtype == "bfloat16":
+                bit_views(self.arena, self.layout)[role][:] = to_bits(rows)
+            elif dtype in QUANTISED:
+                views = kv_views(self.arena, self.layout)[role], scale_views(self.arena, self.layout)[role]
+                views[0][:], views[1][:] = quantise(rows, dtype)
+            else:
+                kv_views(self.arena, self.layout)[role][:] = rows
+
+    def _gather(self, role: int, blocks: NDArray[np.int32]) -> NDArray[np.float32]:
+        """A head's keys or values as float32 ``[context, head_dim]``."""
+        dtype, head_dim = kv_dtype_of(self.layout), self.load.head_dim
+        if dtype == "bfloat16":
+            rows: NDArray[Any] = to_float32(bit_views(self.arena, self.layout)[role][blocks, 0])
+        else:
+            rows = kv_views(self.arena, self.layout)[role][blocks, 0]
+            if dtype in QUANTISED:
+                rows = rows * scale_views(self.arena, self.layout)[role][blocks, 0][..., None]
+        return rows.reshape(-1, head_dim)[: self.load.context]
+
     def gather_then_matmul(self) -> None:
         """The plain way: copy a head's keys and values together, mask, matmul, softmax, matmul."""
         load, share = self.load, self.load.q_heads // self.load.kv_heads
-        keys, values = kv_views(self.arena, self.layout)
         distance = np.arange(load.context - load.queries, load.context)[:, None] - np.arange(load.context)[None, :]
         visible = distance >= 0
         if load.window:
@@ -95,8 +122,7 @@ class Scene:
             rows = slice(sequence * load.queries, (sequence + 1) * load.queries)
             for head in range(load.kv_heads):
                 blocks = self.batch.block_tables[sequence * load.kv_heads + head]
-                key = keys[blocks, 0].reshape(-1, load.head_dim)[: load.context]
-                value = values[blocks, 0].reshape(-1, load.head_dim)[: load.context]
+                key, value = (self._gather(role, blocks) for role in (0, 1))
                 query = self.query[rows, head * share : (head + 1) * share].reshape(-1, load.head_dim)
                 scores = query @ key.T * np.float32(load.head_dim**-0.5) + mask
                 weights = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -127,24 +153,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three of the workloads, three calls per number: seconds")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--kv-dtype", choices=("float32", "bfloat16", "int8"), default="float32")
     args = parser.parse_args(arguments)
     budget_s = 0.0 if args.quick else 2.0
 
     start = time.perf_counter()
-    kernels = make_kernels("numba", args.threads)
+    kernels = make_kernels("numba", args.threads, args.kv_dtype)
     load_s = time.perf_counter() - start
     copy = memcpy_gb_s(budget_s)
     print(f"{args.threads} threads; kernels loaded in {load_s:.1f} s; memcpy {copy:.1f} GB/s\n")
     print(f"{'workload':34}{'attend ms':>10}{'KV GB/s':>9}{'gather ms':>11}{'speed-up':>9}{'write us':>9}")
     results = []
     for load in [w for w in WORKLOADS if w.name in QUICK] if args.quick else WORKLOADS:
-        scene = Scene(load)
+        scene = Scene(load, args.kv_dtype)
         state = (scene.arena, scene.layout, scene.batch, scene.heads)
         attend = partial(kernels.attend, scale=load.head_dim**-0.5, softcap=0.0, out=scene.out)
         attend_s = median_s(partial(attend, scene.query, *state), budget_s)
         gather_s = median_s(scene.gather_then_matmul, budget_s)
         write_s = median_s(partial(kernels.write_kv, scene.new, scene.new, *state), budget_s / 4)
-        rate = load.visible_bytes / attend_s / 1e9
+        rate = load.visible_bytes(args.kv_dtype) / attend_s / 1e9
         speed = f"{gather_s / attend_s:.1f}x"
         print(f"{load.name:34}{attend_s * 1e3:10.3f}{rate:9.1f}{gather_s * 1e3:11.2f}{speed:>9}{write_s * 1e6:9.1f}")
         results.append(
@@ -156,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "write_us": round(write_s * 1e6, 2),
             }
         )
-    print(json.dumps({"benchmark": "kernels", "threads": args.threads, "memcpy_gb_s": copy, "results": results}))
+    report = {"benchmark": "kernels", "threads": args.threads, "kv_dtype": args.kv_dtype, "memcpy_gb_s": copy}
+    print(json.dumps({**report, "results": results}))
 
 
 if __name__ == "__main__":

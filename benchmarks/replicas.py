@@ -32,6 +32,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
+from prompts import tokens
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
@@ -137,10 +138,6 @@ def ask(client: Client, seen: Turns, history: list[int], question: list[int]) ->
     seen.ttft_s.append(ttft_s)
     seen.prompt_tokens += result.usage.prompt_tokens
     seen.cached_tokens += result.usage.cached_tokens
-
-
-def tokens(draw: np.random.Generator, count: int) -> list[int]:
-    return [int(token) for token in draw.integers(1000, 30000, count)]
 
 
 # ---- 2. faults ----

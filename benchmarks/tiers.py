@@ -30,6 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from prompts import tokens
 
 from headwise.cache_controller.host_tier import HostTier
 from headwise.kernels.select import make_block_copy
@@ -91,10 +92,6 @@ FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 def base_config(**changes: Any) -> EngineConfig:
     values = {"model": "smollm2-135m", "kv_cache": "1GiB", "host_cache": "2GiB", "write_policy": "write_through"}
     return EngineConfig(**{**values, **changes})
-
-
-def tokens(rng: np.random.Generator, count: int) -> list[int]:
-    return [int(token) for token in rng.integers(1000, 30000, count)]
 
 
 def serve(engine: LocalEngine, prompt: Sequence[int]) -> GenerationResult:

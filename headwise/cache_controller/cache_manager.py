@@ -390,9 +390,9 @@ class CacheManager:
         return np.flatnonzero(np.isin(self.tables, failed).any(axis=(1, 2))).astype(np.int32)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Nothing that device and host have of these token blocks serves a request any more; who holds them keeps them.
+        """Nothing that any tier has of these token blocks serves a request any more; who holds them keeps them.
 
-        Storage is not asked to forget them: it belongs to others too.
+        Storage deletes them. Other engines may have read them before.
         """
         known = map(self.tree.nodes.get, hashes)
         nodes = np.array([node for node in known if node is not None], dtype=np.int64)
@@ -402,6 +402,7 @@ class CacheManager:
         self.host.forget(nodes)
         self.pool.evict(blocks[unheld])
         self._forget_held(blocks[~unheld])
+        self.host.storage.forget(hashes)
 
     def _forget_held(self, blocks: NDArray[np.int32]) -> None:
         self.events.lost(*self.tree.device.owners(blocks))

@@ -30,6 +30,12 @@ log = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 0.25
 """Share of the host's blocks that puts may hold, and fetches likewise. Held blocks cannot be evicted."""
 
+MAX_DELETES = 512
+"""Most token blocks that a step has storage delete."""
+
+MAX_QUEUED_DELETES = 1 << 16
+"""Most token blocks that wait to be deleted; of more, those that have waited longest are not."""
+
 PROBE_S = 1.0
 """Seconds from one look to the next for whether a stalled storage has answered, while there is nothing else to do."""
 
@@ -79,6 +85,7 @@ class _Coming:
     column: int
     group: int
     waiting: list[Fetch]
+    is_void: bool = False  # it was forgotten meanwhile
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -112,6 +119,7 @@ class StorageTier:
         self._putting: set[int] = set()
         self._put_too_early: set[int] = set()  # likewise
         self._puts: list[tuple[int, int, bytes]] = []  # not sent yet: (group, host block, hash)
+        self._deletes: deque[bytes] = deque(maxlen=MAX_QUEUED_DELETES)
         self._coming: dict[tuple[bytes, int], _Coming] = {}
         self._fetching: dict[int, _Coming] = {}  # by host block
         self._fetches: list[tuple[int, int, bytes]] = []  # not sent yet: (group, host block, hash)
@@ -120,7 +128,7 @@ class StorageTier:
     @property
     def has_work(self) -> bool:
         """Whether something is on its way of which word may be expected, or of which it is time to ask."""
-        if self._is_probing:
+        if self._is_probing or (self._deletes and not self._putting_goes_on.is_stalled):
             return True
         puts = self._putting and not self._putting_goes_on.is_stalled
         return bool(puts or (self._fetching and not self._fetching_goes_on.is_stalled))
@@ -197,6 +205,21 @@ class StorageTier:
         self._put_too_early |= self._putting
         self._asked_too_early |= self._asking
         self.stored.reset()
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Delete what storage has of these token blocks; what is fetched of them now counts as missed."""
+        self._deletes.extend(hashes)
+        self._asked_too_early |= self._asking
+        forgotten = set(hashes)
+        for coming in self._fetching.values():
+            coming.is_void |= coming.path[coming.column] in forgotten
+        self.stored.forget(hashes)
+
+    def take_deletes(self) -> tuple[bytes, ...]:
+        """The token blocks to delete, of all groups, after what was put before."""
+        if self._putting_goes_on.is_stalled:
+            return ()
+        return tuple(self._deletes.popleft() for _ in range(min(MAX_DELETES, len(self._deletes))))
 
     # ---- host to storage ----
 
@@ -287,8 +310,9 @@ class StorageTier:
         if not (host_blocks or missed):
             return
         self._fetching_goes_on.heard()
-        came = {block: self._fetching.pop(block) for block in host_blocks}
-        lacking = {block: self._fetching.pop(block) for block in missed}
+        void = {block for block in host_blocks if self._fetching[block].is_void}
+        came = {block: self._fetching.pop(block) for block in host_blocks if block not in void}
+        lacking = {block: self._fetching.pop(block) for block in (*missed, *void)}
         self._attach(came)
         self._fetched += len(came)
         self._missed += len(lacking)

@@ -66,6 +66,10 @@ class StoredBlocks:
             held[:, group] = False
             self._set(nodes, held)
 
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Storage has nothing of these token blocks any more."""
+        self._forget([self._tree.nodes[block_hash] for block_hash in hashes if block_hash in self._tree.nodes])
+
     def reset(self) -> None:
         """Storage has nothing any more, or nothing is known of it."""
         self._forget(list(self._confirmed))

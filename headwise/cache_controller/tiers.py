@@ -104,6 +104,12 @@ class Storage(Protocol):
     def reset(self) -> None:
         """Storage is being emptied: nothing is known to be there, whatever is said of the time before."""
 
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Delete what storage has of these token blocks; what is fetched of them now counts as missed."""
+
+    def take_deletes(self) -> tuple[bytes, ...]:
+        """The token blocks to delete, of all groups, after what was put before."""
+
     def put(self, host_blocks: Blocks) -> None:
         """Write host blocks that the tree knows to storage, as many at once as may be in flight, the rest later."""
 
@@ -224,6 +230,12 @@ class NoStorage:
 
     def reset(self) -> None:
         pass
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        pass
+
+    def take_deletes(self) -> tuple[bytes, ...]:
+        return ()
 
     def put(self, host_blocks: Blocks) -> None:
         pass

@@ -8,6 +8,7 @@ roles ``key_scale`` and ``value_scale``. What is read is ``stored * scale``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,19 @@ def kv_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[Any
     """
     head_dim_of(layout)
     return _view(arena, layout, layout.roles[0]), _view(arena, layout, layout.roles[1])
+
+
+def bit_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """The same of a bfloat16 arena, as bits: see `headwise.kernels.bfloat16`. ml_dtypes is not needed.
+
+    Raises:
+        ConfigError: as `kv_views`, or the layout is not bfloat16.
+    """
+    head_dim_of(layout)
+    if kv_dtype_of(layout) != "bfloat16":
+        raise ConfigError(f"a layout of dtype {kv_dtype_of(layout)} does not hold bfloat16: see its kv_views()")
+    key, value = (replace(role, dtype="uint16") for role in layout.roles[:2])
+    return _view(arena, layout, key), _view(arena, layout, value)
 
 
 def scale_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

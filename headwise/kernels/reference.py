@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.gqa import QUANTISED, kv_dtype_of, kv_views, quantise, scale_views
+from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.gqa import QUANTISED, bit_views, kv_dtype_of, kv_views, quantise, scale_views
 
 Positions = NDArray[np.int64]
 Index = tuple[NDArray[np.int32], Any, Positions]
@@ -86,6 +87,9 @@ def _blocks(
 def _store(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, pair: tuple[NDArray[Any], NDArray[Any]]) -> None:
     dtype = kv_dtype_of(layout)
     for role, rows in enumerate(pair):
+        if dtype == "bfloat16":
+            bit_views(arena, layout)[role][at] = to_bits(rows)
+            continue
         if dtype in QUANTISED:
             rows, scale_views(arena, layout)[role][at] = quantise(rows, dtype)
         kv_views(arena, layout)[role][at] = rows
@@ -93,6 +97,8 @@ def _store(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, pair: tuple
 
 def _load(arena: NDArray[np.uint8], layout: BlockLayout, at: Index) -> list[NDArray[np.float64]]:
     """Keys and values at ``at``, each ``float64 [tokens, head_dim]``."""
+    if kv_dtype_of(layout) == "bfloat16":
+        return [to_float32(view[at]).astype(np.float64) for view in bit_views(arena, layout)]
     pair = [view[at].astype(np.float64) for view in kv_views(arena, layout)]
     if kv_dtype_of(layout) not in QUANTISED:
         return pair

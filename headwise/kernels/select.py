@@ -18,14 +18,15 @@ def resolve_kernels_name(name: str, on_gpu: bool = False) -> str:
     return "cuda" if on_gpu else "numba"
 
 
-def make_kernels(name: str, threads: int) -> AttentionKernels:
+def make_kernels(name: str, threads: int, kv_dtype: str = "float32") -> AttentionKernels:
     """The kernels called ``name``; ``auto`` takes the fastest for host memory (``numba``).
 
     ``threads`` bounds the CPU threads of a call; the reference uses those of NumPy's matrix product. Compiles the
-    kernels where that was never done on this machine.
+    kernels for KV of ``kv_dtype`` where that was never done on this machine.
 
     Raises:
-        ConfigError: no such kernels, their package is not installed, or ``threads`` cannot be had.
+        ConfigError: no such kernels, their package is not installed, ``threads`` cannot be had, or there are
+            none for ``kv_dtype``.
     """
     if name not in KERNELS:
         raise ConfigError(f"unknown kernels {name!r}; choose one of {', '.join(KERNELS)}")
@@ -38,7 +39,7 @@ def make_kernels(name: str, threads: int) -> AttentionKernels:
             f"kernels {name!r} need numba, which cannot be imported ({error}): "
             "`pip install numba`, or choose kernels 'reference' (slow)"
         ) from error
-    return NumbaKernels(threads)
+    return NumbaKernels(threads, kv_dtype)
 
 
 def make_block_copy(name: str, threads: int) -> BlockCopy:

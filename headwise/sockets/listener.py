@@ -1,9 +1,10 @@
 """The bound socket of a server. Untrusted clients cannot fill its memory, and no answer is lost silently.
 
 libzmq limits the size of a frame (MAXMSGSIZE) and the number of whole messages (RCVHWM, SNDHWM). It does not limit the
-frames of one message that does not end. So the bytes that a connection has received, as the kernel counts them, are
-compared with what could be read of it. A connection that holds back more than one message's worth is closed. So is the
-connection of a peer that does not read its answers: it notices that the connection has ended, and asks again.
+frames of one message that does not end, and it takes 64 bytes for a frame of two. So long messages come in pieces (see
+`headwise.sockets.pieces`), and the bytes that a connection has received, as the kernel counts them, are compared with
+what could be read of it. A connection that holds back more than one piece's worth is closed. So is the connection of a
+peer that does not read its answers: it notices that the connection has ended, and asks again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headwise.sockets.connection_limit import ConnectionLimit
+from headwise.sockets.pieces import PIECE_BYTES, PieceError, PieceJoiner, is_piece
+
 if TYPE_CHECKING:
     import zmq
 
@@ -30,13 +34,17 @@ Identity = bytes
 
 MAX_UNREAD_BYTES = 64 << 20
 """Most bytes that a peer may leave unread, besides one message of the largest size."""
-MAX_UNFINISHED_BYTES = 256 << 20
-"""Most bytes of messages that have not ended yet, over all connections."""
+MAX_UNFINISHED_BYTES = 8 << 20
+"""Most bytes, as sent, of messages that have not ended yet, over all connections. They take up to 32 times as much."""
+MAX_JOINED_BYTES = 256 << 20
+"""Most bytes of pieces whose messages are not complete, over all connections."""
 RECEIVE_QUEUE = 16
 """Whole messages of a connection that may wait to be read; then the peer has to wait."""
 
 _SLACK_BYTES = 64 << 10
 """Tolerance: more than libzmq reads at once, and more than its handshakes and heartbeats add."""
+_SKIP_FRAMES = 8192
+"""Frames of a message with too many that are thrown away at once, in some milliseconds."""
 _COUNT_INTERVAL_S = 0.05
 _COUNT_SHARE = 20
 """Counting the bytes of all connections takes at most one part in so many of the time."""
@@ -52,31 +60,35 @@ class _Connection:
 
     inode:      tells the descriptor's socket from a later one with the same number
     identity:   of the peer, once it has sent a message
-    begun:      bytes that had arrived when a message could last be read; the unfinished message began after them
-    arrived:    bytes that had arrived at the last count
-    was_read:   whether a message of it has been read since that count
-    is_suspect: it exceeded the limit once; libzmq may just have been about to pass on the end of the message
+    begun:      bytes that libzmq had taken when a message was last read; while none can be read, later bytes are of one
+                message that has not ended
+    taken:      bytes that libzmq had taken from the kernel at the last count
+    was_read:   whether a message of it has been read since the last check
+    is_suspect: it exceeded the limit once, and a little; libzmq may just have been about to pass on the message's end
     sent:       bytes that were given to libzmq to be sent
+    is_ending:  it was shut down, which libzmq has not noticed yet
     """
 
     fd: int
     inode: int
     identity: Identity = b""
     begun: int = 0
-    arrived: int = 0
+    taken: int = 0
     was_read: bool = False
     is_suspect: bool = False
     sent: int = 0
+    is_ending: bool = False
 
     @property
     def unfinished(self) -> int:
-        return self.arrived - self.begun
+        return self.taken - self.begun
 
 
 class Listener:
     """A ROUTER socket, bound to ``endpoint`` (for port 0 or ``*``, a free one). Owned by one thread.
 
-    max_message_bytes: most bytes of a frame; a larger one ends the connection
+    max_message_bytes: most bytes of a message that comes in pieces; a larger one ends the connection
+    max_frame_bytes:   most bytes of a frame; a larger one ends the connection
     max_frames:        most frames of a message; of a longer one, one frame more is returned and the rest is dropped
     send_queue:        messages that a peer may leave unread before its connection is closed; 0: any number
     receive_queue:     see `RECEIVE_QUEUE`
@@ -92,6 +104,7 @@ class Listener:
         endpoint: str,
         *,
         max_message_bytes: int,
+        max_frame_bytes: int = PIECE_BYTES,
         max_frames: int = 1,
         send_queue: int = 0,
         receive_queue: int = RECEIVE_QUEUE,
@@ -101,7 +114,8 @@ class Listener:
         import zmq
 
         self.failed_handshakes = 0
-        self._max_bytes = max_message_bytes
+        self._max_bytes = max_frame_bytes
+        self._joiner = PieceJoiner(max_message_bytes)
         self._max_frames = max_frames
         self._clock = clock
         self._connections: dict[int, _Connection] = {}  # by descriptor
@@ -113,7 +127,7 @@ class Listener:
         self._num_read = 0
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         self.socket.setsockopt(zmq.SNDHWM, send_queue)
         self.socket.setsockopt(zmq.RCVHWM, receive_queue)
         prepare(self.socket)
@@ -127,6 +141,7 @@ class Listener:
             self.close()
             raise
         self.endpoint = str(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._limit = ConnectionLimit(self.endpoint, clock)
 
     def close(self) -> None:
         """Stop watching the socket, which is closed with its context."""
@@ -148,10 +163,11 @@ class Listener:
         if self._num_read > 2 * len(self._connections):  # peers are read in turn
             self._close_offenders()
         self._count_bytes()
-        for _ in range(most):
-            if self._is_skipping:
-                self._is_skipping = receive(no_wait, copy=False).more
-                continue
+        for _ in range(_SKIP_FRAMES):
+            if not self._is_skipping:
+                break
+            self._is_skipping = receive(no_wait, copy=False).more
+        for _ in range(0 if self._is_skipping else most):
             try:
                 identity = receive(no_wait)
             except zmq.Again:
@@ -164,8 +180,30 @@ class Listener:
             while frame.more and len(frames) <= self._max_frames:
                 frame = receive(no_wait, copy=False)
                 frames.append(frame.bytes)
-            self._is_skipping = frame.more
+            if frame.more:  # the rest is thrown away, beginning with the next round
+                self._is_skipping = True
+                self.drop(identity, f"sent a message of more than {self._max_frames} frames")
+            if len(frames) == 1 and is_piece(frames[0]):
+                whole = self._join(identity, frames[0])
+                if whole is None:
+                    continue
+                frames = [whole]
             yield identity, frames
+            if self._is_skipping:
+                return
+
+    def _join(self, identity: Identity, piece: bytes) -> bytes | None:
+        """The message that ends with this piece, if one does. A peer whose message is too long is dropped."""
+        try:
+            whole = self._joiner.take(identity, piece)
+        except PieceError as error:
+            self.drop(identity, str(error))
+            return None
+        while self._joiner.num_bytes > MAX_JOINED_BYTES:
+            largest = self._joiner.largest()
+            self._joiner.forget(largest)
+            self.drop(largest, f"sent most of {MAX_JOINED_BYTES} bytes of messages that are not complete")
+        return whole
 
     def _note_read(self, identity: Identity, frame: zmq.Frame) -> None:
         self._num_read += 1
@@ -243,10 +281,19 @@ class Listener:
             known = self._connections.pop(fd, None)
             if known is not None and known.identity:
                 del self._peers[known.identity]
+                self._joiner.forget(known.identity)
                 self._ended.append(known.identity)
             if kind == zmq.EVENT_ACCEPTED:
-                with suppress(OSError):  # it is closed already
-                    self._connections[fd] = _Connection(fd, os.fstat(fd).st_ino)
+                self._accept(fd)
+
+    def _accept(self, fd: int) -> None:
+        try:
+            connection = _Connection(fd, os.fstat(fd).st_ino)
+        except OSError:  # it is closed already
+            return
+        self._connections[fd] = connection
+        if self._limit.refuses(len(self._connections)):
+            _shut_down(connection)
 
     # ---- messages that do not end ----
 
@@ -259,7 +306,7 @@ class Listener:
             counts = _counts(connection)
             if counts is None:
                 continue
-            acked, connection.arrived = counts
+            acked, connection.taken = counts
             if connection.sent - acked > MAX_UNREAD_BYTES + self._max_bytes:
                 self._close(connection, f"left {connection.sent - acked} bytes unread that it was sent")
         self._counted_at = started
@@ -270,23 +317,24 @@ class Listener:
         """Close connections whose unfinished message is too large.
 
         By now every message that was whole at the last count has been read, or at least one message of each connection
-        that had one. So a connection of which nothing was read has received parts of one message only."""
+        that had one. So libzmq has taken only parts of one message from a connection of which nothing was read."""
         if self._counted_at is None:
             return
         self._counted_at = None
         unfinished: list[_Connection] = []
         for connection in self._connections.values():
             if connection.was_read:
-                connection.begun, connection.was_read, connection.is_suspect = connection.arrived, False, False
+                _, taken = _counts(connection) or (0, connection.taken)  # also what came and was read since the count
+                connection.begun, connection.was_read, connection.is_suspect = taken, False, False
             elif connection.unfinished > _SLACK_BYTES:
-                connection.arrived -= _unread_by_us(connection)
                 unfinished.append(connection)
         total = sum(connection.unfinished for connection in unfinished)
         for connection in sorted(unfinished, key=lambda each: each.unfinished, reverse=True):
             owes = connection.unfinished
-            if owes > self._max_bytes + _SLACK_BYTES and not connection.is_suspect:
+            is_long = owes > self._max_bytes + _SLACK_BYTES
+            if is_long and not connection.is_suspect and owes <= 2 * self._max_bytes + _SLACK_BYTES:
                 connection.is_suspect = True
-            elif owes > self._max_bytes + _SLACK_BYTES:
+            elif is_long:
                 self._close(connection, f"sent {owes} bytes of a message that does not end")
             elif total > max(MAX_UNFINISHED_BYTES, 2 * self._max_bytes):
                 self._close(connection, f"sent {owes} bytes of a message, and all together {total} of such ones")
@@ -295,28 +343,30 @@ class Listener:
             total -= owes
 
     def _close(self, connection: _Connection, why: str) -> None:
-        with suppress(OSError), sockets.socket(fileno=os.dup(connection.fd)) as own:
-            if os.fstat(own.fileno()).st_ino == connection.inode:
-                log.warning("a peer at %s %s: its connection is closed", own.getpeername(), why)
-                own.shutdown(sockets.SHUT_RDWR)
+        peer = None if connection.is_ending else _shut_down(connection)
+        if peer is not None:
+            log.warning("a peer at %s %s: its connection is closed", peer, why)
+
+
+def _shut_down(connection: _Connection) -> Any:
+    """End a connection, which libzmq then closes. Returns the peer's address; None if there is no such connection."""
+    with suppress(OSError), sockets.socket(fileno=os.dup(connection.fd)) as own:
+        if os.fstat(own.fileno()).st_ino == connection.inode:
+            peer, connection.is_ending = own.getpeername(), True
+            own.shutdown(sockets.SHUT_RDWR)
+            return peer
+    return None
 
 
 def _counts(connection: _Connection) -> tuple[int, int] | None:
-    """Bytes that the peer has acknowledged, and bytes that it has sent; None where that is not known."""
+    """Bytes that the peer has acknowledged, and bytes of it that libzmq has taken from the kernel; None if unknown."""
     if not hasattr(sockets, "TCP_INFO"):
         return None
-    data = b""
+    data, waiting = b"", bytearray(4)
     with suppress(OSError), sockets.socket(fileno=os.dup(connection.fd)) as own:
         data = own.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _COUNTS_AT + _COUNTS.size)
+        fcntl.ioctl(own, termios.FIONREAD, waiting)
     if len(data) < _COUNTS_AT + _COUNTS.size:
         return None
-    counts: tuple[Any, Any] = _COUNTS.unpack_from(data, _COUNTS_AT)
-    return int(counts[0]), int(counts[1])
-
-
-def _unread_by_us(connection: _Connection) -> int:
-    """Bytes that the kernel still holds: libzmq has not read them."""
-    count = bytearray(4)
-    with suppress(OSError):
-        fcntl.ioctl(connection.fd, termios.FIONREAD, count)
-    return int.from_bytes(count, "little", signed=True)
+    acked, received = _COUNTS.unpack_from(data, _COUNTS_AT)
+    return int(acked), int(received) - int.from_bytes(waiting, "little", signed=True)

@@ -168,6 +168,18 @@ class StorageManager:
         self._open_put = None
         self._reset = self._last_write = self._writes.submit(self._clear)
 
+    def delete(self, hashes: Sequence[bytes], num_groups: int) -> None:
+        """Have storage forget token blocks, of all groups, after all puts submitted before. Returns at once."""
+        if hashes:
+            self._open_put = None
+            self._last_write = self._writes.submit(partial(self._delete, list(hashes), num_groups))
+
+    def _delete(self, hashes: list[bytes], num_groups: int) -> None:
+        if self._may_write:
+            groups = np.tile(np.arange(num_groups, dtype=np.int32), len(hashes))
+            named = [block_hash for block_hash in hashes for _ in range(num_groups)]
+            self._succeeds("delete from", partial(self._storage.delete, named, groups))
+
     # ---- both ----
 
     def finished(self) -> FinishedStorage:

@@ -132,6 +132,18 @@ def test_a_script_that_fails_is_named_and_keeps_its_former_figures(
     assert "kernels gave no figures that README can show: KeyError" in capfd.readouterr().out
 
 
+def test_a_script_that_lacks_what_it_needs_is_left_out_and_keeps_its_former_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results, former = tmp_path / "cpu.json", {"headwise": {"decode1": 1.0}}
+    results.write_text(json.dumps(kept("peers", former)))
+    monkeypatch.setattr(figures, "RESULTS", results)
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    assert figures.run_all(["peers"], quick=False) == []
+    assert figures.read(results)["peers"]["figures"] == former
+    assert "which `make peers` makes" in capfd.readouterr().out
+
+
 def test_a_script_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "LIMIT_S", 0.2)
     assert figures.run(["sleep", "600"]) is None

@@ -36,6 +36,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 FAMILIES = "All happy families are alike; every unhappy family is unhappy in its own way. " * 4
 CONFIG = EngineConfig(
     port=0,
+    dtype="float32",
     tp_size=3,
     max_model_len=512,
     kv_cache="64MiB",

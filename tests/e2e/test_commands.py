@@ -56,9 +56,9 @@ def killed(mark: str) -> list[int]:
     return found
 
 
-def is_open(port: int) -> bool:
+def is_open(port: int, host: str = "127.0.0.1") -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
+        socket.create_connection((host, port), 1.0).close()
     except OSError:
         return False
     return True
@@ -111,7 +111,7 @@ class Head:
 
 
 @contextmanager
-def ray_head(mark: str) -> Iterator[Head]:
+def ray_head(mark: str, node: str = "127.0.0.1") -> Iterator[Head]:
     """``ray start --head`` on ports and in a directory of its own; at the end all its processes are killed."""
     gcs, dashboard, clients, *agents = free_ports(6)
     variables = environment(MARK=mark)
@@ -121,19 +121,42 @@ def ray_head(mark: str) -> Iterator[Head]:
         command += [f"--port={gcs}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
         names = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
         command += [f"--{name}={port}" for name, port in zip(names, agents, strict=True)]
-        command += ["--node-ip-address=127.0.0.1", "--disable-usage-stats", f"--temp-dir={directory}"]
+        command += [f"--node-ip-address={node}", "--disable-usage-stats", f"--temp-dir={directory}"]
         command += ["--object-store-memory=100000000", f"--ray-client-server-port={clients}"]
         process = subprocess.Popen(
             command, env=variables, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            eventually(lambda: all(map(is_open, (gcs, dashboard, agents[0]))))
-            yield Head(f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}", variables)
+            eventually(lambda: is_open(gcs, node) and is_open(dashboard) and is_open(agents[0], node))
+            yield Head(f"{node}:{gcs}", f"http://127.0.0.1:{dashboard}", variables)
         finally:
             # Told to end, Ray takes up to 20 s.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(PATIENCE_S)
             eventually(lambda: not killed(mark), otherwise=lambda: marked(mark))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.3", "127.0.0.1"])
+def test_a_deployment_at_another_address_than_rays_own_serves(tmp_path: Path, host: str) -> None:
+    (port,) = free_ports(1)
+    with ray_head(str(tmp_path), node="127.0.0.2") as head:
+        serve = [sys.executable, "-m", "headwise", "serve", "--host", host, "--port", str(port)]
+        serve += ["--max-model-len", "256", "--kv-cache", "32MiB", "--cpu-threads", "1"]
+        with (tmp_path / "log").open("w") as log:
+            variables = {**head.environment, "RAY_ADDRESS": head.address}
+            process = subprocess.Popen(serve, env=variables, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                eventually(
+                    lambda: f"serving smollm2-135m at tcp://{host}:{port}" in (tmp_path / "log").read_text(),
+                    3 * PATIENCE_S,
+                    lambda: (tmp_path / "log").read_text(),
+                )
+                with Client(f"{host}:{port}") as client:
+                    result = client.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=4))
+                assert result.text.startswith(" Paris")
+            finally:
+                process.terminate()
+                process.wait(PATIENCE_S)
 
 
 def test_a_deployment_as_a_ray_job_serves_until_the_job_is_stopped(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.benchmark_runs import quick_figures
+from figures_table import SCENARIOS
+from support.benchmark_runs import figures_of, quick_figures
 
 pytestmark = pytest.mark.model
 
@@ -27,6 +28,21 @@ def test_recycling_is_measured_and_lets_more_requests_run(capsys: pytest.Capture
 def test_tiers_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("tiers", capsys)
     assert {"device_over_cold", "host_over_cold", "file_over_cold", "tpot_ratio", "waited_over_load"} <= set(found)
+
+
+def test_what_peers_are_compared_with_is_measured_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures_of("peers", capsys, "--smoke")
+    assert set(found["headwise"]) == set(SCENARIOS)
+    assert min(found["headwise"].values()) > 0
+    assert set(found["rates"]) <= {"headwise", "headwise_gguf"}
+
+
+def test_the_roofline_counts_every_weight_that_a_step_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures_of("roofline", capsys, "--smoke", "--dtype", "float32")
+    assert found["decode_fraction"] > 0
+    assert found["prefill_fraction"] > 0
+    context, kv_bytes = 16 + 4 / 2, 30 * 3 * 2 * 64 * 4
+    assert found["decode_mb"] == pytest.approx((134_515_008 * 4 + context * kv_bytes) / 1e6)
 
 
 @pytest.mark.ray

@@ -16,7 +16,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 pytestmark = pytest.mark.model
 
 CHUNK = 512
-CONFIG = EngineConfig(model=MODEL, kv_cache="512MiB", max_model_len=8192, max_batched_tokens=CHUNK)
+CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_cache="512MiB", max_model_len=8192, max_batched_tokens=CHUNK)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.model
 MODEL = "smollm2-135m"
 FEW = 16
 """Tokens of a stream that is put to sleep after a third of them."""
-CONFIG = EngineConfig(model=MODEL, kv_cache="64MiB", max_model_len=512, block_size=16)
+CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_cache="64MiB", max_model_len=512, block_size=16)
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,7 @@ def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restar
     config = EngineConfig(
         port=0,
         tp_size=3,
+        dtype="float32",
         block_size=16,
         kv_cache="64MiB",
         max_model_len=2048,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
-from headwise.kernels.gqa import gqa_layout, kv_views
+from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.gqa import QUANTISED, bit_views, gqa_layout, kv_views, quantise, scale_views
 
 GARBAGE_IDS = (2**31 - 1, -(2**31), -7, 10**9)
 
@@ -24,20 +25,36 @@ class Case:
     block_size: int = 4
     softcap: float = 0.0
     seed: int = 0
+    dtype: str = "float32"
 
 
 class Scene:
-    """A case with its random KV, the arena that holds only what some query of the batch may see, and the answer."""
+    """A case with its random KV, the arena that holds only what some query of the batch may see, and the answer.
+
+    The KV is rounded to what the arena's dtype can hold: answers differ by how they are computed, not by that.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case, self.rng = case, np.random.default_rng(case.seed)
         heads = len(case.policies)
         self.kv = [self.rng.standard_normal((2, n, heads, case.head_dim)).astype(np.float32) for n in case.seq_lens]
+        self.stored = [self._rounded(kv) for kv in self.kv]
         tokens = sum(case.query_lens)
         self.query = self.rng.standard_normal((tokens, heads * case.share, case.head_dim)).astype(np.float32)
         self.scale = case.head_dim**-0.5
         self._place_heads()
         self._fill_arena()
+
+    def _rounded(self, kv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``kv`` as stored, and its scales; ``kv`` itself becomes what is read of these."""
+        stored, scales = kv.copy(), np.ones(kv.shape[:-1], np.float32)
+        if self.case.dtype == "bfloat16":
+            stored = to_bits(kv)
+            kv[:] = to_float32(stored)
+        elif self.case.dtype in QUANTISED:
+            stored, scales = quantise(kv, self.case.dtype)
+            kv[:] = stored.astype(np.float32) * scales[..., None]
+        return stored, scales
 
     def _place_heads(self) -> None:
         # Heads of one policy share a group, as the planner has it; each sits in a slot of its own.
@@ -52,10 +69,10 @@ class Scene:
         case, size = self.case, self.case.block_size
         columns = -(-max(case.seq_lens) // size)
         needed = len(case.seq_lens) * self.groups * columns
-        self.layout = gqa_layout(size, self.slots, case.head_dim)
-        self.arena = np.empty((needed + 1) * self.layout.block_bytes, np.uint8)
-        self.arena.view(np.float32)[:] = np.nan
-        keys, values = kv_views(self.arena, self.layout)
+        self.layout = gqa_layout(size, self.slots, case.head_dim, case.dtype)
+        self.arena = np.full((needed + 1) * self.layout.block_bytes, 0xFF, np.uint8)  # NaN, of float32 and of bfloat16
+        views = (bit_views if case.dtype == "bfloat16" else kv_views)(self.arena, self.layout)
+        scales = scale_views(self.arena, self.layout) if case.dtype in QUANTISED else ()
         free = iter(self.rng.permutation(needed + 1))
         tables = self.rng.choice(np.array(GARBAGE_IDS, np.int64), (len(case.seq_lens) * self.groups, columns + 1))
         for sequence, length in enumerate(case.seq_lens):
@@ -69,7 +86,10 @@ class Scene:
                 for position in np.flatnonzero(seen):
                     for head in members:
                         at = (row[position // size], self.heads.slot[head], position % size)
-                        keys[at], values[at] = self.kv[sequence][:, position, head]
+                        for role, view in enumerate(views):
+                            view[at] = self.stored[sequence][0][role, position, head]
+                        for role, view in enumerate(scales):
+                            view[at] = self.stored[sequence][1][role, position, head]
         cu = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
         self.batch = AttentionBatch(cu, np.array(case.seq_lens, np.int32), tables.astype(np.int32), self.groups)
 

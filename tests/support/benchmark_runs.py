@@ -1,4 +1,4 @@
-"""Runs a benchmark as ``--quick`` does, in this process, and takes its last line."""
+"""Runs a benchmark in its mode of seconds, in this process, and takes its last line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from figures_table import rows
 
 def quick_figures(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """The figures of ``python benchmarks/NAME.py --quick``, which must have all that README's table shows."""
-    importlib.import_module(name).main(["--quick", *arguments])
+    return figures_of(name, capsys, "--quick", *arguments)
+
+
+def figures_of(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The same with these arguments alone."""
+    importlib.import_module(name).main([*arguments])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 3, "a table comes before the figures"
     figures: dict[str, Any] = json.loads(lines[-1])

@@ -17,8 +17,10 @@ CAPACITY = 64 * 10 * BLOCK_BYTES  # segments of ten blocks
 NAMESPACE = StorageNamespace("model", "layout")
 
 
-def open_at(path: Path, namespace: StorageNamespace = NAMESPACE, capacity: int = CAPACITY) -> FileStorage:
-    return FileStorage(path, capacity, namespace, BLOCK_BYTES)
+def open_at(
+    path: Path, namespace: StorageNamespace = NAMESPACE, capacity: int = CAPACITY, notes: Path | None = None
+) -> FileStorage:
+    return FileStorage(path, capacity, namespace, BLOCK_BYTES, notes)
 
 
 def content_of(number: int) -> NDArray[np.uint8]:

@@ -301,6 +301,20 @@ def test_a_fetch_after_a_reset_finds_nothing_that_the_reset_has_yet_to_remove(si
     assert told(simulated.manager) == {"put": [0, 1], "missed": [8]}
 
 
+def test_a_delete_forgets_what_was_put_before_in_every_group_and_nothing_put_after(simulated, storage):
+    simulated.manager.put(*named(0, 1))
+    simulated.manager.delete([name(0)], 2)
+    simulated.manager.put(*named(2))  # as the first was
+    simulated.manager.drain(WAIT_S)
+    assert [method for method, _ in storage.calls if method != "register"] == ["write", "delete", "write"]
+    assert told(simulated.manager) == {"put": [0, 1, 2]}
+    simulated.manager.delete([name(1)], 2)
+    simulated.manager.drain(WAIT_S)
+    simulated.manager.fetch(*named(8, 9))
+    simulated.manager.drain(WAIT_S)
+    assert told(simulated.manager) == {"fetched": [8], "missed": [9]}
+
+
 def test_drain_waits_for_a_reset(simulated, storage):
     simulated.manager.reset()
     assert not simulated.manager.drain(0.5)

@@ -41,21 +41,23 @@ class _Variant:
 class NumbaKernels:
     """`RotatingKernels` for float32 arrays in host memory, callable from any thread; KV is of any dtype of `STORED`.
 
-    Making the first one in a process loads the kernels of float32 KV, and on a machine's first ever use compiles them
-    (about twenty seconds; the machine code is kept on disk). Those of other KV are loaded by `prepare`, or when first
-    called with it. No call compiles anything later. ``query``, ``key`` and ``value`` are float32 with contiguous rows,
-    which may lie apart; ``out`` is C-contiguous float32, the arrays of batch and heads C-contiguous int32.
+    Making the first one in a process loads the kernels for ``kv_dtype``, and on a machine's first ever use compiles
+    them (about twenty seconds; the machine code is kept on disk). Those of other KV are loaded by `prepare`, or when
+    first called with it. No call compiles anything later. ``query``, ``key`` and ``value`` are float32 with contiguous
+    rows, which may lie apart; ``out`` is C-contiguous float32, the arrays of batch and heads C-contiguous int32.
 
-    Queries and keys are multiplied in float32, and so are probabilities and values. Only several queries of a sequence
-    at once over KV of fewer bits are multiplied as bfloat16, summed in float32, where the CPU has AVX512-BF16.
+    Over float32 KV all is float32. Over KV of fewer bits queries and probabilities are rounded to bfloat16 where the
+    CPU has AVX512-BF16 (else not), and one token's over int8 to 15 bits of their row's largest where it has AVX512-BW;
+    sums are float32, or exact integers.
 
     Raises:
-        ConfigError: ``threads`` is not between 1 and the number of cores this process may use.
+        ConfigError: ``threads`` is not between 1 and the number of cores this process may use, or there are no kernels
+            for ``kv_dtype``.
     """
 
     name = "numba"
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, kv_dtype: str = "float32") -> None:
         # GNU OpenMP takes calls from any thread and lives beside the threads of a tensor framework's own BLAS.
         _numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
         from headwise.kernels.cpu import attention_jit, kv_write_jit
@@ -64,7 +66,7 @@ class NumbaKernels:
         self._known: _Variant | None = None
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.set_threads(threads)
-        self.prepare("float32")
+        self.prepare(kv_dtype)
 
     def set_threads(self, threads: int) -> None:
         """Use at most ``threads`` threads from the next call on; small calls use fewer."""

@@ -26,18 +26,23 @@ from numba import types
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.attention_micro import (
     COLUMNS,
+    LARGEST_INT16,
+    exp2,
     is_integer,
     is_quantised,
     load_query,
     load_values,
     pair_size,
-    token_pair_size,
+    row_add,
+    row_copy,
     row_exp2,
     row_max,
     row_multiply,
     row_softcap,
+    row_times,
     row_to_int16,
     tile_product,
+    token_pair_size,
     token_product,
     token_scores,
     turn_keys,
@@ -270,10 +275,9 @@ def _raise_top(softmax, row, dim, highest):
     """Take a row's new maximum into its softmax; what powers of its scores are to be lowered by."""
     top, total, acc = softmax
     if highest > top[row]:
-        shrink = np.exp2(top[row] - highest)
+        shrink = exp2(top[row] - highest)
         total[row] *= shrink
-        for i in range(row * dim, (row + 1) * dim):
-            acc[i] *= shrink
+        row_times(acc, row * dim, acc, row * dim, dim, shrink)
         top[row] = highest
     # Where nothing was seen yet, -inf must not be taken from -inf.
     return top[row] if top[row] > -np.inf else np.float32(0.0)
@@ -286,8 +290,10 @@ def _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, cou
     window, sink = step.head_window[item[HEAD]], step.head_sink[item[HEAD]]
     width = -(-count // LANES) * LANES
     _score_token(kv, keys_at, scratch.q, s, dim, step.share, count, ahead)
+    unit = np.float32(1.0)  # that integers stand for
     if is_quantised(kv):
         _load_scales(step, scratch, scales_at, 0, count, width)
+        unit = row_max(scales, CHUNK, width) / np.float32(LARGEST_INT16)
     for row in range(step.share):
         at = row * KEYS
         if is_quantised(kv):
@@ -295,10 +301,17 @@ def _attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, cou
         if step.softcap > 0:
             row_softcap(s, at, width, step.softcap * LOG2E)
         _mask_row(s, at, first, count, width, item[POSITION], window, sink)
-        shift = _raise_top(softmax, row, dim, row_max(s, at, width))
-        softmax.total[row] += _token_exp2(kv, s, at, width, shift, scales, CHUNK)
-        if is_integer(kv):
-            factors[row] = row_to_int16(s, at, width)
+        factors[row] = row_max(s, at, width)
+    for row in range(step.share):  # a loop of its own: what the first one's rows wait for goes side by side
+        at, highest = row * KEYS, factors[row]
+        shift = _raise_top(softmax, row, dim, highest)
+        if is_integer(kv):  # of the largest here, however small it is beside those before
+            own = highest if highest > -np.inf else shift
+            weight = exp2(own - shift)
+            softmax.total[row] += weight * _token_exp2(kv, s, at, width, own, scales, CHUNK, np.float32(1.0) / unit)
+            factors[row] = weight * unit
+        else:
+            softmax.total[row] += _token_exp2(kv, s, at, width, shift, scales, CHUNK, unit)
     _mix_token(kv, keys_at + step.strides[VALUE_OFFSET], s, factors, softmax.acc, dim, step.share, count, ahead)
 
 
@@ -323,7 +336,7 @@ def _attend_chunk(step, item, scratch, softmax, first, count):
                 row_softcap(s, at, width, step.softcap * LOG2E)
             _mask_row(s, at, first, seen, width, item[POSITION] + row // share, window, sink)
             shift = _raise_top(softmax, row, dim, row_max(s, at, width))
-            softmax.total[row] += _tile_exp2(kv, s, at, width, shift, scales, CHUNK)
+            softmax.total[row] += _tile_exp2(kv, s, at, width, shift, scales, CHUNK, np.float32(1.0))
         _mix_strip(kv, s, scratch.values, softmax.acc, strip * dim, dim, some, -(-seen // pair_size(kv)))
 
 
@@ -339,7 +352,7 @@ def _load_queries(step, item, scratch):
             if is_integer(kv):
                 _load_token_query(kv, row_of(step.query, item[TOKEN], head + h), step.factor, scratch.s, 0, dim)
                 scratch.q_scales[h] = row_to_int16(scratch.s, 0, dim)
-                q[h * words : (h + 1) * words] = scratch.s[:words]
+                row_copy(scratch.s, 0, q, h * words, words)
             else:
                 _load_token_query(kv, row_of(step.query, item[TOKEN], head + h), step.factor, q, h * words, dim)
                 scratch.q_scales[h] = 1.0
@@ -376,9 +389,8 @@ def _scale_address(step, item, block, position):
 def _load_scales(step, scratch, scales_at, at, count, width):
     """Scales of ``count`` keys and values to ``at``; zeros behind them until ``width``: what lies there may be NaN."""
     values = step.strides[VALUE_SCALES] - step.strides[KEY_SCALES]
-    for i in range(count):
-        scratch.scales[at + i] = step.scales[scales_at + i]
-        scratch.scales[CHUNK + at + i] = step.scales[scales_at + values + i]
+    row_copy(step.scales, scales_at, scratch.scales, at, count)
+    row_copy(step.scales, scales_at + values, scratch.scales, CHUNK + at, count)
     for i in range(at + count, width):
         scratch.scales[i] = scratch.scales[CHUNK + i] = 0.0
 
@@ -467,8 +479,7 @@ def _store(step, item, softmax, first, out):
             inverse = np.float32(0.0)
             if softmax.total[row] != 0.0:
                 inverse = np.float32(1.0) / softmax.total[row]
-            for d in range(dim):
-                out[item[TOKEN] + token, head + h, d] = softmax.acc[row * dim + d] * inverse
+            row_times(softmax.acc, row * dim, row_of(out, item[TOKEN] + token, head + h), 0, dim, inverse)
 
 
 @_compiled
@@ -482,11 +493,11 @@ def _merge(step, item, partials):
             if total[b] == 0.0:
                 continue
             highest = max(top[a], top[b])
-            keep, take = np.exp2(top[a] - highest), np.exp2(top[b] - highest)
+            keep, take = exp2(top[a] - highest), exp2(top[b] - highest)
             top[a] = highest
             total[a] = total[a] * keep + total[b] * take
-            for d in range(dim):
-                acc[a * dim + d] = acc[a * dim + d] * keep + acc[b * dim + d] * take
+            row_times(acc, a * dim, acc, a * dim, dim, keep)
+            row_add(acc, b * dim, acc, a * dim, dim, take)
 
 
 # --- threads ------------------------------------------------------------------------------------------------------
@@ -562,8 +573,9 @@ def work(step, plan, partials, scratch, counters, out):
             _store(step, item, own, 0, out)
         else:
             at = item[FIRST_ROW] + part * rows
-            partials.top[at : at + rows], partials.total[at : at + rows] = own.top[:rows], own.total[:rows]
-            partials.acc[at * dim : (at + rows) * dim] = own.acc[: rows * dim]
+            row_copy(own.top, 0, partials.top, at, rows)
+            row_copy(own.total, 0, partials.total, at, rows)
+            row_copy(own.acc, 0, partials.acc, at * dim, rows * dim)
             if fetch_add(counters, FIRST_ITEM + index) == item[PARTS] - 1:
                 _merge(step, item, partials)
                 _store(step, item, partials, item[FIRST_ROW], out)
@@ -585,7 +597,7 @@ def attend(
     share, dim = query.shape[1] // len(head_group), query.shape[2]
     if query.shape != out.shape or cu[len(lens)] > len(query) or share * len(head_group) != query.shape[1]:
         raise ValueError("query, out, cu_seqlens_q and the number of KV heads do not fit each other")
-    if query.strides[2] != query.itemsize:
+    if query.size > 0 and query.strides[2] != query.itemsize:
         raise ValueError("the query's rows must be contiguous")
     if strides[VALUE_OFFSET] < strides[BLOCK_SIZE] * dim:
         raise ValueError("the query's head_dim is larger than that of the block layout")

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from headwise.kernels.cpu.simd import FLOAT, INT, INT_VECTOR, ISA, LANES, VECTOR, Emitter, bit_reversed, element_bytes
 
 COLUMNS = LANES // 4
-"""Vectors per row in the widest `gemm` tile: 6 rows by this many accumulators stay in registers."""
+"""Vectors per row of the widest product: 6 rows by this many accumulators stay in registers."""
 
 _N = types.intp
 
@@ -117,7 +117,7 @@ def tile_product(rows: int, columns: int, *, is_new: bool) -> Any:
 
 
 def token_product(rows: int, columns: int) -> Any:
-    """Make ``c[r, j] += f[r] * sum_t a[r, t] * b[t, j]`` for the values ``b`` of a cache, which are read where they lie.
+    """Make ``c[r, j] += f[r] * sum_t a[r, t] * b[t, j]`` for values ``b`` of a cache, which are read where they lie.
 
     Arguments: ``a, a_offset, a_stride, b, b_offset, b_stride, c, c_offset, c_stride, t_count, ahead, f, f_offset``.
     ``a`` is what `token_kind` says; ``f`` is looked at only if that is integers. What lies ``ahead`` elements behind
@@ -217,7 +217,7 @@ def token_scores(rows: int) -> Any:
                 def take(word: Any, *partly: bool, keys: Any = keys, sums: Any = sums) -> None:
                     k_vectors = [k_read(e.at(key, e.times(word, per_word)), *partly) for key in keys]
                     for row in range(rows):
-                        q_vector = q_read(e.at(q, e.times(q_stride, row), word))
+                        q_vector = q_read(e.at(q, e.times(q_stride, row), word), *partly)
                         for total, k_vector in zip(sums[row], k_vectors, strict=True):
                             e.update(total, combine(q_vector, k_vector, e.value(total)))
 
@@ -303,7 +303,7 @@ def turn_keys(typing, kv, addresses, first, dim, turned, stride):
 
 @intrinsic
 def load_values(typing, kv, addresses, first, dim, values):
-    """Rows ``first`` and ``first + 1`` of ``values [keys, dim]``; as pairs one row of both, ``values [keys / 2, dim]``."""
+    """Rows ``first`` and ``first + 1`` of ``values [keys, dim]``; as pairs one row of ``values [keys / 2, dim]``."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         e = Emitter(context, builder, signature, args)
@@ -346,35 +346,50 @@ def row_max(typing, s, so, count):
 def row_exp2(*, is_tile: bool) -> Any:
     """Make ``s = 2 ** (s - shift) * scales`` in place over ``count`` (a multiple of LANES) floats.
 
-    Arguments: ``kv, s, s_offset, count, shift, scales, scales_offset``. Returns the sum of the powers. ``scales`` are
-    looked at only if `is_quantised`. Results that are pairs of bfloat16 lie in the first half of their place: those of
-    a tile if `is_paired`, those of one token if `token_kind` says so.
+    Arguments: ``kv, s, s_offset, count, shift, scales, scales_offset, factor``. Returns the sum of the powers.
+    ``scales`` are looked at only if `is_quantised`. A tile's results are pairs of bfloat16 if `is_paired`; one token's
+    are what `token_kind` says, integers after being multiplied by ``factor``. Pairs lie in the first half of their
+    place.
     """
 
     @intrinsic
-    def powers(typing, kv, s, so, count, shift, scales, scales_at):
-        pairs = is_paired(kv) if is_tile else token_kind(kv) == BFLOATS
+    def powers(typing, kv, s, so, count, shift, scales, scales_at, factor):
+        tile_kind = BFLOATS if is_paired(kv) else FLOATS
+        kind = tile_kind if is_tile else token_kind(kv)
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             e = Emitter(context, builder, signature, args)
-            _, s, so, count, shift, scales, scales_at = e.args
-            s, shift, scales = e.at(s, so), e.fill(shift), e.at(scales, scales_at)
+            _, s, so, count, shift, scales, scales_at, factor = e.args
+            s, shift, scales, factor = e.at(s, so), e.fill(shift), e.at(scales, scales_at), e.fill(factor)
             total = e.variable(e.fill(0.0))
             with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
-                offset = e.times(loop.index, LANES)
-                power = e.exp2(builder.fsub(e.load(e.at(s, offset)), shift), degree=4 if pairs else 6)
+                offset, half = e.times(loop.index, LANES), e.times(loop.index, LANES // 2)
+                power = e.exp2(builder.fsub(e.load(e.at(s, offset)), shift), degree=4 if kind == BFLOATS else 6)
                 e.update(total, e.add(e.value(total), power))
                 if kv.dtype == types.int8:
                     power = builder.fmul(power, e.load(e.at(scales, offset)))
-                if pairs:
-                    e.store(e.round_to_bfloat16(power), e.at(s, e.times(loop.index, LANES // 2)))
+                if kind == BFLOATS:
+                    e.store(e.round_to_bfloat16(power), e.at(s, half))
+                elif kind == INTEGERS:
+                    e.store(e.round_to_int16(builder.fmul(power, factor)), e.at(s, half))
                 else:
                     e.store(power, e.at(s, offset))
-            return builder.extract_element(e.fold([e.value(total)], e.add), ir.IntType(32)(0))
+            return builder.extract_element(e.fold([e.value(total)], e.add), INT(0))
 
-        return types.float32(kv, s, _N, _N, types.float32, scales, _N), emit
+        return types.float32(kv, s, _N, _N, types.float32, scales, _N, types.float32), emit
 
     return powers
+
+
+@intrinsic
+def exp2(typing, x):
+    """``2 ** x``, as `row_exp2` has it."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        e = Emitter(context, builder, signature, args)
+        return builder.extract_element(e.exp2(e.fill(e.args[0])), INT(0))
+
+    return types.float32(types.float32), emit
 
 
 @intrinsic
@@ -411,13 +426,60 @@ def row_to_int16(typing, s, so, count):
         absmax = e.absmax(s, vectors)
         none = builder.fcmp_ordered("==", absmax, FLOAT(0.0))
         scale = builder.select(none, FLOAT(1.0), builder.fdiv(absmax, FLOAT(LARGEST_INT16)))
-        inverse = e.fill(builder.fdiv(FLOAT(1.0), scale))
         with cgutils.for_range(builder, vectors) as loop:
-            value = builder.fmul(e.load(e.at(s, e.times(loop.index, LANES))), inverse)
-            e.store(e.round_to_int(value, LARGEST_INT16, 16), e.at(s, e.times(loop.index, LANES // 2)))
+            value = builder.fdiv(e.load(e.at(s, e.times(loop.index, LANES))), e.fill(scale))
+            e.store(e.round_to_int16(value), e.at(s, e.times(loop.index, LANES // 2)))
         return scale
 
     return types.float32(s, _N, _N), emit
+
+
+@intrinsic
+def row_times(typing, source, so, target, to, count, factor):
+    """``target = source * factor`` over ``count`` (a multiple of LANES) floats.
+
+    Loops that Numba compiles allow for negative indices, which makes gathers of what should be vector loads.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        e = Emitter(context, builder, signature, args)
+        source, so, target, to, count, factor = e.args
+        source, target, factor = e.at(source, so), e.at(target, to), e.fill(factor)
+        with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
+            offset = e.times(loop.index, LANES)
+            e.store(builder.fmul(e.load(e.at(source, offset)), factor), e.at(target, offset))
+        return context.get_dummy_value()
+
+    return types.void(source, _N, target, _N, _N, types.float32), emit
+
+
+@intrinsic
+def row_add(typing, source, so, target, to, count, factor):
+    """``target += source * factor`` over ``count`` (a multiple of LANES) floats."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        e = Emitter(context, builder, signature, args)
+        source, so, target, to, count, factor = e.args
+        source, target, factor = e.at(source, so), e.at(target, to), e.fill(factor)
+        with cgutils.for_range(builder, builder.udiv(count, count.type(LANES))) as loop:
+            cell = e.at(target, e.times(loop.index, LANES))
+            e.store(e.multiply_add(e.load(e.at(source, e.times(loop.index, LANES))), factor, e.load(cell)), cell)
+        return context.get_dummy_value()
+
+    return types.void(source, _N, target, _N, _N, types.float32), emit
+
+
+@intrinsic
+def row_copy(typing, source, so, target, to, count):
+    """``target[to : to + count] = source[so : so + count]`` of floats, any number of them."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        e = Emitter(context, builder, signature, args)
+        source, so, target, to, count = e.args
+        cgutils.raw_memcpy(builder, e.at(target, to), e.at(source, so), count, 4)
+        return context.get_dummy_value()
+
+    return types.void(source, _N, target, _N, _N), emit
 
 
 @intrinsic

@@ -56,7 +56,7 @@ def _store_row(typing, row, kv, at, dim):
         with cgutils.for_range(builder, vectors) as loop:
             cell, value = e.at(target, e.times(loop.index, LANES)), e.load(e.at(row, e.times(loop.index, LANES)))
             if kv.dtype == types.int8:
-                value = e.round_to_int(builder.fdiv(value, e.fill(scale)), LARGEST_INT8, 8)
+                value = e.round_to_int8(builder.fdiv(value, e.fill(scale)))
             elif kv.dtype == types.uint16:
                 value = e.bfloat16_bits(value)
             e.store(value, cell)
@@ -130,7 +130,7 @@ def write(
         raise ValueError("cosines and sines do not fit each other")
     if strides[VALUE_OFFSET] < strides[BLOCK_SIZE] * dim:
         raise ValueError("the keys' head_dim is larger than that of the block layout")
-    if key.strides[2] != 4 or value.strides[2] != 4 or (half > 0 and query.strides[2] != 4):
+    if tokens > 0 and (key.strides[2] != 4 or value.strides[2] != 4 or (half > 0 and query.strides[2] != 4)):
         raise ValueError("rows of query, key and value must be contiguous")
     workers = max(1, min(threads, tokens // THREAD_TOKENS))
     if workers == 1:

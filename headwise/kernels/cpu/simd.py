@@ -129,16 +129,19 @@ class Emitter:
         raw = self._load(pointer, ir.VectorType(kind, count))
         if kind.width == 8:
             raw = self.builder.sext(raw, ir.VectorType(ir.IntType(16), count))
-        if partly:
-            zeros = ir.Constant(raw.type, [0] * LANES)
-            raw = self.builder.shuffle_vector(
-                raw, zeros, ir.Constant(ir.VectorType(INT, 2 * LANES), list(range(2 * LANES)))
-            )
-        return raw
+        return self._filled(raw) if partly else raw
 
-    def load_words(self, pointer: Any) -> Any:
-        """LANES 32-bit words at ``pointer``, whatever they are."""
-        return self._load(pointer, INT_VECTOR)
+    def _filled(self, half: Any) -> Any:
+        """A vector of twice as many elements, those behind zero."""
+        count = half.type.count
+        lanes = ir.Constant(ir.VectorType(INT, 2 * count), list(range(2 * count)))
+        return self.builder.shuffle_vector(half, ir.Constant(half.type, [0] * count), lanes)
+
+    def load_words(self, pointer: Any, partly: bool = False) -> Any:
+        """LANES 32-bit words at ``pointer``, whatever they are; ``partly`` half of them, then zeros."""
+        count = LANES // 2 if partly else LANES
+        raw = self.builder.load(self.builder.bitcast(pointer, ir.VectorType(INT, count).as_pointer()), align=1)
+        return self._filled(raw) if partly else raw
 
     def store(self, value: Any, pointer: Any) -> None:
         self.builder.store(value, self.builder.bitcast(pointer, value.type.as_pointer()), align=1)
@@ -202,8 +205,8 @@ class Emitter:
     def multiply_add_integers(self, a: Any, b: Any, c: Any) -> Any:
         """The same of the two int16 in each word, in int32."""
         kind = ir.VectorType(ir.IntType(16), 2 * LANES)
-        name = "llvm.x86.avx512.pmaddw.d.512" if LANES == 16 else "llvm.x86.avx2.pmadd.wd"
-        products = self._call(name, INT_VECTOR, *(self.builder.bitcast(words, kind) for words in (a, b)))
+        pairs = [self.builder.bitcast(words, kind) for words in (a, b)]
+        products = self._call("llvm.x86.avx512.pmaddw.d.512", INT_VECTOR, *pairs)
         return self.builder.add(c, products)  # one instruction where the CPU has VNNI
 
     def absmax(self, row: Any, vectors: Any) -> Any:
@@ -228,14 +231,22 @@ class Emitter:
         kept = self.builder.select(self.builder.fcmp_unordered("uno", value, value), nan, rounded)
         return self.builder.trunc(self._shift("lshr", kept), ir.VectorType(ir.IntType(16), LANES))
 
-    def round_to_int(self, value: Any, largest: float, width: int) -> Any:
-        """Integers of ``width`` bits within ``[-largest, largest]``, rounded half to even; 0 for NaN."""
-        whole = self._call(f"llvm.rint.v{LANES}f32", VECTOR, value)
-        number = self.builder.select(self.builder.fcmp_ordered("ord", value, value), whole, self.fill(0.0))
-        low, high = self.fill(-largest), self.fill(largest)
+    def round_to_int16(self, value: Any) -> Any:
+        """Integers, rounded half to even, of a vector whose magnitudes are at most 32767; anything for NaN."""
+        return self._to_int(self._rint(value), 16)
+
+    def round_to_int8(self, value: Any) -> Any:
+        """Integers of ``[-127, 127]``, rounded half to even and clipped; 0 for NaN."""
+        number = self.builder.select(self.builder.fcmp_ordered("ord", value, value), self._rint(value), self.fill(0.0))
+        low, high = self.fill(-127.0), self.fill(127.0)
         raised = self.larger(number, low)
-        clipped = self.builder.select(self.builder.fcmp_ordered("<", raised, high), raised, high)
-        return self.builder.trunc(self.builder.fptosi(clipped, INT_VECTOR), ir.VectorType(ir.IntType(width), LANES))
+        return self._to_int(self.builder.select(self.builder.fcmp_ordered("<", raised, high), raised, high), 8)
+
+    def _rint(self, value: Any) -> Any:
+        return self._call(f"llvm.rint.v{LANES}f32", VECTOR, value)
+
+    def _to_int(self, whole: Any, width: int) -> Any:
+        return self.builder.trunc(self.builder.fptosi(whole, INT_VECTOR), ir.VectorType(ir.IntType(width), LANES))
 
     def bits(self, value: Any) -> Any:
         return self.builder.bitcast(value, INT_VECTOR)
@@ -256,7 +267,7 @@ class Emitter:
         The relative error is about 1e-7, with ``degree=4`` 4e-6.
         """
         lowest = self.fill(-200.0 if ISA.avx512f else -126.0)
-        whole = self._call(f"llvm.rint.v{LANES}f32", VECTOR, self.larger(x, lowest))
+        whole = self._rint(self.larger(x, lowest))
         rest = self.builder.fsub(self.larger(lowest, x) if ISA.avx512f else x, whole)  # of NaN in this order NaN
         *coefficients, power = _exp2_polynomial(degree)
         result = self.fill(power)

@@ -49,6 +49,8 @@ MAX_REROUTES = 3
 """Most engines that one request may lose and still continue. A request that kills engines must not kill all."""
 RECONNECT_S = 60.0
 """Longest wait for a scheduler that has answered before to come back."""
+REFUSED_S = 20.0
+"""Longest wait for it while nothing listens at its address. The next scheduler listens within a few seconds."""
 
 
 class ClientIO:
@@ -315,10 +317,10 @@ class ClientIO:
     # ---- peers ----
 
     def _check_connection(self, peer: Peer) -> None:
-        """An engine whose connection ends is lost at once. A scheduler comes back, but has forgotten all calls. If no
-        scheduler has answered yet and the connection is refused, there is none.
+        """An engine whose connection ends is lost at once. A scheduler comes back, but has forgotten all calls. If
+        connections are refused, and no scheduler has answered yet or they have been for `REFUSED_S`, there is none.
         """
-        has_ended, is_refused = peer.connection_events()
+        has_ended, is_refused = peer.connection_events(self._clock())
         if peer is not self._scheduler:
             if has_ended or is_refused:
                 self._fail_peer(peer, self._lost_error(peer, "its connection ended"))
@@ -327,6 +329,8 @@ class ClientIO:
             peer.ask_again()
         elif is_refused and not peer.has_answered:
             self._fail_peer(peer, self._absence_error("no connection could be made"))
+        elif is_refused and peer.refused_s(self._clock()) > REFUSED_S:
+            self._fail_peer(peer, self._absence_error(f"nothing has listened there for {REFUSED_S:g} s"))
 
     def _lost_error(self, peer: Peer, how: str) -> EngineDiedError:
         """The error for a lost engine. If it never answered, it may be unreachable from here."""

@@ -10,6 +10,7 @@ from headwise.errors import HeadwiseError
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import Reroute, Route, Submit
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
+from headwise.sockets.pieces import split
 
 if TYPE_CHECKING:
     import zmq
@@ -93,6 +94,8 @@ class Peer:
     instance:     identifies the process; if it changes, the process was replaced
     """
 
+    _refused_at: float | None = None  # since when every attempt to connect has failed
+
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.endpoint = endpoint
         self.awaiting: dict[Any, Any] = {}
@@ -110,7 +113,8 @@ class Peer:
         self.socket.setsockopt(zmq.LINGER, 100)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        self.monitor = self.socket.get_monitor_socket(events)
         self.socket.connect(self.endpoint)
 
     # ---- out ----
@@ -119,7 +123,7 @@ class Peer:
         """Send a question; ``what`` gets the answer."""
         self.wait_for(key, what, now)
         self._questions[key] = question
-        self.socket.send(question)
+        self._send(question)
 
     def wait_for(self, key: Any, what: Any, now: float) -> None:
         """Await an answer. The timeout starts with the first one awaited."""
@@ -135,10 +139,14 @@ class Peer:
     def ask_again(self) -> None:
         """Send all open questions again, to the process that is there now."""
         for question in self._questions.values():
-            self.socket.send(question)
+            self._send(question)
 
     def send(self, message: Any) -> None:
-        self.socket.send(wire.encode(message))
+        self._send(wire.encode(message))
+
+    def _send(self, data: bytes) -> None:
+        for piece in split(data):
+            self.socket.send(piece)
 
     # ---- in ----
 
@@ -153,15 +161,24 @@ class Peer:
                 return
             yield wire.decode(data)
 
-    def connection_events(self) -> tuple[bool, bool]:
+    def connection_events(self, now: float) -> tuple[bool, bool]:
         """Whether, since the last call, a connection has ended, and whether one was refused."""
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
         events = 0
         while self.monitor.poll(0):
-            events |= recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
+            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
+            events |= event
+            if event == zmq.EVENT_CONNECTED:
+                self._refused_at = None
+            elif event == zmq.EVENT_CONNECT_RETRIED and self._refused_at is None:
+                self._refused_at = now
         return bool(events & zmq.EVENT_DISCONNECTED), bool(events & zmq.EVENT_CONNECT_RETRIED)
+
+    def refused_s(self, now: float) -> float:
+        """Seconds for which every attempt to connect has failed; 0 if the last one has not."""
+        return 0.0 if self._refused_at is None else now - self._refused_at
 
     def reconnect(self) -> None:
         """Open a new connection. Messages that are under way on the old one are lost."""

@@ -14,7 +14,7 @@ from headwise.storage.lookup import StorageLookup
 
 def open_rank_storage(config: EngineConfig, card: ModelCard, rank: int) -> BlockStorage:
     """The storage of one rank's blocks. Raises `ConfigError` if it cannot be opened."""
-    return open_storage(config.storage, storage_namespace(card, rank), card.layout.block_bytes)
+    return _open(config, card, rank)
 
 
 def open_lookup(config: EngineConfig, card: ModelCard) -> StorageLookup | None:
@@ -24,9 +24,13 @@ def open_lookup(config: EngineConfig, card: ModelCard) -> StorageLookup | None:
     """
     if not config.storage:
         return None
-    namespaces = [storage_namespace(card, rank) for rank in range(card.plan.tp_size)]
-    storages = [open_storage(config.storage, each, card.layout.block_bytes, may_lend=False) for each in namespaces]
+    storages = [_open(config, card, rank, may_lend=False) for rank in range(card.plan.tp_size)]
     return StorageLookup(storages, len(card.plan.groups))
+
+
+def _open(config: EngineConfig, card: ModelCard, rank: int, may_lend: bool = True) -> BlockStorage:
+    namespace, notes = storage_namespace(card, rank), config.cache_path / "storage-mounts"
+    return open_storage(config.storage, namespace, card.layout.block_bytes, may_lend, notes)
 
 
 def check_agrees(engine: str, own: str, of_scheduler: str) -> None:

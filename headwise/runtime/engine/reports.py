@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineStatus
+from headwise.sockets.pieces import split
 
 if TYPE_CHECKING:
     import zmq
@@ -71,7 +72,8 @@ class EngineReports:
             return
         message = status(self.reporting, tuple(self._received), tuple(self._faults))
         try:
-            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+            for piece in split(wire.encode(message)):
+                self._socket.send(piece, zmq.NOBLOCK)
         except zmq.Again:
             self._due = now + RETRY_S
             if not self._is_away:

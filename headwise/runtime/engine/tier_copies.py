@@ -51,7 +51,7 @@ class TierCopies:
             return NOTHING_IN, NOTHING_OUT
         return (
             SwapIn(host.take_loads(step_id), storage.take_fetches()),
-            SwapOut(host.take_stores(), storage.take_puts()),
+            SwapOut(host.take_stores(), storage.take_puts(), storage.take_deletes()),
         )
 
     def take_report(self, batch: BatchRequest, report: CopyReport, prefill_token_s: float) -> NDArray[np.int32]:

@@ -14,6 +14,7 @@ from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 
 from headwise.errors import DeploymentError
+from headwise.sockets.connection_limit import ConnectionLimit
 
 HELLO_S = 30.0
 """Longest wait for the first bytes of a connection."""
@@ -30,7 +31,8 @@ class TcpProxy:
     """Listens at ``host:port`` as soon as it is made (0: any free port); raises `DeploymentError` if it cannot.
 
     Between `start` and `close`, its thread copies bytes between the outer and the inner connections. It keeps at most
-    two buffers per connection in memory: if one side does not read, the other side cannot write.
+    two buffers per connection in memory: if one side does not read, the other side cannot write. Connections beyond
+    `ConnectionLimit.most` are closed at once.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -45,6 +47,7 @@ class TcpProxy:
             ) from None
         self.port = int(self._listener.getsockname()[1])
         self._inner_port = 0
+        self._limit = ConnectionLimit(f"{host}:{self.port}")
         self._loop = asyncio.new_event_loop()
         self._connections: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
@@ -89,6 +92,9 @@ class TcpProxy:
     async def _take(self, reader: StreamReader, writer: StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if self._limit.refuses(len(self._connections) + 1):
+            writer.transport.abort()
+            return
         self._connections.add(task)
         try:
             with suppress(OSError, asyncio.TimeoutError, asyncio.CancelledError):

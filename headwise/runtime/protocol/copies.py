@@ -1,7 +1,7 @@
 """The copies between tiers that a step orders, and what workers report of them.
 
     SwapIn    host --load--> device       storage --fetch--> host
-    SwapOut   device --store--> host      host --put--> storage
+    SwapOut   device --store--> host      host --put--> storage      storage --delete--> nowhere
 
 Loads are over with the step that carries them; the other copies take what time they need, and any later step's report
 tells of them.
@@ -44,12 +44,14 @@ class SwapIn:
 class SwapOut:
     """Copies away from the device.
 
-    stores: ``[m, 2]`` (device block, host block), beside the step
-    puts:   host blocks to write to storage, in the background
+    stores:  ``[m, 2]`` (device block, host block), beside the step
+    puts:    host blocks to write to storage, in the background
+    deletes: hashes of token blocks to delete from storage, of all groups, after the puts; nothing is reported of them
     """
 
     stores: Blocks = field(default_factory=lambda: _NO_STORES)
     puts: NamedBlocks = NO_BLOCKS
+    deletes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

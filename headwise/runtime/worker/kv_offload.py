@@ -80,6 +80,7 @@ class KVOffload:
             if self._storage is not None
             else None
         )
+        self._num_groups = len(card.plan.groups)
         self._reported: dict[str, TransferStats] = {}
 
     def start(self, batch: BatchRequest) -> None:
@@ -89,6 +90,7 @@ class KVOffload:
         self._manager.store(swap_out.stores)
         if self._storage_manager is not None:
             self._storage_manager.put(swap_out.puts.blocks, swap_out.puts.hashes)
+            self._storage_manager.delete(swap_out.deletes, self._num_groups)
             self._storage_manager.fetch(swap_in.fetches.blocks, swap_in.fetches.hashes)
 
     @property

@@ -60,10 +60,13 @@ class FileStorage(BlockStorage):
               full before, what fits is the capacity for as long as that lasts: the least recently used segments go.
 
     Raises ConfigError if ``path`` cannot be a directory or the capacity does not hold one block. A directory that is
-    there but cannot be written to serves reads. Where what was mounted at ``path`` is gone, nothing is written.
+    there but cannot be written to serves reads. Where what was mounted at ``path`` is gone, nothing is written. What is
+    mounted is remembered in the directory ``notes`` for the next start.
     """
 
-    def __init__(self, path: Path, capacity: int, namespace: StorageNamespace, block_bytes: int) -> None:
+    def __init__(
+        self, path: Path, capacity: int, namespace: StorageNamespace, block_bytes: int, notes: Path | None = None
+    ) -> None:
         super().__init__(namespace, block_bytes)
         self._form = format_for(namespace.digest, block_bytes, min(SEGMENT_BYTES, capacity // MIN_SEGMENTS))
         if self._form.size > capacity:
@@ -72,7 +75,7 @@ class FileStorage(BlockStorage):
                 f"give at least {self._form.size} bytes, and better a hundred times that"
             )
         try:
-            self._volume = Volume(path)
+            self._volume = Volume(path, notes)
         except OSError as error:
             raise ConfigError(
                 f"storage directory {path} cannot be used: {error.strerror}; give one that is there or can be created"

@@ -19,19 +19,22 @@ FILE_EXAMPLE = "file:///var/cache/headwise?capacity=50GiB"
 MOONCAKE_EXAMPLE = "mooncake://10.0.0.1:50051?segment=4GiB"
 
 
-def open_storage(url: str, namespace: StorageNamespace, block_bytes: int, may_lend: bool = True) -> BlockStorage:
+def open_storage(
+    url: str, namespace: StorageNamespace, block_bytes: int, may_lend: bool = True, notes: Path | None = None
+) -> BlockStorage:
     """The storage at ``url``, for blocks of ``block_bytes`` bytes. Raises ConfigError naming what is wrong with it.
 
     file:///path?capacity=50GiB
     mooncake://host:port?segment=4GiB&host=127.0.0.1&protocol=tcp   (`MooncakeConfig` tells what they mean)
 
     may_lend: whether this process lends Mooncake the segment; one that only asks what is stored should not
+    notes:    where to remember what was mounted (`FileStorage`)
     """
     parts = _split(url)
     if parts.scheme == "file":
         from headwise.storage.backends.file import FileStorage
 
-        return FileStorage(*_file_options(url, parts), namespace, block_bytes)
+        return FileStorage(*_file_options(url, parts), namespace, block_bytes, notes)
     from headwise.storage.backends.mooncake import MooncakeStorage
 
     config = _mooncake_config(url, parts)

@@ -3,6 +3,10 @@
     path/volume-id      32 hexadecimal digits, drawn by the first process that used the directory
 
 Processes that read the same digits use the same directory, and find each other's blocks there.
+
+    notes/DIGEST        the path's mount point and digits, as they were when this node last used it
+
+A process that finds no digits at the path, and another mount point than the one noted, has started without its mount.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import os
 import re
 import uuid
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -26,21 +31,34 @@ class Volume:
     """The directory at ``root``, created if it is missing. Raises OSError if that fails.
 
     A directory that was deleted may be created again. But if the path leads to another file system than before (it was
-    unmounted), nothing is written until the first one is back.
+    unmounted), also before this process started, nothing is created or written until the first one is back.
 
+    notes:      directory on the node's own disk, to remember mount points between processes; None: they are not
     is_missing: whether the last `check` found the file system missing
     """
 
-    def __init__(self, root: Path) -> None:
-        root.mkdir(parents=True, exist_ok=True)
-        self.is_missing = False
+    def __init__(self, root: Path, notes: Path | None = None) -> None:
         self._root = root
+        note = None if notes is None else notes / sha256(os.fsencode(root.absolute())).hexdigest()[:32]
+        mount, self._id = ("", "") if note is None else _read_note(note)
+        self.is_missing = bool(mount) and not _read_id(root) and str(_mount_of(root)) != mount
+        if self.is_missing:
+            self._device = -1
+            log.warning(
+                "storage %s was last used with a file system at %s, where there is none now: nothing is stored until "
+                "it is mounted; delete %s to use the directory without it",
+                root, mount, note,
+            )  # fmt: skip
+            return
+        root.mkdir(parents=True, exist_ok=True)
         self._device = os.stat(root).st_dev
         self._id = _read_id(root)
         if not self._id:
             if not any(root.iterdir()):
                 log.info("storage %s is used for the first time, on the file system at %s", root, _mount_of(root))
             self._id = _write_id(root, uuid.uuid4().hex)
+        if note is not None and self._id:
+            _write_note(note, str(_mount_of(root)), self._id)
 
     @property
     def id(self) -> str:
@@ -72,7 +90,29 @@ def _nearest(path: Path) -> Path:
 
 
 def _mount_of(path: Path) -> Path:
-    return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.ismount(each))
+    path = path.resolve()
+    return next(each for each in (path, *path.parents) if os.path.ismount(each))
+
+
+def _read_note(note: Path) -> tuple[str, str]:
+    """A mount point, and the id of the directory that was used there; empty if there is no note."""
+    try:
+        volume, _, mount = note.read_text().strip().partition(" ")
+    except (OSError, UnicodeDecodeError):
+        return "", ""
+    return (mount, volume) if _ID.fullmatch(volume.encode()) else ("", "")
+
+
+def _write_note(note: Path, mount: str, volume: str) -> None:
+    if _read_note(note) == (mount, volume):
+        return
+    unfinished = note.with_name(f"{note.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(f"{volume} {mount}\n")
+        unfinished.rename(note)
+    except (OSError, UnicodeEncodeError) as error:
+        log.info("%s cannot be written (%s): a mount that is missing at the next start is not noticed", note, error)
 
 
 def _read_id(root: Path) -> str:

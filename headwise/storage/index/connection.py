@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.pieces import split
 from headwise.storage.index.encryption import CurveKeys, secure_client
 from headwise.storage.index.messages import Message
-from headwise.storage.index.wire import MAX_MESSAGE_BYTES, ProtocolError, decode, encode
+from headwise.storage.index.wire import MAX_MESSAGE_BYTES, PIECE_BYTES, ProtocolError, decode, encode
 
 ALIVE_MS = 500
 LOST_MS = 1500
@@ -46,11 +47,16 @@ class Connection:
         self.socket.connect(endpoint)
 
     def send(self, messages: Sequence[Message]) -> bool:
-        """Send all as one message; False: dropped, because the queue was full or the store away."""
+        """Send all, as one message if they are short; False: dropped, because the queue was full or the store away."""
         import zmq
 
+        frames = [encode(message, self._namespace) for message in messages]
         try:
-            self.socket.send_multipart([encode(message, self._namespace) for message in messages], zmq.NOBLOCK)
+            if sum(map(len, frames)) <= PIECE_BYTES:
+                self.socket.send_multipart(frames, zmq.NOBLOCK)
+            else:
+                for piece in (piece for frame in frames for piece in split(frame, PIECE_BYTES)):
+                    self.socket.send(piece, zmq.NOBLOCK)
         except zmq.Again:
             self.dropped += len(messages)
             return False

@@ -16,7 +16,7 @@ from headwise.storage.index.connection import ALIVE_MS, LOST_MS
 from headwise.storage.index.encryption import CurveAuthenticator, CurveKeys, secure_server
 from headwise.storage.index.message_handler import MessageHandler
 from headwise.storage.index.prefix_index import MAX_BLOCKS
-from headwise.storage.index.wire import MAX_FRAMES, MAX_MESSAGE_BYTES
+from headwise.storage.index.wire import MAX_FRAMES, MAX_MESSAGE_BYTES, PIECE_BYTES
 
 if TYPE_CHECKING:
     import zmq
@@ -85,6 +85,7 @@ class StoreServer:
                 self._context,
                 endpoint,
                 max_message_bytes=2 * max_message_bytes,  # up to there, the sender gets an answer
+                max_frame_bytes=2 * PIECE_BYTES,
                 max_frames=MAX_FRAMES,
                 send_queue=_QUEUE,
                 receive_queue=_QUEUE,

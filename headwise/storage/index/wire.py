@@ -35,6 +35,8 @@ MAX_NAME = 256
 MAX_REASON = 1000
 MAX_MESSAGE_BYTES = 256 << 20
 """Most bytes of a message, over all its frames."""
+PIECE_BYTES = 1 << 20
+"""A message with more bytes is sent in pieces of so many: see `headwise.sockets.pieces`."""
 MAX_FRAMES = 256
 """Most messages that travel together, one per frame."""
 

@@ -373,6 +373,31 @@ def test_a_scheduler_that_was_there_may_be_away_longer_than_one_that_never_answe
     client.close()
 
 
+def test_a_scheduler_at_whose_address_nothing_listens_any_more_is_told_before_one_that_is_silent(
+    place: Place, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_io, "RECONNECT_S", 10.0**6)
+    monkeypatch.setattr(client_io, "REFUSED_S", 0.5)
+    client = Client(place.scheduler.endpoint)
+    waiting = client.stream("abc", max_tokens=3)
+    eventually(lambda: bool(place.scheduler.of(Route)))
+    place.scheduler.die()
+    for call in (waiting.read, lambda: client.generate("abc")):
+        with pytest.raises(DeploymentError, match=r"nothing has listened there for 0.5 s.*headwise serve"):
+            call()
+    engine = place.engine(ScriptedCore())
+    place.scheduler = Scheduler(place.scheduler.endpoint, "second", [engine.endpoint] * 3)
+    eventually(lambda: _answers(client))
+    client.close()
+
+
+def _answers(client: Client) -> bool:
+    try:
+        return client.generate("abc", max_tokens=3).text == numbers(3)
+    except DeploymentError:
+        return False
+
+
 def test_a_call_that_is_cancelled_while_it_waits_is_withdrawn(place: Place, client: Client) -> None:
     stream = client.stream("abc")
     eventually(lambda: bool(place.scheduler.of(Route)))

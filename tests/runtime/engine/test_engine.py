@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -175,6 +176,30 @@ def test_what_a_request_computed_before_its_logits_were_no_numbers_serves_nobody
     executor.model.breaks = lambda tokens: False
     engine.add(request("again", prompt, 9))
     answer = run(engine)["again"]
+    assert answer.token_ids == continuation(prompt, 9)
+    assert answer.usage.cached_tokens == 8  # of the blocks that were there before
+
+
+def test_what_a_request_computed_before_its_logits_were_no_numbers_is_deleted_from_storage(tmp_path: Path) -> None:
+    shared, prompt = list(range(1, 10)), [*range(1, 10), *range(20, 40)]
+    policies = (FULL, HeadPolicy(window=5))
+    tiers: dict[str, Any] = {
+        "host_blocks": 64, "write_policy": "write_through", "prefetch": "wait_complete", "storage_timeout_s": 1e6
+    }  # fmt: skip
+    engine, executor = make_engine(policies, num_blocks=64, storage=tmp_path, **tiers)
+    engine.add(request("before", shared, 1))
+    run(engine)
+    engine.add(request("broken", prompt, 9))
+    executor.model.breaks = lambda tokens: len(tokens) > len(prompt) + 4
+    deltas = [delta for _ in range(100) if engine.has_work() for delta in engine.step(None)]
+    assert deltas[-1].finish_reason is FinishReason.ERROR
+    for _ in range(100):  # until the copies are through
+        engine.step(0)
+    engine.cache.check_integrity()
+    executor.close()
+    later, _ = make_engine(policies, num_blocks=64, storage=tmp_path, **tiers)
+    later.add(request("again", prompt, 9))
+    answer = run(later)["again"]
     assert answer.token_ids == continuation(prompt, 9)
     assert answer.usage.cached_tokens == 8  # of the blocks that were there before
 

@@ -43,6 +43,7 @@ from headwise.runtime.protocol.messages import (
     Withdraw,
 )
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
+from headwise.sockets.pieces import split
 from headwise.storage.index.messages import IndexStats, Matches
 
 SECRET = "of-this-deployment"
@@ -132,7 +133,8 @@ class Peer:
         self.socket.connect(f"tcp://127.0.0.1:{port}")
 
     def send(self, message: Any) -> None:
-        self.socket.send(wire.encode(message))
+        for piece in split(wire.encode(message)):
+            self.socket.send(piece)
 
     def receive(self, timeout_s: float = PATIENCE_S) -> Any:
         assert self.socket.poll(int(timeout_s * 1000)), f"nothing came within {timeout_s} s"

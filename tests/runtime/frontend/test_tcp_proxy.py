@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, eventually
 
 from headwise.errors import DeploymentError
 from headwise.runtime.frontend import tcp_proxy as tcp_proxy_module
@@ -139,3 +139,15 @@ def test_an_entrance_that_was_never_opened_can_be_closed_and_its_port_taken_agai
         TcpProxy("no host", 0)
     first.close()
     TcpProxy("127.0.0.1", first.port).close()
+
+
+def test_connections_beyond_the_limit_are_closed_at_once(proxy: TcpProxy) -> None:
+    proxy._limit.most = 2
+    kept = [connect(proxy) for _ in range(2)]
+    eventually(lambda: len(proxy._connections) == 2)
+    assert read_all(connect(proxy)) == b""
+    kept[0].close()
+    eventually(lambda: len(proxy._connections) == 1)
+    kept[1].sendall(b"hello?\r\n")
+    kept[1].shutdown(socket.SHUT_WR)
+    assert read_all(kept[1]).startswith(b"headwise serves here")

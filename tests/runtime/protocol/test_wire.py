@@ -39,7 +39,8 @@ def batch(rows: int) -> BatchRequest:
         new_sequences=(NewSequence(3, "r-1", SamplingParams(stop=("a", "β"), seed=2**63 - 1), 2**64 - 1),),
         cache_swap_metadata=SwapIn(np.arange(rows * 3, dtype=np.int32).reshape(rows, 3)),
         cache_evict_metadata=SwapOut(
-            puts=NamedBlocks(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), (b"h" * 16,) * rows)
+            puts=NamedBlocks(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), (b"h" * 16,) * rows),
+            deletes=(b"d" * 16,) * rows,
         ),
     )
 

@@ -172,6 +172,53 @@ def test_where_a_mount_is_missing_nothing_is_written_to_the_disk_below(
     assert storage.volume == volume
 
 
+@pytest.mark.parametrize("below", ["an empty directory", "nothing"])
+def test_a_process_that_starts_while_the_mount_is_missing_writes_nothing_to_the_disk_below(
+    mountpoint: tuple[Path, Path], tmp_path: Path, below: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, mounted = mountpoint
+    before = open_at(path / "blocks", notes=tmp_path / "notes")
+    write(before, range(15))
+    path.unlink()
+    if below == "an empty directory":
+        path.mkdir()
+    storage = open_at(path / "blocks", notes=tmp_path / "notes")
+    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith(
+        f"storage {path / 'blocks'} was last used with a file system at /dev/shm, where there is none"
+    )
+    assert contained(storage, range(15)) == []
+    assert not any(write(storage, range(20, 25)))
+    assert storage.volume == ""
+    assert not (path / "blocks").exists()
+    if path.exists():
+        path.rmdir()
+    path.symlink_to(mounted)
+    assert contained(storage, range(15)) == list(range(15))
+    assert all(write(storage, range(20, 25)))
+    assert storage.volume == before.volume
+
+
+def test_a_directory_that_its_user_deleted_is_created_again_at_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "blocks"
+    first = open_at(path, notes=tmp_path / "notes")
+    shutil.rmtree(path)
+    later = open_at(path, notes=tmp_path / "notes")
+    assert all(write(later, range(5)))
+    assert later.volume != first.volume
+
+
+def test_what_is_noted_of_a_mount_can_be_deleted_to_go_on_without_it(
+    mountpoint: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path, _ = mountpoint
+    open_at(path, notes=tmp_path / "notes")
+    path.unlink()
+    (note,) = (tmp_path / "notes").iterdir()
+    note.unlink()
+    assert all(write(open_at(path, notes=tmp_path / "notes"), range(5)))
+
+
 def test_a_directory_that_was_mounted_again_from_elsewhere_is_known_by_its_id(
     mountpoint: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from headwise.runtime.worker.worker import ModelWorker
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-BASE = EngineConfig(kv_cache="512MiB", max_batched_tokens=512, max_model_len=4096)
+BASE = EngineConfig(dtype="float32", kv_cache="512MiB", max_batched_tokens=512, max_model_len=4096)
 
 
 class Bench:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from support.engine.simulation import (
     VOCAB,
@@ -13,8 +15,12 @@ from support.engine.simulation import (
 
 from headwise.cache_controller.policy import FULL
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, SamplingParams
+from headwise.storage.backends.base import StorageNamespace
+from headwise.storage.backends.file import FileStorage
+from headwise.storage.lookup import StorageLookup
 
 BLOCK = 4
 
@@ -49,22 +55,40 @@ class Ticks:
 
 
 def make_engine(
-    policies=(FULL,), *, num_blocks=16, max_rows=4, host_blocks=0, eager=True, storage: Storage | None = None, **config
-) -> tuple[EngineCore, SimulatedExecutor]:
+    policies=(FULL,),
+    *,
+    num_blocks=16,
+    max_rows=4,
+    host_blocks=0,
+    eager=True,
+    storage: Storage | Path | None = None,
+    **config,
+) -> tuple[EngineCore, SimulatedExecutor]:  # fmt: skip
     config = {"max_batched_tokens": 16, **config}
     if storage is not None:
         config |= {"storage": "file:///simulated?capacity=1GiB", "host_cache": "1KiB"}  # which nobody opens
     card = simulated_card(policies, block_size=BLOCK, num_blocks=num_blocks, max_rows=max_rows, host_blocks=host_blocks)
-    executor = SimulatedExecutor(card, eager=eager, storage=storage)
+    groups = len(card.plan.groups)
+    lookup: SimulatedLookup | StorageLookup | None = None
+    if isinstance(storage, Path):
+        executor = SimulatedExecutor(card, eager=eager, storage=_file_storage(storage, card))
+        lookup = StorageLookup([_file_storage(storage, card)], groups)
+    else:
+        executor = SimulatedExecutor(card, eager=eager, storage=storage)
+        lookup = None if storage is None else SimulatedLookup(storage, groups)
     engine = EngineCore(
         EngineConfig(block_size=BLOCK, **config),
         card,
         LetterTokenizer(),
         executor,
         clock=Ticks(),
-        lookup=None if storage is None else SimulatedLookup(storage, len(card.plan.groups)),
+        lookup=lookup,
     )
     return engine, executor
+
+
+def _file_storage(directory: Path, card: ModelCard) -> FileStorage:
+    return FileStorage(directory, 1 << 26, StorageNamespace("simulated", "any"), card.layout.block_bytes)
 
 
 def request(name: str, prompt, max_tokens: int, *, priority: int = 0, salt: str = "", **sampling) -> GenerateRequest:

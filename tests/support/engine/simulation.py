@@ -34,6 +34,8 @@ from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.step_channel import WorkerFailed, answer_to
 from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.worker import ModelWorker, WorkerParts
+from headwise.storage.backends.base import BlockStorage
+from headwise.transfer.cpu_stream import CpuStream
 
 EOS = 0
 
@@ -81,11 +83,11 @@ class SimulatedExecutor:
     worker:  a `ModelWorker`, which needs no files
     faults:  what goes wrong with its copies
     model:   what it computes with; the next one, after `sleep` and `wake`
-    storage: what is kept beyond the executor's life, by block hash and group; None: there is none
+    storage: what is kept beyond the executor's life, by block hash and group, or a storage; None: there is none
     fail_wake: why the model cannot be loaded again; None if it can
     """
 
-    def __init__(self, card: ModelCard, *, eager: bool = True, storage: Storage | None = None) -> None:
+    def __init__(self, card: ModelCard, *, eager: bool = True, storage: Storage | BlockStorage | None = None) -> None:
         self.card = card
         self.eager = eager
         self.faults = Faults()
@@ -113,13 +115,11 @@ class SimulatedExecutor:
         self, config: EngineConfig, card: ModelCard, rank: int, device: object, arena: object
     ) -> KVOffload:
         faults, copies = self.faults, self._device.copies
-        storage = None
-        if self.storage is not None:
-            storage = DictionaryStorage(self.storage, card.layout.block_bytes, faults, copies.violations)
-        self._copies = KVOffload(
-            config, card, rank, self._device, arena,
-            storage=storage, background=lambda name: SteppedStream(faults, lambda: faults.storage_steps),
-        )  # fmt: skip
+        storage, background = self.storage, CpuStream
+        if isinstance(storage, dict):
+            storage = DictionaryStorage(storage, card.layout.block_bytes, faults, copies.violations)
+            background = lambda name: SteppedStream(faults, lambda: faults.storage_steps)  # noqa: E731
+        self._copies = KVOffload(config, card, rank, self._device, arena, storage=storage, background=background)
         return self._copies
 
     # ---- `Executor` ----
@@ -151,7 +151,7 @@ class SimulatedExecutor:
         return answer
 
     def close(self) -> None:
-        pass
+        self._copies.close()
 
     # ---- for tests ----
 

@@ -1,0 +1,1 @@
+"""Serving runtimes to compare, each in a process of its own: see `process.py`."""

@@ -1,0 +1,57 @@
+"""The same weights for every runtime: a GGUF file, and the directory that it is converted into."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.loader.aliases import ALIASES, fetch_alias
+from headwise.runtime.loader.files import building
+from headwise.runtime.loader.progress import Progress
+from headwise.runtime.loader.resolve import resolve_model
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """name: as headwise is asked for it"""
+
+    name: str
+    gguf: Path
+    directory: Path
+
+
+def find_model(name: str, progress: Progress) -> ModelFiles:
+    """A demo model or a GGUF file, downloaded and converted if need be. Raises SystemExit, `ModelError`."""
+    cache = EngineConfig().cache_path
+    if name not in ALIASES and not name.endswith(".gguf"):
+        raise SystemExit(f"--model {name}: give a GGUF file, which all runtimes read, or one of {', '.join(ALIASES)}")
+    gguf = fetch_alias(ALIASES[name], cache, progress) if name in ALIASES else Path(name).expanduser().absolute()
+    return ModelFiles(name, gguf, resolve_model(name, cache, progress))
+
+
+def stretched(files: ModelFiles, tokens: int, progress: Progress) -> ModelFiles:
+    """The same model in a file that says it takes ``tokens`` tokens, so that no runtime refuses them.
+
+    What such a model says beyond the length that it was trained for is worth nothing, but it takes as long to compute.
+    """
+    cache = EngineConfig().cache_path
+    target = cache / "benchmarks" / f"{files.gguf.stem}-{tokens}"
+    path = target / f"{files.gguf.stem}-{tokens}.gguf"
+    if not target.is_dir():
+        with building(target, progress) as directory:
+            if directory is not None:
+                _write_stretched(files.gguf, directory / path.name, tokens)
+    return ModelFiles(str(path), path, resolve_model(str(path), cache, progress))
+
+
+def _write_stretched(source: Path, target: Path, tokens: int) -> None:
+    from gguf import GGUFReader
+
+    shutil.copyfile(source, target)
+    reader = GGUFReader(target, "r+")  # maps the file: what is assigned is written
+    architecture = reader.fields["general.architecture"].contents()
+    length = reader.fields[f"{architecture}.context_length"]
+    length.parts[length.data[0]][0] = tokens
+    reader.data.flush()
