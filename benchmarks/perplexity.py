@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.models.base import AttentionLayer, Model
 from headwise.runtime.ops.base import KernelArray, Tensor
 from headwise.runtime.ops.comm import SingleRank

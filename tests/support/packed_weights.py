@@ -1,4 +1,4 @@
-"""Random weights in each form that CPU kernels pack, and products with them in float64 on the values that are stored."""
+"""Random weights in each form that CPU kernels pack, and products in float64 with the values that are stored."""
 
 from __future__ import annotations
 

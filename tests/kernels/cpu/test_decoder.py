@@ -20,10 +20,16 @@ from headwise.runtime.ops.select import make_ops
 
 LLAMA = {**BASE, "architectures": ["LlamaForCausalLM"]}
 SIZES = {
-    "one head for all": dict(hidden_size=96, num_attention_heads=4, num_key_value_heads=1, head_dim=64),
-    "a head each": dict(hidden_size=64, num_attention_heads=5, num_key_value_heads=5, head_dim=48),
-    "more heads than hidden": dict(hidden_size=48, num_attention_heads=9, num_key_value_heads=3, head_dim=32),
-    "wide": dict(hidden_size=320, intermediate_size=704, num_attention_heads=6, num_key_value_heads=2, head_dim=64),
+    "one head for all": {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},
+    "a head each": {"hidden_size": 64, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 48},
+    "more heads than hidden": {"hidden_size": 48, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 32},
+    "wide": {
+        "hidden_size": 320,
+        "intermediate_size": 704,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
 }
 MODELS = {**CONFIGS, **{name: {**LLAMA, **sizes} for name, sizes in SIZES.items()}}
 MODELS["gemma3 of other sizes"] = {**CONFIGS["gemma3"], **SIZES["one head for all"]}
