@@ -19,7 +19,7 @@ def int32(*values: int) -> np.ndarray:
 
 
 def linear(ops: Any) -> Any:
-    return ops.linear(ops.tensor(X), ops.linear_weight(WEIGHT), ops.tensor(BIAS))
+    return ops.linear(ops.tensor(X), ops.linear_weight(WEIGHT), ops.linear_bias(BIAS))
 
 
 def linear_of_a_slice(ops: Any) -> Any:
@@ -27,11 +27,11 @@ def linear_of_a_slice(ops: Any) -> Any:
 
 
 def embedding(ops: Any) -> Any:
-    return ops.embedding(ops.tensor(X), ops.upload(int32(3, 3, 0)))
+    return ops.embedding(ops.embedding_table(X), ops.upload(int32(3, 3, 0)))
 
 
 def scaled_embedding(ops: Any) -> Any:
-    return ops.embedding(ops.tensor(X), ops.upload(int32(3, 3, 0)), 1.7)
+    return ops.embedding(ops.embedding_table(X), ops.upload(int32(3, 3, 0)), 1.7)
 
 
 def rms_norm(ops: Any) -> Any:

@@ -105,7 +105,7 @@ def llama3_frequency(frequency: float, p: dict) -> float:
 IDS = np.random.default_rng(1).integers(0, 50, 40).astype(np.int32)
 
 
-@pytest.mark.parametrize("ops_name", ["numpy", "paddle"])
+@pytest.mark.parametrize("ops_name", ["numpy", "numba", "paddle"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_computes_what_the_oracle_says(name: str, ops_name: str) -> None:
     if ops_name == "paddle":

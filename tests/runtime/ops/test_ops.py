@@ -20,7 +20,7 @@ from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.select import make_ops
 
 Make = Callable[[str], TensorOps]
-ON_A_CPU, ON_A_GPU = ("numpy", "paddle"), ("cupy", "paddle-gpu")
+ON_A_CPU, ON_A_GPU = ("numpy", "numba", "paddle"), ("cupy", "paddle-gpu")
 
 
 @contextmanager
@@ -62,12 +62,12 @@ def test_linear(ops, tokens: int) -> None:
     expected = x.astype(np.float64) @ weight.T.astype(np.float64)
     prepared = ops.linear_weight(weight)
     close(ops, ops.linear(ops.tensor(x), prepared), expected)
-    close(ops, ops.linear(ops.tensor(x), prepared, ops.tensor(bias)), expected + bias)
+    close(ops, ops.linear(ops.tensor(x), prepared, ops.linear_bias(bias)), expected + bias)
 
 
 def test_a_tied_weight_is_rows_of_the_embedding(ops) -> None:
     table, x = normal(9, 16), normal(4, 16)
-    embedding = ops.tensor(table)
+    embedding = ops.embedding_table(table)
     whole, part = ops.tied_weight(embedding, 0, 9), ops.tied_weight(embedding, 2, 7)
     expected = x.astype(np.float64) @ table.T.astype(np.float64)
     close(ops, ops.linear(ops.tensor(x), whole), expected)
@@ -118,9 +118,20 @@ def test_gated_activations(ops) -> None:
     np.testing.assert_allclose(ops.numpy(ops.gelu_tanh_mul(both)), 0.5 * wide * (1 + tanh) * up, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_gated_weight_gives_the_activated_gate_times_the_rest(ops, activation: str, has_bias: bool) -> None:
+    x, weight, bias = normal(5, 24), normal(2 * 11, 24), normal(2 * 11) if has_bias else np.zeros(22, np.float32)
+    gate, up = np.split(x.astype(np.float64) @ weight.T.astype(np.float64) + bias, 2, axis=1)
+    inner = {"silu": gate, "gelu_tanh": np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)}[activation]
+    prepared = ops.gated_bias(bias) if has_bias else None
+    found = ops.numpy(ops.gated_linear(ops.tensor(x), ops.gated_weight(weight), prepared, activation))
+    np.testing.assert_allclose(found, gate / (1 + np.exp(-inner)) * up, rtol=1e-4, atol=1e-4)
+
+
 def test_rows_by_index(ops) -> None:
     table = normal(9, 4)
-    close(ops, ops.embedding(ops.tensor(table), ops.upload(np.array([3, 3, 8], np.int32))), table[[3, 3, 8]])
+    close(ops, ops.embedding(ops.embedding_table(table), ops.upload(np.array([3, 3, 8], np.int32))), table[[3, 3, 8]])
     close(ops, ops.take_rows(ops.tensor(table), np.array([0, 5])), table[[0, 5]])
 
 
@@ -192,6 +203,15 @@ def test_operations_give_what_numpy_gives(ops, compute: Callable[[Any], Any]) ->
     found = ops.numpy(compute(ops))
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, compute(NumpyOps()), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("compute", EVERY, ids=lambda f: f.__name__)
+def test_operations_on_weights_in_bfloat16_give_what_numpy_gives_but_for_that(compute: Callable[[Any], Any]) -> None:
+    ops = make_ops("numba", 2, "bfloat16", "bfloat16")
+    found, expected = ops.numpy(compute(ops)), compute(NumpyOps())
+    assert found.dtype == np.float32
+    one_bit = 2.0**-8  # of each factor of a product, which are 16 here
+    np.testing.assert_allclose(found, expected, rtol=one_bit, atol=2 * one_bit * np.sqrt(16) * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

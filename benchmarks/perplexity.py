@@ -1,0 +1,179 @@
+"""What narrower numbers cost: perplexity of a fixed text on a CPU, over that with everything in float32.
+
+    python benchmarks/perplexity.py [--quick] [--model gemma3-270m] [--tokens 2048]
+
+The text is given to a worker as an engine gives a prompt: in chunks over the cache, the last tokens one at a time, as
+they are decoded. `gguf` is compared with float32 of the same file's values. Top-1 is the share of positions whose
+likeliest next token is float32's.
+
+The last line is JSON: by model, the ratio of each variant, and under `top1` its share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.models.base import AttentionLayer, Model
+from headwise.runtime.ops.base import KernelArray, Tensor
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.worker.worker import ModelWorker, WorkerParts, load_model
+
+TEXT = Path(__file__).parent / "data" / "perplexity.txt"
+MODELS = ("smollm2-135m", "gemma3-270m")
+VARIANTS = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "weights_dtype": "int8"},
+    "gguf": {"dtype": "bfloat16", "weights_dtype": "gguf"},
+    "kv_int8": {"dtype": "float32", "kv_dtype": "int8"},
+}
+"""What is configured. All that is not follows `dtype`: with bfloat16, the cache too."""
+LIMITS = {"bfloat16": 1.005, "int8": 1.01, "gguf": 1.01, "kv_int8": 1.01}
+"""Of the ratio."""
+CHUNK = 512
+"""Tokens of a step."""
+DECODED = 32
+"""Tokens at the end that have a step each."""
+ROWS = 128
+"""Positions whose scores are looked at together: those of 262,144 words each take their room."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model made of a text. surprise: ``-ln p`` of each token but the first; likeliest: in the place of each"""
+
+    surprise: NDArray[np.float64]
+    likeliest: NDArray[np.int64]
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.surprise.mean()))
+
+    def over(self, other: Reading) -> float:
+        """This perplexity over another reading's of the same text."""
+        return self.perplexity / other.perplexity
+
+    def agreement(self, other: Reading) -> float:
+        return float((self.likeliest == other.likeliest).mean())
+
+
+class Reader(Model):
+    """A model that notes how it reads ``text`` (token ids), whose tokens come in order."""
+
+    def __init__(self, model: Model, text: NDArray[np.int32]) -> None:
+        self.config, self._model, self._text = model.config, model, text
+        self.is_reading, self._surprise, self._likeliest = False, [], []  # type: ignore[var-annotated]
+
+    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+        hidden = self._model.forward(token_ids, positions, attention)
+        for first in range(0, len(token_ids) if self.is_reading else 0, ROWS):
+            self._note(hidden[first : first + ROWS], positions[first : first + ROWS] + 1)
+        return hidden
+
+    def _note(self, hidden: Tensor, following: NDArray[np.int32]) -> None:
+        logits = self._model.logits(hidden)
+        assert logits is not None
+        for row, position in zip(logits, following.tolist(), strict=True):
+            if position < len(self._text):
+                top = row.max()
+                total = np.log(np.exp(row - top, dtype=np.float32).sum(dtype=np.float64))
+                self._surprise.append(float(top) + total - float(row[self._text[position]]))
+                self._likeliest.append(int(row.argmax()))
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(np.array(self._surprise), np.array(self._likeliest))
+
+    def scores(self, hidden: Tensor) -> Tensor | None:
+        return self._model.scores(hidden)
+
+    def logits(self, hidden: Tensor) -> NDArray[np.float32] | None:
+        return self._model.logits(hidden)
+
+
+def read(config: EngineConfig, text: NDArray[np.int32]) -> Reading:
+    """Read a text on a CPU with a model as it is configured."""
+    readers: list[Reader] = []
+
+    def load(*where: Any) -> Model:
+        readers.append(Reader(load_model(*where), text))
+        return readers[-1]
+
+    directory = resolve_model(config.model, config.cache_path)
+    worker = ModelWorker(config, directory, 0, SingleRank(), parts=WorkerParts(load_model=load))
+    worker.initialize_cache()
+    (reader,) = readers
+    reader.is_reading = True
+    tables, start = _tables(worker, len(text)), 0
+    while start < len(text):
+        in_chunks = len(text) - DECODED - start
+        count = min(CHUNK, in_chunks) if in_chunks > 0 else 1
+        result = worker.execute(_step(start, text[start : start + count], tables[: len(tables) if start == 0 else 0]))
+        if result.error:
+            raise SystemExit(result.error)
+        start += count
+    worker.close()
+    return reader.reading
+
+
+def _tables(worker: ModelWorker, tokens: int) -> NDArray[np.int32]:
+    """Block table updates that give row 0 a block for each group and place of so many tokens."""
+    groups, columns = len(worker.card.plan.groups), -(-tokens // worker.card.layout.block_size)
+    where = np.stack(np.meshgrid(np.arange(groups), np.arange(columns), indexing="ij"), axis=-1).reshape(-1, 2)
+    return np.insert(np.insert(where, 0, 0, axis=1), 3, np.arange(len(where)), axis=1).astype(np.int32)
+
+
+def _step(start: int, tokens: NDArray[np.int32], tables: NDArray[np.int32]) -> BatchRequest:
+    return BatchRequest(
+        step_id=start,
+        rows=np.zeros(1, np.int32),
+        starts=np.array([start], np.int32),
+        query_lens=np.array([len(tokens)], np.int32),
+        token_ids=tokens,
+        sample=np.zeros(1, np.bool_),
+        table_updates=tables,
+    )
+
+
+def compare(model: str, tokens: int, variants: Sequence[str] = tuple(VARIANTS)) -> dict[str, Any]:
+    """Ratios of a model's variants over the first ``tokens`` tokens of the text, printed as they come."""
+    config = EngineConfig(model=model, device="cpu", tensor_ops="numba", dtype="float32", max_model_len=4096)
+    prompt = Preprocessor.open(config).prepare(prompt=TEXT.read_text(encoding="utf-8"))
+    text = prompt.prompt_token_ids[:tokens]
+    exact = read(config, text)
+    print(f"{model}, {len(text)} tokens: perplexity {exact.perplexity:.3f} in float32")
+    found: dict[str, Any] = {"tokens": len(text), "perplexity": exact.perplexity, "top1": {}}
+    for variant in variants:
+        reading = read(replace(config, **VARIANTS[variant]), text)  # type: ignore[arg-type]
+        found[variant], found["top1"][variant] = reading.over(exact), reading.agreement(exact)
+        print(
+            f"    {variant:<9} ratio {found[variant]:.5f} (limit {LIMITS[variant]:.3f})   "
+            f"top-1 {found['top1'][variant]:7.2%}",
+            flush=True,
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, help="this one alone")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the text, from its beginning")
+    parser.add_argument("--quick", action="store_true", help="the first 128 tokens, SmolLM2 only: seconds")
+    args = parser.parse_args(arguments)
+    models = (args.model,) if args.model else MODELS[:1] if args.quick else MODELS
+    print(json.dumps({model: compare(model, 128 if args.quick else args.tokens) for model in models}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""All layers in one compiled call give what the same operations give one after the other, and each row its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
+import pytest
+from support.engine.dense_oracle import DenseAttention
+from support.paged_steps import CacheShown, LayerByCall, PagedSequences, Step, only_shard
+from support.random_models import BASE, CONFIGS, random_weights
+
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.kernels.cpu.attention import NumbaKernels
+from headwise.runtime.models.base import Model, ModelConfig
+from headwise.runtime.models.registry import build_model, model_config
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.ops.select import make_ops
+
+LLAMA = {**BASE, "architectures": ["LlamaForCausalLM"]}
+SIZES = {
+    "one head for all": {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64},
+    "a head each": {"hidden_size": 64, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 48},
+    "more heads than hidden": {"hidden_size": 48, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 32},
+    "wide": {
+        "hidden_size": 320,
+        "intermediate_size": 704,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+}
+MODELS = {**CONFIGS, **{name: {**LLAMA, **sizes} for name, sizes in SIZES.items()}}
+MODELS["gemma3 of other sizes"] = {**CONFIGS["gemma3"], **SIZES["one head for all"]}
+
+STEPS: tuple[Step, ...] = (
+    [(0, 37)],
+    [(1, 1), (0, 1), (2, 50)],
+    [(0, 1), (1, 1), (2, 1)],
+    [(2, 1), (1, 19), (3, 9), (0, 1)],
+    [(3, 30), (0, 2)],
+    [(1, 1)],
+)
+"""First chunks, further ones and decodes, alone and mixed."""
+
+
+@cache
+def kernels() -> NumbaKernels:
+    return NumbaKernels(threads=2)
+
+
+def config_of(name: str) -> ModelConfig:
+    return model_config(MODELS[name])
+
+
+def pattern(config: ModelConfig) -> ModelConfig:
+    """The config with windows and sinks that differ by head and by layer."""
+    kinds = [FULL, HeadPolicy(5, 3), HeadPolicy(9), HeadPolicy(12, 16)]
+    policies = tuple(
+        tuple(kinds[(layer + head * head) % len(kinds)] for head in range(config.num_kv_heads))
+        for layer in range(config.num_layers)
+    )
+    return replace(config, policies=policies)
+
+
+def model_of(config: ModelConfig, weights_dtype: str = "float32", threads: int = 2) -> Model:
+    dtype = "float32" if weights_dtype == "float32" else "bfloat16"
+    ops = make_ops("numba", threads, dtype, weights_dtype)
+    return build_model(config, random_weights(config), ops, SingleRank(), only_shard(config))
+
+
+def run(model: Model, attention, steps=STEPS, kv_dtype: str = "float32") -> list[np.ndarray]:
+    """Hidden states of all sequences of all steps."""
+    sequences = PagedSequences(model.config, kernels(), kv_dtype)
+    return [rows for step in steps for rows in sequences.forward(model, step, attention)]
+
+
+def assert_same_but_for_rounding(model: Model, kv_dtype: str, is_narrow: bool) -> None:
+    fused, layered = (np.concatenate(run(model, way, kv_dtype=kv_dtype)) for way in (CacheShown, LayerByCall))
+    assert np.isfinite(layered).all()
+    difference = np.abs(fused - layered) / np.abs(layered).max()
+    # Narrow numbers: where float32 differs in its last bit, one in thousands is rounded to the other neighbour.
+    most, mean = (0.03, 1e-3) if is_narrow else (2e-5, 2e-6)
+    assert difference.max() < most
+    assert difference.mean() < mean
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_layers_compute_what_layers_compute_one_by_one(name: str) -> None:
+    assert_same_but_for_rounding(model_of(config_of(name)), "float32", is_narrow=False)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "mistral_window", "wide"])
+def test_fused_layers_compute_the_same_over_narrow_kv(name: str, kv_dtype: str) -> None:
+    assert_same_but_for_rounding(model_of(config_of(name)), kv_dtype, is_narrow=True)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "wide"])
+def test_fused_layers_compute_the_same_with_windows_and_sinks_by_head_and_layer(name: str, kv_dtype: str) -> None:
+    assert_same_but_for_rounding(model_of(pattern(config_of(name))), kv_dtype, is_narrow=kv_dtype != "float32")
+
+
+@pytest.mark.parametrize("weights_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "wide"])
+def test_fused_layers_compute_the_same_with_narrow_weights(name: str, weights_dtype: str) -> None:
+    config = model_config({**MODELS[name], "intermediate_size": 64})  # whole groups of int8
+    assert_same_but_for_rounding(model_of(config, weights_dtype), "bfloat16", is_narrow=True)
+
+
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3", "mistral_window"])
+def test_steps_over_a_cache_compute_what_dense_attention_computes_of_whole_sequences(name: str) -> None:
+    model = model_of(pattern(config_of(name)))
+    sequences = PagedSequences(model.config, kernels())
+    parts: dict[int, list[np.ndarray]] = {}
+    for step in STEPS:
+        for (sequence, _), rows in zip(step, sequences.forward(model, step, CacheShown), strict=True):
+            parts.setdefault(sequence, []).append(rows)
+    attention = DenseAttention(model.config, only_shard(model.config), model.ops)
+    for sequence, rows in parts.items():
+        ids = sequences.tokens(sequence)
+        expected = model.forward(ids, np.arange(len(ids), dtype=np.int32), attention)
+        np.testing.assert_allclose(np.concatenate(rows), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3"])
+def test_layers_that_are_waited_for_compute_the_same_bit_by_bit(name: str, kv_dtype: str) -> None:
+    model, waited = model_of(pattern(config_of(name))), []
+    at_once = run(model, CacheShown, kv_dtype=kv_dtype)
+    one_by_one = run(model, partial(CacheShown, wait_layer=waited.append), kv_dtype=kv_dtype)
+    assert waited == list(range(model.config.num_layers)) * len(STEPS)
+    assert_equal(one_by_one, at_once)
+
+
+def test_a_layer_is_computed_over_what_was_loaded_while_it_was_waited_for() -> None:
+    model = model_of(pattern(config_of("llama")))
+    before, loaded = PagedSequences(model.config, kernels()), PagedSequences(model.config, kernels())
+    for sequences in (before, loaded):
+        sequences.forward(model, [(0, 40)], CacheShown)
+    loaded.arena[:] = 0xFF
+
+    def load(layer: int) -> None:
+        loaded.copy_layer(layer, before)
+
+    source = before.forward(model, [(0, 3)], CacheShown)
+    assert_equal(loaded.forward(model, [(0, 3)], partial(CacheShown, wait_layer=load)), source)
+
+
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["llama_biased_tied", "gemma3"])
+def test_a_sequence_has_the_same_result_alone_and_among_others_bit_by_bit(name: str, weights_dtype: str) -> None:
+    model = model_of(pattern(model_config({**MODELS[name], "intermediate_size": 64})), weights_dtype)
+    kv_dtype = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8"}[weights_dtype]
+    together = run(model, CacheShown, kv_dtype=kv_dtype)
+    members = [sequence for step in STEPS for sequence, _ in step]
+    for sequence in sorted(set(members)):
+        own_steps = [[part for part in step if part[0] == sequence] for step in STEPS]
+        alone = run(model, CacheShown, [step for step in own_steps if step], kv_dtype)
+        assert_equal(alone, [rows for member, rows in zip(members, together, strict=True) if member == sequence])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "wide"])
+def test_the_number_of_threads_changes_nothing_bit_by_bit(name: str) -> None:
+    one, two = (model_of(pattern(config_of(name)), threads=threads) for threads in (1, 2))
+    assert_equal(run(two, CacheShown), run(one, CacheShown))
+
+
+def test_a_decoder_takes_caches_of_several_dtypes_in_turn() -> None:
+    model = model_of(config_of("llama"))
+    before = run(model, CacheShown)
+    run(model, CacheShown, kv_dtype="int8")
+    assert_equal(run(model, CacheShown), before)
+
+
+def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
