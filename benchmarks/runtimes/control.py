@@ -131,7 +131,7 @@ class Process:
 
 
 def warm_up(process: Process, scenarios: Sequence[Scenario]) -> None:
-    """Let kernels be compiled and memory be touched: by a long start of a single prompt, a short one of each of many."""
+    """Let kernels be compiled and memory be touched: by the start of each prompt, a long one where it is alone."""
     for scenario in scenarios:
         length = 2000 if scenario.requests == 1 else 64
         process.serve([prompt[:length] for prompt in scenario.prompts(-1)], 4)
