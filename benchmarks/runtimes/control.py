@@ -131,10 +131,10 @@ class Process:
 
 
 def warm_up(process: Process, scenarios: Sequence[Scenario]) -> None:
-    """Let kernels be compiled and memory be touched: single prompts whole, the start of many."""
+    """Let kernels be compiled and memory be touched: by the start of each prompt, a long one where it is alone."""
     for scenario in scenarios:
-        prompts = scenario.prompts(-1)
-        process.serve(prompts if scenario.requests == 1 else [prompt[:64] for prompt in prompts], 4)
+        length = 2000 if scenario.requests == 1 else 64
+        process.serve([prompt[:length] for prompt in scenario.prompts(-1)], 4)
 
 
 _BEGAN = time.monotonic()
