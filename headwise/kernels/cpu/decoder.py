@@ -53,6 +53,7 @@ class CpuDecoder:
         self._heads: Sequence[HeadTable] = ()
         self._policies: list[tuple[Any, Any]] = []
         self._rooms = _Rooms.empty(0, self)
+        self._cache: _Cache | None = None
 
     @property
     def all_heads(self) -> int:
@@ -60,8 +61,7 @@ class CpuDecoder:
 
     def make_ready(self, layout: BlockLayout) -> None:
         """See `FusedDecoder.make_ready`."""
-        write_and_attend(kv_dtype_of(layout))
-        work_address(STORED[kv_dtype_of(layout)])
+        self._cache_of(layout)
         for dtype in self._dtypes:
             matmul_jit.product_of(KINDS[dtype])
 
@@ -79,9 +79,7 @@ class CpuDecoder:
         self._set_heads(heads)
         rows, workers, shape = len(x), self._workers(len(x)), self._shape
         rooms, plans = self._rooms_for(rows), self._plan(batch)
-        kv_dtype = kv_dtype_of(layout)
-        (write, attend), work = write_and_attend(kv_dtype), work_address(STORED[kv_dtype])
-        products, strides = self._products, strides_of(layout)
+        cache, products = self._cache_of(layout), self._products
         each = decoder_jit.ATTENTION_AT + FIRST_ITEM + plans.most_items
         counters = np.zeros((len(layers) + 1) * each, np.int64)
         partials = np.empty(plans.most_partial_rows * (2 + shape.head_dim), np.float32)
@@ -92,10 +90,10 @@ class CpuDecoder:
                 shape.q_heads, shape.kv_heads, shape.head_dim, EPILOGUES[shape.activation], self._widest,
                 self._intermediate, _at(rooms.qkv), _at(rooms.heads), _at(rooms.out), _at(rooms.gated),
                 _at(rooms.factors), rooms.factors.size, _at(rooms.sums), rooms.sums.size, _at(rooms.tiles),
-                _at(rooms.values), _at(counters), each, _at(products), write.address, attend.address, _at(arena),
-                arena.nbytes, _at(strides), _at(batch.cu_seqlens_q), _at(batch.seq_lens), len(batch.seq_lens),
+                _at(rooms.values), _at(counters), each, _at(products), cache.write, cache.attend, _at(arena),
+                arena.nbytes, _at(cache.strides), _at(batch.cu_seqlens_q), _at(batch.seq_lens), len(batch.seq_lens),
                 _at(tables), tables.shape[1], batch.groups, _at(plans.table), _at(partials), plans.most_partial_rows,
-                _at(rotations), _at(self._floats), work,
+                _at(rotations), _at(self._floats), cache.work,
             ],
             np.int64,
         )  # fmt: skip
@@ -108,6 +106,14 @@ class CpuDecoder:
         return np.array(
             [matmul_jit.product_of(kind).address if kind in own else 0 for kind in matmul_jit.KINDS], np.int64
         )
+
+    def _cache_of(self, layout: BlockLayout) -> _Cache:
+        if self._cache is None or self._cache.layout is not layout:
+            kv_dtype = kv_dtype_of(layout)
+            write, attend = write_and_attend(kv_dtype)
+            work = work_address(STORED[kv_dtype])
+            self._cache = _Cache(layout, strides_of(layout), write.address, attend.address, work)
+        return self._cache
 
     def _workers(self, rows: int) -> int:
         """Threads that are worth waking: for weights to be read, or for arithmetic."""
@@ -144,6 +150,17 @@ class CpuDecoder:
         if len(self._rooms.qkv) < rows:
             self._rooms = _Rooms.empty(rows, self)
         return self._rooms
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """What compiled code needs to know of a cache, and addresses of what is compiled for its dtype."""
+
+    layout: BlockLayout
+    strides: NDArray[np.int64]
+    write: int
+    attend: int
+    work: int
 
 
 @dataclass(frozen=True)

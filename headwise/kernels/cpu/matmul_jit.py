@@ -117,24 +117,30 @@ def factor_stride(weight):
     return weight.depth // 2 if NATIVE and weight.kind != FLOAT32 else weight.depth
 
 
+@numba.njit(fastmath={*_MATH, "reassoc"}, nogil=True, error_model="numpy")
+def _sum_rounded(values):
+    """Their sum, each rounded to bfloat16 before."""
+    total = np.float32(0.0)
+    for i in range(len(values)):
+        total += _rounded(values[i])
+    return total
+
+
 @_compiled
 def prepare_row(values, weight, row, factors, sums):
     """``values [weight.depth]``, padded with zeros, as factors of the weight, and their sums by group."""
     stride = factor_stride(weight)
     if weight.kind == FLOAT32:
-        target = factors.view(np.float32)
+        target = factors.view(np.float32)[row * stride : (row + 1) * stride]
         for i in range(stride):
-            target[row * stride + i] = values[i]
+            target[i] = values[i]
         return
     _narrow_row(values, 0, factors, row * stride, len(values))
     if weight.has_minima:
         groups = groups_of(weight)
         each = weight.depth // groups
         for group in range(groups):
-            total = np.float32(0.0)
-            for i in range(group * each, (group + 1) * each):
-                total += _rounded(values[i])
-            sums[row * groups + group] = total
+            sums[row * groups + group] = _sum_rounded(values[group * each : (group + 1) * each])
 
 
 # --- rows, as the tiles multiply them ------------------------------------------------------------------------------
@@ -216,19 +222,20 @@ def _gate(typing, tile, gate_at, up_at, is_gelu):
 def _finish(tile, epilogue, bias, out, row, rows, panel):
     """Write ``tile``, the product of some rows with a panel, to ``out``."""
     half = PANEL // 2
-    if len(bias) > 0:
-        for r in range(rows):
-            for c in range(PANEL):
-                tile[r * PANEL + c] += bias[panel * PANEL + c]
     width = PANEL if epilogue == PLAIN else half
-    if epilogue != PLAIN:
-        for r in range(rows):
+    first, last = panel * width, min((panel + 1) * width, out.shape[1])
+    for r in range(rows):
+        # Slices, for loops over them become vector loops: of a computed index Numba allows for negative ones.
+        source, target = tile[r * PANEL : (r + 1) * PANEL], out[row + r, first:last]
+        if len(bias) > 0:
+            own = bias[panel * PANEL : (panel + 1) * PANEL]
+            for c in range(PANEL):
+                source[c] += own[c]
+        if epilogue != PLAIN:
             for c in range(0, half, LANES):
                 _gate(tile, r * PANEL + c, r * PANEL + half + c, epilogue == GELU)
-    first, count = panel * width, min(width, out.shape[1] - panel * width)
-    for r in range(rows):
-        for c in range(count):
-            out[row + r, first + c] = tile[r * PANEL + c]
+        for c in range(len(target)):
+            target[c] = source[c]
 
 
 # --- items ----------------------------------------------------------------------------------------------------------

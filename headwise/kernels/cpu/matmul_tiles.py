@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from headwise.kernels.cpu.simd import ISA, LANES, Emitter
+from headwise.kernels.cpu.simd import ISA, LANES, BFloat, Emitter
 
 NATIVE = ISA.avx512bf16 and ISA.avx512bw
 """Whether pairs of bfloat16 are multiplied as they are."""
@@ -36,22 +36,7 @@ VECTORS, FEW_VECTORS = (4, 2) if ISA.avx512f else (2, 2)
 """Vectors of columns of a tile; the fewer where scales need registers, too."""
 
 
-class _Bfloat(ir.types.Type):
-    """LLVM's bfloat, which llvmlite lacks."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    _to_string = __str__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat)
-
-
-BFLOAT = _Bfloat()
+BFLOAT = BFloat()
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _INTS = ir.VectorType(_I32, LANES)

@@ -35,12 +35,14 @@ def _compiled_for() -> Isa:
 
 
 ISA = _compiled_for()
+INSTRUCTIONS = "avx512-bf16" if ISA.avx512bf16 else "avx512" if ISA.avx512f else "256-bit vectors"
+"""For people."""
 
 LANES = 16 if ISA.avx512f else 8
 """Floats in a vector. The wider one halves the instructions; LLVM splits vectors the machine lacks."""
 
 
-class _BFloat(ir.Type):
+class BFloat(ir.Type):
     """LLVM's ``bfloat``, which llvmlite has no type for."""
 
     intrinsic_name = "bf16"
@@ -49,16 +51,16 @@ class _BFloat(ir.Type):
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
-        return hash(_BFloat)
+        return hash(BFloat)
 
 
 FLOAT, INT = ir.FloatType(), ir.IntType(32)
 VECTOR, INT_VECTOR = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
-_BFLOATS = ir.VectorType(_BFloat(), LANES)
-_BFLOAT_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_BFLOATS = ir.VectorType(BFloat(), LANES)
+_BFLOAT_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 _FLAGS = ("contract", "nsz")
 _LINE = 64
 

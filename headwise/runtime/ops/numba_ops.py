@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headwise.kernels.cpu import matmul as packed
 from headwise.kernels.cpu.decoder import CpuDecoder
 from headwise.kernels.cpu.matmul import PackedWeight
+from headwise.kernels.cpu.simd import INSTRUCTIONS
 from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
@@ -27,7 +28,7 @@ class NumbaOps(NumpyOps):
     weights_dtype: of weights in memory: float32, bfloat16, int8 (a scale per group), or gguf (as they were loaded)
     """
 
-    name = "numba"
+    name = f"numba ({INSTRUCTIONS})"
 
     def __init__(self, threads: int, weights_dtype: str = "float32") -> None:
         super().__init__()

@@ -79,11 +79,11 @@ class Device(Protocol):
 class CpuDevice:
     """`Device` on ``threads`` cores."""
 
-    name = "cpu"
     sampler = None
 
     def __init__(self, config: EngineConfig, threads: int) -> None:
         self._kernels_name = config.kernels
+        self.name = f"cpu ({threads} threads)"
         self.ops = make_ops(config.tensor_ops, threads, config.dtype_name, config.weights_dtype_name)
         self.kernels = make_kernels(config.kernels, threads)
 
