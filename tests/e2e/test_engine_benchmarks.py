@@ -14,6 +14,15 @@ def test_the_overhead_of_the_engine_is_measured(capsys: pytest.CaptureFixture[st
     assert found["engine_step_ms"] > 0 < found["bare_step_ms"]
 
 
+def test_perplexity_is_measured_and_within_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = quick_figures("perplexity", capsys).values()
+    assert found["tokens"] == 128
+    assert 1 < found["perplexity"] < 100, "this is English"
+    for variant, limit in LIMITS.items():
+        assert found[variant] <= limit, variant
+        assert found["top1"][variant] > 0.9, variant
+
+
 def test_a_cached_prefix_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("prefix_cache", capsys)
     assert found["cached_tokens"] == found["prefix_tokens"]
