@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from figures_table import SCENARIOS
+from perplexity import LIMITS
 from support.benchmark_runs import figures_of, quick_figures
 
 pytestmark = pytest.mark.model
