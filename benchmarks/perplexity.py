@@ -164,8 +164,8 @@ def compare(model: str, tokens: int, variants: Sequence[str] = tuple(VARIANTS)) 
         found[variant], found["top1"][variant] = reading.over(exact), reading.agreement(exact)
         found["error"][variant] = reading.uncertainty(exact)
         print(
-            f"    {variant:<9} ratio {found[variant]:.5f} +- {found['error'][variant]:.5f} (limit {LIMITS[variant]:.3f})"
-            f"   top-1 {found['top1'][variant]:7.2%}",
+            f"    {variant:<9} ratio {found[variant]:.5f} +- {found['error'][variant]:.5f} "
+            f"(limit {LIMITS[variant]:.3f})   top-1 {found['top1'][variant]:7.2%}",
             flush=True,
         )
     return found
