@@ -175,10 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="this one alone")
     parser.add_argument("--tokens", type=int, default=2048, help="of the text, from its beginning")
-    parser.add_argument("--quick", action="store_true", help="the first 128 tokens, SmolLM2 only: seconds")
+    parser.add_argument("--quick", action="store_true", help="the first 512 tokens, SmolLM2 only: seconds")
     args = parser.parse_args(arguments)
     models = (args.model,) if args.model else MODELS[:1] if args.quick else MODELS
-    print(json.dumps({model: compare(model, 128 if args.quick else args.tokens) for model in models}))
+    print(json.dumps({model: compare(model, 512 if args.quick else args.tokens) for model in models}))
 
 
 if __name__ == "__main__":
