@@ -55,6 +55,12 @@ def _routing(f: Figures) -> str:
     return f"{listed(*seconds)} ({f['requests']:,} requests)"
 
 
+def _perplexity(f: Figures) -> str:
+    variants = ("bfloat16", "int8", "gguf", "kv_int8")
+    models = ((name, ", ".join(f"{m[v]:.4f} ({percent(m['top1'][v])})" for v in variants)) for name, m in f.items())
+    return listed(*(f"{name} {ratios}" for name, ratios in models))
+
+
 def _decode(f: Figures) -> str:
     rates = {one["workload"]: one["kv_gb_s"] for one in f["results"]}
     return f"{rates['decode 16 x 2048']:.0f} GB/s of KV"
@@ -86,6 +92,13 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
                 f"{percent(f['decode_fraction'])} of {f['read_gb_s']:.0f} GB/s; {percent(f['prefill_fraction'])} of "
                 f"{f['gemm_gflop_s']:.0f} GFLOP/s ({f['dtype']})"
             ),
+        ),
+    ),
+    "perplexity": (
+        Row(
+            "Perplexity of a text over that in float32 (and how often the likeliest token is the same): bfloat16, int8 "
+            "weights, weights as the GGUF file has them, int8 cache",
+            _perplexity,
         ),
     ),
     "engine_overhead": (

@@ -6,7 +6,7 @@ The text is given to a worker as an engine gives a prompt: in chunks over the ca
 they are decoded. `gguf` is compared with float32 of the same file's values. Top-1 is the share of positions whose
 likeliest next token is float32's.
 
-The last line is JSON: by model, the ratio of each variant, and under `top1` its share.
+The last line is JSON: by model, the ratio of each variant, under `error` its standard error, under `top1` its share.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class Reading:
     def over(self, other: Reading) -> float:
         """This perplexity over another reading's of the same text."""
         return self.perplexity / other.perplexity
+
+    def uncertainty(self, other: Reading) -> float:
+        """The standard error of `over`: what another text of this length may well give besides."""
+        difference = self.surprise - other.surprise
+        return float(difference.std() / np.sqrt(len(difference)))
 
     def agreement(self, other: Reading) -> float:
         return float((self.likeliest == other.likeliest).mean())
@@ -153,13 +158,14 @@ def compare(model: str, tokens: int, variants: Sequence[str] = tuple(VARIANTS)) 
     text = prompt.prompt_token_ids[:tokens]
     exact = read(config, text)
     print(f"{model}, {len(text)} tokens: perplexity {exact.perplexity:.3f} in float32")
-    found: dict[str, Any] = {"tokens": len(text), "perplexity": exact.perplexity, "top1": {}}
+    found: dict[str, Any] = {"tokens": len(text), "perplexity": exact.perplexity, "error": {}, "top1": {}}
     for variant in variants:
         reading = read(replace(config, **VARIANTS[variant]), text)  # type: ignore[arg-type]
         found[variant], found["top1"][variant] = reading.over(exact), reading.agreement(exact)
+        found["error"][variant] = reading.uncertainty(exact)
         print(
-            f"    {variant:<9} ratio {found[variant]:.5f} (limit {LIMITS[variant]:.3f})   "
-            f"top-1 {found['top1'][variant]:7.2%}",
+            f"    {variant:<9} ratio {found[variant]:.5f} +- {found['error'][variant]:.5f} "
+            f"(limit {LIMITS[variant]:.3f})   top-1 {found['top1'][variant]:7.2%}",
             flush=True,
         )
     return found
@@ -169,10 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="this one alone")
     parser.add_argument("--tokens", type=int, default=2048, help="of the text, from its beginning")
-    parser.add_argument("--quick", action="store_true", help="the first 128 tokens, SmolLM2 only: seconds")
+    parser.add_argument("--quick", action="store_true", help="the first 512 tokens, SmolLM2 only: seconds")
     args = parser.parse_args(arguments)
     models = (args.model,) if args.model else MODELS[:1] if args.quick else MODELS
-    print(json.dumps({model: compare(model, 128 if args.quick else args.tokens) for model in models}))
+    print(json.dumps({model: compare(model, 512 if args.quick else args.tokens) for model in models}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from figures_table import SCENARIOS
+from perplexity import LIMITS
 from support.benchmark_runs import figures_of, quick_figures
 
 pytestmark = pytest.mark.model
@@ -12,6 +13,15 @@ pytestmark = pytest.mark.model
 def test_the_overhead_of_the_engine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("engine_overhead", capsys)
     assert found["engine_step_ms"] > 0 < found["bare_step_ms"]
+
+
+def test_perplexity_is_measured_and_within_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = quick_figures("perplexity", capsys).values()
+    assert found["tokens"] == 512
+    assert 1 < found["perplexity"] < 100, "this is English"
+    for variant, limit in LIMITS.items():
+        assert found[variant] <= limit, variant
+        assert found["top1"][variant] > 0.9, variant
 
 
 def test_a_cached_prefix_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

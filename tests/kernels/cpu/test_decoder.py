@@ -8,6 +8,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 from support.engine.dense_oracle import DenseAttention
+from support.other_cpus import OTHER_CPUS, assert_passes
 from support.paged_steps import CacheShown, LayerByCall, PagedSequences, Step, only_shard
 from support.random_models import BASE, CONFIGS, random_weights
 
@@ -179,3 +180,9 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cpu", OTHER_CPUS)
+def test_decoders_compiled_for_other_cpus_pass_all_tests(cpu: str) -> None:
+    assert_passes(__file__, cpu)

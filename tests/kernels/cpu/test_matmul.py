@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from support.other_cpus import OTHER_CPUS, assert_passes
 from support.packed_weights import FORMS, RandomWeight, random_weight
 
 from headwise.kernels.cpu import matmul as module
@@ -184,29 +180,14 @@ def test_packed_weights_have_the_bytes_that_their_dtype_promises() -> None:
 
 # --- other CPUs ---------------------------------------------------------------------------------------------------
 
-OTHER_CPUS = {
-    "without AVX-512": ("haswell", "+avx2,+fma,+bmi,+bmi2,+f16c"),
-    "without float16": ("generic", ""),
-    "without bfloat16": ("skylake-avx512", "+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"),
-}
-HERE = "stored_values or any_number or alone_and_among or gated_weight or not_finite"
+SOME = "stored_values or any_number or alone_and_among or gated_weight or not_finite"
 
 
-def assert_passes_elsewhere(cpu: str, selected: str) -> None:
-    name, features = OTHER_CPUS[cpu]
-    environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    command = [sys.executable, "-m", "pytest", "-m", "not soak", "-k", selected, "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, str(Path(__file__))], env=environment, capture_output=True, text=True, timeout=590, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-
-
-def test_cpus_without_avx_512_pass_the_same_tests() -> None:
-    assert_passes_elsewhere("without AVX-512", f"({HERE}) and not elsewhere and not without_avx_512")
+def test_products_compiled_for_other_cpus_without_avx_512_are_right() -> None:
+    assert_passes(__file__, "without AVX-512", SOME)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cpu", OTHER_CPUS)
-def test_other_cpus_pass_all_tests(cpu: str) -> None:
-    assert_passes_elsewhere(cpu, "not without_avx_512")
+def test_products_compiled_for_other_cpus_pass_all_tests(cpu: str) -> None:
+    assert_passes(__file__, cpu)
