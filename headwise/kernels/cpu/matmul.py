@@ -233,7 +233,8 @@ def take_rows(weight: PackedWeight, ids: NDArray[np.int32]) -> NDArray[np.float3
     elif weight.dtype == "bfloat16":
         packing_jit.rows_bfloat16(weight.packed, ids, out.view(np.uint32))
     else:
-        scales, minima = (numbers.astype(np.float32) for numbers in (weight.scales, weight.minima))
+        panels, columns = ids // PANEL, ids % PANEL
+        scales, minima = (numbers[panels, :, columns].astype(np.float32) for numbers in (weight.scales, weight.minima))
         each = weight.depth // weight.scales.shape[1]
         packing_jit.rows_quantised(
             weight.packed, weight.dtype == "int4", int(weight.table[12]), scales, minima, each, ids, out

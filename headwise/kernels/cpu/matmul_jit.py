@@ -61,6 +61,9 @@ ROW_BLOCK = 96
 DEPTH_BYTES = 1 << 18
 """Bytes of a panel that are multiplied with all rows of an item before the next ones are: they stay in the L2 cache."""
 
+NEXT_PANEL = 2
+"""Panels from one that a thread takes to the next, where two threads take them in turns."""
+
 TILE = ROW_BLOCK * PANEL
 """Floats of a thread's scratch."""
 
@@ -242,26 +245,47 @@ def _finish(tile, epilogue, bias, out, row, rows, panel):
 
 
 def _plain_rows(kind: Kind) -> Any:
-    """Make the function that multiplies some rows with some turns of a panel, for a kind without scales."""
+    """Make the function that multiplies some rows with some turns of a panel, for a kind without scales.
+
+    The first few rows wait for the panel to come from memory. Where there are some more, but not many, they are slowed
+    by nothing, and meanwhile the panel is prefetched that this thread is likely to take next.
+    """
     most, four, two, one = (plain_tile(kind, rows, VECTORS) for rows in TILE_ROWS)
+    most_ahead, four_ahead, two_ahead, one_ahead = (
+        plain_tile(kind, rows, VECTORS, prefetch=True) for rows in TILE_ROWS
+    )
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
     @_compiled
     def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile):
         start, fresh, done = (panel * weight.turns + turn) * turn_bytes, turn == 0, 0
+        ahead = NEXT_PANEL * weight.turns * turn_bytes
+        is_worth_it = rows < ROW_BLOCK and (panel + NEXT_PANEL + 1) * PANEL <= weight.columns
         while done < rows:
             x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
             step = TILE_ROWS[0] if left >= TILE_ROWS[0] else 4 if left >= 4 else 2 if left >= 2 else 1
+            prefetch = is_worth_it and 0 < done <= TILE_ROWS[0]
             for column in range(0, PANEL, VECTORS * LANES):
                 at, t_at = start + column * column_bytes, done * PANEL + column
                 if step == TILE_ROWS[0]:
-                    most(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh)
+                    if prefetch:
+                        most_ahead(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, ahead)
+                    else:
+                        most(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, 0)
                 elif step == 4:
-                    four(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh)
+                    if prefetch:
+                        four_ahead(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, ahead)
+                    else:
+                        four(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, 0)
                 elif step == 2:
-                    two(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh)
+                    if prefetch:
+                        two_ahead(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, ahead)
+                    else:
+                        two(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, 0)
+                elif prefetch:
+                    one_ahead(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, ahead)
                 else:
-                    one(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh)
+                    one(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, 0)
             done += step
 
     return run

@@ -36,6 +36,9 @@ VECTORS, FEW_VECTORS = (4, 2) if ISA.avx512f else (2, 2)
 """Vectors of columns of a tile; the fewer where scales need registers, too."""
 
 
+_LINE = 64
+"""Bytes of a cache line."""
+
 BFLOAT = BFloat()
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -189,29 +192,30 @@ def _bfloat16_bits(number: int) -> int:
     return struct.unpack("<I", struct.pack("<f", number))[0] >> 16
 
 
-def plain_tile(kind: Kind, rows: int, vectors: int) -> Any:
+def plain_tile(kind: Kind, rows: int, vectors: int, prefetch: bool = False) -> Any:
     """Make ``tile[r, j] (+)= x[r] . weight[:, j]`` of a weight without scales.
 
     Arguments: ``x, x_at, x_stride`` (in 32-bit numbers), ``weight, weight_at`` (bytes, of the first turn and column),
-    ``turns``, ``tile, tile_at, fresh``: whether the tile begins at 0. Rows of a tile are `PANEL` apart.
+    ``turns``, ``tile, tile_at, fresh``: whether the tile begins at 0; ``ahead``: with ``prefetch``, what lies so many
+    bytes behind each turn is prefetched. Rows of a tile are `PANEL` apart.
     """
 
     @intrinsic
-    def run(typing, x, xa, xs, w, wa, turns, tile, ta, fresh):
+    def run(typing, x, xa, xs, w, wa, turns, tile, ta, fresh, ahead):
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             e = Emitter(context, builder, signature, args)
-            x, xa, xs, w, wa, turns, tile, ta, fresh = e.args
+            x, xa, xs, w, wa, turns, tile, ta, fresh, ahead = e.args
             x_rows, w = [e.at(x, xa, e.times(xs, row)) for row in range(rows)], e.at(w, wa)
             cells = _cells(e, e.at(tile, ta), rows, vectors)
             is_fresh = builder.icmp_signed("!=", fresh, fresh.type(0))
             sums = [e.variable(builder.select(is_fresh, e.fill(0.0), e.load(cell))) for cell in cells]
-            _sum_turns(e, kind, x_rows, w, turns, sums, vectors, None)
+            _sum_turns(e, kind, x_rows, w, turns, sums, vectors, None, ahead if prefetch else None)
             for cell, total in zip(cells, sums, strict=True):
                 e.store(e.value(total), cell)
             return context.get_dummy_value()
 
         n = types.intp
-        return types.void(x, n, n, w, n, n, tile, n, n), emit
+        return types.void(x, n, n, w, n, n, tile, n, n, n), emit
 
     return run
 
@@ -307,11 +311,22 @@ def _cells(e: Emitter, tile: Any, rows: int, vectors: int) -> list[Any]:
 
 
 def _sum_turns(
-    e: Emitter, kind: Kind, x_rows: list[Any], w: Any, turns: Any, sums: list[Any], vectors: int, prepared: Any
+    e: Emitter,
+    kind: Kind,
+    x_rows: list[Any],
+    w: Any,
+    turns: Any,
+    sums: list[Any],
+    vectors: int,
+    prepared: Any,
+    ahead: Any = None,
 ) -> None:
-    """Add ``turns`` turns to the variables ``sums``, ``vectors`` for each row."""
+    """Add ``turns`` turns to the variables ``sums``, ``vectors`` for each row; ``ahead`` as in `plain_tile`."""
     with cgutils.for_range(e.builder, turns) as loop:
         pointer = e.at(w, e.times(loop.index, kind.turn_bytes))
+        if ahead is not None:
+            for line in range(0, vectors * LANES * kind.column_bytes, _LINE):
+                e.prefetch(e.at(pointer, ahead, ahead.type(line)))
         at = e.times(loop.index, kind.x_per_turn)
         for step, operands in kind.steps(e, pointer, vectors, prepared):
             for row, x in enumerate(x_rows):

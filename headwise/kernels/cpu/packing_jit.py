@@ -105,7 +105,10 @@ def rows_bfloat16(packed, ids, bits):
 
 @machine_code.entry(nogil=True, error_model="numpy")
 def rows_quantised(packed, is_int4, offset, scales, minima, each, ids, out):
-    """``out[i] = weight[ids[i]]``: ``scale * (code - offset) + minimum``, with ``each`` numbers a group."""
+    """``out[i] = weight[ids[i]]``: ``scale * (code - offset) + minimum``, with ``each`` numbers a group.
+
+    scales, minima: of these rows, ``[n, groups]``; ``minima`` may have no groups
+    """
     for i in range(len(ids)):
         panel, c = ids[i] // PANEL, ids[i] % PANEL
         for k in range(out.shape[1]):
@@ -113,7 +116,7 @@ def rows_quantised(packed, is_int4, offset, scales, minima, each, ids, out):
                 code = np.float32(packed[panel, k >> 3, c, k & 1] >> ((k & 7) >> 1 << 2) & 15)
             else:
                 code = np.float32(packed[panel, k >> 1, c, k & 1])
-            value = (code - np.float32(offset)) * scales[panel, k // each, c]
+            value = (code - np.float32(offset)) * scales[i, k // each]
             if minima.shape[1] > 0:
-                value += minima[panel, k // each, c]
+                value += minima[i, k // each]
             out[i, k] = value
