@@ -37,6 +37,7 @@ from runtimes.ours import add_engine_options, engine_fields, headwise_spec
 from runtimes.scenarios import Scenario, decode_rate, prefill_rate
 
 from headwise.cache_controller.policy import HeadPolicy
+from headwise.kernels.cpu.matmul import matmul, pack_float
 from headwise.runtime.cli.terminal import progress
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
@@ -117,11 +118,13 @@ def best_gemm_rate(hidden: int, intermediate: int, size: Size) -> float:
 
 
 def _gemm_rates(m: int, k: int, n: int, repeats: int) -> Iterator[float]:
-    """FLOP/s of each implementation for ``[m, k] @ [k, n]``: NumPy's, in float32."""
+    """FLOP/s of each implementation for ``[m, k] @ [k, n]``: NumPy's in float32, our own in bfloat16."""
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((m, k), np.float32), rng.standard_normal((k, n), np.float32)
     out = np.empty((m, n), np.float32)
     yield 2 * m * k * n / min(seconds_of(lambda: np.matmul(a, b, out=out), repeats))
+    weight, threads = pack_float(np.ascontiguousarray(b.T), "bfloat16"), len(os.sched_getaffinity(0))
+    yield 2 * m * k * n / min(seconds_of(lambda: matmul(a, weight, threads, out=out), repeats))
 
 
 # ---- the model ----

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cpu import machine_code
 from headwise.kernels.gqa import gqa_layout, head_dim_of, kv_dtype_of
 
 HEAD_DIM_STEP = 16
@@ -198,7 +199,7 @@ def work_address(stored: Any) -> int:
 
 
 def _compile(function: Any, signature: Any) -> None:
-    with _compiling:
+    with _compiling, machine_code.one_process_at_a_time():
         if signature.args not in function.overloads:
             function.disable_compile(False)
             function.compile(signature)

@@ -7,6 +7,7 @@ changes, nothing stale is ever found.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import tempfile
@@ -57,12 +58,21 @@ def kept_on_disk() -> Iterator[None]:
     Raises:
         ConfigError: as `directory`.
     """
-    before = _numba.config.CACHE_DIR
-    _numba.config.CACHE_DIR = str(_directory())
-    try:
+    before, place = _numba.config.CACHE_DIR, str(_directory())
+    with one_process_at_a_time():
+        _numba.config.CACHE_DIR = place
+        try:
+            yield
+        finally:
+            _numba.config.CACHE_DIR = before
+
+
+@contextmanager
+def one_process_at_a_time() -> Iterator[None]:
+    """For compilations: whoever waits meanwhile finds the machine code on disk. Not to be entered twice by a thread."""
+    with (_directory() / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         yield
-    finally:
-        _numba.config.CACHE_DIR = before
 
 
 def directory(package: Path = PACKAGE) -> Path:

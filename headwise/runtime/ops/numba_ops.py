@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from headwise.kernels.cpu import matmul as packed
 from headwise.kernels.cpu.decoder import CpuDecoder
 from headwise.kernels.cpu.matmul import PackedWeight
+from headwise.kernels.cpu.pool import check_threads
 from headwise.kernels.cpu.simd import INSTRUCTIONS
 from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape
 from headwise.runtime.ops.numpy_ops import NumpyOps
@@ -26,12 +27,16 @@ class NumbaOps(NumpyOps):
     """`TensorOps` on ``threads`` cores.
 
     weights_dtype: of weights in memory: float32, bfloat16, int8 (a scale per group), or gguf (as they were loaded)
+
+    Raises:
+        ConfigError: this process may not use so many cores.
     """
 
     name = f"numba ({INSTRUCTIONS})"
 
     def __init__(self, threads: int, weights_dtype: str = "float32") -> None:
         super().__init__()
+        check_threads(threads)
         self.threads = threads
         self.itemsize = 4 if weights_dtype == "float32" else 2
         self._weights_dtype = weights_dtype
