@@ -73,7 +73,7 @@ class Setting:
 
 def settings(quick: bool) -> list[Setting]:
     """A tenth of the published 10,600 tokens in and 4,000 out; longer for Gemma 3, whose window is 512 tokens."""
-    shared = EngineConfig(block_size=16, max_batched_tokens=64, async_scheduling=False)
+    shared = EngineConfig(dtype="float32", block_size=16, max_batched_tokens=64, async_scheduling=False)
     smollm2 = replace(shared, model="smollm2-135m", head_pattern=str(PATTERN), sparsity=0.75, sink=32, window=128)
     gemma3 = replace(shared, model="gemma3-270m")
     if quick:

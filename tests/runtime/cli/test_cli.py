@@ -80,7 +80,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_info_shows_groups_blocks_and_pool(model: Path) -> None:
-    result = run("info", "--model", model, "--block-size", 16, "--kv-cache", "96KiB", "--length", 40, "--length", 9999)
+    pool = ("--dtype", "float32", "--block-size", 16, "--kv-cache", "96KiB")
+    result = run("info", "--model", model, *pool, "--length", 40, "--length", 9999)
     assert result.exit_code == 0
     assert "3 layers, 4 query and 2 KV heads of 16" in result.stdout
     assert "1 x 6 slots per rank (auto, padding 0.0%)" in result.stdout
