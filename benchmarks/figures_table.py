@@ -57,7 +57,7 @@ def _routing(f: Figures) -> str:
 
 def _perplexity(f: Figures) -> str:
     variants = ("bfloat16", "int8", "gguf", "kv_int8")
-    models = {name: f[name] for name in ("smollm2-135m", "gemma3-270m")}
+    models = {"smollm2-135m": f["smollm2-135m"], **f}
     ratios = (", ".join(f"{m[v]:.4f} ({percent(m['top1'][v])})" for v in variants) for m in models.values())
     return listed(*(f"{name} {each}" for name, each in zip(models, ratios, strict=True)))
 

@@ -15,6 +15,13 @@ def test_the_overhead_of_the_engine_is_measured(capsys: pytest.CaptureFixture[st
     assert found["engine_step_ms"] > 0 < found["bare_step_ms"]
 
 
+def test_perplexity_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = figures_of("perplexity", capsys, "--model", "smollm2-135m", "--tokens", "48").values()
+    assert found["tokens"] == 48
+    assert all(0.9 < found[variant] < 1.1 for variant in LIMITS), "48 tokens say no more"
+
+
+@pytest.mark.soak
 def test_perplexity_is_measured_and_within_its_limits(capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = quick_figures("perplexity", capsys).values()
     assert found["tokens"] == 512
