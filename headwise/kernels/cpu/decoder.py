@@ -76,6 +76,11 @@ class CpuDecoder:
         heads: Sequence[HeadTable],
     ) -> None:
         """See `FusedDecoder.run`."""
+        for array, dtype in (
+            (x, np.float32), (rotations, np.float32), (arena, np.uint8), (batch.cu_seqlens_q, np.int32),
+            (batch.seq_lens, np.int32), (batch.block_tables, np.int32),
+        ):  # fmt: skip
+            _check(array, dtype)
         self._set_heads(heads)
         rows, workers, shape = len(x), self._workers(len(x)), self._shape
         rooms, plans = self._rooms_for(rows), self._plan(batch)
@@ -128,6 +133,7 @@ class CpuDecoder:
         plans: dict[tuple[bytes, bytes], tuple[int, Any, Any]] = {}
         for row, head in zip(self._table, heads, strict=True):
             for at, array in zip(range(decoder_jit.HEADS_AT, decoder_jit.ROPE_AT, 2), _arrays(head), strict=True):
+                _check(array, np.int32)
                 row[at : at + 2] = _at(array), array.size
             policy = (head.window.tobytes(), head.sink.tobytes())
             number = plans.setdefault(policy, (len(plans), head.window, head.sink))[0]
@@ -212,6 +218,12 @@ class _Rooms:
             tiles=floats(threads * matmul_jit.TILE),
             values=floats(threads * decoder._widest),
         )
+
+
+def _check(array: NDArray[Any], dtype: Any) -> None:
+    """Raise TypeError unless compiled code, which is given an address alone, finds there what it expects."""
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise TypeError(f"need a contiguous array of {np.dtype(dtype)}, got {array.dtype} with strides {array.strides}")
 
 
 def _at(array: NDArray[Any]) -> int:

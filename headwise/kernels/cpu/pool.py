@@ -54,9 +54,14 @@ class ThreadPool:
                 self._ended.put(None)
 
 
-@cache
 def pool_of_this_process() -> ThreadPool:
     """Threads for as many cores as this process may use."""
+    return _pool_of(os.getpid())
+
+
+@cache
+def _pool_of(process: int) -> ThreadPool:
+    # By process: one that was forked has its parent's pool, but none of its threads.
     return ThreadPool(len(os.sched_getaffinity(0)))
 
 

@@ -176,6 +176,14 @@ def test_a_decoder_takes_caches_of_several_dtypes_in_turn() -> None:
     assert_equal(run(model, CacheShown), before)
 
 
+def test_arrays_that_compiled_code_would_misread_are_refused() -> None:
+    def misread(sequences, batch):
+        return CacheShown(sequences, replace(batch, seq_lens=batch.seq_lens.astype(np.int64)))
+
+    with pytest.raises(TypeError, match="contiguous array of int32, got int64"):
+        run(model_of(config_of("llama")), misread)
+
+
 def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):

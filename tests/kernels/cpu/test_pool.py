@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -134,3 +136,18 @@ def test_threads_that_the_pool_has_not_are_refused() -> None:
     for threads in (0, -1, cores + 1):
         with pytest.raises(ConfigError, match=rf"threads={threads} cannot be had: choose from 1 to {cores}"):
             check_threads(threads)
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    program = """
+import os
+from headwise.kernels.cpu.pool import pool_of_this_process
+cores, seen = len(os.sched_getaffinity(0)), []
+pool_of_this_process().run(seen.append, cores)
+if os.fork() == 0:
+    pool_of_this_process().run(seen.append, cores)
+    os._exit(len(seen) - 2 * cores)
+print(os.wait()[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "0", done.stderr
