@@ -32,7 +32,7 @@ from headwise.runtime.worker.worker import ModelWorker, WorkerParts, load_model
 
 TEXT = Path(__file__).parent / "data" / "perplexity.txt"
 MODELS = ("smollm2-135m", "gemma3-270m")
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "weights_dtype": "int8"},
     "gguf": {"dtype": "bfloat16", "weights_dtype": "gguf"},
@@ -78,7 +78,9 @@ class Reader(Model):
 
     def __init__(self, model: Model, text: NDArray[np.int32]) -> None:
         self.config, self._model, self._text = model.config, model, text
-        self.is_reading, self._surprise, self._likeliest = False, [], []  # type: ignore[var-annotated]
+        self.is_reading = False
+        self._surprise: list[float] = []
+        self._likeliest: list[int] = []
 
     def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
         hidden = self._model.forward(token_ids, positions, attention)
@@ -160,7 +162,7 @@ def compare(model: str, tokens: int, variants: Sequence[str] = tuple(VARIANTS)) 
     print(f"{model}, {len(text)} tokens: perplexity {exact.perplexity:.3f} in float32")
     found: dict[str, Any] = {"tokens": len(text), "perplexity": exact.perplexity, "error": {}, "top1": {}}
     for variant in variants:
-        reading = read(replace(config, **VARIANTS[variant]), text)  # type: ignore[arg-type]
+        reading = read(replace(config, **VARIANTS[variant]), text)
         found[variant], found["top1"][variant] = reading.over(exact), reading.agreement(exact)
         found["error"][variant] = reading.uncertainty(exact)
         print(
