@@ -45,7 +45,7 @@ class WorkerGroup:
         )
         threads = str(threads_per_worker(config))
         # Read by the libraries at import, hence before the worker's process imports anything.
-        env = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
+        env = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
         worker_class: Any = Worker
         self._workers = [
             worker_class.options(**in_bundle(placement, rank + 1), runtime_env={"env_vars": env}).remote(

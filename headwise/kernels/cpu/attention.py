@@ -1,51 +1,36 @@
-"""Attention on CPU cores, compiled by Numba: the thin Python half (`attention_jit` and `kv_write_jit` are compiled)."""
+"""Attention on CPU cores, compiled by Numba: one layer at a time (`attention_jit` and `kv_write_jit` are compiled)."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
-from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cpu import machine_code
-from headwise.kernels.gqa import gqa_layout, head_dim_of, kv_dtype_of
+from headwise.kernels.cpu import records
+from headwise.kernels.cpu.attention_jit import FIRST_ITEM
+from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP, CacheKernels, PlanTable, score_factor
+from headwise.kernels.cpu.attention_plan import THREAD_COST, make_plan
+from headwise.kernels.cpu.pool import check_threads, pool_of_this_process
+from headwise.kernels.cpu.records import address_of
+from headwise.kernels.gqa import gqa_layout, head_dim_of
 
-HEAD_DIM_STEP = 16
-"""Head dimensions must be a multiple of this: rows of keys are read as whole vectors."""
+THREAD_TOKENS = 32
+"""Tokens to be written that are worth waking a thread for."""
 
-STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
-"""KV dtypes, and the NumPy dtype that compiled code sees them as: bfloat16 as its bits."""
-
-_numba: Any = numba
-_one_caller = threading.Lock()
-_compiling = threading.Lock()
-_no_angles = np.zeros((0, 0), np.float32)
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """What a layout means to compiled code."""
-
-    layout: BlockLayout
-    stored: Any
-    strides: NDArray[np.int64]
-    work_at: int
+_FLOAT_BYTES = 4
 
 
 class NumbaKernels:
-    """`RotatingKernels` for float32 arrays in host memory, callable from any thread; KV is of any dtype of `STORED`.
+    """`RotatingKernels` for float32 arrays in host memory, callable from any thread.
+
+    KV is of any dtype of `attention_pass.STORED`.
 
     Making the first one in a process loads the kernels for ``kv_dtype``, if one is given, and on a machine's first ever
-    use compiles them (about twenty seconds; the machine code is kept on disk). Those of other KV are loaded by
-    `prepare`, or when first called with it. ``query``, ``key`` and ``value`` are float32 with contiguous
+    use compiles them (some seconds; the machine code is kept on disk). Those of other KV are loaded by `prepare`, or
+    when first called with it. ``query``, ``key`` and ``value`` are float32 with contiguous
     rows, which may lie apart; ``out`` is C-contiguous float32, the arrays of batch and heads C-contiguous int32.
 
     Over float32 KV all is float32. Over KV of fewer bits queries and probabilities are rounded to bfloat16 where the
@@ -60,40 +45,23 @@ class NumbaKernels:
     name = "numba"
 
     def __init__(self, threads: int, kv_dtype: str | None = "float32") -> None:
-        # GNU OpenMP takes calls from any thread and lives beside the threads of a tensor framework's own BLAS.
-        _numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-        from headwise.kernels.cpu import attention_jit, kv_write_jit
-
-        self._attend, self._write = attention_jit.attend, kv_write_jit.write
-        self._known: _Variant | None = None
-        self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._known: CacheKernels | None = None
         self.set_threads(threads)
         if kv_dtype is not None:
             self.prepare(kv_dtype)
 
     def set_threads(self, threads: int) -> None:
         """Use at most ``threads`` threads from the next call on; small calls use fewer."""
-        most = int(_numba.config.NUMBA_NUM_THREADS)
-        if not 1 <= threads <= most:
-            raise ConfigError(f"threads={threads} cannot be had: choose from 1 to {most}, the cores of this process")
+        check_threads(threads)
         self._threads = threads
 
     def prepare(self, kv_dtype: str) -> None:
-        """Load the kernels of KV of this dtype, and run them once, so that threads and pages are there.
+        """Load the kernels of KV of this dtype.
 
         Raises:
             ConfigError: there are none for this dtype.
         """
-        layout = gqa_layout(block_size=1, slots=1, head_dim=HEAD_DIM_STEP, dtype=kv_dtype)
-        one = np.zeros(1, np.int32)
-        batch = AttentionBatch(np.array([0, 1], np.int32), one + 1, np.zeros((1, 1), np.int32), groups=1)
-        heads = HeadTable(one, one, one, one)
-        token = np.zeros((1, 1, HEAD_DIM_STEP), np.float32)
-        arena = np.zeros(layout.block_bytes, np.uint8)
-        self.write_kv(token, token, arena, layout, batch, heads)
-        self.attend(token, arena, layout, batch, heads, scale=1.0, softcap=0.0, out=token)
-        if _numba.threading_layer() == "workqueue":  # which aborts the process when two threads enter it at once
-            self._guard = _one_caller
+        CacheKernels.of(gqa_layout(block_size=1, slots=1, head_dim=HEAD_DIM_STEP, dtype=kv_dtype))
 
     def write_kv(
         self,
@@ -105,8 +73,8 @@ class NumbaKernels:
         heads: HeadTable,
     ) -> None:
         """See `AttentionKernels.write_kv`."""
-        nothing = np.empty((0, 0, key.shape[2]), np.float32)
-        self._write_rows(nothing, key, value, _no_angles, _no_angles, arena, layout, batch, heads)
+        nothing, no_angles = key[:, :0], np.zeros((len(key), 0), np.float32)
+        self._write_rows(nothing, key, value, no_angles, no_angles, arena, layout, batch, heads)
 
     def write_kv_rope(
         self,
@@ -136,13 +104,28 @@ class NumbaKernels:
         batch: AttentionBatch,
         heads: HeadTable,
     ) -> None:
-        variant = self._variant_of(layout)
-        with self._guard:
-            self._write(
-                query, key, value, cosines, sines, arena.view(variant.stored), arena.view(np.float32), variant.strides,
-                batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups, heads.group, heads.slot,
-                self._threads,
-            )  # fmt: skip
+        rows, half, dim = len(key), cosines.shape[1], key.shape[2]
+        if half > 0 and (2 * half != dim or query.shape[2] != dim or not len(query) == len(cosines) == rows):
+            raise ValueError("query, cosines and sines do not fit the keys")
+        if cosines.shape != sines.shape:
+            raise ValueError("cosines and sines do not fit each other")
+        if key.shape != value.shape:
+            raise ValueError("keys and values do not fit each other")
+        _check(rows, key.shape[1], dim, layout, batch, heads)
+        kernels, layer = self._kernels_of(layout), _layer_of(heads)
+        tokens, scratch = int(batch.cu_seqlens_q[-1]), np.empty((self._threads, dim), np.float32)
+        own = kernels.a_pass(
+            arena, batch, rows=rows, q_heads=query.shape[1], kv_heads=key.shape[1], dim=dim, **_rows("query", query),
+            **_rows("key", key), **_rows("value", value), cosines=address_of(cosines, np.float32),
+            sines=address_of(sines, np.float32), half=half, scratch=scratch.ctypes.data, scratch_floats=dim,
+        )  # fmt: skip
+        workers = max(1, min(self._threads, tokens // THREAD_TOKENS))
+
+        def write(thread: int) -> None:
+            first, last = (tokens * share // workers for share in (thread, thread + 1))
+            kernels.write.ctypes(own.ctypes.data, layer.ctypes.data, first, last, thread)
+
+        pool_of_this_process().run(write, workers)
 
     def attend(
         self,
@@ -160,74 +143,57 @@ class NumbaKernels:
 
         A sequence's results do not depend on the batch that it is part of, nor on the number of threads.
         """
-        variant = self._variant_of(layout)
-        with self._guard:
-            self._attend(
-                variant.work_at, query, arena.view(variant.stored), arena.view(np.float32), variant.strides,
-                batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, batch.groups,
-                heads.group, heads.slot, heads.window, heads.sink, scale, softcap, self._threads, out,
-            )  # fmt: skip
+        rows, q_heads, dim = query.shape
+        kv_heads = len(heads.group)
+        if out.shape != query.shape or q_heads % kv_heads:
+            raise ValueError(f"query {query.shape}, out {out.shape} and {kv_heads} KV heads do not fit each other")
+        _check(rows, kv_heads, dim, layout, batch, heads)
+        kernels, share = self._kernels_of(layout), q_heads // kv_heads
+        plan = make_plan(batch, heads.window, heads.sink, share, dim)
+        workers, plans = max(1, min(self._threads, len(plan.parts), plan.cost // THREAD_COST)), PlanTable.of([plan])
+        scratch, partials, layer = plans.scratch(workers, share, dim), plans.partials(dim), _layer_of(heads)
+        counters = np.zeros(FIRST_ITEM + len(plan.items), np.int64)
+        own = kernels.a_pass(
+            arena, batch, rows=rows, q_heads=q_heads, kv_heads=kv_heads, dim=dim, **_rows("query", query),
+            out=address_of(out, np.float32), plans=plans.table.ctypes.data, partials=partials.ctypes.data,
+            partial_rows=plan.partial_rows, scratch=scratch.ctypes.data, scratch_floats=scratch.shape[1],
+            factor=score_factor(scale, softcap), softcap=softcap,
+        )  # fmt: skip
+        pool_of_this_process().run(
+            kernels.attend.ctypes, workers, own.ctypes.data, layer.ctypes.data, counters.ctypes.data
+        )
 
-    def _variant_of(self, layout: BlockLayout) -> _Variant:
+    def _kernels_of(self, layout: BlockLayout) -> CacheKernels:
         # One layout serves every layer of every step: look at it once.
         known = self._known
         if known is None or known.layout is not layout:
-            strides = strides_of(layout)
-            stored = STORED[kv_dtype_of(layout)]
-            known = _Variant(layout, stored, strides, self._load(stored))
-            self._known = known
+            known = self._known = CacheKernels.of(layout)
         return known
 
-    def _load(self, stored: Any) -> int:
-        """Load, or compile, the kernels for arenas seen as ``stored``; the address of `attention_jit.work`."""
-        from headwise.kernels.cpu import attention_jit, kv_write_jit
 
-        kv = _numba.from_dtype(np.dtype(stored))
-        _compile(self._attend, attention_jit.attend_signature(kv))
-        _compile(self._write, kv_write_jit.write_signature(kv))
-        return work_address(stored)
-
-
-@cache
-def work_address(stored: Any) -> int:
-    """The address of `attention_jit.work` for arenas seen as ``stored``; loads, or compiles, it."""
-    from headwise.kernels.cpu import attention_jit, native_call
-
-    signature = attention_jit.work_signature(_numba.from_dtype(np.dtype(stored)))
-    _compile(attention_jit.work, signature)
-    return native_call.address_of(attention_jit.work, signature)
+def _check(rows: int, kv_heads: int, dim: int, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable) -> None:
+    """Raise ValueError where compiled code would read or write what is not there."""
+    if int(batch.cu_seqlens_q[-1]) > rows or len(heads.group) != kv_heads:
+        raise ValueError(
+            f"{rows} rows of {kv_heads} KV heads, cu_seqlens_q up to {batch.cu_seqlens_q[-1]} and a table of "
+            f"{len(heads.group)} heads do not fit each other"
+        )
+    if dim > head_dim_of(layout):
+        raise ValueError(f"the head_dim is {dim}, larger than that of the block layout, {head_dim_of(layout)}")
 
 
-def _compile(function: Any, signature: Any) -> None:
-    with _compiling, machine_code.one_process_at_a_time():
-        if signature.args not in function.overloads:
-            function.disable_compile(False)
-            function.compile(signature)
-            function.disable_compile()
+def _layer_of(heads: HeadTable) -> NDArray[Any]:
+    arrays = (heads.group, heads.slot, heads.window, heads.sink)
+    return records.filled(records.LAYER, heads=[(address_of(array, np.int32), array.size) for array in arrays])
 
 
-def strides_of(layout: BlockLayout) -> NDArray[np.int64]:
-    """What compiled code needs of a layout: see `attention_jit.BLOCK_STRIDE` and those behind it.
+def _rows(name: str, array: NDArray[np.float32]) -> dict[str, int]:
+    """Fields of a `records.PASS` for ``array [rows, heads, dim]``.
 
     Raises:
-        ConfigError: there are no kernels for its dtype or head dimension.
+        ValueError: its rows are not contiguous.
     """
-    head_dim, dtype = head_dim_of(layout), kv_dtype_of(layout)
-    if dtype not in STORED:
-        raise ConfigError(
-            f"the numba kernels keep KV in {', '.join(STORED)}, got {dtype}: use one of these, or kernels 'reference'"
-        )
-    if head_dim % HEAD_DIM_STEP:
-        raise ConfigError(
-            f"the numba kernels need a head_dim that is a multiple of {HEAD_DIM_STEP}, got {head_dim}: "
-            "use kernels 'reference'"
-        )
-    at, size = layout.role_offsets, np.dtype(STORED[dtype]).itemsize
-    elements = (layout.block_bytes // size, layout.slot_bytes // size, at["value"] // size, layout.block_size)
-    scales = (
-        layout.block_bytes // 4,
-        layout.slot_bytes // 4,
-        at.get("key_scale", 0) // 4,
-        at.get("value_scale", 0) // 4,
-    )
-    return np.array([*elements, *scales], np.int64)
+    if array.dtype != np.float32 or (array.size and array.strides[2] != _FLOAT_BYTES):
+        raise ValueError(f"rows of {name} must be contiguous float32, got {array.dtype} with strides {array.strides}")
+    row, head = (stride // _FLOAT_BYTES for stride in array.strides[:2])
+    return {name: array.ctypes.data, f"{name}_row": row, f"{name}_head": head}

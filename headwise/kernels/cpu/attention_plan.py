@@ -9,10 +9,19 @@ results are the same, bit by bit, in whatever company.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from headwise.kernels.base import AttentionBatch
+from headwise.kernels.cpu import machine_code
+from headwise.kernels.cpu.records import address_of
+
+Ints = NDArray[np.int32]
 
 TILE_ROWS = 192
 """Rows (query tokens times query heads of a KV head) of a tile of several tokens: scratch stays in the L2 cache."""
@@ -29,117 +38,135 @@ TILE_PART_KEYS = 2048
 THREAD_COST = 250_000
 """Work, in the units of `_cost`, that is worth waking a thread for (about 10 us)."""
 
-SEQUENCE, HEAD, TOKEN, TOKENS, POSITION, SINK_END, WINDOW_START, WINDOW_END, PARTS, FIRST_ROW = range(10)
-"""Fields of an item. It sees the positions ``[0, SINK_END)`` and ``[WINDOW_START, WINDOW_END)``.
+_FIELDS = "sequence head token tokens position sink_end window_start window_end parts first_row"
+ITEM = np.dtype([(name, np.int64) for name in _FIELDS.split(" ")])
+"""An item. It sees the positions ``[0, sink_end)`` and ``[window_start, window_end)``.
 
-TOKEN is the row of its first token in the batch, POSITION that token's position. Row ``r`` of an item is query head
-``r % share`` of its token ``r // share``. Where it has more than one part, their results lie in the rows of the
-partial results from FIRST_ROW on, those of one part behind those of another.
+``token`` is the row of its first token in the batch, ``position`` that token's position. Row ``r`` of an item is query
+head ``r % share`` of its token ``r // share``. Where it has more than one part, their results lie in the rows of the
+partial results from ``first_row`` on, those of one part behind those of another.
 """
 
-_inlined = numba.njit(forceinline=True, nogil=True, error_model="numpy")
-_compiled = numba.njit(nogil=True, error_model="numpy")
+_ITEMS, _INTS = numba.from_dtype(ITEM)[::1], types.Array(types.int32, 1, "C", readonly=True)
+_pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
 
 
-class Plan(NamedTuple):
-    """What a step's attention does, for all layers whose heads have the same windows and sinks.
-
-    items:        ``int64 [items, fields]``
-    parts:        ``int64 [parts, 2]`` of (item, part), those that take longest last
-    rows:         the most rows of an item
-    is_tiled:     whether an item has several tokens
-    partial_rows: rows of partial results
-    workers:      threads that are worth waking
-    """
-
-    items: Any
-    parts: Any
-    rows: Any
-    is_tiled: Any
-    partial_rows: Any
-    workers: Any
-
-
-@_inlined
+@_pasted
 def keys_seen(item):
     """How many positions are visible to an item's queries."""
-    return item[SINK_END] + item[WINDOW_END] - item[WINDOW_START]
+    return item.sink_end + item.window_end - item.window_start
 
 
-@_inlined
+@_pasted
 def span_of_part(item, part):
     """The part's share ``[begin, end)`` of the item's visible keys."""
     seen = keys_seen(item)
-    each = -(-seen // (item[PARTS] * KEYS)) * KEYS
+    each = -(-seen // (item.parts * KEYS)) * KEYS
     return min(part * each, seen), min((part + 1) * each, seen)
 
 
-@_compiled
-def make_plan(cu, lens, windows, sinks, share, dim, threads):
-    """The `Plan` of a batch for heads of these windows and sinks (``int32 [kv_heads]``)."""
-    items = _plan_items(cu, lens, windows, sinks, share)
-    parts, partial_rows = _plan_parts(items, share)
-    rows, cost, is_tiled = 0, 0, False
-    for item in items:
-        rows = max(rows, item[TOKENS] * share)
-        cost += _cost(item, share, dim)
-        is_tiled = is_tiled or item[TOKENS] > 1
-    workers = max(1, min(threads, len(parts), cost // THREAD_COST))
-    return Plan(items, parts, rows, is_tiled, partial_rows, workers)
-
-
-@_inlined
+@_pasted
 def _tile_tokens(queries, share):
     return min(queries, max(2, TILE_ROWS // share)) if queries > 1 else 1
 
 
-@_inlined
+@_pasted
 def _cost(item, share, dim):
     # Reading a key and its value costs as much as the arithmetic of about twelve rows.
-    return keys_seen(item) * (item[TOKENS] * share + 12) * dim
+    return keys_seen(item) * (item.tokens * share + 12) * dim
 
 
-@_compiled
-def _plan_items(cu, lens, windows, sinks, share):
-    """All items of the batch, not yet cut into parts."""
-    heads, count = len(windows), 0
-    for sequence in range(len(lens)):
+@machine_code.entry(types.int64(_INTS, _INTS, types.int64), nogil=True, error_model="numpy")
+def count_items(cu, windows, share):
+    """How many items a batch has."""
+    tiles = 0
+    for sequence in range(len(cu) - 1):
         queries = cu[sequence + 1] - cu[sequence]
         if queries > 0:
-            count += heads * -(-queries // _tile_tokens(queries, share))
-    items = np.zeros((count, FIRST_ROW + 1), np.int64)
-    at = 0
+            tiles += -(-queries // _tile_tokens(queries, share))
+    return tiles * len(windows)
+
+
+@machine_code.entry(
+    types.UniTuple(types.int64, 5)(_INTS, _INTS, _INTS, _INTS, types.int64, types.int64, _ITEMS),
+    nogil=True, error_model="numpy",
+)  # fmt: skip
+def plan_items(cu, lens, windows, sinks, share, dim, items):
+    """Fill in all ``items`` of a batch.
+
+    Returns their parts; the most rows of an item; whether one has several tokens, 0 or 1; rows of partial results; and
+    the work there is, in the units of `THREAD_COST`.
+    """
+    at = parts = most_rows = is_tiled = partial_rows = cost = 0
     for sequence in range(len(lens)):
         queries = cu[sequence + 1] - cu[sequence]
-        for head in range(heads):
+        for head in range(len(windows)):
             done = 0
             while done < queries:
                 item = items[at]
-                item[SEQUENCE], item[HEAD], item[TOKEN] = sequence, head, cu[sequence] + done
-                item[TOKENS] = min(_tile_tokens(queries, share), queries - done)
-                item[POSITION] = lens[sequence] - queries + done
-                item[WINDOW_END] = item[POSITION] + item[TOKENS]
+                item.sequence, item.head, item.token = sequence, head, cu[sequence] + done
+                item.tokens = min(_tile_tokens(queries, share), queries - done)
+                item.position = lens[sequence] - queries + done
+                item.window_start = item.sink_end = 0
+                item.window_end = item.position + item.tokens
                 if windows[head] > 0:
-                    item[WINDOW_START] = max(0, item[POSITION] - windows[head] + 1)
-                    item[SINK_END] = min(sinks[head], item[WINDOW_START])
-                done += item[TOKENS]
+                    item.window_start = max(0, item.position - windows[head] + 1)
+                    item.sink_end = min(sinks[head], item.window_start)
+                item.parts = max(1, keys_seen(item) // (TILE_PART_KEYS if item.tokens > 1 else PART_KEYS))
+                item.first_row = partial_rows
+                rows = item.tokens * share
+                if item.parts > 1:
+                    partial_rows += item.parts * rows
+                parts += item.parts
+                most_rows, is_tiled = max(most_rows, rows), 1 if item.tokens > 1 else is_tiled
+                cost += _cost(item, share, dim)
+                done += item.tokens
                 at += 1
-    return items
+    return parts, most_rows, is_tiled, partial_rows, cost
 
 
-@_compiled
-def _plan_parts(items, share):
-    """Cut items into parts: (the parts, rows of partial results)."""
-    count = rows = 0
-    for item in items:
-        item[PARTS] = max(1, keys_seen(item) // (TILE_PART_KEYS if item[TOKENS] > 1 else PART_KEYS))
-        item[FIRST_ROW] = rows
-        count += item[PARTS]
-        rows += item[PARTS] * item[TOKENS] * share if item[PARTS] > 1 else 0
-    parts = np.empty((count, 2), np.int64)
+@machine_code.entry(types.void(_ITEMS, types.int64[:, ::1]), nogil=True, error_model="numpy")
+def list_parts(items, parts):
+    """Fill in ``parts [parts, 2]`` of (item, part): whoever takes one finds its item there."""
     at = 0
     for index in range(len(items)):
-        for part in range(items[index][PARTS]):
+        for part in range(items[index].parts):
             parts[at, 0], parts[at, 1] = index, part
             at += 1
-    return parts, rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step's attention does, for all layers whose heads have the same windows and sinks.
+
+    items:        of `ITEM`
+    parts:        ``int64 [parts, 2]`` of (item, part), those that take longest last
+    rows:         the most rows of an item
+    is_tiled:     whether an item has several tokens
+    partial_rows: rows of partial results
+    cost:         in the units of `THREAD_COST`
+    """
+
+    items: NDArray[Any]
+    parts: NDArray[np.int64]
+    rows: int
+    is_tiled: bool
+    partial_rows: int
+    cost: int
+
+
+def make_plan(batch: AttentionBatch, windows: Ints, sinks: Ints, share: int, dim: int) -> Plan:
+    """The `Plan` of a batch for heads of these windows and sinks (``int32 [kv_heads]``).
+
+    Raises:
+        TypeError: an array is not contiguous int32.
+    """
+    for array in (batch.cu_seqlens_q, batch.seq_lens, windows, sinks):
+        address_of(array, np.int32)
+    items = np.empty(count_items(batch.cu_seqlens_q, windows, share), ITEM)
+    count, rows, is_tiled, partial_rows, cost = plan_items(
+        batch.cu_seqlens_q, batch.seq_lens, windows, sinks, share, dim, items
+    )
+    parts = np.empty((count, 2), np.int64)
+    list_parts(items, parts)
+    return Plan(items, parts, rows, bool(is_tiled), partial_rows, cost)

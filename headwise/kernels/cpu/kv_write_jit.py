@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numba
@@ -12,33 +13,25 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from headwise.kernels.cpu import machine_code
-from headwise.kernels.cpu.attention_jit import (
-    BATCH,
-    BLOCK_SCALES,
-    BLOCK_SIZE,
-    BLOCK_STRIDE,
-    INTS,
-    KEY_SCALES,
-    SLOT_SCALES,
-    SLOT_STRIDE,
-    STRIDES,
-    VALUE_OFFSET,
-    VALUE_SCALES,
-    read_only,
+from headwise.kernels.cpu.addresses import (
+    floats_at,
+    halves_at,
+    heads_at,
+    int8s_at,
+    int_matrix_at,
+    ints_at,
+    record_at,
 )
 from headwise.kernels.cpu.attention_micro import is_quantised
+from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SLOT, LAYER, PASS
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import FLOAT, LANES, Emitter
-from headwise.kernels.cpu.threads import use_threads
 
-THREAD_TOKENS = 32
-"""Tokens that are worth waking a thread for."""
-
+layer_at, pass_at = map(record_at, (LAYER, PASS))
 LARGEST_INT8 = 127.0
 
 # No relaxed arithmetic here: what is stored is, bit by bit, what the reference stores.
-_inlined = numba.njit(forceinline=True, nogil=True, error_model="numpy")
-_compiled = numba.njit(nogil=True, error_model="numpy")
+_pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
 
 
 @intrinsic
@@ -72,7 +65,7 @@ def _scale(e: Emitter, row: Any, vectors: Any) -> Any:
     return e.builder.select(some, e.builder.fdiv(absmax, FLOAT(LARGEST_INT8)), FLOAT(1.0))
 
 
-@_inlined
+@_pasted
 def _rotate(source, target, cosines, sines, half):
     for i in range(half):
         first, second, cosine, sine = source[i], source[i + half], cosines[i], sines[i]
@@ -80,78 +73,72 @@ def _rotate(source, target, cosines, sines, half):
         target[i + half] = second * cosine + first * sine
 
 
-@_compiled
-def write_tokens(
-    query, key, value, cosines, sines, kv, scales, strides, cu, lens, tables, groups, head_group, head_slot, begin, end
-):  # fmt: skip
-    """Rotate and write what belongs to the rows ``[begin, end)`` of the batch; the arguments are those of `write`."""
-    dim, half = key.shape[2], cosines.shape[1]
-    rotated = np.empty(dim, np.float32)
-    block_size = strides[BLOCK_SIZE]
-    for sequence in range(len(lens)):
+@_pasted
+def _write(kv, own, layer, begin, end, thread):
+    """Rotate queries and keys of the rows ``[begin, end)`` of a batch, and write keys and values to the cache."""
+    dim, half, store, kv_heads = own.dim, own.half, own.cache, own.kv_heads
+    query = heads_at(own.query, own.rows, own.q_heads, dim, own.query_row, own.query_head)
+    key = heads_at(own.key, own.rows, kv_heads, dim, own.key_row, own.key_head)
+    value = heads_at(own.value, own.rows, kv_heads, dim, own.value_row, own.value_head)
+    rotation = layer.rotation * 2 * own.rows * half * 4
+    scales, rotated = (
+        floats_at(store.arena, store.arena_bytes // 4),
+        floats_at(own.scratch + thread * own.scratch_floats * 4, dim),
+    )
+    cu, lens = ints_at(own.cu_seqlens, own.sequences + 1), ints_at(own.seq_lens, own.sequences)
+    tables = int_matrix_at(own.tables, own.sequences * own.groups, own.table_columns)
+    head_group, head_slot = ints_at(layer.heads[HEAD_GROUP, 0], kv_heads), ints_at(layer.heads[HEAD_SLOT, 0], kv_heads)
+    for sequence in range(own.sequences):
         last = cu[sequence + 1]
         for token in range(max(cu[sequence], begin), min(last, end)):
             position = lens[sequence] - last + token
+            cosines = floats_at(own.cosines + rotation + token * half * 4, half)
+            sines = floats_at(own.sines + rotation + token * half * 4, half)
             if half > 0:
-                for head in range(query.shape[1]):
+                for head in range(own.q_heads):
                     row = row_of(query, token, head)
-                    _rotate(row, row, cosines[token], sines[token], half)
-            for head in range(len(head_group)):
-                block = np.int64(tables[sequence * groups + head_group[head], position // block_size])
+                    _rotate(row, row, cosines, sines, half)
+            for head in range(kv_heads):
+                block = np.int64(tables[sequence * own.groups + head_group[head], position // store.block_size])
                 if block < 0:
                     continue
-                row, slot, offset = row_of(key, token, head), np.int64(head_slot[head]), position % block_size
+                row, slot, offset = row_of(key, token, head), np.int64(head_slot[head]), position % store.block_size
                 if half > 0:
-                    _rotate(row, rotated, cosines[token], sines[token], half)
+                    _rotate(row, rotated, cosines, sines, half)
                     row = rotated
-                at = block * strides[BLOCK_STRIDE] + slot * strides[SLOT_STRIDE] + offset * dim
+                at = block * store.block_stride + slot * store.slot_stride + offset * dim
                 key_scale = _store_row(row, kv, at, dim)
-                value_scale = _store_row(row_of(value, token, head), kv, at + strides[VALUE_OFFSET], dim)
+                value_scale = _store_row(row_of(value, token, head), kv, at + store.value_offset, dim)
                 if is_quantised(kv):
-                    at = block * strides[BLOCK_SCALES] + slot * strides[SLOT_SCALES] + offset
-                    scales[at + strides[KEY_SCALES]] = key_scale
-                    scales[at + strides[VALUE_SCALES]] = value_scale
+                    at = block * store.block_scales + slot * store.slot_scales + offset
+                    scales[at + store.key_scales] = key_scale
+                    scales[at + store.value_scales] = value_scale
 
 
-@machine_code.entry(parallel=True, nogil=True, error_model="numpy")
-def write(
-    query, key, value, cosines, sines, kv, scales, strides, cu, lens, tables, groups, head_group, head_slot, threads
-):  # fmt: skip
-    """`RotatingKernels.write_kv_rope`, or `write_kv` where ``cosines`` and ``sines`` have no columns.
+def _write_float32(own, layer, begin, end, thread):
+    own = pass_at(own)
+    kv = floats_at(own.cache.arena, own.cache.arena_bytes // 4)
+    _write(kv, own, layer_at(layer), begin, end, thread)
 
-    They are ``[tokens, dim / 2]``. ``kv``, ``scales`` and ``strides`` are as in `attention_jit.Step`.
+
+def _write_bfloat16(own, layer, begin, end, thread):
+    own = pass_at(own)
+    kv = halves_at(own.cache.arena, own.cache.arena_bytes // 2)
+    _write(kv, own, layer_at(layer), begin, end, thread)
+
+
+def _write_int8(own, layer, begin, end, thread):
+    own = pass_at(own)
+    kv = int8s_at(own.cache.arena, own.cache.arena_bytes)
+    _write(kv, own, layer_at(layer), begin, end, thread)
+
+
+@cache
+def write_of(kv_dtype: str) -> Any:
+    """The compiled rotation and KV write to a cache of that dtype, as a C function.
+
+    Its integers are addresses of a `PASS` and a `LAYER`; the first row of the batch and the one behind the last; and
+    which thread it runs on.
     """
-    tokens, dim, half = np.int64(cu[len(lens)]), key.shape[2], cosines.shape[1]
-    if key.shape != value.shape or tokens > len(key) or len(head_group) != key.shape[1]:
-        raise ValueError("key, value, cu_seqlens_q and the number of KV heads do not fit each other")
-    if half > 0 and (2 * half != dim or query.shape[2] != dim or min(len(query), len(cosines), len(sines)) < tokens):
-        raise ValueError("query, cosines and sines do not fit the keys")
-    if half != sines.shape[1]:
-        raise ValueError("cosines and sines do not fit each other")
-    if strides[VALUE_OFFSET] < strides[BLOCK_SIZE] * dim:
-        raise ValueError("the keys' head_dim is larger than that of the block layout")
-    if tokens > 0 and (key.strides[2] != 4 or value.strides[2] != 4 or (half > 0 and query.strides[2] != 4)):
-        raise ValueError("rows of query, key and value must be contiguous")
-    workers = max(1, min(threads, tokens // THREAD_TOKENS))
-    if workers == 1:
-        write_tokens(
-            query, key, value, cosines, sines, kv, scales, strides, cu, lens, tables, groups, head_group, head_slot,
-            0, tokens,
-        )  # fmt: skip
-        return
-    before = use_threads(workers)
-    for worker in numba.prange(workers):
-        write_tokens(
-            query, key, value, cosines, sines, kv, scales, strides, cu, lens, tables, groups, head_group, head_slot,
-            tokens * worker // workers, tokens * (worker + 1) // workers,
-        )  # fmt: skip
-    use_threads(before)
-
-
-def write_signature(kv: Any) -> Any:
-    """The types of `write` for a cache of that dtype."""
-    rows, angles = read_only(types.float32, 3, "A"), read_only(types.float32, 2)
-    return types.void(
-        types.float32[:, :, :], rows, rows, angles, angles, kv[::1], types.float32[::1], STRIDES, *BATCH, INTS, INTS,
-        types.int64,
-    )  # fmt: skip
+    function = {"float32": _write_float32, "bfloat16": _write_bfloat16, "int8": _write_int8}[kv_dtype]
+    return machine_code.unit(function, 5, error_model="numpy")

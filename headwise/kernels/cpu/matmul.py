@@ -6,6 +6,7 @@ kept in is its *kind*: float32, bfloat16, or integers with a scale per group of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.cpu import matmul_jit, packing_jit
+from headwise.kernels.cpu import matmul_jit, packing_jit, records
 from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.fused import Activation
@@ -25,6 +26,14 @@ THREAD_FLOPS = 2_000_000
 
 THREAD_BYTES = 1 << 19
 """Bytes of weights that are."""
+
+_LAYOUTS: dict[int, tuple[tuple[int, ...], Any]] = {
+    matmul_jit.FLOAT32: ((PANEL,), np.float32),
+    matmul_jit.BFLOAT16: ((PANEL, 2), np.uint16),
+    matmul_jit.INT8: ((PANEL, 2), np.int8),
+    matmul_jit.INT4: ((PANEL, 2), np.uint16),
+}
+"""Of a turn of a panel, by kind."""
 
 _CACHE_LINE = 64
 _DEPTH_STEP = 32
@@ -64,15 +73,9 @@ def pack_float(weight: NDArray[np.float32], dtype: str, gated: bool = False) -> 
     """
     weight = np.ascontiguousarray(weight, dtype=np.float32)
     order, (outputs, inputs) = _order(len(weight), gated), weight.shape
-    panels = len(order) // PANEL
-    if dtype == "float32":
-        packed: NDArray[Any] = _aligned((panels, inputs, PANEL), np.float32)
-        packing_jit.pack_float32(weight, order, packed)
-        return _packed_weight(matmul_jit.FLOAT32, dtype, outputs, inputs, gated, packed, depth=inputs)
-    depth = _padded(inputs, _DEPTH_STEP)
-    packed = _aligned((panels, depth // 2, PANEL, 2), np.uint16)
-    packing_jit.pack_bfloat16(weight.view(np.uint32), order, packed)
-    return _packed_weight(matmul_jit.BFLOAT16, dtype, outputs, inputs, gated, packed, depth)
+    depth, pair = (inputs, 1) if dtype == "float32" else (_padded(inputs, _DEPTH_STEP), 2)
+    packed = _packed(KINDS[dtype], weight, order, depth // pair)
+    return _packed_weight(KINDS[dtype], dtype, outputs, inputs, gated, packed, depth)
 
 
 def pack_quantised(
@@ -88,25 +91,34 @@ def pack_quantised(
     multiple of 16 inputs. Scales and minima are kept in float16.
     """
     order, (outputs, inputs) = _order(len(codes), gated), codes.shape
-    panels, group = len(order) // PANEL, inputs // scale.shape[1]
+    group, kind = inputs // scale.shape[1], matmul_jit.INT4 if bits == 4 else matmul_jit.INT8
     depth = _padded(inputs, max(group, _DEPTH_STEP))
     offset = 8 if bits == 4 and codes.dtype == np.int8 else 0
-    if bits == 4:
-        packed: NDArray[Any] = _aligned((panels, depth // 8, PANEL, 2), np.uint16)
-        packing_jit.pack_int4((codes + offset).astype(np.uint8), order, packed)
-    else:
-        packed = _aligned((panels, depth // 2, PANEL, 2), np.int8)
-        packing_jit.pack_int8(codes.astype(np.int8, copy=False), order, packed)
+    stored = (codes + offset).astype(np.uint8) if bits == 4 else codes.astype(np.int8, copy=False)
+    packed = _packed(kind, stored, order, depth // (8 if bits == 4 else 2))
     return _packed_weight(
-        matmul_jit.INT4 if bits == 4 else matmul_jit.INT8, f"int{bits}", outputs, inputs, gated, packed, depth,
-        _halves(scale, order, depth // group), None if minimum is None else _halves(minimum, order, depth // group),
-        group, offset,
+        kind, f"int{bits}", outputs, inputs, gated, packed, depth, _halves(scale, order, depth // group),
+        None if minimum is None else _halves(minimum, order, depth // group), group, offset,
     )  # fmt: skip
 
 
+def _packed(kind: int, numbers: NDArray[Any], order: NDArray[np.int64], turns: int) -> NDArray[Any]:
+    """``numbers [rows, inputs]`` as `packing_jit` has the layout of their kind."""
+    shape, dtype = _LAYOUTS[kind]
+    packed = _aligned((len(order) // PANEL, turns, *shape), dtype)
+    numbers, counter = np.ascontiguousarray(numbers), np.zeros(1, np.int64)
+    own = records.filled(
+        records.PACKING, kind=kind, source=numbers.ctypes.data, inputs=numbers.shape[1], order=order.ctypes.data,
+        panels=len(packed), turns=turns, panel_bytes=packed[:1].nbytes, packed=packed.ctypes.data,
+        counter=counter.ctypes.data,
+    )  # fmt: skip
+    threads = min(len(packed), len(os.sched_getaffinity(0)))
+    pool_of_this_process().run(packing_jit.pack().ctypes, threads, own.ctypes.data)
+    return packed
+
+
 def _halves(numbers: NDArray[np.float32], order: NDArray[np.int64], groups: int) -> NDArray[np.float16]:
-    packed = np.zeros((len(order) // PANEL, groups, PANEL), np.float32)
-    packing_jit.pack_groups(np.ascontiguousarray(numbers, dtype=np.float32), order, packed)
+    packed = _packed(matmul_jit.FLOAT32, numbers.astype(np.float32, copy=False), order, groups)
     halves = _aligned(packed.shape, np.float16)
     halves[...] = packed
     return halves
@@ -193,18 +205,16 @@ def matmul(
     factors = (
         x if weight.dtype == "float32" else np.empty(rows * (weight.depth // 2 if NATIVE else weight.depth), np.uint32)
     )
-    sums, tiles = np.empty(rows * weight.minima.shape[1], np.float32), np.empty(workers * matmul_jit.TILE, np.float32)
-    counters = np.zeros(matmul_jit.CALL_COUNTERS, np.int64)
-    numbers = np.array(
-        [
-            matmul_jit.product_of(KINDS[weight.dtype]).address, x.ctypes.data, rows, weight.inputs,
-            weight.table.ctypes.data, 0 if bias is None else bias.ctypes.data, 0 if bias is None else bias.size,
-            EPILOGUES[activation], out.ctypes.data, outputs, factors.ctypes.data, sums.ctypes.data, tiles.ctypes.data,
-            counters.ctypes.data,
-        ],
-        np.int64,
+    sums, tile_floats = np.empty(rows * weight.minima.shape[1], np.float32), matmul_jit.TILE + weight.depth
+    tiles, counters = np.empty(workers * tile_floats, np.float32), np.zeros(matmul_jit.PRODUCT_COUNTERS, np.int64)
+    own = records.filled(
+        records.PRODUCT, code=matmul_jit.product_of(KINDS[weight.dtype]).address, x=x.ctypes.data, rows=rows,
+        inputs=weight.inputs, weight=weight.table.ctypes.data, bias=0 if bias is None else bias.ctypes.data,
+        bias_length=0 if bias is None else bias.size, epilogue=EPILOGUES[activation], out=out.ctypes.data,
+        columns=outputs, factors=factors.ctypes.data, sums=sums.ctypes.data, tiles=tiles.ctypes.data,
+        tile_floats=tile_floats, counters=counters.ctypes.data,
     )  # fmt: skip
-    pool_of_this_process().run(matmul_jit.multiply, workers, numbers)
+    pool_of_this_process().run(matmul_jit.multiply().ctypes, workers, own.ctypes.data)
     return out
 
 
@@ -227,18 +237,16 @@ def panels_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | Non
 
 def take_rows(weight: PackedWeight, ids: NDArray[np.int32]) -> NDArray[np.float32]:
     """Rows ``ids [n]`` of a packed weight, as float32 ``[n, inputs]``. Each of ``ids`` is less than its outputs."""
-    out = np.empty((len(ids), weight.inputs), np.float32)
-    if weight.dtype == "float32":
-        packing_jit.rows_float32(weight.packed, ids, out)
-    elif weight.dtype == "bfloat16":
-        packing_jit.rows_bfloat16(weight.packed, ids, out.view(np.uint32))
-    else:
-        panels, columns = ids // PANEL, ids % PANEL
-        scales, minima = (numbers[panels, :, columns].astype(np.float32) for numbers in (weight.scales, weight.minima))
-        each = weight.depth // weight.scales.shape[1]
-        packing_jit.rows_quantised(
-            weight.packed, weight.dtype == "int4", int(weight.table[12]), scales, minima, each, ids, out
-        )
+    out, panels, columns = np.empty((len(ids), weight.inputs), np.float32), ids // PANEL, ids % PANEL
+    scales, minima = (numbers[panels, :, columns].astype(np.float32) for numbers in (weight.scales, weight.minima))
+    groups, offset = scales.shape[1], int(weight.table[-1])
+    own = records.filled(
+        records.TAKING, kind=KINDS[weight.dtype], packed=weight.packed.ctypes.data, panels=weight.packed.shape[0],
+        turns=weight.packed.shape[1], ids=records.address_of(ids, np.int32), count=len(ids), inputs=weight.inputs,
+        scales=scales.ctypes.data, minima=minima.ctypes.data, groups=groups,
+        group_inputs=weight.depth // max(1, groups), offset=offset, has_minima=minima.size > 0, out=out.ctypes.data,
+    )  # fmt: skip
+    packing_jit.take().ctypes(own.ctypes.data)
     return out
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -27,13 +27,15 @@ from numba.extending import intrinsic
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
     bytes_at,
-    call_12,
+    call_at,
     float_matrix_at,
     floats_at,
     halves_at,
     longs_at,
+    record_at,
     words_at,
 )
+from headwise.kernels.cpu.attention_micro import row_copy
 from headwise.kernels.cpu.matmul_tiles import (
     BFLOAT,
     FEW_VECTORS,
@@ -49,6 +51,7 @@ from headwise.kernels.cpu.matmul_tiles import (
     grouped_tile,
     plain_tile,
 )
+from headwise.kernels.cpu.records import PRODUCT, WEIGHT
 from headwise.kernels.cpu.simd import LANES, Emitter
 from headwise.kernels.cpu.threads import fetch_add, wait_for
 
@@ -68,82 +71,48 @@ TILE = ROW_BLOCK * PANEL
 """Floats of a thread's scratch."""
 
 KINDS = (FLOAT32, BFLOAT16, INT8, INT4)
-WEIGHT_FIELDS = 13
-"""Numbers that a weight is given as: those of `Weight`, with address and length for each array."""
-
 PLAIN, SILU, GELU = range(3)
 """Epilogues: as it is; or ``act(gate) * up``, where a panel is half gate, half up."""
 
 _MATH = {"nsz", "arcp", "contract"}
-_inlined = numba.njit(forceinline=True, fastmath=_MATH, nogil=True, error_model="numpy")
+_pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
 
 _FLOAT_LANES, _INT_LANES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
 
 
-class Weight(NamedTuple):
-    """A packed weight. ``data`` are bytes, ``scales`` and ``minima`` float16 ``[panels, groups, PANEL]`` as their bits.
-
-    kind:        `FLOAT32` to `INT4`
-    columns:     of the weight; the last panel may have more
-    depth:       numbers of a row that it multiplies, padded to whole turns
-    turns:       of a panel
-    group_turns: that share a scale
-    offset:      taken off each code
-    """
-
-    kind: Any
-    data: Any
-    scales: Any
-    minima: Any
-    columns: Any
-    depth: Any
-    turns: Any
-    group_turns: Any
-    has_minima: Any
-    offset: Any
+weight_at, _product_at = record_at(WEIGHT), record_at(PRODUCT)
 
 
-@_inlined
-def weight_at(table, at):
-    """The `Weight` whose numbers begin at ``table[at]``: `WEIGHT_FIELDS` of them."""
-    return Weight(
-        table[at], bytes_at(table[at + 1], table[at + 2]), halves_at(table[at + 3], table[at + 4]),
-        halves_at(table[at + 5], table[at + 6]), table[at + 7], table[at + 8], table[at + 9], table[at + 10],
-        table[at + 11], table[at + 12],
-    )  # fmt: skip
-
-
-@_inlined
+@_pasted
 def factor_stride(weight):
     """32-bit numbers of a row's factors."""
     return weight.depth // 2 if NATIVE and weight.kind != FLOAT32 else weight.depth
 
 
 @numba.njit(fastmath={*_MATH, "reassoc"}, nogil=True, error_model="numpy")
-def _sum_rounded(values):
-    """Their sum, each rounded to bfloat16 before."""
+def _sum_rounded(values, first, count):
+    """The sum of some, each rounded to bfloat16 before."""
     total = np.float32(0.0)
-    for i in range(len(values)):
-        total += _rounded(values[i])
+    some = floats_at(values.ctypes.data + 4 * first, count)
+    for i in range(count):
+        total += _rounded(some[i])
     return total
 
 
-@_compiled
+@_pasted
 def prepare_row(values, weight, row, factors, sums):
-    """``values [weight.depth]``, padded with zeros, as factors of the weight, and their sums by group."""
+    """``weight.depth`` of ``values``, padded with zeros, as factors of the weight, and their sums by group."""
     stride = factor_stride(weight)
     if weight.kind == FLOAT32:
-        target = factors.view(np.float32)[row * stride : (row + 1) * stride]
-        for i in range(stride):
-            target[i] = values[i]
+        row_copy(values, 0, factors, row * stride, stride)
         return
-    _narrow_row(values, 0, factors, row * stride, len(values))
+    _narrow_row(values, 0, factors, row * stride, weight.depth)
     if weight.has_minima:
         groups = groups_of(weight)
         each = weight.depth // groups
         for group in range(groups):
-            sums[row * groups + group] = _sum_rounded(values[group * each : (group + 1) * each])
+            sums[row * groups + group] = _sum_rounded(values, group * each, each)
 
 
 # --- rows, as the tiles multiply them ------------------------------------------------------------------------------
@@ -221,17 +190,18 @@ def _gate(typing, tile, gate_at, up_at, is_gelu):
     return types.void(tile, n, n, n), emit
 
 
-@_compiled
+@_pasted
 def _finish(tile, epilogue, bias, out, row, rows, panel):
     """Write ``tile``, the product of some rows with a panel, to ``out``."""
     half = PANEL // 2
     width = PANEL if epilogue == PLAIN else half
     first, last = panel * width, min((panel + 1) * width, out.shape[1])
     for r in range(rows):
-        # Slices, for loops over them become vector loops: of a computed index Numba allows for negative ones.
-        source, target = tile[r * PANEL : (r + 1) * PANEL], out[row + r, first:last]
+        # Arrays of their own, for loops over them become vector loops: a computed index may be negative for Numba.
+        source = floats_at(tile.ctypes.data + r * PANEL * 4, PANEL)
+        target = floats_at(out.ctypes.data + ((row + r) * out.shape[1] + first) * 4, last - first)
         if len(bias) > 0:
-            own = bias[panel * PANEL : (panel + 1) * PANEL]
+            own = floats_at(bias.ctypes.data + panel * PANEL * 4, PANEL)
             for c in range(PANEL):
                 source[c] += own[c]
         if epilogue != PLAIN:
@@ -256,8 +226,9 @@ def _plain_rows(kind: Kind) -> Any:
     )
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
-    @_compiled
+    @_pasted
     def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile):
+        data = bytes_at(weight.data, weight.data_bytes)
         start, fresh, done = (panel * weight.turns + turn) * turn_bytes, turn == 0, 0
         ahead = NEXT_PANEL * weight.turns * turn_bytes
         is_worth_it = rows < ROW_BLOCK and (panel + NEXT_PANEL + 1) * PANEL <= weight.columns
@@ -269,23 +240,23 @@ def _plain_rows(kind: Kind) -> Any:
                 at, t_at = start + column * column_bytes, done * PANEL + column
                 if step == TILE_ROWS[0]:
                     if prefetch:
-                        most_ahead(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, ahead)
+                        most_ahead(factors, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
                     else:
-                        most(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, 0)
+                        most(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
                 elif step == 4:
                     if prefetch:
-                        four_ahead(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, ahead)
+                        four_ahead(factors, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
                     else:
-                        four(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, 0)
+                        four(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
                 elif step == 2:
                     if prefetch:
-                        two_ahead(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, ahead)
+                        two_ahead(factors, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
                     else:
-                        two(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, 0)
+                        two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
                 elif prefetch:
-                    one_ahead(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, ahead)
+                    one_ahead(factors, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
                 else:
-                    one(factors, x_at, stride, weight.data, at, turns, tile, t_at, fresh, 0)
+                    one(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
             done += step
 
     return run
@@ -297,9 +268,11 @@ def _grouped_rows(kind: Kind) -> Any:
     one = grouped_tile(kind, 1, VECTORS)
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
-    @_compiled
+    @_pasted
     def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile):
-        data, scales, minima, each = weight.data, weight.scales, weight.minima, weight.group_turns
+        data, each = bytes_at(weight.data, weight.data_bytes), weight.group_turns
+        scales = halves_at(weight.scales, weight.scale_count)
+        minima = halves_at(weight.minima, weight.minima_count)
         offset, has_minima, fresh, done = weight.offset, weight.has_minima, turn == 0, 0
         all_groups, group, groups = weight.turns // each, turn // each, turns // each
         while done < rows:
@@ -336,13 +309,13 @@ PRODUCT_INTEGERS = 12
 def _product(rows_of_kind: Any) -> Any:
     """Make the product with weights of a kind: one thread's share of ``out [rows, columns]``, items until none is left.
 
-    All arrays are given by their addresses. weight: its `WEIGHT_FIELDS`; counters: ``counters[counter]`` items have
+    All arrays are given by their addresses. weight: a `WEIGHT`; counters: ``counters[counter]`` items have
     been taken and ``counters[counter + 1]`` are done; tile: `TILE` floats of the thread's own
     """
 
-    @_compiled
+    @_pasted
     def product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
-        weight, bias = weight_at(longs_at(weight, WEIGHT_FIELDS), 0), floats_at(bias, bias_length)
+        weight, bias = weight_at(weight), floats_at(bias, bias_length)
         out, stride, groups = float_matrix_at(out, rows, columns), factor_stride(weight), groups_of(weight)
         factors, sums = words_at(factors, rows * stride), floats_at(sums, rows * groups)
         tile, counters = floats_at(tile, TILE), longs_at(counters, counter + 2)
@@ -387,23 +360,23 @@ def product_of(kind: int) -> Any:
     return machine_code.unit(function, PRODUCT_INTEGERS, fastmath=_MATH, error_model="numpy")
 
 
-@_inlined
+@_pasted
 def _turns_at_once(weight, rows):
     """Turns of a panel that are multiplied with all rows of an item before the next ones are."""
     if rows <= TILE_ROWS[0]:
         return weight.turns
-    panel_bytes = len(weight.data) // -(-weight.columns // PANEL)
+    panel_bytes = weight.data_bytes // -(-weight.columns // PANEL)
     each = DEPTH_BYTES * weight.turns // panel_bytes
     return max(1, each // weight.group_turns) * weight.group_turns
 
 
-@_inlined
+@_pasted
 def groups_of(weight):
     """Groups of a row's inputs that have a scale."""
     return weight.turns // weight.group_turns
 
 
-@_inlined
+@_pasted
 def items_of(weight, rows):
     """Into how many items a product is cut."""
     return -(-weight.columns // PANEL) * -(-rows // ROW_BLOCK)
@@ -411,38 +384,39 @@ def items_of(weight, rows):
 
 # --- entry point -----------------------------------------------------------------------------------------------------
 
-CALL_FIELDS = 14
-(
-    _CODE, _X, _ROWS, _INPUTS, _WEIGHT, _BIAS, _BIAS_LENGTH, _EPILOGUE, _OUT, _COLUMNS, _FACTORS, _SUMS, _TILES,
-    _COUNTERS,
-) = range(CALL_FIELDS)  # fmt: skip
-"""Of a product of its own: addresses of the compiled product and of ``x``, the rows and columns of that; addresses of
-the weight's numbers and the bias, the length of that; the epilogue; address and columns of ``out``; addresses of
-factors (``x`` itself, if those are the factors), sums, all threads' tiles, and `CALL_COUNTERS` that are 0."""
-
-CALL_COUNTERS = 4
+PRODUCT_COUNTERS = 4
 
 
-@machine_code.entry(types.void(types.int64[::1], types.int64), nogil=True, error_model="numpy")
-def multiply(call, thread):
-    """One thread's share of a product: prepare rows, and compute items until none is left."""
-    weight, counters = weight_at(longs_at(call[_WEIGHT], WEIGHT_FIELDS), 0), longs_at(call[_COUNTERS], CALL_COUNTERS)
-    rows, inputs = call[_ROWS], call[_INPUTS]
-    if call[_FACTORS] != call[_X]:
-        x, factors = float_matrix_at(call[_X], rows, inputs), words_at(call[_FACTORS], rows * factor_stride(weight))
-        sums, values = floats_at(call[_SUMS], rows * groups_of(weight)), np.zeros(weight.depth, np.float32)
+def _multiply(address, thread):
+    call = _product_at(address)
+    weight, counters, rows, inputs = weight_at(call.weight), longs_at(call.counters, 4), call.rows, call.inputs
+    if call.factors != call.x:
+        factors, sums = (
+            words_at(call.factors, rows * factor_stride(weight)),
+            floats_at(call.sums, rows * groups_of(weight)),
+        )
+        values = floats_at(call.tiles + thread * call.tile_floats * 4 + TILE * 4, weight.depth)
+        for i in range(inputs, weight.depth):
+            values[i] = 0.0
         row = fetch_add(counters, 0)
         while row < rows:
+            x = floats_at(call.x + row * inputs * 4, inputs)
             for i in range(inputs):
-                values[i] = x[row, i]
+                values[i] = x[i]
             prepare_row(values, weight, row, factors, sums)
             fetch_add(counters, 1)
             row = fetch_add(counters, 0)
         wait_for(counters, 1, rows)
-    call_12(
-        call[_CODE],
+    call_at(
+        call.code,
         (
-            call[_WEIGHT], call[_BIAS], call[_BIAS_LENGTH], call[_EPILOGUE], call[_OUT], call[_COLUMNS],
-            call[_FACTORS], call[_SUMS], rows, call[_COUNTERS], np.int64(2), call[_TILES] + thread * TILE * 4,
+            call.weight, call.bias, call.bias_length, call.epilogue, call.out, call.columns, call.factors, call.sums,
+            rows, call.counters, np.int64(2), call.tiles + thread * call.tile_floats * 4,
         ),
     )  # fmt: skip
+
+
+@cache
+def multiply() -> Any:
+    """The compiled function of a `PRODUCT`'s address and a thread: its share of preparing rows and of all items."""
+    return machine_code.unit(_multiply, 2, error_model="numpy")

@@ -3,120 +3,124 @@
 
 Layouts, all with `PANEL` columns (outputs of the weight) side by side, so that one vector holds neighbouring columns:
 
-    float32   [panels, depth, PANEL]                   float32
-    bfloat16  [panels, depth / 2, PANEL, 2]            uint16: pairs of depth beside each other
-    int8      [panels, depth / 2, PANEL, 2]            int8
-    int4      [panels, depth / 8, PANEL, 2]            uint16: the codes at depth 2 j + p of a run of eight are in
-                                                       word p, digit j
-    scales, minima  [panels, groups, PANEL]            float16, as its bits
+    float32   [panels, turns, PANEL]        float32: a turn is a number of depth
+    bfloat16  [panels, turns, PANEL, 2]     uint16: a pair of depth
+    int8      [panels, turns, PANEL, 2]     int8: a pair of depth
+    int4      [panels, turns, PANEL, 2]     uint16: eight of depth, the code at 2 j + p in word p, digit j
+    scales, minima  [panels, groups, PANEL] float16, as its bits
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import numba
 import numpy as np
 
 from headwise.kernels.cpu import machine_code
+from headwise.kernels.cpu.addresses import (
+    bytes_at,
+    floats_at,
+    halves_at,
+    int8s_at,
+    ints_at,
+    longs_at,
+    record_at,
+    words_at,
+)
+from headwise.kernels.cpu.matmul_jit import BFLOAT16, FLOAT32, INT8
 from headwise.kernels.cpu.matmul_tiles import PANEL
+from headwise.kernels.cpu.records import PACKING, TAKING
+from headwise.kernels.cpu.threads import fetch_add
 
-_OPTIONS = {"parallel": True, "nogil": True, "error_model": "numpy"}
+_packing_at, _taking_at = record_at(PACKING), record_at(TAKING)
+_pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
 
 
-@machine_code.entry(**_OPTIONS)
-def pack_float32(weight, order, packed):
-    """``weight [rows, k]`` float32 into ``packed [panels, depth, PANEL]``; column ``c`` is row ``order[c]``, or 0."""
-    for panel in numba.prange(len(packed)):
-        packed[panel] = 0.0
+@_pasted
+def _rounded(number):
+    """The bits of a float32 number rounded to bfloat16: to nearest, half to even; NaN stays NaN."""
+    rounded = number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))
+    if number & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
+        rounded = number | np.uint32(0x400000)
+    return np.uint16(rounded >> np.uint32(16))
+
+
+@_pasted
+def _pair_at(panel, turns, k, depth, c):
+    """Where the number at ``k`` of column ``c`` lies, with ``depth`` numbers a turn: half of them in each of two."""
+    return ((panel * turns + k // depth) * PANEL + c) * 2 + (k & 1)
+
+
+@_pasted
+def _pack_column(own, row, panel, c):
+    inputs, turns, size = own.inputs, own.turns, own.panels * own.turns * PANEL
+    if own.kind == FLOAT32:
+        numbers, packed = floats_at(own.source + row * inputs * 4, inputs), floats_at(own.packed, size)
+        for k in range(inputs):
+            packed[(panel * turns + k) * PANEL + c] = numbers[k]
+    elif own.kind == BFLOAT16:
+        bits, pairs = words_at(own.source + row * inputs * 4, inputs), halves_at(own.packed, 2 * size)
+        for k in range(inputs):
+            pairs[_pair_at(panel, turns, k, 2, c)] = _rounded(bits[k])
+    elif own.kind == INT8:
+        codes, bytes_ = int8s_at(own.source + row * inputs, inputs), int8s_at(own.packed, 2 * size)
+        for k in range(inputs):
+            bytes_[_pair_at(panel, turns, k, 2, c)] = codes[k]
+    else:
+        digits, words = bytes_at(own.source + row * inputs, inputs), halves_at(own.packed, 2 * size)
+        for k in range(inputs):
+            words[_pair_at(panel, turns, k, 8, c)] |= np.uint16(digits[k]) << np.uint16((k & 7) >> 1 << 2)
+
+
+def _pack(address, thread):
+    own = _packing_at(address)
+    order, counter = longs_at(own.order, own.panels * PANEL), longs_at(own.counter, 1)
+    panel = fetch_add(counter, 0)
+    while panel < own.panels:
+        room = bytes_at(own.packed + panel * own.panel_bytes, own.panel_bytes)
+        for i in range(own.panel_bytes):
+            room[i] = 0
         for c in range(PANEL):
             row = order[panel * PANEL + c]
             if row >= 0:
-                for k in range(weight.shape[1]):
-                    packed[panel, k, c] = weight[row, k]
+                _pack_column(own, row, panel, c)
+        panel = fetch_add(counter, 0)
 
 
-@machine_code.entry(**_OPTIONS)
-def pack_bfloat16(bits, order, packed):
-    """``bits [rows, k]``, the bits of float32 numbers, rounded into ``packed [panels, depth / 2, PANEL, 2]`` uint16."""
-    for panel in numba.prange(len(packed)):
-        packed[panel] = 0
-        for c in range(PANEL):
-            row = order[panel * PANEL + c]
-            if row >= 0:
-                for k in range(bits.shape[1]):
-                    number = bits[row, k]
-                    rounded = number + np.uint32(0x7FFF) + ((number >> np.uint32(16)) & np.uint32(1))
-                    if number & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
-                        rounded = number | np.uint32(0x400000)  # NaN stays NaN
-                    packed[panel, k >> 1, c, k & 1] = rounded >> np.uint32(16)
-
-
-@machine_code.entry(**_OPTIONS)
-def pack_int8(codes, order, packed):
-    """``codes [rows, k]`` int8 into ``packed [panels, depth / 2, PANEL, 2]`` int8."""
-    for panel in numba.prange(len(packed)):
-        packed[panel] = 0
-        for c in range(PANEL):
-            row = order[panel * PANEL + c]
-            if row >= 0:
-                for k in range(codes.shape[1]):
-                    packed[panel, k >> 1, c, k & 1] = codes[row, k]
-
-
-@machine_code.entry(**_OPTIONS)
-def pack_int4(codes, order, packed):
-    """``codes [rows, k]`` uint8 of 0 to 15 into ``packed [panels, depth / 8, PANEL, 2]`` uint16."""
-    for panel in numba.prange(len(packed)):
-        packed[panel] = 0
-        for c in range(PANEL):
-            row = order[panel * PANEL + c]
-            if row >= 0:
-                for k in range(codes.shape[1]):
-                    packed[panel, k >> 3, c, k & 1] |= np.uint16(codes[row, k]) << np.uint16((k & 7) >> 1 << 2)
-
-
-@machine_code.entry(**_OPTIONS)
-def pack_groups(numbers, order, packed):
-    """``numbers [rows, groups]`` into ``packed [panels, groups, PANEL]``, which is zeros."""
-    for panel in numba.prange(len(packed)):
-        for c in range(PANEL):
-            row = order[panel * PANEL + c]
-            if row >= 0:
-                for group in range(numbers.shape[1]):
-                    packed[panel, group, c] = numbers[row, group]
-
-
-@machine_code.entry(nogil=True, error_model="numpy")
-def rows_float32(packed, ids, out):
-    """``out[i] = weight[ids[i]]``, as float32."""
-    for i in range(len(ids)):
+def _take(address):
+    own = _taking_at(address)
+    ids, inputs, turns, size = ints_at(own.ids, own.count), own.inputs, own.turns, own.panels * own.turns * PANEL
+    floats, words = floats_at(own.packed, size), halves_at(own.packed, 2 * size)
+    codes, each = int8s_at(own.packed, 2 * size), own.group_inputs
+    for i in range(own.count):
         panel, c = ids[i] // PANEL, ids[i] % PANEL
-        for k in range(out.shape[1]):
-            out[i, k] = packed[panel, k, c]
-
-
-@machine_code.entry(nogil=True, error_model="numpy")
-def rows_bfloat16(packed, ids, bits):
-    """``bits[i]``: the bits of float32 numbers ``weight[ids[i]]``."""
-    for i in range(len(ids)):
-        panel, c = ids[i] // PANEL, ids[i] % PANEL
-        for k in range(bits.shape[1]):
-            bits[i, k] = np.uint32(packed[panel, k >> 1, c, k & 1]) << np.uint32(16)
-
-
-@machine_code.entry(nogil=True, error_model="numpy")
-def rows_quantised(packed, is_int4, offset, scales, minima, each, ids, out):
-    """``out[i] = weight[ids[i]]``: ``scale * (code - offset) + minimum``, with ``each`` numbers a group.
-
-    scales, minima: of these rows, ``[n, groups]``; ``minima`` may have no groups
-    """
-    for i in range(len(ids)):
-        panel, c = ids[i] // PANEL, ids[i] % PANEL
-        for k in range(out.shape[1]):
-            if is_int4:
-                code = np.float32(packed[panel, k >> 3, c, k & 1] >> ((k & 7) >> 1 << 2) & 15)
+        out, bits = floats_at(own.out + i * inputs * 4, inputs), words_at(own.out + i * inputs * 4, inputs)
+        scales = floats_at(own.scales + i * own.groups * 4, own.groups)
+        minima = floats_at(own.minima + i * own.groups * 4, own.groups)
+        for k in range(inputs):
+            if own.kind == FLOAT32:
+                out[k] = floats[(panel * turns + k) * PANEL + c]
+            elif own.kind == BFLOAT16:
+                bits[k] = np.uint32(words[_pair_at(panel, turns, k, 2, c)]) << np.uint32(16)
             else:
-                code = np.float32(packed[panel, k >> 1, c, k & 1])
-            value = (code - np.float32(offset)) * scales[i, k // each]
-            if minima.shape[1] > 0:
-                value += minima[i, k // each]
-            out[i, k] = value
+                code = np.int64(codes[_pair_at(panel, turns, k, 2, c)])
+                if own.kind != INT8:
+                    code = np.int64(words[_pair_at(panel, turns, k, 8, c)]) >> ((k & 7) >> 1 << 2) & 15
+                value = np.float32(code - own.offset) * scales[k // each]
+                if own.has_minima != 0:
+                    value += minima[k // each]
+                out[k] = value
+
+
+@cache
+def pack() -> Any:
+    """The compiled function of a `PACKING`'s address and a thread: panels until none is left."""
+    return machine_code.unit(_pack, 2, error_model="numpy")
+
+
+@cache
+def take() -> Any:
+    """The compiled function of a `TAKING`'s address: all of its rows."""
+    return machine_code.unit(_take, 1, error_model="numpy")

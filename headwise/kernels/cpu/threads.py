@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Threads in compiled code: how many run a parallel loop, and counters from which they take their work."""
+"""Threads in compiled code: counters from which they take their work, and waiting for what others took."""
 
 from __future__ import annotations
 
@@ -22,25 +22,6 @@ def fetch_add(typing, counters, index):
         return builder.atomic_rmw("add", builder.gep(counters, [index]), ir.IntType(64)(1), "acq_rel")
 
     return types.int64(counters, types.intp), emit
-
-
-@intrinsic
-def use_threads(typing, count):
-    """Run this thread's parallel loops on ``count`` threads; returns what it was before.
-
-    `numba.set_num_threads` does this too, but compiled code that calls it cannot be cached.
-    """
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        c_int, module = ir.IntType(32), builder.module
-        # Numba's own loops declare this one as returning a word; a module may declare it one way only.
-        get = cgutils.get_or_insert_function(module, ir.FunctionType(cgutils.intp_t, []), "get_num_threads")
-        set_ = cgutils.get_or_insert_function(module, ir.FunctionType(ir.VoidType(), [c_int]), "set_num_threads")
-        before = builder.trunc(builder.call(get, []), c_int)
-        builder.call(set_, args)
-        return before
-
-    return types.int32(types.int32), emit
 
 
 SPINS = 4_000

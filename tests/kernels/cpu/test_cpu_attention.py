@@ -21,7 +21,8 @@ from support.attention_scene import Case, Scene
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, RotatingKernels
 from headwise.kernels.bfloat16 import to_float32
-from headwise.kernels.cpu.attention import STORED, NumbaKernels
+from headwise.kernels.cpu.attention import NumbaKernels
+from headwise.kernels.cpu.attention_pass import STORED
 from headwise.kernels.gqa import bit_views, gqa_layout
 from headwise.kernels.reference import ReferenceKernels
 

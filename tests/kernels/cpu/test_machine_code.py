@@ -8,7 +8,7 @@ import numba
 import pytest
 
 from headwise.errors import ConfigError
-from headwise.kernels.cpu import attention_jit, machine_code
+from headwise.kernels.cpu import attention_plan, machine_code
 
 
 @pytest.fixture
@@ -67,4 +67,4 @@ def test_numba_is_configured_for_the_time_of_the_decoration_only() -> None:
 
 
 def test_entry_functions_are_kept_in_the_directory_of_these_sources() -> None:
-    assert machine_code.digest() in attention_jit.attend._cache.cache_path
+    assert machine_code.digest() in attention_plan.plan_items._cache.cache_path

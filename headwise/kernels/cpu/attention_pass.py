@@ -1,0 +1,132 @@
+"""A pass over a cache: what its compiled KV write and attention are told, for one layer or for many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionBatch
+from headwise.kernels.cpu import records
+from headwise.kernels.cpu.attention_jit import attend_of, scratch_floats
+from headwise.kernels.cpu.attention_plan import Plan
+from headwise.kernels.cpu.attention_softmax import LOG2E
+from headwise.kernels.cpu.kv_write_jit import write_of
+from headwise.kernels.cpu.records import address_of
+from headwise.kernels.gqa import head_dim_of, kv_dtype_of
+
+HEAD_DIM_STEP = 16
+"""Head dimensions must be a multiple of this: rows of keys are read as whole vectors."""
+
+STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
+"""KV dtypes, and the NumPy dtype that compiled code sees them as: bfloat16 as its bits."""
+
+
+@dataclass(frozen=True)
+class CacheKernels:
+    """What is compiled for a cache of a layout's dtype, and what of the layout it needs to know.
+
+    write, attend: C functions, see `kv_write_jit.write_of` and `attention_jit.attend_of`
+    """
+
+    layout: BlockLayout
+    cache: dict[str, int]
+    write: Any
+    attend: Any
+
+    @staticmethod
+    def of(layout: BlockLayout) -> CacheKernels:
+        """Compile them, or load what this machine has compiled before.
+
+        Raises:
+            ConfigError: there are no kernels for the layout's dtype or head dimension.
+        """
+        head_dim, dtype = head_dim_of(layout), kv_dtype_of(layout)
+        if dtype not in STORED:
+            raise ConfigError(
+                f"the numba kernels keep KV in {', '.join(STORED)}, got {dtype}: use one of these, or kernels "
+                "'reference'"
+            )
+        if head_dim % HEAD_DIM_STEP:
+            raise ConfigError(
+                f"the numba kernels need a head_dim that is a multiple of {HEAD_DIM_STEP}, got {head_dim}: "
+                "use kernels 'reference'"
+            )
+        at, size = layout.role_offsets, np.dtype(STORED[dtype]).itemsize
+        cache = {
+            "block_stride": layout.block_bytes // size,
+            "slot_stride": layout.slot_bytes // size,
+            "value_offset": at["value"] // size,
+            "block_size": layout.block_size,
+            "block_scales": layout.block_bytes // 4,
+            "slot_scales": layout.slot_bytes // 4,
+            "key_scales": at.get("key_scale", 0) // 4,
+            "value_scales": at.get("value_scale", 0) // 4,
+        }
+        return CacheKernels(layout, cache, write_of(dtype), attend_of(dtype))
+
+    def a_pass(self, arena: NDArray[np.uint8], batch: AttentionBatch, **fields: Any) -> NDArray[Any]:
+        """A `records.PASS` over this arena of this batch, with these fields besides."""
+        tables = batch.block_tables
+        own = records.filled(
+            records.PASS, cu_seqlens=address_of(batch.cu_seqlens_q, np.int32), sequences=len(batch.seq_lens),
+            seq_lens=address_of(batch.seq_lens, np.int32), tables=address_of(tables, np.int32),
+            table_columns=tables.shape[1], groups=batch.groups, **fields,
+        )  # fmt: skip
+        cache = own["cache"]
+        for name, number in self.cache.items():
+            cache[name] = number
+        cache["arena"], cache["arena_bytes"] = address_of(arena, np.uint8), arena.nbytes
+        return own
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """Plans of attention, one for all layers whose heads have the same windows and sinks.
+
+    table: a `records.PLAN` of each
+    """
+
+    plans: Sequence[Plan]
+    table: NDArray[Any]
+
+    @staticmethod
+    def of(plans: Sequence[Plan]) -> PlanTable:
+        table = np.array(
+            [
+                (
+                    plan.items.ctypes.data, len(plan.items), plan.parts.ctypes.data, len(plan.parts), plan.rows,
+                    plan.is_tiled, plan.partial_rows,
+                )
+                for plan in plans
+            ],
+            records.PLAN,
+        )  # fmt: skip
+        return PlanTable(plans, table)
+
+    @property
+    def most_items(self) -> int:
+        return max(len(plan.items) for plan in self.plans)
+
+    @property
+    def most_partial_rows(self) -> int:
+        return max(plan.partial_rows for plan in self.plans)
+
+    def partials(self, dim: int) -> NDArray[np.float32]:
+        """Room for the partial results of any of the plans."""
+        return np.empty(self.most_partial_rows * (2 + dim), np.float32)
+
+    def scratch(self, threads: int, share: int, dim: int) -> NDArray[np.float32]:
+        """``[threads, floats]``: what each thread works with."""
+        floats = max(scratch_floats(plan.rows, plan.is_tiled, share, dim) for plan in self.plans)
+        return np.empty((threads, floats), np.float32)
+
+
+def score_factor(scale: float, softcap: float) -> float:
+    """What queries are multiplied with, for scores as powers of two; see `attention_micro.row_softcap`."""
+    return scale * LOG2E * (2 / softcap if softcap else 1)

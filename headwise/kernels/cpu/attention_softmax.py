@@ -1,0 +1,192 @@
+# mypy: ignore-errors
+"""The softmax of attention: some keys of the cache taken into that of one token's rows, or of a tile's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+from headwise.kernels.cpu.attention_micro import (
+    LARGEST_INT16,
+    exp2,
+    is_integer,
+    is_quantised,
+    pair_size,
+    row_copy,
+    row_exp2,
+    row_max,
+    row_multiply,
+    row_softcap,
+    row_times,
+)
+from headwise.kernels.cpu.attention_plan import KEYS
+from headwise.kernels.cpu.attention_products import (
+    CHUNK,
+    MATH,
+    STRIP,
+    mix_strip,
+    mix_token,
+    score_strip,
+    score_token,
+)
+from headwise.kernels.cpu.simd import LANES
+
+LOG2E = math.log2(math.e)
+_pasted = numba.njit(inline="always", fastmath=MATH, nogil=True, error_model="numpy")
+_inlined = numba.njit(forceinline=True, fastmath=MATH, nogil=True, error_model="numpy")
+_token_exp2, _tile_exp2 = row_exp2(is_tile=False), row_exp2(is_tile=True)
+
+
+class Step(NamedTuple):
+    """All that stays the same during one call.
+
+    query:   ``float32 [tokens, q_heads, dim]``, rows contiguous
+    kv:      the arena as what it stores: ``float32``, ``uint16`` (bits of bfloat16) or ``int8``
+    scales:  the arena as ``float32``
+    cache:   a `records.CACHE`
+    tables:  ``int32 [batch * groups, max_blocks]``
+    factor:  of queries
+    share:   query heads per KV head
+    """
+
+    query: Any
+    kv: Any
+    scales: Any
+    cache: Any
+    tables: Any
+    groups: Any
+    head_group: Any
+    head_slot: Any
+    head_window: Any
+    head_sink: Any
+    factor: Any
+    softcap: Any
+    share: Any
+    dim: Any
+
+
+class Scratch(NamedTuple):
+    """A thread's own, flat.
+
+    q:         queries ``[rows, dim]``
+    s:         scores ``[rows of a token or strip, KEYS or CHUNK]``
+    turned:    keys ``[dim, TURNED_STRIDE]``
+    values:    ``[CHUNK, dim]``
+    scales:    of keys and values ``[2, CHUNK]``
+    q_scales:  of one token's queries that became integers ``[share]``
+    p_scales:  of its probabilities
+    addresses: of keys, then of values ``int64 [CHUNK]``
+    """
+
+    q: Any
+    s: Any
+    turned: Any
+    values: Any
+    scales: Any
+    q_scales: Any
+    p_scales: Any
+    addresses: Any
+
+
+class Softmax(NamedTuple):
+    """A softmax under way: each row's maximum and sum so far, and weighted values ``acc [rows, dim]``."""
+
+    top: Any
+    total: Any
+    acc: Any
+
+
+@_inlined
+def _mask_row(s, at, first, count, width, position, window, sink):
+    """Set to -inf what the query at ``position`` does not see of the keys ``[first, first + count)``."""
+    for i in range(count, width):
+        s[at + i] = -np.inf
+    if first + count - 1 <= position and (window == 0 or position - first < window or first + count <= sink):
+        return
+    for i in range(count):
+        k = first + i
+        if k > position or (window > 0 and position - k >= window and k >= sink):
+            s[at + i] = -np.inf
+
+
+@_inlined
+def _raise_top(softmax, row, dim, highest):
+    """Take a row's new maximum into its softmax; what powers of its scores are to be lowered by."""
+    top, total, acc = softmax
+    if highest > top[row]:
+        shrink = exp2(top[row] - highest)
+        total[row] *= shrink
+        row_times(acc, row * dim, acc, row * dim, dim, shrink)
+        top[row] = highest
+    # Where nothing was seen yet, -inf must not be taken from -inf.
+    return top[row] if top[row] > -np.inf else np.float32(0.0)
+
+
+@_pasted
+def load_scales(step, scratch, scales_at, at, count, width):
+    """Scales of ``count`` keys and values to ``at``; zeros behind them until ``width``: what lies there may be NaN."""
+    values = step.cache.value_scales - step.cache.key_scales
+    row_copy(step.scales, scales_at, scratch.scales, at, count)
+    row_copy(step.scales, scales_at + values, scratch.scales, CHUNK + at, count)
+    for i in range(at + count, width):
+        scratch.scales[i] = scratch.scales[CHUNK + i] = 0.0
+
+
+@_pasted
+def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead):
+    """Take ``count`` keys of one block, the first at position ``first``, into the softmax of one token's rows."""
+    kv, s, scales, factors, dim = step.kv, scratch.s, scratch.scales, scratch.p_scales, step.dim
+    window, sink = step.head_window[item.head], step.head_sink[item.head]
+    width = -(-count // LANES) * LANES
+    score_token(kv, keys_at, scratch.q, s, dim, step.share, count, ahead)
+    unit = np.float32(1.0)  # that integers stand for
+    if is_quantised(kv):
+        load_scales(step, scratch, scales_at, 0, count, width)
+        unit = row_max(scales, CHUNK, width) / np.float32(LARGEST_INT16)
+    for row in range(step.share):
+        at = row * KEYS
+        if is_quantised(kv):
+            row_multiply(s, at, width, scales, 0, scratch.q_scales[row])
+        if step.softcap > 0:
+            row_softcap(s, at, width, step.softcap * LOG2E)
+        _mask_row(s, at, first, count, width, item.position, window, sink)
+        factors[row] = row_max(s, at, width)
+    for row in range(step.share):  # a loop of its own: what the first one's rows wait for goes side by side
+        at, highest = row * KEYS, factors[row]
+        shift = _raise_top(softmax, row, dim, highest)
+        if is_integer(kv):  # of the largest here, however small it is beside those before
+            own = highest if highest > -np.inf else shift
+            weight = exp2(own - shift)
+            softmax.total[row] += weight * _token_exp2(kv, s, at, width, own, scales, CHUNK, np.float32(1.0) / unit)
+            factors[row] = weight * unit
+        else:
+            softmax.total[row] += _token_exp2(kv, s, at, width, shift, scales, CHUNK, unit)
+    mix_token(kv, keys_at + step.cache.value_offset, s, factors, softmax.acc, dim, step.share, count, ahead)
+
+
+@_pasted
+def attend_chunk(step, item, scratch, softmax, first, count):
+    """Take the ``count`` keys of `Scratch.addresses`, the first at position ``first``, into the softmax of a tile."""
+    kv, s, scales, dim, share = step.kv, scratch.s, scratch.scales, step.dim, step.share
+    window, sink = step.head_window[item.head], step.head_sink[item.head]
+    words, rows = dim // pair_size(kv), item.tokens * share
+    for strip in range(0, rows, STRIP):
+        some = min(STRIP, rows - strip)
+        seen = min(count, item.position + (strip + some - 1) // share + 1 - first)
+        if seen <= 0:
+            continue
+        width = -(-seen // (2 * LANES)) * (2 * LANES)
+        score_strip(kv, scratch.q, strip * words, words, scratch.turned, s, some, width)
+        for row in range(strip, strip + some):
+            at = (row - strip) * CHUNK
+            if is_quantised(kv):
+                row_multiply(s, at, width, scales, 0, np.float32(1.0))
+            if step.softcap > 0:
+                row_softcap(s, at, width, step.softcap * LOG2E)
+            _mask_row(s, at, first, seen, width, item.position + row // share, window, sink)
+            shift = _raise_top(softmax, row, dim, row_max(s, at, width))
+            softmax.total[row] += _tile_exp2(kv, s, at, width, shift, scales, CHUNK, np.float32(1.0))
+        mix_strip(kv, s, scratch.values, softmax.acc, strip * dim, dim, some, -(-seen // pair_size(kv)))

@@ -1,0 +1,172 @@
+"""Records that the Python halves fill by name, and compiled code reads at their address.
+
+Numbers are int64, but for a few float32; arrays are given as addresses, whose owners the Python halves keep alive. All
+records of one step hang together by such addresses, so that one call with one integer stands for all layers of a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_N = np.int64
+
+
+def _numbers(names: str) -> list[tuple[str, type[np.int64]]]:
+    return [(name, _N) for name in names.split()]
+
+
+WEIGHT = np.dtype(
+    _numbers(
+        "kind data data_bytes scales scale_count minima minima_count columns depth turns group_turns has_minima offset"
+    )
+)
+"""A packed weight. ``data`` are bytes, ``scales`` and ``minima`` float16 ``[panels, groups, PANEL]``.
+
+kind:        `matmul_jit.FLOAT32` to `matmul_jit.INT4`
+columns:     of the weight; the last panel may have more
+depth:       numbers of a row that it multiplies, padded to whole turns
+turns:       of a panel
+group_turns: that share a scale
+offset:      taken off each code
+"""
+
+PRODUCT = np.dtype(
+    _numbers("code x rows inputs weight bias bias_length epilogue out columns factors sums tiles tile_floats counters")
+)
+"""A product of its own.
+
+code:     address of the compiled product with weights of this kind
+x:        float32 ``[rows, inputs]``; the same address as ``factors`` where those are the factors already
+weight:   a `WEIGHT`
+bias:     float32, of no length where there is none
+epilogue: `matmul_jit.PLAIN` to `matmul_jit.GELU`
+out:      float32 ``[rows, columns]``
+tiles:    ``tile_floats`` for each thread: `matmul_jit.TILE`, and as many as the weight is deep
+counters: `matmul_jit.PRODUCT_COUNTERS` that are 0
+"""
+
+QKV, OUT, GATE_UP, DOWN = WEIGHTS = range(4)
+BEFORE_ATTENTION, BEFORE_MLP, AFTER_ATTENTION, AFTER_MLP, QUERY_NORM, KEY_NORM = NORMS = range(6)
+"""Norms of a layer, as in `headwise.kernels.fused.LayerNorms`."""
+
+HEAD_GROUP, HEAD_SLOT, HEAD_WINDOW, HEAD_SINK = HEADS = range(4)
+"""Arrays of a layer's heads, as in `headwise.kernels.base.HeadTable`."""
+
+LAYER = np.dtype(
+    [
+        ("weights", _N, (len(WEIGHTS),)),
+        ("biases", _N, (len(WEIGHTS), 2)),
+        ("norms", _N, (len(NORMS), 2)),
+        ("heads", _N, (len(HEADS), 2)),
+        *_numbers("rotation plan"),
+    ]
+)
+"""A layer: `WEIGHT` records; address and length of biases and norms (of those that it has not: 0), and of what says
+where its heads lie; which rotation is its own, and which `PLAN`."""
+
+PLAN = np.dtype(_numbers("items item_count parts part_count rows is_tiled partial_rows"))
+"""A plan of attention: see `attention_plan.make_plan`."""
+
+CACHE = np.dtype(
+    _numbers(
+        "arena arena_bytes block_stride slot_stride value_offset block_size block_scales slot_scales key_scales"
+        " value_scales"
+    )
+)
+"""A cache's arena. Strides from block to block and slot to slot, and from keys to values, in elements; then from block
+to block and slot to slot, and where the scales of keys and values lie within a slot, in floats."""
+
+PASS = np.dtype(
+    [
+        ("cache", CACHE),
+        *_numbers(
+            "rows q_heads kv_heads dim query query_row query_head key key_row key_head value value_row value_head out"
+            " cosines sines half cu_seqlens seq_lens sequences tables table_columns groups plans partials partial_rows"
+            " scratch scratch_floats"
+        ),
+        ("factor", np.float32),
+        ("softcap", np.float32),
+    ]
+)
+"""What writes keys and values to a cache and attends to it, for one layer or many.
+
+query, key, value: float32 ``[rows, heads, dim]``; ..._row, ..._head: floats from row to row, head to head
+out:               float32 ``[rows, q_heads, dim]``
+cosines, sines:    float32 ``[rotations, 2, rows, half]``, the sines' first; no ``half``: nothing is rotated
+cu_seqlens ...:    of an `AttentionBatch`
+plans:             `PLAN` records
+partials:          maxima, sums and weighted values of parts, float32 ``[partial_rows * (2 + dim)]``
+scratch:           ``scratch_floats`` for each thread
+factor, softcap:   of queries; of scores, 0 for none
+"""
+
+STEP = np.dtype(
+    [
+        ("products", _N, (4,)),
+        *_numbers(
+            "x rows hidden layers layer_count epilogue widest intermediate added gated factors factors_length sums"
+            " sums_length tiles values counters counters_per_layer attention write attend"
+        ),
+        ("eps", np.float32),
+        ("padding", np.float32),
+    ]
+)
+"""A step of a decoder.
+
+products:      addresses of the compiled products with weights of each kind
+x:             the residual stream, float32 ``[rows, hidden]``
+layers:        `LAYER` records
+widest:        depth of the widest weight
+added, gated:  room for what is added to the stream, float32 ``[rows, hidden]``; for gated products ``[rows,
+               intermediate]``
+factors, sums: room for what products multiply
+tiles, values: `matmul_jit.TILE` and ``widest`` floats for each thread
+counters:      that are 0, ``counters_per_layer`` of each layer, and as many behind them
+attention:     a `PASS`, whose ``query``, ``key`` and ``value`` are where products write them, and ``out`` where
+               they read it
+write, attend: addresses of what is compiled for this cache
+eps:           of norms
+"""
+
+PACKING = np.dtype(_numbers("kind source inputs order panels turns panel_bytes packed counter"))
+"""A weight to be packed.
+
+source:  its numbers ``[rows, inputs]``: float32; or int8, or uint8 of 0 to 15
+order:   which row each packed column is, -1 for none
+turns:   of a panel, of ``panel_bytes`` bytes
+packed:  where they go, see `packing_jit`
+counter: one, that is 0
+"""
+
+TAKING = np.dtype(
+    _numbers("kind packed panels turns ids count inputs scales minima groups group_inputs offset has_minima out")
+)
+"""Rows to be read of a packed weight.
+
+ids:            int32, ``count`` of them
+scales, minima: of these rows, float32 ``[count, groups]``, where it has them; a group is ``group_inputs`` numbers
+offset:         taken off each code
+out:            float32 ``[count, inputs]``
+"""
+
+
+def address_of(array: NDArray[Any], dtype: Any) -> int:
+    """Where an array lies. Compiled code is told no more, so it must be contiguous and of the dtype that is read.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise TypeError(f"need a contiguous array of {np.dtype(dtype)}, got {array.dtype} with strides {array.strides}")
+    return array.ctypes.data
+
+
+def filled(dtype: np.dtype[Any], **fields: Any) -> NDArray[Any]:
+    """One record with these fields, the others 0."""
+    record = np.zeros(1, dtype)
+    for name, value in fields.items():
+        record[name] = value
+    return record
