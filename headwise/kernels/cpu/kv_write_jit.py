@@ -8,6 +8,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -29,6 +30,7 @@ from headwise.kernels.cpu.simd import FLOAT, LANES, Emitter
 
 layer_at, pass_at = map(record_at, (LAYER, PASS))
 LARGEST_INT8 = 127.0
+_HALF_STEP = 8
 
 # No relaxed arithmetic here: what is stored is, bit by bit, what the reference stores.
 _pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
@@ -65,12 +67,33 @@ def _scale(e: Emitter, row: Any, vectors: Any) -> Any:
     return e.builder.select(some, e.builder.fdiv(absmax, FLOAT(LARGEST_INT8)), FLOAT(1.0))
 
 
-@_pasted
-def _rotate(source, target, cosines, sines, half):
-    for i in range(half):
-        first, second, cosine, sine = source[i], source[i + half], cosines[i], sines[i]
-        target[i] = first * cosine - second * sine
-        target[i + half] = second * cosine + first * sine
+@intrinsic
+def _rotate(typing, source, target, cosines, sines, half):
+    """``target`` is ``source [2 * half]`` rotated; it may be the same row. ``half`` is a multiple of 8.
+
+    Spelled out, for of rows that may be the same no vector loop is made.
+    """
+    vector = ir.VectorType(FLOAT, _HALF_STEP)
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        e = Emitter(context, builder, signature, args)
+        *rows, half = e.args
+        with cgutils.for_range(builder, builder.udiv(half, half.type(_HALF_STEP))) as loop:
+            at = e.times(loop.index, _HALF_STEP)
+
+            def place(row: Any, *offsets: Any) -> Any:
+                return builder.bitcast(e.at(row, at, *offsets), vector.as_pointer())
+
+            source, target, cosines, sines = rows
+            places = (place(source), place(source, half), place(cosines), place(sines))
+            first, second, cosine, sine = (builder.load(each, align=4) for each in places)
+            low = builder.fsub(builder.fmul(first, cosine), builder.fmul(second, sine))
+            high = builder.fadd(builder.fmul(second, cosine), builder.fmul(first, sine))
+            builder.store(low, place(target), align=4)
+            builder.store(high, place(target, half), align=4)
+        return context.get_dummy_value()
+
+    return types.void(source, target, cosines, sines, types.intp), emit
 
 
 @_pasted

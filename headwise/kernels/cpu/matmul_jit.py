@@ -39,6 +39,7 @@ from headwise.kernels.cpu.attention_micro import row_copy
 from headwise.kernels.cpu.matmul_tiles import (
     BFLOAT,
     FEW_VECTORS,
+    LINE,
     NATIVE,
     PANEL,
     TILE_ROWS,
@@ -64,8 +65,8 @@ ROW_BLOCK = 96
 DEPTH_BYTES = 1 << 18
 """Bytes of a panel that are multiplied with all rows of an item before the next ones are: they stay in the L2 cache."""
 
-NEXT_PANEL = 2
-"""Panels from one that a thread takes to the next, where two threads take them in turns."""
+MOST_ALONE = 2
+"""Rows that leave no time to prefetch the next panel: they wait for memory, whose own prefetching does as well."""
 
 TILE = ROW_BLOCK * PANEL
 """Floats of a thread's scratch."""
@@ -217,46 +218,56 @@ def _finish(tile, epilogue, bias, out, row, rows, panel):
 def _plain_rows(kind: Kind) -> Any:
     """Make the function that multiplies some rows with some turns of a panel, for a kind without scales.
 
-    The first few rows wait for the panel to come from memory. Where there are some more, but not many, they are slowed
-    by nothing, and meanwhile the panel is prefetched that this thread is likely to take next.
+    While it does, the panel that lies ``ahead`` bytes behind is prefetched, if that is not 0: as evenly as can be by all
+    tiles of rows, for more at a time would wait for memory, and fewer would leave some of it to be waited for.
     """
     most, four, two, one = (plain_tile(kind, rows, VECTORS) for rows in TILE_ROWS)
-    most_ahead, four_ahead, two_ahead, one_ahead = (
-        plain_tile(kind, rows, VECTORS, prefetch=True) for rows in TILE_ROWS
+    most_and_line, four_and_line, two_and_line, one_and_line = (
+        plain_tile(kind, rows, VECTORS, 1) for rows in TILE_ROWS
     )
+    most_and_two, four_and_two, two_and_two, one_and_two = (plain_tile(kind, rows, VECTORS, 2) for rows in TILE_ROWS)
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
     @_pasted
-    def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile):
+    def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile, ahead):
         data = bytes_at(weight.data, weight.data_bytes)
         start, fresh, done = (panel * weight.turns + turn) * turn_bytes, turn == 0, 0
-        ahead = NEXT_PANEL * weight.turns * turn_bytes
-        is_worth_it = rows < ROW_BLOCK and (panel + NEXT_PANEL + 1) * PANEL <= weight.columns
+        line, lines = 0, turn_bytes // LINE if ahead != 0 else 0
         while done < rows:
             x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
             step = TILE_ROWS[0] if left >= TILE_ROWS[0] else 4 if left >= 4 else 2 if left >= 2 else 1
-            prefetch = is_worth_it and 0 < done <= TILE_ROWS[0]
+            passes = -(-left // TILE_ROWS[0]) * (PANEL // (VECTORS * LANES))
             for column in range(0, PANEL, VECTORS * LANES):
                 at, t_at = start + column * column_bytes, done * PANEL + column
+                some = min(2, -(-(lines - line) // passes))
+                there, passes, line = ahead + line * LINE - column * column_bytes, passes - 1, line + some
                 if step == TILE_ROWS[0]:
-                    if prefetch:
-                        most_ahead(factors, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
-                    else:
+                    if some == 0:
                         most(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
+                    elif some == 1:
+                        most_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                    else:
+                        most_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
                 elif step == 4:
-                    if prefetch:
-                        four_ahead(factors, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
-                    else:
+                    if some == 0:
                         four(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
-                elif step == 2:
-                    if prefetch:
-                        two_ahead(factors, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
+                    elif some == 1:
+                        four_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
                     else:
+                        four_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                elif step == 2:
+                    if some == 0:
                         two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
-                elif prefetch:
-                    one_ahead(factors, x_at, stride, data, at, turns, tile, t_at, fresh, ahead)
-                else:
+                    elif some == 1:
+                        two_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                    else:
+                        two_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                elif some == 0:
                     one(factors, x_at, stride, data, at, turns, tile, t_at, fresh, 0)
+                elif some == 1:
+                    one_and_line(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
+                else:
+                    one_and_two(factors, x_at, stride, data, at, turns, tile, t_at, fresh, there)
             done += step
 
     return run
@@ -269,7 +280,7 @@ def _grouped_rows(kind: Kind) -> Any:
     turn_bytes, column_bytes, x_per_turn = kind.turn_bytes, kind.column_bytes, kind.x_per_turn
 
     @_pasted
-    def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile):
+    def run(weight, factors, stride, sums, row, rows, panel, turn, turns, tile, ahead):
         data, each = bytes_at(weight.data, weight.data_bytes), weight.group_turns
         scales = halves_at(weight.scales, weight.scale_count)
         minima = halves_at(weight.minima, weight.minima_count)
@@ -319,17 +330,19 @@ def _product(rows_of_kind: Any) -> Any:
         out, stride, groups = float_matrix_at(out, rows, columns), factor_stride(weight), groups_of(weight)
         factors, sums = words_at(factors, rows * stride), floats_at(sums, rows * groups)
         tile, counters = floats_at(tile, TILE), longs_at(counters, counter + 2)
-        each = _turns_at_once(weight, rows)
+        each, panel_bytes = _turns_at_once(weight, rows), weight.data_bytes // -(-weight.columns // PANEL)
         blocks, count, item = -(-rows // ROW_BLOCK), items_of(weight, rows), fetch_add(counters, counter)
         while item < count:
+            following = fetch_add(counters, counter)  # so that this thread knows what it will need next
             row, panel = item % blocks * ROW_BLOCK, item // blocks
             some = min(ROW_BLOCK, rows - row)
+            ahead = (following // blocks - panel) * panel_bytes if MOST_ALONE < some and following < count else 0
             for turn in range(0, weight.turns, each):
                 turns = min(each, weight.turns - turn)
-                rows_of_kind(weight, factors, stride, sums, row, some, panel, turn, turns, tile)
+                rows_of_kind(weight, factors, stride, sums, row, some, panel, turn, turns, tile, ahead)
             _finish(tile, epilogue, bias, out, row, some, panel)
             fetch_add(counters, counter + 1)
-            item = fetch_add(counters, counter)
+            item = following
 
     return product
 

@@ -36,7 +36,7 @@ VECTORS, FEW_VECTORS = (4, 2) if ISA.avx512f else (2, 2)
 """Vectors of columns of a tile; the fewer where scales need registers, too."""
 
 
-_LINE = 64
+LINE = 64
 """Bytes of a cache line."""
 
 BFLOAT = BFloat()
@@ -192,12 +192,12 @@ def _bfloat16_bits(number: int) -> int:
     return struct.unpack("<I", struct.pack("<f", number))[0] >> 16
 
 
-def plain_tile(kind: Kind, rows: int, vectors: int, prefetch: bool = False) -> Any:
+def plain_tile(kind: Kind, rows: int, vectors: int, lines: int = 0) -> Any:
     """Make ``tile[r, j] (+)= x[r] . weight[:, j]`` of a weight without scales.
 
     Arguments: ``x, x_at, x_stride`` (in 32-bit numbers), ``weight, weight_at`` (bytes, of the first turn and column),
-    ``turns``, ``tile, tile_at, fresh``: whether the tile begins at 0; ``ahead``: with ``prefetch``, what lies so many
-    bytes behind each turn is prefetched. Rows of a tile are `PANEL` apart.
+    ``turns``, ``tile, tile_at, fresh``: whether the tile begins at 0; ``ahead``: so many ``lines`` are prefetched that
+    lie so many bytes behind each turn. Rows of a tile are `PANEL` apart.
     """
 
     @intrinsic
@@ -209,7 +209,7 @@ def plain_tile(kind: Kind, rows: int, vectors: int, prefetch: bool = False) -> A
             cells = _cells(e, e.at(tile, ta), rows, vectors)
             is_fresh = builder.icmp_signed("!=", fresh, fresh.type(0))
             sums = [e.variable(builder.select(is_fresh, e.fill(0.0), e.load(cell))) for cell in cells]
-            _sum_turns(e, kind, x_rows, w, turns, sums, vectors, None, ahead if prefetch else None)
+            _sum_turns(e, kind, x_rows, w, turns, sums, vectors, None, ahead, lines)
             for cell, total in zip(cells, sums, strict=True):
                 e.store(e.value(total), cell)
             return context.get_dummy_value()
@@ -320,13 +320,13 @@ def _sum_turns(
     vectors: int,
     prepared: Any,
     ahead: Any = None,
+    lines: int = 0,
 ) -> None:
-    """Add ``turns`` turns to the variables ``sums``, ``vectors`` for each row; ``ahead`` as in `plain_tile`."""
+    """Add ``turns`` turns to the variables ``sums``, ``vectors`` for each row; ``ahead, lines`` as in `plain_tile`."""
     with cgutils.for_range(e.builder, turns) as loop:
         pointer = e.at(w, e.times(loop.index, kind.turn_bytes))
-        if ahead is not None:
-            for line in range(0, vectors * LANES * kind.column_bytes, _LINE):
-                e.prefetch(e.at(pointer, ahead, ahead.type(line)))
+        for line in range(lines):
+            e.prefetch(e.at(pointer, ahead, ahead.type(line * LINE)))
         at = e.times(loop.index, kind.x_per_turn)
         for step, operands in kind.steps(e, pointer, vectors, prepared):
             for row, x in enumerate(x_rows):
