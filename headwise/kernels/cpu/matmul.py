@@ -6,7 +6,7 @@ kept in is its *kind*: float32, bfloat16, or integers with a scale per group of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,9 @@ from headwise.kernels.fused import Activation
 
 EPILOGUES = {None: matmul_jit.PLAIN, "silu": matmul_jit.SILU, "gelu_tanh": matmul_jit.GELU}
 KINDS = dict(zip(("float32", "bfloat16", "int8", "int4"), matmul_jit.KINDS, strict=True))
+PACKED_VERSION = 1
+"""Goes up wherever the same weight is packed differently: copies of packed weights on disk are then made again."""
+
 THREAD_FLOPS = 2_000_000
 """Multiplications that are worth waking a thread for, where weights come from caches."""
 
@@ -29,6 +32,14 @@ THREAD_BYTES = 1 << 19
 _CACHE_LINE = 64
 _DEPTH_STEP = 32
 """Inputs of a narrow weight are padded to a multiple of this."""
+
+_LAYOUTS: Mapping[str, tuple[Any, int, tuple[int, ...]]] = {
+    "float32": (np.float32, 1, ()),
+    "bfloat16": (np.uint16, 2, (2,)),
+    "int8": (np.int8, 2, (2,)),
+    "int4": (np.uint16, 8, (2,)),
+}
+"""Elements of packed arrays, inputs that lie in one row of a panel, and the axes after `PANEL`; see `packing_jit`."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,11 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes + self.minima.nbytes
+
+    @property
+    def offset(self) -> int:
+        """What is subtracted from the codes of integers."""
+        return int(self.table[12])
 
 
 def pack_float(weight: NDArray[np.float32], dtype: str, gated: bool = False) -> PackedWeight:
@@ -102,6 +118,41 @@ def pack_quantised(
         _halves(scale, order, depth // group), None if minimum is None else _halves(minimum, order, depth // group),
         group, offset,
     )  # fmt: skip
+
+
+def repacked(
+    dtype: str,
+    outputs: int,
+    inputs: int,
+    gated: bool,
+    depth: int,
+    offset: int,
+    packed: NDArray[Any],
+    scales: NDArray[np.float16] | None = None,
+    minima: NDArray[np.float16] | None = None,
+) -> PackedWeight:
+    """The `PackedWeight` of these fields, over the same arrays; None stands for an empty one.
+
+    Raises:
+        ValueError: they do not go together; compiled code would read what is not there.
+    """
+    (element, step, pair), panels = _LAYOUTS[dtype], len(_order(outputs, gated)) // PANEL
+    halves = [numbers for numbers in (scales, minima) if numbers is not None]
+    groups = 0 if scales is None else scales.shape[1]
+    fits = (
+        packed.dtype == element
+        and packed.shape == (panels, depth // step, PANEL, *pair)
+        and all(numbers.dtype == np.float16 and numbers.shape == (panels, groups, PANEL) for numbers in halves)
+        and inputs <= depth
+        and bool(groups) == dtype.startswith("int")
+        and not depth % max(groups, 1)
+        and not any(array.ctypes.data % _CACHE_LINE for array in (packed, *halves))
+    )
+    if not fits:
+        arrays = ", ".join(f"{array.dtype} {array.shape}" for array in (packed, *halves))
+        raise ValueError(f"a {dtype} weight of {outputs} x {inputs} is not packed as {arrays} with a depth of {depth}")
+    group = depth // groups if groups else 0
+    return _packed_weight(KINDS[dtype], dtype, outputs, inputs, gated, packed, depth, scales, minima, group, offset)
 
 
 def _halves(numbers: NDArray[np.float32], order: NDArray[np.int64], groups: int) -> NDArray[np.float16]:
@@ -236,9 +287,7 @@ def take_rows(weight: PackedWeight, ids: NDArray[np.int32]) -> NDArray[np.float3
         panels, columns = ids // PANEL, ids % PANEL
         scales, minima = (numbers[panels, :, columns].astype(np.float32) for numbers in (weight.scales, weight.minima))
         each = weight.depth // weight.scales.shape[1]
-        packing_jit.rows_quantised(
-            weight.packed, weight.dtype == "int4", int(weight.table[12]), scales, minima, each, ids, out
-        )
+        packing_jit.rows_quantised(weight.packed, weight.dtype == "int4", weight.offset, scales, minima, each, ids, out)
     return out
 
 

@@ -22,7 +22,8 @@ from headwise.errors import ModelError
 # bfloat16 is read as its bits: NumPy has no such type.
 FLOATS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 INTEGERS: Mapping[str, np.dtype[Any]] = {"I8": np.dtype("i1"), "U8": np.dtype("u1")}
-_STORED = {**FLOATS, **INTEGERS}
+WORDS: Mapping[str, np.dtype[Any]] = {"U16": np.dtype("<u2")}
+_STORED = {**FLOATS, **INTEGERS, **WORDS}
 _HEADER_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
 
