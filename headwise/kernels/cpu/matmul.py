@@ -21,7 +21,7 @@ from headwise.kernels.fused import Activation
 EPILOGUES = {None: matmul_jit.PLAIN, "silu": matmul_jit.SILU, "gelu_tanh": matmul_jit.GELU}
 KINDS = dict(zip(("float32", "bfloat16", "int8", "int4"), matmul_jit.KINDS, strict=True))
 PACKED_VERSION = 1
-"""Goes up wherever the same weight is packed differently: copies of packed weights on disk are then made again."""
+"""Goes up when the same weight is packed differently: copies of packed weights on disk are then made again."""
 
 THREAD_FLOPS = 2_000_000
 """Multiplications that are worth waking a thread for, where weights come from caches."""

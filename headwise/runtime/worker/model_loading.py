@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.model_card import ModelCard, check_unchanged
+from headwise.runtime.config.model_card import NUMERICS_VERSION, ModelCard, check_unchanged
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.packed_cache import DIRECTORY, LIMITS, Limits, PackedKey, PackedWeights
 from headwise.runtime.loader.progress import LogProgress
@@ -49,6 +49,7 @@ def packed_key(card: ModelCard, config: EngineConfig, ops: PackingOps, shard: Sh
     """What decides how a rank's weights are packed. The kind of CPU does not: only how they are multiplied."""
     settings = {
         "format": ops.packed_format,
+        "numerics": NUMERICS_VERSION,
         "blocks": card.blocks,
         "dtype": config.dtype_name,
         "weights_dtype": config.weights_dtype_name,
