@@ -81,6 +81,7 @@ def read_packed(path: Path, key: str, progress: Progress) -> dict[str, PackedPar
     checks: Mapping[str, int] = contents["checks"]
     if set(checks) != set(file.names):
         raise DamagedError("its header is corrupt")
+    file.prefer_huge_pages()
     arrays = {name: file.stored(name) for name in checks}
     for name, check, expected in zip(checks, _checks(arrays, progress), checks.values(), strict=True):
         if check != expected:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from support.tiny_models import llama_tensors, write_llama_gguf
 
 from headwise.errors import ModelError
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.model_card import ModelCard, read_model_card
+from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
@@ -157,13 +158,15 @@ def test_whatever_decides_the_bytes_is_in_the_key(tmp_path: Path, model: Path, q
     ]
     names = [_file_name(config_of(tmp_path, model, **change)) for change in changes]
     names += [_file_name(config_of(tmp_path, model, tp_size=2), rank=1)]
-    names += [_file_name(config_of(tmp_path, quantised_model, weights_dtype=dtype)) for dtype in ("bfloat16", "gguf")]
+    blocks = config_of(tmp_path, quantised_model, weights_dtype="gguf")
+    names += [_file_name(blocks), _file_name(replace(blocks, weights_dtype="bfloat16"))]
+    names += [_file_name(blocks, weights="others"), _file_name(blocks, blocks="others")]
     assert len(set(names)) == len(names)
 
 
-def _file_name(config: EngineConfig, rank: int = 0) -> str:
+def _file_name(config: EngineConfig, rank: int = 0, **changes: str) -> str:
     directory = resolve_model(config.model, config.cache_path, weights=False)
-    card: ModelCard = read_model_card(config, directory)
+    card = replace(read_model_card(config, directory), **changes)  # type: ignore[arg-type]
     ops = make_ops("numba", 1, config.dtype_name, config.weights_dtype_name)
     return packed_key(card, config, ops, Shard(rank, config.tp_size, card.plan.kv_heads(rank))).file_name  # type: ignore[arg-type]
 
