@@ -184,22 +184,17 @@ class PackedWeights:
     @contextmanager
     def _partial(self) -> Iterator[Path]:
         """A file to write, locked for as long as its writer lives."""
-        path, lock = self._locked()
-        while not path.exists():  # before it was locked, somebody took it for one that was left behind
-            lock.close()
-            path, lock = self._locked()
+        while True:
+            path = self._directory / f"{self._path.name}.{uuid4().hex}{_PARTIAL}"
+            lock = LockedFile(path)
+            if lock.acquire() and path.exists():
+                break
+            lock.close()  # before it was locked, somebody took it for one that was left behind
         try:
             yield path
         finally:
             path.unlink(missing_ok=True)
             lock.close()
-
-    def _locked(self) -> tuple[Path, LockedFile]:
-        path = self._directory / f"{self._path.name}.{uuid4().hex}{_PARTIAL}"
-        lock = LockedFile(path)
-        while not lock.acquire():
-            time.sleep(0.001)
-        return path, lock
 
     def _remove_left_behind(self) -> None:
         """Delete partial files whose writers are dead."""

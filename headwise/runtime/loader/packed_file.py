@@ -32,6 +32,7 @@ from headwise.runtime.loader.safetensors_file import (
 from headwise.runtime.ops.base import PackedParts
 
 ALIGNMENT = 64
+MAX_THREADS = 16
 _DTYPES = {"F32": FLOATS["F32"], "F16": FLOATS["F16"], "I8": INTEGERS["I8"], **WORDS}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -103,7 +104,8 @@ def _contents(file: SafetensorsFile) -> dict[str, Any]:
 
 def _checks(arrays: Mapping[str, NDArray[Any]], progress: Progress) -> Iterator[int]:
     """CRC-32 of each array's bytes. Reads as many at once as there are cores."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="packed") as pool:
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="packed") as pool:
         checks = pool.map(lambda array: zlib.crc32(array.reshape(-1).view(np.uint8)), arrays.values())
         for check, _ in zip(checks, _told(arrays, progress), strict=True):
             yield check
