@@ -28,7 +28,8 @@ from headwise.runtime.models.base import AttentionLayer, Model
 from headwise.runtime.ops.base import KernelArray, Tensor
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest
-from headwise.runtime.worker.worker import ModelWorker, WorkerParts, load_model
+from headwise.runtime.worker.model_loading import load_model
+from headwise.runtime.worker.worker import ModelWorker, WorkerParts
 
 TEXT = Path(__file__).parent / "data" / "perplexity.txt"
 MODELS = ("smollm2-135m", "gemma3-270m")

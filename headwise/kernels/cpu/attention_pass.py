@@ -35,7 +35,7 @@ class CacheKernels:
     """
 
     layout: BlockLayout
-    cache: dict[str, int]
+    cache: tuple[int, ...]
     write: Any
     attend: Any
 
@@ -68,21 +68,18 @@ class CacheKernels:
             "key_scales": at.get("key_scale", 0) // 4,
             "value_scales": at.get("value_scale", 0) // 4,
         }
-        return CacheKernels(layout, cache, write_of(dtype), attend_of(dtype))
+        numbers = tuple(cache[name] for name in (records.CACHE.names or ())[2:])  # behind the arena's
+        return CacheKernels(layout, numbers, write_of(dtype), attend_of(dtype))
 
     def a_pass(self, arena: NDArray[np.uint8], batch: AttentionBatch, **fields: Any) -> NDArray[Any]:
         """A `records.PASS` over this arena of this batch, with these fields besides."""
         tables = batch.block_tables
-        own = records.filled(
-            records.PASS, cu_seqlens=address_of(batch.cu_seqlens_q, np.int32), sequences=len(batch.seq_lens),
-            seq_lens=address_of(batch.seq_lens, np.int32), tables=address_of(tables, np.int32),
-            table_columns=tables.shape[1], groups=batch.groups, **fields,
+        return records.filled(
+            records.PASS, cache=(address_of(arena, np.uint8), arena.nbytes, *self.cache),
+            cu_seqlens=address_of(batch.cu_seqlens_q, np.int32), seq_lens=address_of(batch.seq_lens, np.int32),
+            sequences=len(batch.seq_lens), tables=address_of(tables, np.int32), table_columns=tables.shape[1],
+            groups=batch.groups, **fields,
         )  # fmt: skip
-        cache = own["cache"]
-        for name, number in self.cache.items():
-            cache[name] = number
-        cache["arena"], cache["arena_bytes"] = address_of(arena, np.uint8), arena.nbytes
-        return own
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ kept in is its *kind*: float32, bfloat16, or integers with a scale per group of 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,28 +16,36 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cpu import matmul_jit, packing_jit, records
 from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
+from headwise.kernels.cpu.memory import CACHE_LINE, Slabs
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.fused import Activation
 
 EPILOGUES = {None: matmul_jit.PLAIN, "silu": matmul_jit.SILU, "gelu_tanh": matmul_jit.GELU}
 KINDS = dict(zip(("float32", "bfloat16", "int8", "int4"), matmul_jit.KINDS, strict=True))
+PACKED_VERSION = 1
+"""Goes up when the same weight is packed differently: copies of packed weights on disk are then made again."""
+
 THREAD_FLOPS = 2_000_000
 """Multiplications that are worth waking a thread for, where weights come from caches."""
 
 THREAD_BYTES = 1 << 19
 """Bytes of weights that are."""
 
-_LAYOUTS: dict[int, tuple[tuple[int, ...], Any]] = {
-    matmul_jit.FLOAT32: ((PANEL,), np.float32),
-    matmul_jit.BFLOAT16: ((PANEL, 2), np.uint16),
-    matmul_jit.INT8: ((PANEL, 2), np.int8),
-    matmul_jit.INT4: ((PANEL, 2), np.uint16),
-}
-"""Of a turn of a panel, by kind."""
+THREAD_ROWS = 4
+"""Rows of an embedding that are: their numbers lie apart in memory."""
 
-_CACHE_LINE = 64
 _DEPTH_STEP = 32
 """Inputs of a narrow weight are padded to a multiple of this."""
+
+_LAYOUTS: Mapping[str, tuple[Any, int, tuple[int, ...]]] = {
+    "float32": (np.float32, 1, ()),
+    "bfloat16": (np.uint16, 2, (2,)),
+    "int8": (np.int8, 2, (2,)),
+    "int4": (np.uint16, 8, (2,)),
+}
+"""Elements of packed arrays, inputs that lie in one row of a panel, and the axes after `PANEL`; see `packing_jit`."""
+
+_weights = Slabs()
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,11 @@ class PackedWeight:
     def nbytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes + self.minima.nbytes
 
+    @property
+    def offset(self) -> int:
+        """What is subtracted from the codes of integers."""
+        return int(self.table[12])
+
 
 def pack_float(weight: NDArray[np.float32], dtype: str, gated: bool = False) -> PackedWeight:
     """``weight [outputs, inputs]`` kept as ``float32`` or ``bfloat16`` (rounded to nearest even).
@@ -73,8 +86,8 @@ def pack_float(weight: NDArray[np.float32], dtype: str, gated: bool = False) -> 
     """
     weight = np.ascontiguousarray(weight, dtype=np.float32)
     order, (outputs, inputs) = _order(len(weight), gated), weight.shape
-    depth, pair = (inputs, 1) if dtype == "float32" else (_padded(inputs, _DEPTH_STEP), 2)
-    packed = _packed(KINDS[dtype], weight, order, depth // pair)
+    depth = inputs if dtype == "float32" else _padded(inputs, _DEPTH_STEP)
+    packed = _packed(dtype, weight, order, depth)
     return _packed_weight(KINDS[dtype], dtype, outputs, inputs, gated, packed, depth)
 
 
@@ -91,26 +104,61 @@ def pack_quantised(
     multiple of 16 inputs. Scales and minima are kept in float16.
     """
     order, (outputs, inputs) = _order(len(codes), gated), codes.shape
-    group, kind = inputs // scale.shape[1], matmul_jit.INT4 if bits == 4 else matmul_jit.INT8
+    group, dtype = inputs // scale.shape[1], f"int{bits}"
     depth = _padded(inputs, max(group, _DEPTH_STEP))
     offset = 8 if bits == 4 and codes.dtype == np.int8 else 0
     stored = (codes + offset).astype(np.uint8) if bits == 4 else codes.astype(np.int8, copy=False)
-    packed = _packed(kind, stored, order, depth // (8 if bits == 4 else 2))
+    packed = _packed(dtype, stored, order, depth)
     return _packed_weight(
-        kind, f"int{bits}", outputs, inputs, gated, packed, depth, _halves(scale, order, depth // group),
+        KINDS[dtype], dtype, outputs, inputs, gated, packed, depth, _halves(scale, order, depth // group),
         None if minimum is None else _halves(minimum, order, depth // group), group, offset,
     )  # fmt: skip
 
 
-def _packed(kind: int, numbers: NDArray[Any], order: NDArray[np.int64], turns: int) -> NDArray[Any]:
-    """``numbers [rows, inputs]`` as `packing_jit` has the layout of their kind."""
-    shape, dtype = _LAYOUTS[kind]
-    packed = _aligned((len(order) // PANEL, turns, *shape), dtype)
+def repacked(
+    dtype: str,
+    outputs: int,
+    inputs: int,
+    gated: bool,
+    depth: int,
+    offset: int,
+    packed: NDArray[Any],
+    scales: NDArray[np.float16] | None = None,
+    minima: NDArray[np.float16] | None = None,
+) -> PackedWeight:
+    """The `PackedWeight` of these fields, over the same arrays; None stands for an empty one.
+
+    Raises:
+        ValueError: they do not go together; compiled code would read what is not there.
+    """
+    (element, step, pair), panels = _LAYOUTS[dtype], len(_order(outputs, gated)) // PANEL
+    halves = [numbers for numbers in (scales, minima) if numbers is not None]
+    groups = 0 if scales is None else scales.shape[1]
+    fits = (
+        packed.dtype == element
+        and packed.shape == (panels, depth // step, PANEL, *pair)
+        and all(numbers.dtype == np.float16 and numbers.shape == (panels, groups, PANEL) for numbers in halves)
+        and inputs <= depth
+        and bool(groups) == dtype.startswith("int")
+        and not depth % max(groups, 1)
+        and not any(array.ctypes.data % CACHE_LINE for array in (packed, *halves))
+    )
+    if not fits:
+        arrays = ", ".join(f"{array.dtype} {array.shape}" for array in (packed, *halves))
+        raise ValueError(f"a {dtype} weight of {outputs} x {inputs} is not packed as {arrays} with a depth of {depth}")
+    group = depth // groups if groups else 0
+    return _packed_weight(KINDS[dtype], dtype, outputs, inputs, gated, packed, depth, scales, minima, group, offset)
+
+
+def _packed(dtype: str, numbers: NDArray[Any], order: NDArray[np.int64], depth: int) -> NDArray[Any]:
+    """``numbers [rows, inputs]``, padded to ``depth``, as `packing_jit` has the layout of a weight in ``dtype``."""
+    element, step, pair = _LAYOUTS[dtype]
+    packed = _weights.empty((len(order) // PANEL, depth // step, PANEL, *pair), element)
     numbers, counter = np.ascontiguousarray(numbers), np.zeros(1, np.int64)
     own = records.filled(
-        records.PACKING, kind=kind, source=numbers.ctypes.data, inputs=numbers.shape[1], order=order.ctypes.data,
-        panels=len(packed), turns=turns, panel_bytes=packed[:1].nbytes, packed=packed.ctypes.data,
-        counter=counter.ctypes.data,
+        records.PACKING, kind=KINDS[dtype], source=numbers.ctypes.data, inputs=numbers.shape[1],
+        order=order.ctypes.data, panels=len(packed), turns=packed.shape[1], panel_bytes=packed[:1].nbytes,
+        packed=packed.ctypes.data, counter=counter.ctypes.data,
     )  # fmt: skip
     threads = min(len(packed), len(os.sched_getaffinity(0)))
     pool_of_this_process().run(packing_jit.pack().ctypes, threads, own.ctypes.data)
@@ -118,8 +166,8 @@ def _packed(kind: int, numbers: NDArray[Any], order: NDArray[np.int64], turns: i
 
 
 def _halves(numbers: NDArray[np.float32], order: NDArray[np.int64], groups: int) -> NDArray[np.float16]:
-    packed = _packed(matmul_jit.FLOAT32, numbers.astype(np.float32, copy=False), order, groups)
-    halves = _aligned(packed.shape, np.float16)
+    packed = _packed("float32", numbers.astype(np.float32, copy=False), order, groups)
+    halves = _weights.empty(packed.shape, np.float16)
     halves[...] = packed
     return halves
 
@@ -235,29 +283,22 @@ def panels_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | Non
     return replace(weight, outputs=stop - start, packed=part, scales=scales, minima=minima, table=table)
 
 
-def take_rows(weight: PackedWeight, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+def take_rows(weight: PackedWeight, ids: NDArray[np.int32], threads: int = 1) -> NDArray[np.float32]:
     """Rows ``ids [n]`` of a packed weight, as float32 ``[n, inputs]``. Each of ``ids`` is less than its outputs."""
     out, panels, columns = np.empty((len(ids), weight.inputs), np.float32), ids // PANEL, ids % PANEL
     scales, minima = (numbers[panels, :, columns].astype(np.float32) for numbers in (weight.scales, weight.minima))
-    groups, offset = scales.shape[1], int(weight.table[-1])
+    groups, offset, counter = scales.shape[1], weight.offset, np.zeros(1, np.int64)
     own = records.filled(
         records.TAKING, kind=KINDS[weight.dtype], packed=weight.packed.ctypes.data, panels=weight.packed.shape[0],
         turns=weight.packed.shape[1], ids=records.address_of(ids, np.int32), count=len(ids), inputs=weight.inputs,
         scales=scales.ctypes.data, minima=minima.ctypes.data, groups=groups,
         group_inputs=weight.depth // max(1, groups), offset=offset, has_minima=minima.size > 0, out=out.ctypes.data,
+        counter=counter.ctypes.data,
     )  # fmt: skip
-    packing_jit.take().ctypes(own.ctypes.data)
+    threads = max(1, min(threads, len(ids) // THREAD_ROWS))
+    pool_of_this_process().run(packing_jit.take().ctypes, threads, own.ctypes.data)
     return out
 
 
 def _padded(number: int, step: int) -> int:
     return -(-number // step) * step
-
-
-def _aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
-    """An array that begins where a cache line does."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.empty(size + _CACHE_LINE, np.uint8)
-    start = -raw.ctypes.data % _CACHE_LINE
-    aligned: NDArray[Any] = raw[start : start + size].view(dtype).reshape(shape)
-    return aligned

@@ -218,8 +218,8 @@ def _finish(tile, epilogue, bias, out, row, rows, panel):
 def _plain_rows(kind: Kind) -> Any:
     """Make the function that multiplies some rows with some turns of a panel, for a kind without scales.
 
-    While it does, the panel that lies ``ahead`` bytes behind is prefetched, if that is not 0: as evenly as can be by all
-    tiles of rows, for more at a time would wait for memory, and fewer would leave some of it to be waited for.
+    Meanwhile the panel that lies ``ahead`` bytes behind is prefetched, if that is not 0: as evenly as can be by all
+    tiles of rows. More at a time would wait for memory, and fewer would leave some of it to be waited for.
     """
     most, four, two, one = (plain_tile(kind, rows, VECTORS) for rows in TILE_ROWS)
     most_and_line, four_and_line, two_and_line, one_and_line = (
@@ -336,7 +336,7 @@ def _product(rows_of_kind: Any) -> Any:
             following = fetch_add(counters, counter)  # so that this thread knows what it will need next
             row, panel = item % blocks * ROW_BLOCK, item // blocks
             some = min(ROW_BLOCK, rows - row)
-            ahead = (following // blocks - panel) * panel_bytes if MOST_ALONE < some and following < count else 0
+            ahead = (following // blocks - panel) * panel_bytes if some > MOST_ALONE and following < count else 0
             for turn in range(0, weight.turns, each):
                 turns = min(each, weight.turns - turn)
                 rows_of_kind(weight, factors, stride, sums, row, some, panel, turn, turns, tile, ahead)

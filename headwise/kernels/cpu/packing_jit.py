@@ -89,12 +89,14 @@ def _pack(address, thread):
         panel = fetch_add(counter, 0)
 
 
-def _take(address):
+def _take(address, thread):
     own = _taking_at(address)
+    counter = longs_at(own.counter, 1)
     ids, inputs, turns, size = ints_at(own.ids, own.count), own.inputs, own.turns, own.panels * own.turns * PANEL
     floats, words = floats_at(own.packed, size), halves_at(own.packed, 2 * size)
     codes, each = int8s_at(own.packed, 2 * size), own.group_inputs
-    for i in range(own.count):
+    i = fetch_add(counter, 0)
+    while i < own.count:
         panel, c = ids[i] // PANEL, ids[i] % PANEL
         out, bits = floats_at(own.out + i * inputs * 4, inputs), words_at(own.out + i * inputs * 4, inputs)
         scales = floats_at(own.scales + i * own.groups * 4, own.groups)
@@ -112,6 +114,7 @@ def _take(address):
                 if own.has_minima != 0:
                     value += minima[k // each]
                 out[k] = value
+        i = fetch_add(counter, 0)
 
 
 @cache
@@ -122,5 +125,5 @@ def pack() -> Any:
 
 @cache
 def take() -> Any:
-    """The compiled function of a `TAKING`'s address: all of its rows."""
-    return machine_code.unit(_take, 1, error_model="numpy")
+    """The compiled function of a `TAKING`'s address and a thread: rows until none is left."""
+    return machine_code.unit(_take, 2, error_model="numpy")

@@ -6,6 +6,7 @@ records of one step hang together by such addresses, so that one call with one i
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,9 @@ counter: one, that is 0
 """
 
 TAKING = np.dtype(
-    _numbers("kind packed panels turns ids count inputs scales minima groups group_inputs offset has_minima out")
+    _numbers(
+        "kind packed panels turns ids count inputs scales minima groups group_inputs offset has_minima out counter"
+    )
 )
 """Rows to be read of a packed weight.
 
@@ -150,6 +153,7 @@ ids:            int32, ``count`` of them
 scales, minima: of these rows, float32 ``[count, groups]``, where it has them; a group is ``group_inputs`` numbers
 offset:         taken off each code
 out:            float32 ``[count, inputs]``
+counter:        one, that is 0
 """
 
 
@@ -164,9 +168,19 @@ def address_of(array: NDArray[Any], dtype: Any) -> int:
     return array.ctypes.data
 
 
+@cache
+def _empty(dtype: np.dtype[Any]) -> dict[str, Any]:
+    record = np.zeros(1, dtype)[0]
+    return {name: record[name] for name in dtype.names or ()}
+
+
 def filled(dtype: np.dtype[Any], **fields: Any) -> NDArray[Any]:
-    """One record with these fields, the others 0."""
-    record = np.zeros(1, dtype)
-    for name, value in fields.items():
-        record[name] = value
-    return record
+    """One record with these fields, the others 0.
+
+    Raises:
+        TypeError: it has no such field.
+    """
+    values = {**_empty(dtype), **fields}
+    if len(values) > len(_empty(dtype)):
+        raise TypeError(f"a record of {dtype.names} has no {sorted(values.keys() - _empty(dtype).keys())}")
+    return np.array([tuple(values.values())], dtype)

@@ -166,7 +166,14 @@ class EngineConfig:
         1.0,
     )
     start_timeout_s: float = _option(600.0, "Seconds that workers may take to load the model.", 1.0)
-    cache_dir: str = _option("~/.cache/headwise", "Directory for downloaded and converted models.")
+    packed_cache: bool = _option(
+        True,
+        "Keep weights as a CPU's kernels read them in cache_dir, where loading them took over 2 s: the next start maps "
+        "the file.",
+    )
+    cache_dir: str = _option(
+        "~/.cache/headwise", "Directory for downloaded and converted models, and for packed weights."
+    )
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +30,22 @@ class SilentProgress:
 
     def update(self, done: int, total: int) -> None:
         pass
+
+
+class LogProgress:
+    """A log line every ``every_s`` seconds of a stage: for processes that nobody looks at. Short stages have none."""
+
+    def __init__(self, log: logging.Logger, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._every_s, self._clock = log, every_s, clock
+        self.stage("")
+
+    def stage(self, text: str) -> None:
+        self._text, self._said_at = text, self._clock()
+
+    def update(self, done: int, total: int) -> None:
+        if self._clock() - self._said_at >= self._every_s:
+            self._said_at = self._clock()
+            self._log.info("%s: %d %%", self._text, 100 * done // max(total, 1))
 
 
 class RichProgress:

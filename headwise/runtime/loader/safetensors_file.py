@@ -8,7 +8,9 @@ here, since it writes only what is in memory all at once.
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,7 +24,8 @@ from headwise.errors import ModelError
 # bfloat16 is read as its bits: NumPy has no such type.
 FLOATS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 INTEGERS: Mapping[str, np.dtype[Any]] = {"I8": np.dtype("i1"), "U8": np.dtype("u1")}
-_STORED = {**FLOATS, **INTEGERS}
+WORDS: Mapping[str, np.dtype[Any]] = {"U16": np.dtype("<u2")}
+_STORED = {**FLOATS, **INTEGERS, **WORDS}
 _HEADER_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
 
@@ -55,7 +58,8 @@ class SafetensorsFile:
         try:
             with safe_open(path, framework="numpy") as file:
                 self.metadata: Mapping[str, str] = file.metadata() or {}
-                self._data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+                self._mapping = np.memmap(path, np.uint8, "r")
+                self._data = self._mapping.view(np.ndarray)
                 self._entries = self._locate(file)
         except SafetensorError as error:
             raise ModelError(f"{path} is truncated or corrupt: {error}; delete it and fetch the model again") from None
@@ -83,6 +87,12 @@ class SafetensorsFile:
         """A tensor as it is stored, a read-only view of the mapped file; BF16 as its bits."""
         entry = self._entries[name]
         return self._data[entry.start : entry.stop].view(_STORED[entry.dtype]).reshape(entry.shape)
+
+    def prefer_huge_pages(self) -> None:
+        """For a file that is read as a whole, and often: have the kernel map it in large pages, where it can."""
+        memory: Any = self._mapping.base
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
     def _locate(self, file: Any) -> dict[str, _Entry]:
         """The tensors of a checked file, in which each begins where the one before it ends: gaps are refused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -47,6 +47,18 @@ class Weights(Protocol):
     def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None: ...
 
     def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None: ...
+
+
+Prepare = Callable[[str, Callable[[], Weight]], Weight]
+"""Gives a rank's weight of some name: made by the function, or as the function made it at an earlier start.
+
+A name is that of one weight of a model, and tells which parts of which tensors it is made of.
+"""
+
+
+def make_anew(name: str, make: Callable[[], Weight]) -> Weight:
+    """The `Prepare` that knows nothing of earlier starts."""
+    return make()
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,13 @@ class Decoder(Model):
     """Added to every norm weight: 1 where a model stores it as its distance from 1."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, ops: TensorOps, collectives: Collectives, shard: Shard
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: TensorOps,
+        collectives: Collectives,
+        shard: Shard,
+        prepare: Prepare = make_anew,
     ) -> None:
         undivided = next((size for size in config.mlp_sizes if size % shard.size), None)
         if undivided is not None:
@@ -113,23 +131,16 @@ class Decoder(Model):
         self.ops = ops
         self._collectives = collectives
         self._shard = shard
-        self._weights = weights
+        self._weights, self._prepare = weights, prepare
         self.prefix = self._find_prefix(weights)
-        embedding = weights.tensor(f"{self.prefix}embed_tokens.weight")
-        if embedding.shape != (config.vocab_size, config.hidden_size):
-            raise ModelError(
-                f"the embedding has the shape {embedding.shape}, config.json says "
-                f"{(config.vocab_size, config.hidden_size)}: weights and config.json do not belong together"
-            )
-        table = weights.quantised_rows(f"{self.prefix}embed_tokens.weight", 0, config.vocab_size)
-        self._embedding = ops.embedding_table(embedding if table is None else table)
+        self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
         self._layers = [self._load_layer(layer) for layer in range(config.num_layers)]
         self._final_norm = self._norm(f"{self.prefix}norm.weight")
         self._lm_head = self._load_lm_head()
         ropes = _distinct(config.ropes)
         self._frequencies = [ops.upload(inverse_frequencies(rope, config.head_dim)) for rope in ropes]
         self._rope_of = [ropes.index(rope) for rope in config.ropes]
-        del self._weights
+        del self._weights, self._prepare
         self._fused = self._fuse()
 
     # ---- weights ----
@@ -140,6 +151,17 @@ class Decoder(Model):
             if name.endswith("embed_tokens.weight"):
                 return name.removesuffix("embed_tokens.weight")
         raise ModelError("the weights have no 'embed_tokens.weight': this is not a decoder's checkpoint")
+
+    def _load_embedding(self) -> Weight:
+        name, expected = f"{self.prefix}embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size)
+        embedding = self._weights.tensor(name)
+        if embedding.shape != expected:
+            raise ModelError(
+                f"the embedding has the shape {embedding.shape}, config.json says {expected}: weights and config.json "
+                "do not belong together"
+            )
+        table = self._weights.quantised_rows(name, 0, self.config.vocab_size)
+        return self.ops.embedding_table(embedding if table is None else table)
 
     def _norm(self, name: str) -> Tensor:
         weight = self._weights.tensor(name)
@@ -179,42 +201,46 @@ class Decoder(Model):
         self, parts: list[tuple[str, list[tuple[int, int]]]], has_bias: bool, gated: bool = False
     ) -> Linear:
         """Output rows of several projections as one weight: column parallel."""
-
+        ops, source = self.ops, self._weights
         where = [(name, *part) for name, ranges in parts for part in _merged(ranges)]
-        source = self._weights
-        quantised = [source.quantised_rows(f"{name}.weight", start, stop) for name, start, stop in where]
-        weight: Matrix | None = _whole(quantised, 0)
-        if weight is None:
-            weight = _join([source.rows(f"{name}.weight", start, stop) for name, start, stop in where], 0)
+        make_weight, make_bias = (ops.gated_weight, ops.gated_bias) if gated else (ops.linear_weight, ops.linear_bias)
+        made_of = " + ".join(f"{name}.weight[{start}:{stop}]" for name, start, stop in where)
+        weight = self._prepare(made_of, lambda: make_weight(self._rows(where)))
         bias = _join([source.rows(f"{name}.bias", start, stop) for name, start, stop in where], 0) if has_bias else None
-        if gated:
-            return Linear(self.ops.gated_weight(weight), None if bias is None else self.ops.gated_bias(bias))
-        return Linear(self.ops.linear_weight(weight), None if bias is None else self.ops.linear_bias(bias))
+        return Linear(weight, None if bias is None else make_bias(bias))
+
+    def _rows(self, where: list[tuple[str, int, int]]) -> Matrix:
+        source = self._weights
+        quantised = _whole([source.quantised_rows(f"{name}.weight", start, stop) for name, start, stop in where], 0)
+        if quantised is not None:
+            return quantised
+        return _join([source.rows(f"{name}.weight", start, stop) for name, start, stop in where], 0)
 
     def _split_columns(self, name: str, ranges: list[tuple[int, int]], has_bias: bool) -> Linear:
         """Input columns of a projection: row parallel. The bias is added once, by rank 0."""
-        source, parts = self._weights, _merged(ranges)
-        weight: Matrix | None = _whole(
-            [source.quantised_columns(f"{name}.weight", start, stop) for start, stop in parts], 1
-        )
-        if weight is None:
-            weight = _join([source.columns(f"{name}.weight", start, stop) for start, stop in parts], 1)
-        bias = source.tensor(f"{name}.bias") if has_bias and self._shard.rank == 0 else None
-        return Linear(self.ops.linear_weight(weight), None if bias is None else self.ops.linear_bias(bias))
+        parts = _merged(ranges)
+        made_of = " + ".join(f"{name}.weight[:, {start}:{stop}]" for start, stop in parts)
+        weight = self._prepare(made_of, lambda: self.ops.linear_weight(self._columns(f"{name}.weight", parts)))
+        bias = self._weights.tensor(f"{name}.bias") if has_bias and self._shard.rank == 0 else None
+        return Linear(weight, None if bias is None else self.ops.linear_bias(bias))
+
+    def _columns(self, name: str, parts: list[tuple[int, int]]) -> Matrix:
+        source = self._weights
+        quantised = _whole([source.quantised_columns(name, start, stop) for start, stop in parts], 1)
+        return _join([source.columns(name, *part) for part in parts], 1) if quantised is None else quantised
 
     def _load_lm_head(self) -> Linear:
         start, stop = (self.config.vocab_size * r // self._shard.size for r in (self._shard.rank, self._shard.rank + 1))
         if self.config.tie_embeddings:
             return Linear(self.ops.tied_weight(self._embedding, start, stop))
-        name = self._lm_head_name()
-        quantised = self._weights.quantised_rows(name, start, stop)
-        return Linear(self.ops.linear_weight(self._weights.rows(name, start, stop) if quantised is None else quantised))
+        return self._split_rows([(self._lm_head_name(), [(start, stop)])], has_bias=False)
 
     def _lm_head_name(self) -> str:
+        """As checkpoints have it, without ``.weight``."""
         name = next((name for name in self._weights.names if name.endswith("lm_head.weight")), None)
         if name is None:
             raise ModelError("the weights have no 'lm_head.weight', and config.json does not tie it to the embedding")
-        return name
+        return name.removesuffix(".weight")
 
     # ---- computation ----
 

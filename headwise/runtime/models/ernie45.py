@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig, Shard
-from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear, Weights
+from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear, Prepare, Weights, make_anew
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
 from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
 from headwise.runtime.models.values import shown
@@ -221,9 +221,15 @@ class Ernie45(Decoder):
     _weights: ErnieWeights
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, ops: TensorOps, collectives: Collectives, shard: Shard
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: TensorOps,
+        collectives: Collectives,
+        shard: Shard,
+        prepare: Prepare = make_anew,
     ) -> None:
-        super().__init__(config, ErnieWeights(weights, config.head_dim), ops, collectives, shard)
+        super().__init__(config, ErnieWeights(weights, config.head_dim), ops, collectives, shard, prepare)
 
 
 class Ernie45Moe(Ernie45):
@@ -248,7 +254,7 @@ class Ernie45Moe(Ernie45):
         shared_size = moe.num_shared_experts * moe.expert_size
         return MoeMlp(
             config=moe,
-            router=Linear(self.ops.linear_weight(router)),
+            router=Linear(self._prepare(f"{at}gate.weight", lambda: self.ops.linear_weight(router))),
             correction=correction,
             experts=tuple(experts),
             shared=self.gated_mlp(f"{at}shared_experts.", shared_size) if shared_size else None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headwise.errors import ModelError
 from headwise.runtime.models import ernie45, gemma3, llama, mistral
 from headwise.runtime.models.base import Model, ModelConfig, Shard
-from headwise.runtime.models.decoder import Decoder, Weights
+from headwise.runtime.models.decoder import Decoder, Prepare, Weights, make_anew
 from headwise.runtime.models.hf_config import HfConfig
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import TensorOps
@@ -45,6 +45,13 @@ def model_config(config: HfConfig) -> ModelConfig:
     return entry.parse(config)
 
 
-def build_model(config: ModelConfig, weights: Weights, ops: TensorOps, collectives: Collectives, shard: Shard) -> Model:
+def build_model(
+    config: ModelConfig,
+    weights: Weights,
+    ops: TensorOps,
+    collectives: Collectives,
+    shard: Shard,
+    prepare: Prepare = make_anew,
+) -> Model:
     """One rank's model with its weights loaded; raises ModelError if they do not fit the config."""
-    return _MODELS[config.architecture].model(config, weights, ops, collectives, shard)
+    return _MODELS[config.architecture].model(config, weights, ops, collectives, shard, prepare)

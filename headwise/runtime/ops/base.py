@@ -7,7 +7,8 @@ A *kernel array* is of the type that attention kernels on the device take: NumPy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -139,6 +140,40 @@ class FusingOps(TensorOps, Protocol):
 
     def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> FusedDecoder:
         """Layers whose weights these operations made."""
+
+
+@dataclass(frozen=True)
+class PackedParts:
+    """A packed weight in parts that a file can hold.
+
+    elements: numbers in the weight
+    facts:    what must be known of it beside its arrays
+    arrays:   C-contiguous, none of them empty
+    """
+
+    elements: int
+    facts: Mapping[str, str | int | bool]
+    arrays: Mapping[str, NDArray[Any]]
+
+
+@runtime_checkable
+class PackingOps(TensorOps, Protocol):
+    """Operations whose weights are copies in an order of their own, which can be kept on disk.
+
+    packed_format: another one wherever the same weight would be packed differently
+    """
+
+    packed_format: str
+
+    def parts_of(self, weight: Weight) -> PackedParts:
+        """A weight in parts, in the same memory."""
+
+    def weight_of(self, parts: PackedParts) -> Weight:
+        """The reverse; arrays may be read-only, and begin at multiples of 64 bytes.
+
+        Raises:
+            ValueError: these are no parts of a weight.
+        """
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ factors that those are multiplied with, which are bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,11 @@ from numpy.typing import NDArray
 from headwise.kernels.cpu import matmul as packed
 from headwise.kernels.cpu.decoder import CpuDecoder
 from headwise.kernels.cpu.matmul import PackedWeight
+from headwise.kernels.cpu.memory import present
 from headwise.kernels.cpu.pool import check_threads
 from headwise.kernels.cpu.simd import INSTRUCTIONS
 from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape
+from headwise.runtime.ops.base import PackedParts
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
 
@@ -33,6 +36,7 @@ class NumbaOps(NumpyOps):
     """
 
     name = f"numba ({INSTRUCTIONS})"
+    packed_format = f"numba {packed.PACKED_VERSION}"
 
     def __init__(self, threads: int, weights_dtype: str = "float32") -> None:
         super().__init__()
@@ -40,6 +44,9 @@ class NumbaOps(NumpyOps):
         self.threads = threads
         self.itemsize = 4 if weights_dtype == "float32" else 2
         self._weights_dtype = weights_dtype
+
+    def empty_bytes(self, num_bytes: int) -> NDArray[np.uint8]:
+        return present(num_bytes)
 
     # ---- weights ----
 
@@ -72,6 +79,21 @@ class NumbaOps(NumpyOps):
         dtype = "float32" if self._weights_dtype == "float32" else "bfloat16"
         return packed.pack_float(as_float32(weight), dtype, gated)
 
+    def parts_of(self, weight: PackedWeight) -> PackedParts:
+        arrays = {"packed": weight.packed, "scales": weight.scales, "minima": weight.minima}
+        return PackedParts(
+            weight.outputs * weight.inputs,
+            {name: getattr(weight, name) for name in ("dtype", "outputs", "inputs", "gated", "depth", "offset")},
+            {name: array for name, array in arrays.items() if array.size},
+        )
+
+    def weight_of(self, parts: PackedParts) -> PackedWeight:
+        try:
+            fields: dict[str, Any] = {**parts.facts, **parts.arrays}
+            return packed.repacked(**fields)
+        except (TypeError, KeyError, IndexError, ArithmeticError) as error:  # other fields, or of other types
+            raise ValueError(f"no packed weight: {error}") from None
+
     def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoder:
         return CpuDecoder(layers, shape, self.threads)
 
@@ -84,5 +106,5 @@ class NumbaOps(NumpyOps):
         return packed.matmul(x, weight, self.threads, bias, activation)
 
     def embedding(self, table: PackedWeight, ids: NDArray[np.int32], scale: float = 1.0) -> Array:
-        rows = packed.take_rows(table, ids)
+        rows = packed.take_rows(table, ids, self.threads)
         return rows if scale == 1.0 else rows * np.float32(scale)

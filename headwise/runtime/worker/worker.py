@@ -17,10 +17,8 @@ from headwise.cache_controller.cache_controller import CacheController
 from headwise.errors import EngineDiedError, first_line
 from headwise.kernels.base import AttentionBatch, HeadTable, RotatingKernels
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.model_card import ModelCard, check_unchanged, read_model_card, with_pool
-from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.models.base import Model, PagedCache, Rotation, Shard
-from headwise.runtime.models.registry import build_model
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
 from headwise.runtime.protocol.batch import (
@@ -37,6 +35,7 @@ from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
 from headwise.runtime.worker.kv_offload import KVOffload
+from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
 
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
@@ -45,16 +44,6 @@ _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
 def threads_per_worker(config: EngineConfig) -> int:
     """Threads each rank computes with: as configured, or an even share of the cores this process may use."""
     return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // config.tp_size)
-
-
-def load_model(
-    card: ModelCard, config: EngineConfig, directory: Path, ops: TensorOps, collectives: Collectives, shard: Shard
-) -> Model:
-    """A rank's part of the card's model. Raises `ModelError` if it cannot be loaded, or is another one by now."""
-    weights = Checkpoint(directory, blocks=config.computes_from_blocks)
-    model = build_model(card.config, weights, ops, collectives, shard)
-    check_unchanged(card, config, directory)  # blocks of what is cached are named by the card
-    return model
 
 
 @dataclass(frozen=True)

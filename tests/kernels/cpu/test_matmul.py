@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.other_cpus import OTHER_CPUS, assert_passes
 from support.packed_weights import FORMS, RandomWeight, random_weight
 
 from headwise.kernels.cpu import matmul as module
-from headwise.kernels.cpu.matmul import PackedWeight, matmul, pack_bias, pack_float, panels_of, take_rows
+from headwise.kernels.cpu.matmul import (
+    PackedWeight,
+    matmul,
+    pack_bias,
+    pack_float,
+    panels_of,
+    repacked,
+    take_rows,
+)
 
 SHAPES = [(1, 64, 64), (7, 40, 96), (13, 200, 160), (97, 66, 288)]
 """Rows, outputs, inputs."""
@@ -191,3 +201,45 @@ def test_products_compiled_for_other_cpus_without_avx_512_are_right() -> None:
 @pytest.mark.parametrize("cpu", OTHER_CPUS)
 def test_products_compiled_for_other_cpus_pass_all_tests(cpu: str) -> None:
     assert_passes(__file__, cpu)
+
+
+# ---- packed arrays that are kept ----
+
+
+def fields_of(weight: PackedWeight) -> dict[str, Any]:
+    names = ("dtype", "outputs", "inputs", "gated", "depth", "offset", "packed", "scales", "minima")
+    fields = {name: getattr(weight, name) for name in names}
+    return {name: value for name, value in fields.items() if not (isinstance(value, np.ndarray) and not value.size)}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_weight_over_the_arrays_of_another_is_the_same(form: str, gated: bool) -> None:
+    weight = random_weight(form, 140, 96, gated).packed
+    again, x = repacked(**fields_of(weight)), normal(5, 96)
+    activation = "silu" if gated else None
+    np.testing.assert_array_equal(
+        matmul(x, again, 1, activation=activation), matmul(x, weight, 1, activation=activation)
+    )
+    ids = np.arange(140, dtype=np.int32)
+    np.testing.assert_array_equal(take_rows(again, ids), take_rows(weight, ids))
+
+
+def test_arrays_that_compiled_code_would_misread_are_refused(form: str) -> None:
+    fields = fields_of(random_weight(form, 140, 96).packed)
+    packed = fields["packed"]
+    wrong: list[dict[str, Any]] = [
+        {"outputs": 200},
+        {"outputs": 60},
+        {"inputs": 130},
+        {"depth": 128},
+        {"depth": 64},
+        {"packed": packed[:1]},
+        {"packed": packed.astype(np.float64)},
+        {"packed": np.frombuffer(bytes(8) + packed.tobytes(), np.uint8)[8:].view(packed.dtype).reshape(packed.shape)},
+        {"dtype": "float32" if form != "float32" else "bfloat16"},
+        {"scales": np.zeros((3, 5, 64), np.float16)},
+        {"minima": np.zeros((3, 7, 64), np.float16)},
+    ]
+    for change in wrong:
+        with pytest.raises(ValueError, match="is not packed as"):
+            repacked(**{**fields, **change})

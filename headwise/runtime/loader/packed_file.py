@@ -1,0 +1,119 @@
+"""One file of packed weights, which is mapped and computed from as it is.
+
+It is a safetensors file of another suffix. Beside a weight's arrays, ``NAME.ARRAY``, its metadata say what the weights
+are of (the key), what else there is to know of each, and what each array's bytes come to. Every array begins at a
+multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ModelError
+from headwise.runtime.loader.progress import Progress, SilentProgress
+from headwise.runtime.loader.safetensors_file import (
+    FLOATS,
+    INTEGERS,
+    WORDS,
+    SafetensorsFile,
+    TensorForm,
+    write_safetensors,
+)
+from headwise.runtime.ops.base import PackedParts
+
+ALIGNMENT = 64
+MAX_THREADS = 16
+_DTYPES = {"F32": FLOATS["F32"], "F16": FLOATS["F16"], "I8": INTEGERS["I8"], **WORDS}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class DamagedError(Exception):
+    """A file is not what `write_packed` writes, or not any more. The text says what is wrong with it."""
+
+
+def write_packed(path: Path, key: str, weights: Mapping[str, PackedParts], progress: Progress) -> None:
+    """Write weights by their names, for `read_packed` with the same ``key``.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: an array's size is no multiple of `ALIGNMENT`.
+    """
+    arrays = {f"{name}.{part}": array for name, parts in weights.items() for part, array in parts.arrays.items()}
+    odd = next((name for name, array in arrays.items() if array.nbytes % ALIGNMENT), None)
+    if odd is not None:
+        raise ValueError(f"{odd} has {arrays[odd].nbytes} bytes: what follows it would not be aligned")
+    contents = json.dumps(
+        {
+            "key": key,
+            "weights": {name: [parts.elements, dict(parts.facts)] for name, parts in weights.items()},
+            "checks": dict(zip(arrays, _checks(arrays, SilentProgress()), strict=True)),
+        }
+    )
+    forms = {name: TensorForm(_NAMES[array.dtype], array.shape) for name, array in arrays.items()}
+    metadata = {"contents": contents, "digest": sha256(contents.encode()).hexdigest()}
+    write_safetensors(path, forms, _told(arrays, progress), metadata)
+
+
+def read_packed(path: Path, key: str, progress: Progress) -> dict[str, PackedParts]:
+    """What was written under ``key``: read-only views of the mapped file. All of it is read once, to be checked.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        DamagedError: it is truncated, or its header or an array is not as it was written, or of another key.
+    """
+    path.open("rb").close()  # a file that is missing, or not to be read, is no damaged one
+    try:
+        file = SafetensorsFile(path, _DTYPES)
+    except ModelError:
+        raise DamagedError("it is truncated, or its header is corrupt") from None
+    contents = _contents(file)
+    if contents["key"] != key:
+        raise DamagedError("it is of another model, or of other settings")
+    checks: Mapping[str, int] = contents["checks"]
+    if set(checks) != set(file.names):
+        raise DamagedError("its header is corrupt")
+    file.prefer_huge_pages()
+    arrays = {name: file.stored(name) for name in checks}
+    for name, check, expected in zip(checks, _checks(arrays, progress), checks.values(), strict=True):
+        if check != expected:
+            raise DamagedError(f"the bytes of {name!r} have changed")
+    parts: dict[str, dict[str, NDArray[Any]]] = {name: {} for name in contents["weights"]}
+    for name, array in arrays.items():
+        weight, _, part = name.rpartition(".")
+        parts[weight][part] = array
+    return {name: PackedParts(elements, facts, parts[name]) for name, (elements, facts) in contents["weights"].items()}
+
+
+def _contents(file: SafetensorsFile) -> dict[str, Any]:
+    text = file.metadata.get("contents", "")
+    if sha256(text.encode()).hexdigest() != file.metadata.get("digest"):
+        raise DamagedError("its header is corrupt")
+    contents: dict[str, Any] = json.loads(text)
+    return contents
+
+
+def _checks(arrays: Mapping[str, NDArray[Any]], progress: Progress) -> Iterator[int]:
+    """CRC-32 of each array's bytes. Reads as many at once as there are cores."""
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="packed") as pool:
+        checks = pool.map(lambda array: zlib.crc32(array.reshape(-1).view(np.uint8)), arrays.values())
+        for check, _ in zip(checks, _told(arrays, progress), strict=True):
+            yield check
+
+
+def _told(arrays: Mapping[str, NDArray[Any]], progress: Progress) -> Iterator[NDArray[Any]]:
+    total, done = sum(array.nbytes for array in arrays.values()), 0
+    for array in arrays.values():
+        progress.update(done, total)
+        yield array
+        done += array.nbytes

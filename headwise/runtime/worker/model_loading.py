@@ -1,0 +1,58 @@
+"""A rank's model, out of its directory, or out of weights that an earlier start packed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import NUMERICS_VERSION, ModelCard, check_unchanged
+from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.loader.packed_cache import DIRECTORY, LIMITS, Limits, PackedKey, PackedWeights
+from headwise.runtime.loader.progress import LogProgress
+from headwise.runtime.models.base import Model, Shard
+from headwise.runtime.models.decoder import make_anew
+from headwise.runtime.models.registry import build_model
+from headwise.runtime.ops.base import PackingOps, TensorOps
+from headwise.runtime.ops.comm import Collectives
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    card: ModelCard,
+    config: EngineConfig,
+    directory: Path,
+    ops: TensorOps,
+    collectives: Collectives,
+    shard: Shard,
+    limits: Limits = LIMITS,
+) -> Model:
+    """A rank's part of the card's model. Raises `ModelError` if it cannot be loaded, or is another one by now.
+
+    limits: of what is kept on disk, where the configuration wants it
+    """
+    weights = Checkpoint(directory, blocks=config.computes_from_blocks)
+    packed = None
+    if config.packed_cache and isinstance(ops, PackingOps):
+        place, key = config.cache_path / DIRECTORY, packed_key(card, config, ops, shard)
+        packed = PackedWeights(place, key, ops, lambda: weights.num_elements // shard.size, limits, LogProgress(log))
+    prepare = packed.prepare if packed else make_anew
+    model = build_model(card.config, weights, ops, collectives, shard, prepare)
+    check_unchanged(card, config, directory)  # blocks of what is cached are named by the card
+    if packed:
+        packed.keep()
+    return model
+
+
+def packed_key(card: ModelCard, config: EngineConfig, ops: PackingOps, shard: Shard) -> PackedKey:
+    """What decides how a rank's weights are packed. The kind of CPU does not: only how they are multiplied."""
+    settings = {
+        "format": ops.packed_format,
+        "numerics": NUMERICS_VERSION,
+        "blocks": card.blocks,
+        "dtype": config.dtype_name,
+        "weights_dtype": config.weights_dtype_name,
+        "kv_heads": shard.kv_heads,  # which a rank is dealt depends on what each may see
+    }
+    return PackedKey(card.weights, settings, shard.rank, shard.size)
