@@ -81,7 +81,7 @@ class EngineConfig:
     kv_cache: str = _option(
         "auto",
         "Memory of each worker's block pool, such as 8GiB; auto is what gpu_memory_utilization leaves on a GPU, and "
-        "512MiB on a CPU.",
+        "512MiB on a CPU, which are taken from the system at start.",
     )
     gpu_memory_utilization: float = _option(
         0.9, "Share of a GPU's memory that a worker with kv_cache auto takes in all, weights included.", 0.05, 0.99
