@@ -30,7 +30,7 @@ def test_arrays_lie_side_by_side_each_at_a_cache_line_and_none_over_another() ->
 
 def test_what_is_larger_than_a_slab_gets_one_of_its_own_that_begins_a_huge_page() -> None:
     slabs = Slabs(1 << 16)
-    small, large = slabs.empty((10,), np.uint8), slabs.empty((1 << 20,), np.uint8)
+    small, large = slabs.empty((10,), np.uint8), slabs.empty((2 * HUGE_PAGE,), np.uint8)
     assert address(small) % HUGE_PAGE == address(large) % HUGE_PAGE == 0
 
 
