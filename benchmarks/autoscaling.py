@@ -1,22 +1,22 @@
 """Elastic replicas over a trace of conversations: the real controller, router and index, simulated engines.
 
-    python benchmarks/autoscaling.py [--quick] [--trace FILE.jsonl.gz] [--swing 0.6] [--wave 1800] [--goal 4] [--jobs 2]
+    python benchmarks/autoscaling.py [--quick] [--trace FILE.jsonl.gz] [--swing 0.6] [--wave 1800] [--goal 5] [--jobs 2]
 
-The trace's requests arrive in waves, as of days that were compressed in time: its own rate hardly changes, so an elastic
-cluster would have nothing to follow (``--swing 0`` keeps it as it is). Policies that decide how many engines there are:
+The trace's requests arrive in waves, as of days that were compressed in time: its own rate hardly changes, so an
+elastic cluster would have nothing to follow (``--swing 0`` keeps it as it is). What decides the number of engines:
 
-headwise          `headwise.runtime.frontend.scaling`: by the costs that requests are routed by
-ray_ongoing       Ray Serve's default: ceil(mean of ongoing requests over 30 s / target_ongoing_requests)
-                  (ray/serve/autoscaling_policy.py of 2.60; docs.ray.io, Advanced Ray Serve Autoscaling)
-ray_ttft          proposed for Ray Serve LLM (pull request 64725, July 2026): one more if p99 TTFT is over the target.
-                  When it takes one away is not known to us; here: if p99 TTFT is under half of the target
-queue_length      ceil(waiting requests / target), as KEDA does over vLLM's num_requests_waiting (docs of vLLM's
-                  production stack), the greatest of the downscale delay counts, as in Kubernetes' autoscaler
-fixed             the best fixed number
+headwise      `headwise.runtime.frontend.scaling`: by the costs that requests are routed by
+ray_ongoing   Ray Serve's default: ceil(mean of ongoing requests over 30 s / target_ongoing_requests)
+              (docs.ray.io, Advanced Ray Serve Autoscaling; ray/serve/autoscaling_policy.py of Ray 2.60)
+ray_ttft      proposed for Ray Serve LLM (ray-project/ray, pull request 64725): one more if p99 TTFT is over a target.
+              When it takes one away is not known to us; here: if p99 TTFT is under half of the target
+queue_length  ceil(waiting requests / target), as KEDA does over vLLM's num_requests_waiting (docs of vLLM's production
+              stack); the greatest of the downscale delay counts, as in Kubernetes' autoscaler
+fixed         the best fixed number
 
 All have the same delays, start-up time, router, and the same drain with handover; they differ in the number alone. Each
-has one parameter, which is searched: the run with the fewest replica-hours among those whose p90 TTFT is at most the
-goal counts. Then, at a fixed load, engines are taken away at once: the hit rate after over that before, with handover
+has one parameter, which is searched: the run with the fewest engine-hours among those whose p90 TTFT is at most the
+goal counts. Then, at a steady load, engines are taken away at once: the hit rate after over that before, with handover
 and without. The last line is JSON.
 """
 
@@ -29,7 +29,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,11 +47,13 @@ from headwise.runtime.frontend.scaling.evidence import Evidence, Sample
 LOOK_BACK_S = 30.0
 """Ray Serve's look_back_period_s."""
 TTFT_WINDOW_S = 60.0
+TAKE_LOAD = 0.6
+"""Of the load of the other part, where engines are taken away: those that are left can serve it."""
 SEARCH = {
-    "headwise": (0.25, 16.0),
-    "ray_ongoing": (1.0, 64.0),
-    "ray_ttft": (1.0, 64.0),
-    "queue_length": (0.1, 12.8),
+    "headwise": (0.5, 16.0),
+    "ray_ongoing": (1.0, 32.0),
+    "ray_ttft": (1.0, 32.0),
+    "queue_length": (0.1, 6.4),
 }
 """Where each policy's parameter is searched: more of it, fewer engines."""
 
@@ -71,7 +73,8 @@ class Setting:
     drain_timeout_s: float
     most: int
     goal_s: float
-    window_s: float = 300.0
+    begin: int
+    window_s: float = 600.0
 
 
 # ---- what arrives ----
@@ -114,7 +117,7 @@ def ray_ttft(target: float, setting: Setting) -> Chooser:
 
 
 def queue_length(target: float, setting: Setting) -> Chooser:
-    evidence, number = Evidence(setting.upscale_delay_s, setting.downscale_delay_s), 1
+    evidence, number = Evidence(setting.upscale_delay_s, setting.downscale_delay_s), setting.begin
 
     def choose(view: View, now: float) -> int:
         nonlocal number
@@ -133,7 +136,7 @@ def fixed(number: float, setting: Setting) -> Chooser:
 
 def _after_delays(desired: Callable[[View, float, int], int], setting: Setting) -> Chooser:
     """Ray Serve's: what is desired, after more, or less, was desired without a break for the delay."""
-    number, direction, since = 1, 0, 0.0
+    number, direction, since = setting.begin, 0, 0.0
 
     def choose(view: View, now: float) -> int:
         nonlocal number, direction, since
@@ -199,13 +202,15 @@ def cluster(
         drain_timeout_s=setting.drain_timeout_s,
     )
     router = Router(options, random.Random(0))
-    return ElasticCluster(machine, router, ReplicaSet(policy), setting.start_s, choose, handover, by_worth)
+    return ElasticCluster(
+        machine, router, ReplicaSet(policy, setting.begin), setting.start_s, choose, handover, by_worth
+    )
 
 
 def run(policy: str, parameter: float, setting: Setting) -> Outcome:
     requests = requests_of(setting)
     chooser = None if policy == "headwise" else CHOOSERS[policy](parameter, setting)
-    begin = int(parameter) if policy == "fixed" else 1
+    begin = int(parameter) if policy == "fixed" else setting.begin
     served = cluster(hardware(), setting, chooser, parameter).serve(requests, begin)
     return _outcome(policy, parameter, requests, served, setting)
 
@@ -235,20 +240,25 @@ def hit_rate(requests: Sequence[Request]) -> float:
 
 
 def search(policy: str, setting: Setting, rounds: int) -> list[Outcome]:
-    """Runs of a policy with ever better parameters, by bisection of its range in steps of equal ratio."""
-    found = list[Outcome]()
+    """Runs of a policy over its parameter's range: ``rounds`` values in steps of equal ratio, then half as many between
+    the cheapest that reached the goal and the next one, each time in the middle."""
     if policy == "fixed":
-        low, high = 0, setting.most
-        while high - low > 1:
-            middle = (low + high) // 2
-            found.append(run(policy, middle, setting))
-            low, high = (low, middle) if found[-1].ttft_p90_s <= setting.goal_s else (middle, high)
-        return found
-    low_end, high_end = SEARCH[policy]
-    for _ in range(rounds):
-        value = math.sqrt(low_end * high_end)
-        found.append(run(policy, value, setting))
-        low_end, high_end = (value, high_end) if found[-1].ttft_p90_s <= setting.goal_s else (low_end, value)
+        return _search_fixed(setting)
+    low, high = SEARCH[policy]
+    found = [run(policy, float(value), setting) for value in np.geomspace(low, high, rounds)]
+    for _ in range(rounds // 2):
+        chosen = best(found, setting.goal_s).parameter
+        above = min((one.parameter for one in found if one.parameter > chosen), default=high)
+        found.append(run(policy, math.sqrt(chosen * above), setting))
+    return found
+
+
+def _search_fixed(setting: Setting) -> list[Outcome]:
+    found, low, high = list[Outcome](), 0, setting.most
+    while high - low > 1:
+        middle = (low + high) // 2
+        found.append(run("fixed", middle, setting))
+        low, high = (low, middle) if found[-1].ttft_p90_s <= setting.goal_s else (middle, high)
     return found
 
 
@@ -266,7 +276,8 @@ def best(outcomes: Sequence[Outcome], goal_s: float) -> Outcome:
 @dataclass(frozen=True)
 class Kept:
     """before, after: hit rates of the requests that arrived in the window before engines were ordered to go, and in the
-    one after the last of them had gone; blocks: that leaving engines wrote, and all that only they had"""
+    one after the last of them had gone
+    blocks: that leaving engines wrote, and all that only they had"""
 
     what: str
     before: float
@@ -322,22 +333,24 @@ def print_outcomes(outcomes: Sequence[Outcome], ours: Outcome) -> None:
 
 def print_kept(found: Sequence[Kept], many: int, few: int) -> None:
     print(f"\n{many} -> {few} engines at once: hit rate")
-    print(f"{'':32}{'before':>8}{'after':>8}{'kept':>8}{'blocks written':>18}")
+    whole = found[-1]
+    print(f"{'':32}{'before':>8}{'after':>8}{'after/before':>14}{'after/none went':>17}{'blocks written':>18}")
     for one in found:
         written, every = one.blocks
         print(
-            f"{one.what:32}{one.before:>8.1%}{one.after:>8.1%}{one.after / max(one.before, 1e-9):>8.3f}"
+            f"{one.what:32}{one.before:>8.1%}{one.after:>8.1%}{ratio(one.after, one.before):>14.3f}"
+            f"{ratio(one.after, whole.after):>17.3f}"
             f"{f'{written:,} of {every:,}':>18}"
         )
 
 
-def _searched(policy: str, setting: Setting, rounds: int) -> list[Outcome]:
-    return search(policy, setting, rounds)
+def ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
 
 
 def simulate(setting: Setting, rounds: int, jobs: int) -> dict[str, list[Outcome]]:
     policies = [*SEARCH, "fixed"]
-    one = partial(_searched, setting=setting, rounds=rounds)
+    one = partial(search, setting=setting, rounds=rounds)
     if jobs == 1:
         return {policy: one(policy) for policy in policies}
     with ProcessPoolExecutor(jobs) as pool:
@@ -356,10 +369,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--upscale-delay", type=float, default=10.0)
     parser.add_argument("--downscale-delay", type=float, default=120.0)
     parser.add_argument("--drain-timeout", type=float, default=60.0)
+    parser.add_argument("--begin", type=int, default=4, help="engines that there are at first")
     parser.add_argument("--most", type=int, default=20, help="engines that there may be")
-    parser.add_argument("--goal", type=float, default=4.0, help="p90 TTFT to be reached, in seconds")
+    parser.add_argument("--goal", type=float, default=5.0, help="p90 TTFT to be reached, in seconds")
     parser.add_argument("--rounds", type=int, default=6, help="runs of each policy in search of its parameter")
-    parser.add_argument("--take", type=int, nargs=2, default=(10, 8), help="engines before and after some are taken")
+    parser.add_argument("--take", type=int, nargs=2, default=(8, 6), help="engines before and after some are taken")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at a time")
     args = parser.parse_args(arguments)
     if not args.trace.exists():
@@ -378,6 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.drain_timeout,
         args.most,
         args.goal,
+        args.begin,
     )
     report(setting, 2 if args.quick else args.rounds, 1 if args.quick else args.jobs, *args.take)
 
@@ -394,20 +409,21 @@ def report(setting: Setting, rounds: int, jobs: int, many: int, few: int) -> Non
     print_outcomes(list(chosen.values()), ours)
     print("\nall runs of the search")
     print_outcomes([one for outcomes in found.values() for one in outcomes], ours)
-    flat = Setting(**{**vars(setting), "swing": 0.0})
+    flat = replace(setting, swing=0.0, load=setting.load * TAKE_LOAD)
     kept = [keep(what, flat, many, few) for what in KEPT]
     print_kept(kept, many, few)
     print(
         json.dumps(
             {
                 "replica_hours_ratio": round(ours.hours / chosen["queue_length"].hours, 4),
-                "hit_rate_kept": round(kept[0].after / max(kept[0].before, 1e-9), 4),
+                "hit_rate_kept": round(ratio(kept[0].after, kept[0].before), 4),
                 "lost_requests": sum(one.lost for outcomes in found.values() for one in outcomes)
                 + sum(one.lost for one in kept),
                 "hours": {policy: round(one.hours, 4) for policy, one in chosen.items()},
                 "ttft_p90_s": {policy: round(one.ttft_p90_s, 3) for policy, one in chosen.items()},
                 "goal_s": setting.goal_s,
-                "kept": {one.what: round(one.after / max(one.before, 1e-9), 4) for one in kept},
+                "kept": {one.what: round(ratio(one.after, one.before), 4) for one in kept},
+                "of_undisturbed": {one.what: round(ratio(one.after, kept[-1].after), 4) for one in kept},
             }
         )
     )

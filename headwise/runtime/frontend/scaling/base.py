@@ -96,7 +96,7 @@ class Observation:
     """What the scheduler knows now.
 
     held, held_s: requests that no engine could take yet, and the seconds of computing their prompts
-    token_s:      seconds to compute a token of a prompt
+    token_s:      seconds to compute a token of a prompt; 0: no engine has measured it yet
     block_size:   tokens of a block of the index
     """
 
@@ -104,7 +104,7 @@ class Observation:
     arrivals: Arrivals
     held: int = 0
     held_s: float = 0.0
-    token_s: float = 1e-3
+    token_s: float = 1e-4
     block_size: int = 64
 
     @property

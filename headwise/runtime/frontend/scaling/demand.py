@@ -6,7 +6,8 @@ Three numbers, of which the greatest counts:
   expected when it sent it, without waits. With the rate, the mean and the variation of these seconds over the last
   `LOAD_WINDOW_S`, a request finds all ``n`` engines busy with about the chance ``b ** (sqrt(2 (n + 1)) - 1)``, where
   ``b`` is the share of time that they are (Sakasegawa 1977), and then waits exponentially with the mean
-  ``(1 + cv**2) / 2 * mean / (n (1 - b))``. So the wait that nine of ten requests stay under follows.
+  ``(1 + cv**2) / 2 * mean / (n (1 - b))``. The time to the first token is the sum of both; as its distribution counts
+  the log-normal one of the same mean and variance, so nine of ten are under ``exp(mu + 1.28 sigma)``.
 - backlog: what is queued already is to be computed in `CLEAR_S` beside what arrives. Faster makes no sense: an engine
   that is started for it takes about as long to start.
 - room: running sequences hold their blocks; pools and sequences should be `FULL` at most.
@@ -25,11 +26,12 @@ LOAD_WINDOW_S = 60.0
 CLEAR_S = 30.0
 FULL = 0.9
 
-LEAST_WAIT = 0.25
-"""Where prompts alone take nearly all of ``target_ttft_s``, waits may still take this share of it: more engines make no
-prompt faster."""
+AT_BEST = 1.25
+"""More engines make no prompt faster. So where long prompts alone take longer than the target, so many times the least
+time that is possible is enough."""
 
-QUANTILE = 0.9
+_NORMAL = 1.2815515655446004
+"""Nine of ten of a normal distribution are under its mean and so many standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,30 @@ class Load:
         """Engine-seconds of prompts that arrive in a second."""
         return self.rate * self.mean_s
 
-    def wait_s(self, engines: int) -> float:
-        """The wait that nine of ten requests stay under with so many engines."""
-        busy = self.work / engines if engines else math.inf
-        if not self.work:
-            return 0.0
+    def queue_s(self, engines: int) -> float:
+        """The wait that nine of ten requests stay under with so many engines; 0: as many find one idle."""
+        chance, mean_if_any = self._wait(engines)
+        return max(0.0, mean_if_any * math.log(10 * chance)) if chance else 0.0
+
+    def ttft_s(self, engines: float) -> float:
+        """The time to the first token that nine of ten requests stay under with so many engines."""
+        chance, mean_if_any = self._wait(engines)
+        mean = self.mean_s + chance * mean_if_any
+        if not mean or mean == math.inf:
+            return mean
+        variance = self.variation * self.mean_s**2 + chance * (2 - chance) * mean_if_any**2
+        sigma = math.sqrt(math.log1p(variance / mean**2))
+        return mean * math.exp(_NORMAL * sigma - sigma**2 / 2)
+
+    def _wait(self, engines: float) -> tuple[float, float]:
+        """The chance that a request finds all engines busy, and its mean wait if so."""
+        if not self.work or engines == math.inf:
+            return 0.0, 0.0
+        busy = self.work / engines if engines else 1.0
         if busy >= 1.0:
-            return math.inf
+            return 1.0, math.inf
         chance = busy ** (math.sqrt(2 * (engines + 1)) - 1)
-        mean_if_any = (1 + self.variation) / 2 * self.mean_s / (engines * (1 - busy))
-        return max(0.0, mean_if_any * math.log(chance / (1 - QUANTILE)))
+        return chance, (1 + self.variation) / 2 * self.mean_s / (engines * (1 - busy))
 
 
 @dataclass(frozen=True)
@@ -99,15 +115,17 @@ def needed(load: Load, policy: ScalingPolicy, share: float = 1.0) -> Need:
 
 
 def _for_time(load: Load, policy: ScalingPolicy, share: float) -> Need:
-    target, own, what = policy.target_s * share, 0.0, "start"
     if policy.target_ttft_s is not None:
-        own, what = load.mean_s, "have their first token"
-    allowed = max(target - own, LEAST_WAIT * target)
+        expected, what = load.ttft_s, "have their first token"
+        allowed = max(policy.target_s * share, AT_BEST * load.ttft_s(math.inf))
+    else:
+        expected, what = load.queue_s, "start"
+        allowed = policy.target_s * share
     number = int(load.work)
-    while number < policy.max_replicas and load.wait_s(number) > allowed:
+    while number < policy.max_replicas and expected(number) > allowed:
         number += 1
-    wait_s = load.wait_s(number)
-    then = f"nine of ten {what} within about {own + wait_s:.2f} s" if wait_s < math.inf else "requests pile up"
+    seconds = expected(number)
+    then = f"nine of ten {what} within about {seconds:.2f} s" if seconds < math.inf else "requests pile up"
     return Need(number, f"{load.work:.2f} engine-seconds of prompts arrive a second; with {number} engines {then}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headwise.runtime.frontend.routing.base import RouterOptions
-from headwise.runtime.frontend.routing.engines import DEFAULT_SECONDS, EngineTable
+from headwise.runtime.frontend.routing.engines import EngineTable
 from headwise.runtime.frontend.scaling.base import EngineReport, Observation
 
 
@@ -13,7 +13,8 @@ def observe(table: EngineTable, options: RouterOptions, now: float, held: int = 
     """held, held_tokens: requests that no engine could take yet, and the tokens of their prompts"""
     backlog = table.backlog(now)
     fullness = np.maximum(table.used, (table.requests + table.reserved) / options.max_num_seqs)
-    token_s = float(np.median(table.prefill_token_s)) if len(table) else DEFAULT_SECONDS["prefill_token_s"]
+    is_measured = any(engine.status.work.prefill_token_s > 0 for engine in table.engines)
+    token_s = float(np.median(table.prefill_token_s)) if is_measured else 0.0
     return Observation(
         tuple(
             EngineReport(

@@ -140,7 +140,11 @@ class ReplicaSet:
         return sorted(name for name in running if name not in heard)
 
     def _load(self, observed: Observation, now: float) -> Load | None:
-        """The load of the last `LOAD_WINDOW_S`; None: it was not observed for long enough."""
+        """The load of the last `LOAD_WINDOW_S`; None: it was not observed for long enough, or in seconds that no engine
+        has measured."""
+        if observed.engines and not observed.token_s:
+            self._seen.clear()
+            return None
         if self._seen and observed.arrivals.requests < self._seen[-1][1].arrivals.requests:
             self._seen.clear()  # the scheduler was started again, and counts from nothing
         self._seen.append((now, observed))
@@ -207,7 +211,14 @@ class ReplicaSet:
             del self._starting[name]
             count -= 1
         idle = [each for each in staying if each.state in (ReplicaState.STARTING, ReplicaState.LOST)]
-        idle.sort(key=lambda each: (each.state is ReplicaState.LOST, self._starting.get(each.name, 0.0)), reverse=True)
+        idle.sort(
+            key=lambda each: (
+                each.state is ReplicaState.LOST,
+                self._starting.get(each.name, 0.0),
+                number_of(each.name),
+            ),
+            reverse=True,
+        )
         for each in idle[:count]:
             self._cancelled.add(each.name)
         count -= len(idle[:count])
