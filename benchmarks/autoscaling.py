@@ -12,12 +12,14 @@ ray_ttft      proposed for Ray Serve LLM (ray-project/ray, pull request 64725): 
               When it takes one away is not known to us; here: if p99 TTFT is under half of the target
 queue_length  ceil(waiting requests / target), as KEDA does over vLLM's num_requests_waiting (docs of vLLM's production
               stack); the greatest of the downscale delay counts, as in Kubernetes' autoscaler
+foreseen      the parameter times the wave's height when an engine that is started now will serve: a bound of sorts, as
+              nobody knows it
 fixed         the best fixed number
 
-All have the same delays, start-up time, router, and the same drain with handover; they differ in the number alone. Each
-has one parameter, which is searched: the run with the fewest engine-hours among those whose p90 TTFT is at most the
-goal counts. Then, at a steady load, engines are taken away at once: the hit rate after over that before, with handover
-and without. The last line is JSON.
+All but the last two have the same delays; all have the same start-up time, router and drain with handover: they differ
+in the number alone. Each has one parameter, which is searched: the run with the fewest engine-hours among those whose
+p90 TTFT is at most the goal counts. Then, at a steady load, engines are taken away at once: the hit rate after over
+that before, with handover and without. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ SEARCH = {
     "ray_ongoing": (1.0, 32.0),
     "ray_ttft": (1.0, 32.0),
     "queue_length": (0.1, 6.4),
+    "foreseen": (9.0, 5.0),
 }
-"""Where each policy's parameter is searched: more of it, fewer engines."""
+"""Where each policy's parameter is searched: towards the second one, fewer engines."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,14 @@ def queue_length(target: float, setting: Setting) -> Chooser:
     return choose
 
 
+def foreseen(level: float, setting: Setting) -> Chooser:
+    def choose(view: View, now: float) -> int:
+        height = 1 - setting.swing * math.cos(2 * math.pi * (now + setting.start_s) / setting.wave_s)
+        return min(max(round(level * height), 1), setting.most)
+
+    return choose
+
+
 def fixed(number: float, setting: Setting) -> Chooser:
     return lambda view, now: int(number)
 
@@ -156,6 +167,7 @@ CHOOSERS: dict[str, Callable[[float, Setting], Chooser]] = {
     "ray_ongoing": ray_ongoing,
     "ray_ttft": ray_ttft,
     "queue_length": queue_length,
+    "foreseen": foreseen,
     "fixed": fixed,
 }
 
@@ -244,12 +256,13 @@ def search(policy: str, setting: Setting, rounds: int) -> list[Outcome]:
     the cheapest that reached the goal and the next one, each time in the middle."""
     if policy == "fixed":
         return _search_fixed(setting)
-    low, high = SEARCH[policy]
-    found = [run(policy, float(value), setting) for value in np.geomspace(low, high, rounds)]
+    first, last = SEARCH[policy]
+    found = [run(policy, float(value), setting) for value in np.geomspace(first, last, rounds)]
     for _ in range(rounds // 2):
         chosen = best(found, setting.goal_s).parameter
-        above = min((one.parameter for one in found if one.parameter > chosen), default=high)
-        found.append(run(policy, math.sqrt(chosen * above), setting))
+        later = [one.parameter for one in found if abs(one.parameter - last) < abs(chosen - last)]
+        following = min(later, key=lambda value: abs(value - chosen), default=last)
+        found.append(run(policy, math.sqrt(chosen * following), setting))
     return found
 
 

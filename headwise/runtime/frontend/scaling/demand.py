@@ -55,7 +55,7 @@ class Load:
         """Engine-seconds of prompts that arrive in a second."""
         return self.rate * self.mean_s
 
-    def queue_s(self, engines: int) -> float:
+    def queue_s(self, engines: float) -> float:
         """The wait that nine of ten requests stay under with so many engines; 0: as many find one idle."""
         chance, mean_if_any = self._wait(engines)
         return max(0.0, mean_if_any * math.log(10 * chance)) if chance else 0.0
