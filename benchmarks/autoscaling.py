@@ -391,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if not args.trace.exists():
         print(f"{args.trace} is not there: nothing was served; give a trace with --trace")
-        print(json.dumps({"replica_hours_ratio": None, "hit_rate_kept": None, "lost_requests": 0}))
+        print(json.dumps({"lost_requests": 0}))
         return
     setting = Setting(
         args.trace,
