@@ -34,6 +34,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from capacity import TRACE
@@ -52,13 +53,16 @@ TTFT_WINDOW_S = 60.0
 TAKE_LOAD = 0.6
 """Of the load of the other part, where engines are taken away: those that are left can serve it."""
 SEARCH = {
-    "headwise": (0.5, 16.0),
+    "headwise": (2.0, 16.0),
     "ray_ongoing": (1.0, 32.0),
     "ray_ttft": (1.0, 32.0),
     "queue_length": (0.1, 6.4),
     "foreseen": (9.0, 5.0),
 }
 """Where each policy's parameter is searched: towards the second one, fewer engines."""
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -253,13 +257,14 @@ def hit_rate(requests: Sequence[Request]) -> float:
 
 def search(policy: str, setting: Setting, rounds: int) -> list[Outcome]:
     """Runs of a policy over its parameter's range: ``rounds`` values in steps of equal ratio, then half as many between
-    the cheapest that reached the goal and the next one, each time in the middle."""
+    the cheapest that reached the goal (of equal ones, the last) and the next one, each time in the middle."""
     if policy == "fixed":
         return _search_fixed(setting)
     first, last = SEARCH[policy]
     found = [run(policy, float(value), setting) for value in np.geomspace(first, last, rounds)]
     for _ in range(rounds // 2):
-        chosen = best(found, setting.goal_s).parameter
+        hours = best(found, setting.goal_s).hours
+        chosen = min((one.parameter for one in found if one.hours == hours), key=lambda value: abs(value - last))
         later = [one.parameter for one in found if abs(one.parameter - last) < abs(chosen - last)]
         following = min(later, key=lambda value: abs(value - chosen), default=last)
         found.append(run(policy, math.sqrt(chosen * following), setting))
@@ -363,11 +368,15 @@ def ratio(part: float, whole: float) -> float:
 
 def simulate(setting: Setting, rounds: int, jobs: int) -> dict[str, list[Outcome]]:
     policies = [*SEARCH, "fixed"]
-    one = partial(search, setting=setting, rounds=rounds)
+    return dict(zip(policies, together(partial(search, setting=setting, rounds=rounds), policies, jobs), strict=True))
+
+
+def together(one: Callable[[str], Found], names: Sequence[str], jobs: int) -> list[Found]:
+    """``one`` of each name, so many at a time."""
     if jobs == 1:
-        return {policy: one(policy) for policy in policies}
+        return [one(name) for name in names]
     with ProcessPoolExecutor(jobs) as pool:
-        return dict(zip(policies, pool.map(one, policies), strict=True))
+        return list(pool.map(one, names))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -423,7 +432,7 @@ def report(setting: Setting, rounds: int, jobs: int, many: int, few: int) -> Non
     print("\nall runs of the search")
     print_outcomes([one for outcomes in found.values() for one in outcomes], ours)
     flat = replace(setting, swing=0.0, load=setting.load * TAKE_LOAD)
-    kept = [keep(what, flat, many, few) for what in KEPT]
+    kept = together(partial(keep, setting=flat, many=many, few=few), list(KEPT), jobs)
     print_kept(kept, many, few)
     print(
         json.dumps(
