@@ -134,10 +134,10 @@ class ReplicaSet:
         return self.number, needed(load, policy).why if load is not None else "the load is not measured yet"
 
     def _silent(self, observed: Observation, replicas: Sequence[Replica]) -> list[str]:
-        """The running engines whose reports are overdue."""
+        """The running engines whose reports are overdue; of those that leave, none is needed."""
         heard = {report.name for report in observed.engines if report.silent_s <= STATUS_TIMEOUT_S}
-        running = [replica.name for replica in replicas if replica.state is ReplicaState.RUNNING]
-        return sorted(name for name in running if name not in heard)
+        running = {replica.name for replica in replicas if replica.state is ReplicaState.RUNNING}
+        return sorted(running - heard - set(self._leaving))
 
     def _load(self, observed: Observation, now: float) -> Load | None:
         """The load of the last `LOAD_WINDOW_S`; None: it was not observed for long enough, or in seconds that no engine

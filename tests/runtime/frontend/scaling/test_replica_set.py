@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -81,14 +82,13 @@ def test_less_load_ends_engines_after_the_delay() -> None:
     one.work = 0.4
     assert one.tick(60).number == before, "the load of the last minute is still in the window"
     assert one.tick(120).number == 1
-    assert "1 -> 1" not in one.log[-1][1].reason
     assert any(f"{before} -> " in decision.reason for _, decision in one.log)
 
 
 def test_a_load_that_needs_more_than_the_maximum_gets_the_maximum() -> None:
     one = deployment(work=50.0)
     assert one.tick(60).number == 8
-    assert "requests pile up" in one.log[-1][1].reason or "engine-seconds" in one.log[-1][1].reason
+    assert one.log[-1][1].reason.startswith("8: 50.00 engine-seconds of prompts arrive a second; with 50 engines")
 
 
 def test_long_prompts_alone_do_not_start_engines() -> None:
@@ -226,8 +226,7 @@ def test_engines_that_wait_for_a_node_do_not_multiply_and_are_told_of() -> None:
     decision = one.tick(100)
     assert len(one.replicas) == decision.number == number
     assert decision.overdue
-    assert f"not started after {1:.0f}" in decision.reason
-    assert "is there a node for it?" in decision.reason
+    assert re.search(r"engine-0.* not started after \d+ s: is there a node for it\?", decision.reason)
 
 
 def test_an_order_that_got_lost_is_given_again() -> None:
@@ -299,7 +298,10 @@ def test_an_order_to_drain_is_repeated_until_it_is_seen_and_takes_nobody_else() 
     one.controller.set_by_hand(2)
     seen, there = one.observation(), list(one.replicas.values())
     for second in range(5):
-        assert one.controller.decide(seen, there, one.now + second, one).drain == ("engine-2",)
+        decision = one.controller.decide(seen, there, one.now + second, one)
+        assert decision.drain == ("engine-2",)
+    one.controller.set_by_hand(None)
+    assert "held" not in one.controller.decide(seen, there, one.now + 5, one).reason
     there[2] = replace(there[2], state=DRAINING)
     assert one.controller.decide(seen, there, one.now + 5, one).drain == ()
 
