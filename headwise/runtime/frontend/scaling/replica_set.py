@@ -127,9 +127,9 @@ class ReplicaSet:
             return 1, f"{observed.held} requests wait, and there is no engine"
         rise, fall = self._evidence.rise(self.number, now), self._evidence.fall(self.number, now)
         policy = self.policy
-        if rise is not None:
+        if rise is not None and self.number < policy.max_replicas:
             return min(rise.number, policy.max_replicas), f"for {policy.upscale_delay_s:.0f} s {rise.why}"
-        if fall is not None:
+        if fall is not None and self.number > policy.min_replicas:
             return max(fall.number, policy.min_replicas), f"for {policy.downscale_delay_s:.0f} s {fall.why}"
         return self.number, needed(load, policy).why if load is not None else "the load is not measured yet"
 
