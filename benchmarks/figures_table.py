@@ -160,6 +160,13 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
             _routing,
         ),
     ),
+    "autoscaling": (
+        Row(
+            "Simulated: that trace in waves, elastic replicas: engine-hours over scaling by queue length for the same "
+            "p90 TTFT; hit rate after engines left over that before; requests lost",
+            lambda f: listed(f"{f['replica_hours_ratio']:.2f}", f"{f['hit_rate_kept']:.2f}", f"{f['lost_requests']}"),
+        ),
+    ),
     "index": (
         Row(
             "Index of 643,000 blocks on 64 nodes: 157-block stores; lookups; whole routing decisions, hashing "

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import autoscaling
 import figures
 import pytest
 from figures_table import SCRIPTS, rows, table
@@ -60,6 +61,22 @@ def test_routing_is_compared_over_a_trace(tmp_path: Path, capsys: pytest.Capture
     assert hits["oracle"] >= hits["cache_aware"] > hits["round_robin"]
     served = quick_figures("capacity", capsys, "--trace", str(trace))
     assert 0 < served["trace_hit_rate_on"] <= 1
+
+
+def test_elastic_replicas_are_compared_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = conversations(tmp_path / "trace.jsonl.gz")
+    found = quick_figures("autoscaling", capsys, "--trace", str(trace))
+    assert found["lost_requests"] == 0
+    assert set(found["hours"]) == {"headwise", "ray_ongoing", "ray_ttft", "queue_length", "foreseen", "fixed"}
+    assert found["replica_hours_ratio"] == pytest.approx(
+        found["hours"]["headwise"] / found["hours"]["queue_length"], 1e-2
+    )
+    assert found["kept"]["handover, least worth goes"] == found["hit_rate_kept"]
+
+
+def test_without_its_trace_autoscaling_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    autoscaling.main(["--quick", "--trace", str(tmp_path / "none.jsonl.gz")])
+    assert "none.jsonl.gz is not there: nothing was served" in capsys.readouterr().out
 
 
 # ---- README's table ----

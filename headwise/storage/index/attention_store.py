@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,14 @@ class AttentionStore:
     def resident(self, node: str, tier: str, resumable: bool = False) -> frozenset[bytes]:
         """See `PrefixIndex.resident`."""
         return self._index.resident(node, tier, resumable)
+
+    def worth(self, without: Collection[str] = ()) -> dict[str, float]:
+        """See `PrefixIndex.worth`."""
+        return self._index.worth(without)
+
+    def cool(self, share: float) -> None:
+        """See `PrefixIndex.cool`."""
+        self._index.cool(share)
 
     def stats(self) -> dict[str, Any]:
         """Plain data: the index's size, and per node what is known of it.

@@ -20,7 +20,7 @@ which grow in steps, and 16 for the run); about 500 where no two neighbouring bl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from operator import xor
@@ -36,6 +36,8 @@ MAX_RUN = 256
 _RUN_BYTES = MAX_RUN * HASH_BYTES
 _MAX_KEPT = 1024
 """Most sets of nodes whose names are cached."""
+
+_MAX_UNIT = 1e100
 
 PLANES = 2 * len(TIERS)
 """Bit sets of a run: per tier the nodes where it is resident, then per tier those where it is resumable too."""
@@ -54,14 +56,29 @@ class _Run:
     number: unique, never used again
     hashes: at least one, at most `MAX_RUN`, no two equal
     nodes:  `PLANES` bit sets of nodes, at least one of them not empty
+    asked:  how often a block of it was asked for, in the mean, in units of `PrefixIndex._unit`; to be reported first
+            counts as once
     """
 
-    __slots__ = ("hashes", "nodes", "number")
+    __slots__ = ("asked", "hashes", "nodes", "number")
 
-    def __init__(self, number: int, hashes: bytes, nodes: list[int]) -> None:
+    def __init__(self, number: int, hashes: bytes, nodes: list[int], asked: float) -> None:
         self.number = number
         self.hashes = hashes
         self.nodes = nodes
+        self.asked = asked
+
+
+@dataclass(frozen=True)
+class SoleBlocks:
+    """Blocks that would be lost with one node, and how often each was asked for lately."""
+
+    asked: float
+    hashes: bytes
+
+    @property
+    def count(self) -> int:
+        return len(self.hashes) // HASH_BYTES
 
 
 @dataclass
@@ -103,6 +120,7 @@ class PrefixIndex:
         self._names: dict[int, tuple[str, ...]] = {}
         self._first: dict[_End, dict[str, _Depths]] = {}
         self._volumes = Volumes()
+        self._unit = 1.0  # what being asked once counts now
 
     def __len__(self) -> int:
         return len(self._where)
@@ -162,6 +180,7 @@ class PrefixIndex:
         """
         path = block_hashes if isinstance(block_hashes, bytes) else b"".join(block_hashes)
         where, runs, shared, at, end = self._where, self._runs, self._volumes.shared, 0, len(path)
+        unit = self._unit
         device = host = storage = -1
         previous: _Run | None = None
         walked: list[_Run] = []
@@ -188,6 +207,7 @@ class PrefixIndex:
             if not storage:
                 break
             at += length
+            run.asked += unit if length == len(hashes) else unit * length / len(hashes)
             host_resumable |= resumable
             storage_resumable |= host_resumable
             ends.append((at // HASH_BYTES, device & resumable, host & host_resumable, storage & storage_resumable))
@@ -206,6 +226,44 @@ class PrefixIndex:
             walked.append(run)
         self._touch(walked)
         return self._depths(ends)
+
+    def sole_blocks(self, without: Collection[str] = ()) -> dict[str, list[SoleBlocks]]:
+        """By node, the blocks that could be served by no other one once it and the nodes ``without`` have gone; the
+        most asked for first. What shared storage has is not lost with a node. Goes through all runs: about 1 us each.
+        """
+        going = sum(self._nodes[name].bit for name in set(without) if name in self._nodes)
+        found: dict[int, list[SoleBlocks]] = {}
+        for run in self._runs.values():
+            holders = 0
+            for bits in run.nodes[: len(TIERS)]:
+                holders |= bits
+            for nodes in self._volumes.shared:
+                if run.nodes[len(TIERS) - 1] & nodes:
+                    holders |= nodes
+            holders &= ~going
+            if holders and not holders & (holders - 1):
+                found.setdefault(holders, []).append(SoleBlocks(run.asked / self._unit, run.hashes))
+        return {
+            name: sorted(found.get(node.bit, ()), key=lambda blocks: -blocks.asked)
+            for name, node in self._nodes.items()
+            if not node.bit & going
+        }
+
+    def worth(self, without: Collection[str] = ()) -> dict[str, float]:
+        """By node, what would be lost with it: blocks, each times how often it was asked for lately; see
+        `sole_blocks`."""
+        sole = self.sole_blocks(without)
+        return {name: sum(blocks.asked * blocks.count for blocks in held) for name, held in sole.items()}
+
+    def cool(self, share: float) -> None:
+        """What was asked until now counts ``share`` times as much from now on. The owner of the clock calls it."""
+        if not 0 < share <= 1:
+            raise ValueError(f"share must be over 0 and at most 1, got {share}")
+        self._unit /= share
+        if self._unit > _MAX_UNIT:
+            for run in self._runs.values():
+                run.asked /= self._unit
+            self._unit = 1.0
 
     def digests(self, node: str) -> tuple[int, ...]:
         """By plane, the digest of what the node said: see `Heartbeat.digests`."""
@@ -324,7 +382,7 @@ class PrefixIndex:
         Adds all of them at once, and undoes that if some were known: known and unknown blocks rarely alternate.
         """
         where, number = self._where, next(self._numbers)
-        run = self._runs[number] = _Run(number, hashes, [0] * PLANES)
+        run = self._runs[number] = _Run(number, hashes, [0] * PLANES, self._unit)
         keys, before = split(hashes), len(where)
         exhaust(map(where.setdefault, keys, repeat(number)))
         if len(where) - before != len(keys):
@@ -348,7 +406,7 @@ class PrefixIndex:
         head, tail = run.hashes[:at], run.hashes[at:]
         rest, part = (head, tail) if len(head) >= len(tail) else (tail, head)
         number = next(self._numbers)
-        other = self._runs[number] = _Run(number, part, run.nodes.copy())
+        other = self._runs[number] = _Run(number, part, run.nodes.copy(), run.asked)
         run.hashes = rest
         self._where.update(zip(split(part), repeat(number), strict=False))
         return (run, other) if rest is head else (other, run)
@@ -358,6 +416,7 @@ class PrefixIndex:
         hashes = first.hashes + second.hashes
         kept, other = (first, second) if len(first.hashes) >= len(second.hashes) else (second, first)
         self._where.update(zip(split(other.hashes), repeat(kept.number), strict=False))
+        kept.asked = (first.asked * len(first.hashes) + second.asked * len(second.hashes)) / len(hashes)
         kept.hashes = hashes
         del self._runs[other.number]
         return kept

@@ -66,6 +66,17 @@ class _Reservation:
     until: float
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """All requests that were sent to engines since the start: how many, the engine-seconds until their first tokens,
+    without waits, and the sum of those seconds' squares. A request that is sent again counts again: it is work again.
+    """
+
+    requests: int = 0
+    seconds: float = 0.0
+    squares: float = 0.0
+
+
 class EngineTable:
     """Engines by row: ``names[row]``, ``engines[row]``, and one value a row in each column.
 
@@ -105,6 +116,7 @@ class EngineTable:
         self.names: list[str] = []
         self.engines: list[Engine] = []
         self.rows: dict[str, int] = {}
+        self.arrivals = Arrivals()
         self.expected = ExpectedBlocks(max(1, EXPECTED_TOKENS // options.block_size))
         self._options = options
         self._slots: list[int] = []  # by row
@@ -284,7 +296,10 @@ class EngineTable:
         self.release(request_id)
         self._reservations[request_id] = _Reservation(self.names[row], tokens, now + RESERVATION_S)
         self.reserved[row] += 1
-        self.ready_at[row] = max(self.ready_at[row], now) + tokens * self.prefill_token_s[row]
+        own_s = float(tokens * self.prefill_token_s[row])
+        self.ready_at[row] = max(self.ready_at[row], now) + own_s
+        slowed_s, seen = own_s * (1.0 + float(self.pace[row])), self.arrivals
+        self.arrivals = Arrivals(seen.requests + 1, seen.seconds + slowed_s, seen.squares + slowed_s**2)
 
     def release(self, request_id: str) -> None:
         """The request will not come: end its reservation. Unknown ids are ignored."""

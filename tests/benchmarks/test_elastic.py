@@ -1,0 +1,72 @@
+"""The simulated cluster whose engines come and go: every request ends, wherever its engine went."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from routing import hardware
+from simulation.cluster import BLOCK, Request
+from simulation.elastic import ElasticCluster, Served, View
+
+from headwise.runtime.frontend.routing import Router, RouterOptions
+from headwise.runtime.frontend.scaling import ReplicaSet, ScalingPolicy
+
+
+def requests(count: int, every_s: float, output: int = 400) -> list[Request]:
+    """Prompts of eight blocks, of twenty conversations."""
+    path = [[(64 * number + depth).to_bytes(16, "big") for depth in range(8)] for number in range(20)]
+    return [Request(str(n), n * every_s, path[n % 20], 8 * BLOCK + 1, output) for n in range(count)]
+
+
+def served(
+    sent: list[Request], numbers: dict[float, int], timeout_s: float = 60.0, least: int = 1, handover: bool = True
+) -> tuple[ElasticCluster, Served]:
+    """As many engines as ``numbers`` say from each time on."""
+    machine = replace(hardware(), storage=1000)
+    policy = ScalingPolicy(least, 4, target_ttft_s=2.0, drain_timeout_s=timeout_s)
+    options = RouterOptions(block_size=BLOCK, blocks_per_token=1 / BLOCK, max_num_seqs=128, step_tokens=2048)
+    first = next(iter(numbers.values()))
+
+    def choose(view: View, now: float) -> int:
+        return [number for at, number in numbers.items() if at <= max(now, 0.0)][-1]
+
+    cluster = ElasticCluster(
+        machine, Router(options, random.Random(0)), ReplicaSet(policy, first), 30.0, choose, handover
+    )
+    return cluster, cluster.serve(sent, first)
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 60.0])
+def test_requests_of_an_engine_that_goes_end_there_or_elsewhere(timeout_s: float) -> None:
+    sent = requests(200, 0.2)
+    _, found = served(sent, {0.0: 3, 20.0: 1}, timeout_s)
+    assert len(found.kept) == 2
+    assert all(request.ended >= request.first_token >= request.arrived for request in sent)
+    assert (found.moved > 0) == (timeout_s < 1.0)
+    assert len({request.engine for request in sent if request.arrived > 25.0}) == 1
+
+
+def test_blocks_that_are_handed_over_are_found_again() -> None:
+    hits = {}
+    for handover in (True, False):
+        sent = requests(100, 1.0, output=20)
+        cluster, found = served(sent, {0.0: 2, 50.0: 1}, handover=handover)
+        hits[handover] = sum(each.device + each.loaded_host + each.loaded_storage for each in sent[60:80])
+        assert bool(cluster.storage.blocks) == handover
+        assert [written == (every if handover else 0) for written, every in found.kept] == [True]
+    assert hits[True] > hits[False]
+
+
+def test_from_nothing_requests_wait_for_the_first_engine() -> None:
+    sent = requests(10, 1.0)
+    _, found = served(sent, {0.0: 0, 5.0: 1}, least=0)
+    assert all(request.ended > 0 for request in sent)
+    assert min(request.first_token for request in sent) > 30.0
+    assert found.counts[0] == 0
+
+
+def test_engines_are_paid_for_from_the_order_to_their_end() -> None:
+    _, found = served(requests(100, 1.0, output=2), {0.0: 1, 10.0: 2})
+    assert found.engine_s == pytest.approx(100.0 + 90.0, abs=3.0)
