@@ -27,6 +27,12 @@ def fetch_add(typing, counters, index):
 SPINS = 4_000
 """Looks at a counter before the core is offered to others: a few microseconds."""
 
+OFFERS = 16
+"""Offers before the core is left to others for a time. One that is only offered comes back at once: threads that wait
+so take half of the time that those with work to do could have."""
+
+NAP_US = 50
+
 
 @intrinsic
 def wait_for(typing, counters, index, least):
@@ -37,21 +43,35 @@ def wait_for(typing, counters, index, least):
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         counters, index, least = Emitter(context, builder, signature, args).args
-        place, one = builder.gep(counters, [index]), ir.IntType(32)(1)
-        spins = cgutils.alloca_once_value(builder, ir.IntType(32)(0))
-        look, wait, offer, done = (builder.append_basic_block(name) for name in ("look", "wait", "offer", "done"))
+        word = ir.IntType(32)
+        place = builder.gep(counters, [index])
+        spins, offers = (cgutils.alloca_once_value(builder, word(0)) for _ in range(2))
+        names = ("look", "wait", "leave", "offer", "nap", "done")
+        look, wait, leave, offer, nap, done = (builder.append_basic_block(name) for name in names)
+
+        def is_more(variable: Any, most: int) -> Any:
+            count = builder.add(builder.load(variable), word(1))
+            builder.store(count, variable)
+            return builder.icmp_unsigned(">", count, word(most))
+
+        def call(name: str, *arguments: Any) -> None:
+            kind = ir.FunctionType(word, [argument.type for argument in arguments])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
         builder.branch(look)
         builder.position_at_end(look)
         reached = builder.icmp_signed(">=", builder.load_atomic(place, "acquire", 8), least)
         builder.cbranch(reached, done, wait)
         builder.position_at_end(wait)
-        count = builder.add(builder.load(spins), one)
-        builder.store(count, spins)
-        builder.cbranch(builder.icmp_unsigned(">", count, one.type(SPINS)), offer, look)
+        builder.cbranch(is_more(spins, SPINS), leave, look)
+        builder.position_at_end(leave)
+        builder.store(word(0), spins)
+        builder.cbranch(is_more(offers, OFFERS), nap, offer)
         builder.position_at_end(offer)
-        builder.store(one.type(0), spins)
-        kind = ir.FunctionType(one.type, [])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        call("sched_yield")
+        builder.branch(look)
+        builder.position_at_end(nap)
+        call("usleep", word(NAP_US))
         builder.branch(look)
         builder.position_at_end(done)
         return context.get_dummy_value()
