@@ -16,6 +16,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
+from headwise.kernels.cpu.records import LAYER, PASS, PLAN
+
 _LONG = ir.IntType(64)
 
 
@@ -92,6 +94,9 @@ def record_at(dtype: Any) -> Any:
         return kind(types.int64), emit
 
     return at
+
+
+layer_at, pass_at, plan_at = map(record_at, (LAYER, PASS, PLAN))
 
 
 @intrinsic

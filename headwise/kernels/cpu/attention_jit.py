@@ -31,9 +31,11 @@ from headwise.kernels.cpu.addresses import (
     int8s_at,
     int_matrix_at,
     ints_at,
+    layer_at,
     long_matrix_at,
     longs_at,
-    record_at,
+    pass_at,
+    plan_at,
 )
 from headwise.kernels.cpu.attention_micro import (
     exp2,
@@ -59,12 +61,11 @@ from headwise.kernels.cpu.attention_softmax import (
     attend_segment,
     load_scales,
 )
-from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, LAYER, PASS, PLAN
+from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, PLAN
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add
 
-layer_at, pass_at, _plan_at = map(record_at, (LAYER, PASS, PLAN))
 _items_at = array_at(numba.from_dtype(ITEM))
 _PLAN_BYTES = PLAN.itemsize
 _pasted = numba.njit(inline="always", fastmath=MATH, nogil=True, error_model="numpy")
@@ -284,7 +285,7 @@ def _attend(kv, own, layer, counters_at, thread):
     Any number of threads may do so at once. All is done when ``counters[FINISHED]`` is the number of parts: whoever
     needs the results of parts that others took may wait for that, as they were taken by threads that run.
     """
-    step, plan = _step_of(kv, own, layer), _plan_at(own.plans + layer.plan * _PLAN_BYTES)
+    step, plan = _step_of(kv, own, layer), plan_at(own.plans + layer.plan * _PLAN_BYTES)
     share, dim, room = step.share, step.dim, own.partial_rows
     items, parts = _items_at(plan.items, plan.item_count), long_matrix_at(plan.parts, plan.part_count, 2)
     counters = longs_at(counters_at, FIRST_ITEM + plan.item_count)

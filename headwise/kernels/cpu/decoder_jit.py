@@ -22,11 +22,14 @@ from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
     call_at,
     floats_at,
+    layer_at,
     longs_at,
+    pass_at,
+    plan_at,
     record_at,
     words_at,
 )
-from headwise.kernels.cpu.attention_jit import FINISHED, layer_at, pass_at
+from headwise.kernels.cpu.attention_jit import FINISHED
 from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, items_of, prepare_row, weight_at
 from headwise.kernels.cpu.records import (
     AFTER_ATTENTION,
@@ -53,7 +56,7 @@ ATTENTION_AT = 2 * (DOWN + 1) * _PHASES_OF_WEIGHT
 
 _MATH = {"reassoc", "nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
-_step_at, _plan_at = map(record_at, (STEP, PLAN))
+_step_at = record_at(STEP)
 _LAYER_BYTES, _PLAN_BYTES = LAYER.itemsize, PLAN.itemsize
 
 
@@ -182,7 +185,7 @@ def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread):
 def _attend(step, own, layer, layer_address, counters_at, thread):
     own_at = counters_at + 8 * ATTENTION_AT
     call_at(step.attend, (step.attention, layer_address, own_at, thread))
-    parts = _plan_at(own.plans + layer.plan * _PLAN_BYTES).part_count
+    parts = plan_at(own.plans + layer.plan * _PLAN_BYTES).part_count
     wait_for(longs_at(own_at, FINISHED + 1), FINISHED, parts)
 
 

@@ -21,14 +21,14 @@ from headwise.kernels.cpu.addresses import (
     int8s_at,
     int_matrix_at,
     ints_at,
-    record_at,
+    layer_at,
+    pass_at,
 )
 from headwise.kernels.cpu.attention_micro import is_quantised
-from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SLOT, LAYER, PASS
+from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SLOT
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import FLOAT, LANES, Emitter
 
-layer_at, pass_at = map(record_at, (LAYER, PASS))
 LARGEST_INT8 = 127.0
 _HALF_STEP = 8
 

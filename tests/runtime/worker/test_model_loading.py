@@ -31,6 +31,7 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 from headwise.runtime.models.base import Shard
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.ops.base import PackingOps
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.worker.model_loading import load_model, packed_key
@@ -165,11 +166,12 @@ def test_whatever_decides_the_bytes_is_in_the_key(tmp_path: Path, model: Path, q
     assert len(set(names)) == len(names)
 
 
-def _file_name(config: EngineConfig, rank: int = 0, **changes: str) -> str:
+def _file_name(config: EngineConfig, rank: int = 0, **changes: Any) -> str:
     directory = resolve_model(config.model, config.cache_path, weights=False)
-    card = replace(read_model_card(config, directory), **changes)  # type: ignore[arg-type]
+    card = replace(read_model_card(config, directory), **changes)
     ops = make_ops("numba", 1, config.dtype_name, config.weights_dtype_name)
-    return packed_key(card, config, ops, Shard(rank, config.tp_size, card.plan.kv_heads(rank))).file_name  # type: ignore[arg-type]
+    assert isinstance(ops, PackingOps)
+    return packed_key(card, config, ops, Shard(rank, config.tp_size, card.plan.kv_heads(rank))).file_name
 
 
 @pytest.mark.parametrize("weights_dtype", ["bfloat16", "gguf"])
