@@ -38,7 +38,7 @@ _WATCH_S = 1.0
 _LAST_WORDS_S = 5.0
 """Time for the driver to learn why the process ends, before it ends."""
 _REACH_S = 10.0
-"""How long a deployment's first engines try to reach its scheduler."""
+"""How long an engine that is started for the first time tries to reach the scheduler."""
 
 
 @remote(max_concurrency=5)
@@ -53,7 +53,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        index: int,
+        name: str,
         scheduler: tuple[str, int],
         secret: str,
         store_endpoint: str,
@@ -67,7 +67,7 @@ class Engine:
         start:     how many times this engine was started before
         """
         self._config = config
-        self._name = f"engine-{index}"
+        self._name = name
         self._placement = ray.util.get_current_placement_group()
         self._scheduler = scheduler
         self._secret = secret

@@ -35,6 +35,7 @@ from headwise.runtime.protocol.messages import (
     Ping,
     Pong,
     PrefixFound,
+    Scaled,
     Stats,
     Ticket,
     Withdraw,
@@ -299,6 +300,8 @@ class ClientIO:
             self._answer(peer, message.key, {"tokens": message.tokens, "engines": message.engines})
         elif isinstance(message, Operated):
             self._answer(peer, message.key, message.blocks)
+        elif isinstance(message, Scaled):
+            self._answer(peer, message.key, message.decision)
         else:
             self._fail_peer(peer, DeploymentError(f"{peer.endpoint} is no headwise deployment: unexpected {message!r}"))
 

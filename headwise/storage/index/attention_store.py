@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwise.storage.index.messages import TIERS, Flush, Gone, Heartbeat, NodeMessage, Snapshot
+from headwise.storage.index.messages import HASH_BYTES, TIERS, Flush, Gone, Heartbeat, NodeMessage, Snapshot
 from headwise.storage.index.prefix_index import MAX_BLOCKS, PrefixIndex
 
 MAX_AHEAD = 1024
@@ -113,6 +113,12 @@ class AttentionStore:
     def worth(self, without: Collection[str] = ()) -> dict[str, float]:
         """See `PrefixIndex.worth`."""
         return self._index.worth(without)
+
+    def sole_blocks(self, node: str, without: Collection[str], most: int) -> bytes:
+        """The hashes of at most ``most`` of the node's sole blocks, the most asked for first: see
+        `PrefixIndex.sole_blocks`."""
+        held = self._index.sole_blocks(without).get(node, ())
+        return b"".join(blocks.hashes for blocks in held)[: most * HASH_BYTES]
 
     def cool(self, share: float) -> None:
         """See `PrefixIndex.cool`."""

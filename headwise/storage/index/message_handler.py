@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 ASK_INTERVAL_S = 0.5
 """A node that sends no snapshot is asked again after so long."""
+COOL_S = 60.0
+COOLING = 0.5 ** (1 / 10)
+"""What was asked for ten minutes ago counts half as much as what is asked for now. Applied every `COOL_S`."""
 LOG_INTERVAL_S = 10.0
 """At most one log line per interval for each kind of bad message."""
 
@@ -66,6 +69,7 @@ class MessageHandler:
         self._rejected: Counter[str] = Counter()
         self._log_at: dict[str, float] = {}
         self._queries = 0
+        self._cool_at = self._clock() + COOL_S
         self._volumes: dict[str, str] = {}  # each node's storage, as it was logged
 
     def take(self, identity: Identity, frames: Sequence[bytes]) -> None:
@@ -84,6 +88,9 @@ class MessageHandler:
     def tick(self) -> None:
         """Do what is due; call it ten times a second or more often."""
         now = self._clock()
+        if now >= self._cool_at:
+            self._cool_at = now + COOL_S
+            self.store.cool(COOLING)
         for node in [node for node, heard in self._heard.items() if now - heard > self._node_timeout_s]:
             if self.store.drop(node):
                 log.warning("node %s said nothing for %g s: dropped from the index", node, self._node_timeout_s)

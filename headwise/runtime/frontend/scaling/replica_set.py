@@ -29,7 +29,7 @@ LEAST_WINDOW_S = 5.0
 class ReplicaSet:
     """Decides how many engines there should be, and which. Call `decide` about once a second.
 
-    The number changes
+    Where the policy has no target, the number changes by hand only. Else it changes
     - after more, or less, was needed for as long as the policy says (`Evidence`);
     - at once, from nothing to one engine, if a request waits;
     - at once, to a number set by hand, which holds until it is given back.
@@ -53,11 +53,21 @@ class ReplicaSet:
     # ---- orders from outside ----
 
     def set_by_hand(self, number: int | None) -> None:
-        """So many engines, whatever the load; None: as the load needs, again. Raises `ValueError` out of bounds."""
+        """So many engines, whatever the load; None: as the load needs, again. Raises `ValueError` for a number out of
+        bounds, and for None where there is no target."""
         if number is not None:
             self._check(number)
+        elif not self.policy.follows_load:
+            raise ValueError(
+                "the deployment has neither target_ttft_s nor target_queue_s, so no load says how many engines it needs"
+            )
         self._by_hand = number
         self._evidence.clear()
+
+    @property
+    def may_grow_from_nothing(self) -> bool:
+        """Whether a request that finds no engine will get one."""
+        return self.number > 0 or (self.policy.follows_load and self._by_hand is None)
 
     def drain(self, name: str, epoch: int) -> None:
         """This engine has to go, as its node is about to: another takes its place. A second time changes nothing."""
@@ -116,11 +126,13 @@ class ReplicaSet:
         if silent:
             self._evidence.clear()
             self._seen.clear()
-        elif load is not None:
+        elif load is not None and self.policy.follows_load:
             up, down = (needed(load, self.policy, share) for share in (1.0, TO_SPARE))
             self._evidence.add(Sample(now, up, down if down.number > up.number else up))
         if self._by_hand is not None:
             return self._by_hand, "set by hand"
+        if not self.policy.follows_load:
+            return self.number, "as configured: there is no target that the number could follow"
         if silent:
             return self.number, f"held: no report of {', '.join(silent)}"
         if not self.number and observed.held:
