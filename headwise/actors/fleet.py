@@ -60,6 +60,7 @@ class Fleet:
         self._answer: Any = None  # of the scheduler: the call that is under way
         self._ask_at = self._now = 0.0
         self._serial = 0
+        self._has_begun = False
 
     @property
     def engines(self) -> list[Role]:
@@ -69,7 +70,7 @@ class Fleet:
 
     def starts(self) -> list[EngineStart] | None:
         """How far each engine is; None: nothing was begun yet. Callable from any thread."""
-        if self._decision is None:
+        if not self._has_begun:
             return None
         return [
             EngineStart(role.name, role.life.phase, role.life.waited_s(self._now), role.error) for role in self.engines
@@ -78,8 +79,9 @@ class Fleet:
     def look(self, now: float) -> None:
         """Start the first engines; later, ask the scheduler when it is time, and act on what it says."""
         self._now = now
-        if self._decision is None:
+        if not self._has_begun:
             self._decide(Observation((), Arrivals()), now)
+            self._has_begun = True
         news = self._ask(now)
         if news is None:
             return

@@ -34,7 +34,7 @@ def no_room(config: EngineConfig, waited_s: float) -> DeploymentError:
     if config.on_gpu:
         left = f"{left} and {free.get('GPU', 0.0):g}"
     return DeploymentError(
-        f"the Ray cluster has no room for engine 0 of {config.replicas}: it needs {_needs(config)} on one node, "
+        f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {_needs(config)} on one node, "
         f"{left} are free in all (waited {waited_s:g} s); lower replicas or tp_size, or add nodes"
     )
 

@@ -19,7 +19,7 @@ MOST_BLOCKS = 200_000
 
 
 class StoreWorth:
-    """The `CacheWorth` of a deployment. Where the store does not answer, nothing is known.
+    """The `CacheWorth` of a deployment. Where the store does not answer, nothing is known (None, or no worth).
 
     store: returns the handle of the store's actor; None while none serves
     """
@@ -32,9 +32,9 @@ class StoreWorth:
         worth: Mapping[str, float] = self._ask("worth", list(without)) or {}
         return worth
 
-    def sole_blocks(self, node: str, without: Collection[str]) -> bytes:
-        """Hashes of the blocks that would be lost with the node, the most asked for first."""
-        hashes: bytes = self._ask("sole_blocks", node, list(without), MOST_BLOCKS) or b""
+    def sole_blocks(self, node: str, without: Collection[str]) -> bytes | None:
+        """Hashes of the blocks that would be lost with the node, as a run, the most asked for first."""
+        hashes: bytes | None = self._ask("sole_blocks", node, list(without), MOST_BLOCKS)
         return hashes
 
     def _ask(self, method: str, *arguments: Any) -> Any:

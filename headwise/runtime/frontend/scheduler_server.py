@@ -71,8 +71,6 @@ ENGINES_REPORT_S = 15.0
 DELAY_S = 0.2
 """A request that waited so long for an engine counts as delayed. The index alone does not take that long."""
 
-_NO_ENGINE = "no engine is ready: they are starting, or were lost; try again later"
-
 _IDLE_MS, _ASKING_MS = 100, 10
 _WATCH_S, _SWEEP_S = 0.25, 1.0
 _BURST = 256
@@ -320,7 +318,8 @@ class SchedulerServer:
         if not self._router.num_engines and not may_wait and self._clock() - self._started > ENGINES_REPORT_S:
             for call in self._dispatcher.clear():
                 self._close(call)
-                self._fail(call, OverloadedError(_NO_ENGINE))
+                why = self._fleet.reason if self._fleet.number == 0 else "they are starting, or were lost"
+                self._fail(call, OverloadedError(f"no engine is ready: {why}; try again later"))
         for outcome in self._dispatcher.dispatch():
             if isinstance(outcome, Dispatched):
                 self._send_ticket(outcome.call, outcome.choice)

@@ -11,6 +11,7 @@ from headwise.liveness_clock import LivenessClock
 from headwise.storage.index.attention_store import AttentionStore
 from headwise.storage.index.messages import (
     Accepted,
+    Farewell,
     Flush,
     GetIndexStats,
     Gone,
@@ -94,8 +95,7 @@ class MessageHandler:
         for node in [node for node, heard in self._heard.items() if now - heard > self._node_timeout_s]:
             if self.store.drop(node):
                 log.warning("node %s said nothing for %g s: dropped from the index", node, self._node_timeout_s)
-            for known in (self._peers, self._heard, self._asked, self._volumes):
-                known.pop(node, None)
+            self._forget(node)
         for node in self.store.wanting():
             if now - self._asked.get(node, now - ASK_INTERVAL_S) >= ASK_INTERVAL_S:
                 self._asked[node] = now
@@ -128,6 +128,10 @@ class MessageHandler:
             self._send(identity, IndexStats(message.key, self.stats()))
         elif isinstance(message, Gone):
             self.store.apply(message)
+        elif isinstance(message, Farewell):
+            self.store.apply(message)
+            self._forget(message.node)
+            self._send(identity, Outdated(message.node, self.store.epoch(message.node), is_replaced=False))
         elif isinstance(message, Rejected):
             self.count("unexpected", f"a peer rejected what it was sent: {message.reason}")
         else:
@@ -144,6 +148,10 @@ class MessageHandler:
                 self._note_volume(message.node, message.volume)
         elif isinstance(message, Heartbeat):
             self._send(identity, Outdated(message.node, known, is_replaced=self.store.has(message.node)))
+
+    def _forget(self, node: str) -> None:
+        for known in (self._peers, self._heard, self._asked, self._volumes):
+            known.pop(node, None)
 
     def _note_volume(self, node: str, volume: str) -> None:
         """A node has a new storage: log a warning if other nodes have a different one."""
