@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from headwise.actors import placement
 from headwise.actors.first_start import EngineStart
 from headwise.actors.restarts import Phase
 from headwise.actors.role import Role
@@ -147,7 +148,16 @@ class Fleet:
 
     # ---- decisions ----
 
+    def _leave_draining_nodes(self) -> None:
+        """Engines on nodes that are about to be taken away have to go; others take their places."""
+        draining = placement.draining_nodes()
+        for role in self.engines if draining else ():
+            if role.site.node in draining and not role.is_leaving:
+                log.warning("%s has to go: Ray drains its node", role)
+                self._controller.drain(role.name, self._epoch[role.name])
+
     def _decide(self, observed: Observation, now: float) -> None:
+        self._leave_draining_nodes()
         before = self._decision
         decision = self._controller.decide(observed, self._replicas(), now, self._store)
         if before is None or (before.number, before.overdue) != (decision.number, decision.overdue):
@@ -169,9 +179,11 @@ class Fleet:
     def _drain(self, role: Role, now: float) -> None:
         """Have an engine take nothing new, end what it has, put into storage what only it has cached, and end. If it
         does not, it is killed some time later."""
+        if role.handle is None or role.life.phase is not Phase.RUNNING:
+            self._supervisor.retire(role, "it does not serve, and is not wanted any more")
+            return
         timeout_s = self._config.drain_timeout_s
         role.leave_by = now + timeout_s + self._config.engine_timeout_s
-        assert role.handle is not None, "only engines that serve are drained"
         leaving = [each.name for each in self.engines if each.is_leaving and each is not role]
         sole_blocks = self._store.sole_blocks(role.name, leaving) if self._config.storage else b""
         log.info("%s is drained: it ends in %g s at the latest", role, timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
+from ray._private.state import available_resources_per_node, state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -165,10 +165,16 @@ def _alive_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def draining_nodes() -> set[str]:
+    """Nodes that Ray was told to drain: about to be taken away."""
+    return set(state.get_draining_nodes())
+
+
 def _nodes_with_room(config: EngineConfig) -> set[str]:
     cpus, gpus = _demand(config)
     free = available_resources_per_node()
-    return {node for node, has in free.items() if has.get("CPU", 0.0) >= cpus and has.get("GPU", 0.0) >= gpus}
+    have_room = {node for node, has in free.items() if has.get("CPU", 0.0) >= cpus and has.get("GPU", 0.0) >= gpus}
+    return have_room - draining_nodes()
 
 
 def _demand(config: EngineConfig) -> tuple[float, int]:
