@@ -11,6 +11,7 @@ from headwise.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
 TIERS = ("device", "host", "storage")
 SHOWN_FAULTS = 5
@@ -37,15 +38,17 @@ def _headline(stats: Stats) -> str:
     )
 
 
-def _fleet(stats: Stats) -> Iterator[str]:
+def _fleet(stats: Stats) -> Iterator[Text]:
     """How many engines there are to be and why, and what is said of those that do not report."""
+    from rich.text import Text
+
     fleet = stats.get("fleet")
     if not fleet:
         return
-    yield f"replicas {fleet['reason']}"
+    yield Text(f"replicas {fleet['reason']}")
     for name, state in sorted(fleet["replicas"].items()):
         if name not in stats["engines"]:
-            yield f"  {name}: {state}"
+            yield Text(f"  {name}: {state}")
 
 
 def _engines(stats: Stats) -> Table:

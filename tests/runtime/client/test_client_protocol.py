@@ -37,6 +37,7 @@ from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend import scheduler_server
+from headwise.runtime.frontend.scaling import FleetState, Wish
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
@@ -242,6 +243,28 @@ def cancel(stream: Any) -> None:
 def leave_block(stream: Any) -> None:
     with stream:
         next(stream)
+
+
+@pytest.mark.parametrize(("replicas", "wished"), [("3", 3), ("auto", None)])
+def test_the_command_line_sets_the_number_of_engines(deployment: Deployment, replicas: str, wished: int | None) -> None:
+    def wish() -> Wish | None:
+        return deployment.exchange.swap(FleetState(1, "")).wish
+
+    with ThreadPoolExecutor() as pool:
+        command = ["scale", "--replicas", replicas, "--address", deployment.address]
+        asked = pool.submit(CliRunner().invoke, app, command)
+        eventually(lambda: wish() is not None)
+        assert wish().replicas == wished
+        deployment.exchange.swap(FleetState(3, "1 -> 3: decided", wish=wish().id))
+        result = asked.result(PATIENCE_S)
+    assert (result.exit_code, result.stdout) == (0, "1 -> 3: decided\n")
+
+
+@pytest.mark.parametrize("replicas", ["-1", "many", "1.5"])
+def test_a_number_that_is_none_is_told_before_anything_is_asked(replicas: str) -> None:
+    result = CliRunner().invoke(app, ["scale", "--replicas", replicas, "--address", "127.0.0.1:9"])
+    assert result.exit_code == 2
+    assert "give a number of engines, or auto" in result.stderr
 
 
 @pytest.mark.parametrize("end", [cancel, leave_block])

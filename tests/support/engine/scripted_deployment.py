@@ -13,6 +13,7 @@ from headwise.errors import EngineDiedError, InvalidRequestError
 from headwise.runtime.client.client import Client
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
+from headwise.runtime.frontend.scaling import Exchange
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
 
@@ -37,11 +38,18 @@ class ScriptedPreprocessor:
 
 
 class Deployment:
-    """A scheduler and engines of this process."""
+    """A scheduler and engines of this process, whose owner is the test: it has ``exchange``."""
 
     def __init__(self, replicas: int = 1) -> None:
+        self.exchange = Exchange()
         self.scheduler = SchedulerServer(
-            ScriptedPreprocessor(), "127.0.0.1", 0, secret=SECRET, model="scripted", replicas=replicas
+            ScriptedPreprocessor(),
+            "127.0.0.1",
+            0,
+            secret=SECRET,
+            model="scripted",
+            replicas=replicas,
+            exchange=self.exchange,
         )
         self.scheduler.start()
         self.address = f"127.0.0.1:{self.scheduler.port}"
