@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import ray
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from support.manifests import RAY, pins
 
 import headwise
 
@@ -24,11 +24,6 @@ else:
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-def pins(device: str) -> dict[str, str]:
-    lines = (ROOT / "deploy" / f"requirements-{device}.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
 def asked_for(*extras: str) -> list[Requirement]:
@@ -54,11 +49,19 @@ def test_versions_are_those_of_the_tag() -> None:
     text = DOCKERFILE.read_text()
     (python,) = re.findall(r"^ARG PYTHON_VERSION=([\d.]+)$", text, re.MULTILINE)
     tags = re.findall(r"-t (headwise:\S+)", text)
-    tag = f"headwise:{headwise.__version__}-ray{ray.__version__}-py{python.replace('.', '')}"
+    tag = f"headwise:{headwise.__version__}-ray{RAY}-py{python.replace('.', '')}"
     assert tags == [f"{tag}-cpu", f"{tag}-gpu"]
-    assert pins("cpu")["ray"] == ray.__version__
     assert SpecifierSet(PROJECT["requires-python"]).contains(python)
     assert f"--python-version {python}" in (ROOT / "deploy" / "requirements-cpu.txt").read_text()
+
+
+@pytest.mark.parametrize("page", ["clusters", "kubernetes"])
+def test_docs_name_the_same_versions(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    rays = re.findall(r"ray(?:\[default\]==)?(\d+\.\d+\.\d+)", text)
+    headwises = re.findall(r"headwise:(\d+\.\d+\.\d+)", text)
+    assert set(rays) == {RAY}
+    assert set(headwises) <= {headwise.__version__}
 
 
 def test_what_is_copied_is_let_through_and_nothing_else() -> None:

@@ -7,12 +7,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-import ray
 import yaml
 from ray._private import ray_constants
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from support.kuberay import SCHEMAS
-from support.manifests import KUBERAY, Manifest, base, container, groups, manifests, one, pod, quantity
+from support.manifests import KUBERAY, RAY, Manifest, base, container, groups, manifests, one, pod, quantity
 
 import headwise
 from headwise.actors.placement import ENGINE_CPUS, WORKER_CPUS
@@ -178,7 +177,7 @@ def test_selectors_name_pods_that_kuberay_makes() -> None:
 
 
 def test_pods_run_our_image_with_this_ray_and_this_headwise() -> None:
-    assert cluster()["spec"]["rayVersion"] == ray.__version__
+    assert cluster()["spec"]["rayVersion"] == RAY
     images = {name: container(group)["image"] for name, group in groups(cluster()).items()}
-    tag = f"headwise:{headwise.__version__}-ray{ray.__version__}-py311"
+    tag = f"headwise:{headwise.__version__}-ray{RAY}-py311"
     assert images == {"head": f"{tag}-cpu", "cpu": f"{tag}-cpu", "gpu": f"{tag}-gpu"}

@@ -6,6 +6,7 @@ Tests are skipped where kubectl or kubernetes-validate is not there. `make lint-
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,21 +22,28 @@ VERSIONS = ("1.30", "1.37")
 """Of Kubernetes: an old one and a new one."""
 
 
-@pytest.fixture
-def kustomize(tmp_path: Path) -> Any:
-    """Returns a function: the resources of deploy/kuberay/FOLDER with COMPONENTS of it, as kubectl would apply them."""
+def render(folder: Path) -> list[Manifest]:
+    """The resources of a kustomization, as kubectl would apply them."""
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl")
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@pytest.fixture
+def kustomize(tmp_path: Path) -> Any:
+    """Returns a function: the resources of deploy/kuberay/FOLDER with COMPONENTS of it, and images of a registry."""
 
     def rendered(folder: str, *components: str) -> list[Manifest]:
         here = Path(os.path.relpath(KUBERAY, tmp_path))
-        kustomization = {"resources": [str(here / folder)], "components": [str(here / name) for name in components]}
-        kustomization["images"] = [{"name": "headwise", "newName": "registry.example.com/headwise"}]
+        kustomization = {
+            "resources": [str(here / folder)],
+            "components": [str(here / name) for name in components],
+            "images": [{"name": "headwise", "newName": "registry.example.com/headwise"}],
+        }
         (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-        command = ["kubectl", "kustomize", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return list(yaml.safe_load_all(done.stdout))
+        return render(tmp_path)
 
     return rendered
 
@@ -99,3 +107,20 @@ def test_all_parts_go_together(folder: str, kustomize: Any) -> None:
     server = one(resources, "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"][0]
     assert server["env"][0]["valueFrom"] == password
     check_against_kubernetes(resources)
+
+
+def test_the_kustomizations_of_the_docs_are_what_they_say(tmp_path: Path) -> None:
+    text = (KUBERAY.parents[1] / "docs" / "kubernetes.md").read_text()
+    shutil.copytree(KUBERAY, tmp_path / "deploy" / "kuberay")
+    (tmp_path / "mine").mkdir()
+    rendered = []
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / "mine" / "kustomization.yaml").write_text(block)
+        rendered.append(render(tmp_path / "mine"))
+        jsonschema.validate(one(rendered[-1], "RayCluster"), SCHEMAS["RayCluster"])
+    on_gpus, small = rendered
+    claims = [it["spec"]["storageClassName"] for it in on_gpus if it["kind"] == "PersistentVolumeClaim"]
+    assert claims == ["nfs", "nfs"]
+    assert {it["metadata"]["namespace"] for it in on_gpus} == {"llm"}
+    assert groups(one(small, "RayCluster"))["cpu"]["maxReplicas"] == 1
+    assert container(groups(one(small, "RayCluster"))["cpu"])["resources"]["limits"]["memory"] == "5Gi"

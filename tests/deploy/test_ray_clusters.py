@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
+from support.manifests import DEPLOY, RAY
 
 from headwise.actors.placement import ENGINE_CPUS, WORKER_CPUS
 
-FILES = sorted((Path(__file__).parents[2] / "deploy" / "ray").glob("*.yaml"))
+FILES = sorted((DEPLOY / "ray").glob("*.yaml"))
 CLOUDS = [path for path in FILES if path.stem != "on-premise"]
 
 
@@ -59,7 +59,7 @@ def test_every_node_installs_the_working_tree_and_the_same_ray(path: Path) -> No
     installs = [command for command in commands(config) if "~/headwise-source" in command and "ray[" in command]
     assert len(installs) >= 3, "setup commands of the head and of workers, and those of them together"
     versions = {version for command in installs for version in re.findall(r"'ray\[default\]==([\d.]+)'", command)}
-    assert versions == {ray.__version__}, "another Ray than the one that the files were checked with"
+    assert versions == {RAY}, "another Ray than the image's"
     assert mounted.rpartition("/")[2] == "headwise-source"
 
 

@@ -15,6 +15,16 @@ Manifest = dict[str, Any]
 UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
+def pins(device: str) -> dict[str, str]:
+    """The versions that the image for ``device`` has, by name."""
+    lines = (DEPLOY / f"requirements-{device}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+RAY = pins("cpu")["ray"]
+"""The version that everything in deploy/ is of. What is installed here may be a newer one."""
+
+
 def quantity(text: str) -> float:
     """A Kubernetes quantity, such as 500m or 16Gi, as a number."""
     number = re.match(r"[\d.]*", text)[0]
