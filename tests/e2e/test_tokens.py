@@ -31,6 +31,11 @@ def tokens_of_each(few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("tokens", [few, pytest.param(many, marks=pytest.mark.soak)])
 
 
+def tokens_and_longest(few: int, many: int) -> pytest.MarkDecorator:
+    """As `tokens_of_each`; and prompts of at most so many tokens, which are over Gemma's window either way."""
+    return pytest.mark.parametrize(("tokens", "longest"), [(few, 800), pytest.param(many, 1400, marks=pytest.mark.soak)])
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return LoadedModel(request.param)
@@ -48,11 +53,12 @@ def test_references_cover_what_they_must() -> None:
         assert sum(len(answer.judged) for answer in answers(model)) > 0.8 * 64 * len(lengths)
 
 
-def test_prefill_logits_agree(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("longest", [800, pytest.param(4096, marks=pytest.mark.soak)])
+def test_prefill_logits_agree(loaded: LoadedModel, longest: int) -> None:
     _, executor = loaded.engine(max_batched_tokens=4096)
     executor.close()
     worker = loaded.worker
-    for answer in reference(loaded):
+    for answer in reference(loaded, longest):
         logits = prefill_logits(worker, answer.prompt_ids)
         np.testing.assert_allclose(logits[answer.top_ids], answer.top_logits, atol=1e-3, rtol=0)
         np.testing.assert_allclose(logits[answer.sample_ids], answer.sample_logits, atol=1e-3, rtol=0)
@@ -90,9 +96,9 @@ def greedy(wanted: list[Answer], tokens: int) -> dict[str, SamplingParams]:
     return {answer.name: replace(GREEDY, max_tokens=tokens) for answer in wanted}
 
 
-@tokens_of_each(20, 64)
-def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int) -> None:
-    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
+@tokens_and_longest(20, 64)
+def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int, longest: int) -> None:
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     results, engine = loaded.run(wanted, greedy(wanted, tokens), max_batched_tokens=64, prefix_caching=False)
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)
@@ -101,9 +107,9 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-@tokens_of_each(12, 24)
-def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int) -> None:
-    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
+@tokens_and_longest(12, 24)
+def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int, longest: int) -> None:
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
     results, engine = loaded.run(batch, greedy(batch, tokens), max_num_seqs=32)
     for answer in batch:
