@@ -31,11 +31,6 @@ def tokens_of_each(few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("tokens", [few, pytest.param(many, marks=pytest.mark.soak)])
 
 
-def tokens_and_longest(few: int, many: int) -> pytest.MarkDecorator:
-    """As `tokens_of_each`; and prompts of at most so many tokens, which are over Gemma's window either way."""
-    return pytest.mark.parametrize(("tokens", "longest"), [(few, 800), pytest.param(many, 1400, marks=pytest.mark.soak)])
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return LoadedModel(request.param)
@@ -96,7 +91,7 @@ def greedy(wanted: list[Answer], tokens: int) -> dict[str, SamplingParams]:
     return {answer.name: replace(GREEDY, max_tokens=tokens) for answer in wanted}
 
 
-@tokens_and_longest(20, 64)
+@pytest.mark.parametrize(("tokens", "longest"), [(20, 800), pytest.param(64, 1400, marks=pytest.mark.soak)])
 def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int, longest: int) -> None:
     wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     results, engine = loaded.run(wanted, greedy(wanted, tokens), max_batched_tokens=64, prefix_caching=False)
@@ -107,9 +102,9 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-@tokens_and_longest(12, 24)
-def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int, longest: int) -> None:
-    wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
+@tokens_of_each(12, 24)
+def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int) -> None:
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
     results, engine = loaded.run(batch, greedy(batch, tokens), max_num_seqs=32)
     for answer in batch:
