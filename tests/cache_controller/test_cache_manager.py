@@ -513,7 +513,7 @@ class ShortWindowsMachine(CacheMachine):
         super().__init__()
         self.held: dict[int, int] = {}  # by block: the node that it held last
         tree = self.cache.tree
-        tree.prune(np.array(tree.insert(hashes_of(range(1000, 1000 + 32 * BLOCK)), ROOT, 0)))  # numbers to give away
+        tree.prune(np.array(tree.insert(hashes_of(range(1000, 1000 + 128 * BLOCK)), ROOT, 0)))  # numbers to give away
 
     def _commit(self, row: int, tokens: list[int]) -> None:
         tree, path = self.cache.tree, hashes_of(tokens)
