@@ -57,7 +57,7 @@ class Fleet:
         self._epochs = itertools.count(1)
         self._epoch: dict[str, int] = {}  # of each engine: one that comes back under an old name is another one
         self._decision: Decision | None = None
-        self._wish, self._refusal = "", ""
+        self._wish = self._refusal = self._roll = ""
         self._answer: Any = None  # of the scheduler: the call that is under way
         self._ask_at = self._now = 0.0
         self._serial = 0
@@ -140,8 +140,12 @@ class Fleet:
         if wish.id == self._wish:
             return False
         self._wish, self._refusal = wish.id, ""
+        if wish.roll != self._roll:
+            self._roll = wish.roll
+            self._controller.roll()
         try:
-            self._controller.set_by_hand(wish.replicas)
+            if wish.sets_number:
+                self._controller.set_by_hand(wish.replicas)
         except ValueError as error:
             self._refusal = str(error)
         return True

@@ -15,13 +15,18 @@ from headwise.runtime.frontend.scaling.base import Observation
 
 @dataclass(frozen=True)
 class Wish:
-    """A client asked for so many engines; None: as many as the load needs.
+    """What clients asked for.
 
-    id: no other wish has it, also none that was told to another scheduler
+    id:          no other wish has it, also none that was told to another scheduler
+    replicas:    so many engines; None: as many as the load needs
+    sets_number: whether anybody asked for a number
+    roll:        id of the last wish that all engines be replaced; empty: there was none
     """
 
     id: str
-    replicas: int | None
+    replicas: int | None = None
+    sets_number: bool = True
+    roll: str = ""
 
 
 @dataclass(frozen=True)
