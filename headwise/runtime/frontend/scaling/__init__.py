@@ -20,7 +20,7 @@ from headwise.runtime.frontend.scaling.base import (
     ReplicaState,
     ScalingPolicy,
 )
-from headwise.runtime.frontend.scaling.exchange import Exchange, FleetState, SchedulerNews, Wish
+from headwise.runtime.frontend.scaling.exchange import Exchange, FleetState, SchedulerNews, Wish, Wishes
 from headwise.runtime.frontend.scaling.observation import observe
 from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
 
@@ -37,5 +37,6 @@ __all__ = [
     "ScalingPolicy",
     "SchedulerNews",
     "Wish",
+    "Wishes",
     "observe",
 ]
