@@ -9,6 +9,7 @@ evidence     what was needed lately: up and down only after a time
 leaving      which engines go: those whose caches are worth least
 replica_set  the controller: from observations to decisions
 exchange     what the scheduler and the owner of the engines tell each other
+requests     clients' requests for a number of engines, until the owner has taken them
 """
 
 from headwise.runtime.frontend.scaling.base import (
