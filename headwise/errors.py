@@ -36,6 +36,10 @@ class EngineDiedError(HeadwiseError):
     """The engine, or one of its workers, died while it served the request."""
 
 
+class EngineLeavingError(EngineDiedError):
+    """The engine is about to end on purpose and does not serve this request: another engine does."""
+
+
 class DeploymentError(HeadwiseError):
     """A deployment cannot be started, reached or stopped."""
 

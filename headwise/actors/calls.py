@@ -19,12 +19,18 @@ def get(reference: Any) -> Any:
     """`ray.get` that raises headwise's own errors unchanged, and Ray's errors as `DeploymentError`."""
     try:
         return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, HeadwiseError):
-            raise error.cause from None
-        raise DeploymentError(f"an actor failed: {error.cause!r}") from error
     except ray.exceptions.RayError as error:
-        raise DeploymentError(f"an actor of the deployment died: {cause_of(error)}") from error
+        own = error_of(error)
+        raise own from (None if own is getattr(error, "cause", None) else error)
+
+
+def error_of(error: BaseException) -> HeadwiseError:
+    """What an actor's call raised: headwise's own error unchanged, any other as `DeploymentError`."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        if isinstance(error.cause, HeadwiseError):
+            return error.cause
+        return DeploymentError(f"an actor failed: {error.cause!r}")
+    return DeploymentError(f"an actor of the deployment died: {cause_of(error)}")
 
 
 def cause_of(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import time
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,16 @@ from headwise.actors.addresses import check_free, free_ports, is_loopback
 from headwise.actors.calls import get
 from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
 from headwise.actors.names import NAMESPACE, actor_name
-from headwise.actors.restarts import Life
-from headwise.errors import DeploymentError, HeadwiseError
+from headwise.actors.restarts import Life, Phase
+from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.loader.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
+    from headwise.actors.fleet import Fleet
     from headwise.actors.frontend_watchdog import FrontendWatchdog
-    from headwise.actors.placement import EngineSite
-    from headwise.actors.supervisor import Role, Site, Supervisor
+    from headwise.actors.role import Role, Site
+    from headwise.actors.supervisor import Supervisor
     from headwise.storage.index.encryption import CurveKeys
 
 __all__ = ["Deployment", "cluster_of_this_job", "resolve_client_address"]
@@ -37,10 +39,11 @@ LOCAL_RESOURCES_TIMEOUT_S = 5.0
 """Longest wait for room on a local Ray instance that is too small: it does not grow."""
 _SLOWEST_START = 2.0
 """An engine whose start neither succeeds nor fails counts as failed after so many times ``start_timeout_s``."""
+_LOOK_S = 0.05
 
 
 class Deployment:
-    """A running deployment: one scheduler, one attention store, and ``replicas`` engines with their workers.
+    """A running deployment: one scheduler, one attention store, and engines with their workers.
 
     This process owns the actors: they end when it ends. It replaces actors that die and actors that hang. Made by
     `start`.
@@ -53,9 +56,9 @@ class Deployment:
         self.client_address = ""
         self._cluster = cluster
         self._namespace = ""  # whose cache blocks the scheduler asks for
-        self._roles: dict[str, Role] = {}
-        self._sites: list[EngineSite] = []
-        self._supervisor: Supervisor = Supervisor(config.engine_timeout_s)
+        self._frontend: dict[str, Role] = {}
+        self._supervisor: Supervisor = Supervisor()
+        self._fleet: Fleet | None = None
         self._watchdog: FrontendWatchdog | None = None
         self._stopped = False
         self._over = threading.Event()
@@ -63,13 +66,14 @@ class Deployment:
 
     @classmethod
     def start(cls, config: EngineConfig, address: str | None = None, progress: Progress | None = None) -> Deployment:
-        """Start a deployment and wait until it serves.
+        """Start a deployment and wait until it serves: until an engine does, and all others that have room either do
+        or have failed. Engines without room are started when there is some.
 
         address: of the Ray cluster: ``HOST:PORT``, or ``auto`` for the one this machine is part of. None starts a
                  local Ray instance that ends with the deployment.
 
-        Raises `DeploymentError` if it cannot be started or the cluster cannot be reached, and the `ModelError` or
-        `ConfigError` that keeps an engine from serving.
+        Raises `DeploymentError` if no engine can be started or the cluster cannot be reached, and the `ModelError` or
+        `ConfigError` that keeps engines from serving.
         """
         progress = progress or SilentProgress()
         check_free(config.host, config.port)
@@ -101,7 +105,7 @@ class Deployment:
             log.warning(foreign)
 
     def _start_actors(self, progress: Progress) -> None:
-        from headwise.actors import placement
+        from headwise.actors.fleet import Fleet
         from headwise.actors.frontend_watchdog import FrontendWatchdog
         from headwise.storage.index.encryption import CurveKeys
 
@@ -109,39 +113,47 @@ class Deployment:
         curve_keys = CurveKeys.generate() if config.secure else None
         progress.stage("starting the scheduler")
         scheduler, store_endpoint = self._start_frontend(secret, curve_keys)
-        supervisor, frontend = self._supervisor, ("scheduler", "store")
-        self._watchdog = FrontendWatchdog(frontend, supervisor.serving, config.front_timeout_s, supervisor.replace)
-        for name in frontend:
-            supervisor.add(self._roles[name])
-        supervisor.start()
+        supervisor = self._supervisor
+        self._watchdog = FrontendWatchdog(
+            list(self._frontend), supervisor.serving, config.front_timeout_s, supervisor.replace
+        )
+        for role in self._frontend.values():
+            supervisor.add(role)
+        arguments = scheduler, secret, store_endpoint, curve_keys, self._namespace
+        self._fleet = Fleet(config, supervisor, partial(self._engine_role, arguments))
+        supervisor.start(self._fleet.look)
         self._watchdog.start()
-        progress.stage("waiting for the cluster's resources")
-        can_fit = not self._cluster.owned or placement.could_fit(config)
-        timeout_s = config.start_timeout_s if can_fit else LOCAL_RESOURCES_TIMEOUT_S
-        groups = placement.reserve(config, timeout_s)
-        self._sites = [placement.EngineSite(config, group) for group in groups]
-        progress.stage(f"loading and warming up {config.replicas} engine(s) with {config.tp_size} worker(s) each")
-        self._start_engines((scheduler, secret, store_endpoint, curve_keys, self._namespace), progress)
+        self._wait_for_engines(progress)
 
-    def _start_engines(self, arguments: tuple[Any, ...], progress: Progress) -> None:
-        """Start all engines at once, and wait until all serve; raises what keeps one from it."""
+    def _engine_role(self, arguments: tuple[Any, ...], name: str) -> Role:
         from headwise.actors.engine import Engine
+        from headwise.actors.placement import EngineSite
+        from headwise.actors.role import Role
 
-        starting = {}
-        for index, site in enumerate(self._sites):
-            life = Life(_SLOWEST_START * self.config.start_timeout_s)
-            role = self._start_role(f"engine-{index}", Engine, (self.config, index, *arguments), site, life)
-            starting[role.is_ready] = role
-        while starting:
-            progress.update(len(self._sites) - len(starting), len(self._sites))
-            (ready, *_), _ = ray.wait(list(starting))
-            role = starting.pop(ready)
-            try:
-                get(ready)
-            except HeadwiseError:
-                log.error("%s did not start", role)
-                raise
-            self._supervisor.add(role)
+        site, life = EngineSite(self.config), Life(_SLOWEST_START * self.config.start_timeout_s)
+        return Role(self.config.name, name, Engine, (self.config, name, *arguments), site, life)
+
+    def _wait_for_engines(self, progress: Progress) -> None:
+        """Wait until the deployment serves; raises what keeps it from it."""
+        from headwise.actors import placement
+        from headwise.actors.first_start import has_room, is_served
+
+        assert self._fleet is not None
+        progress.stage("waiting for the cluster's resources")
+        can_fit = not self._cluster.owned or placement.could_fit(self.config)
+        room_timeout_s = self.config.start_timeout_s if can_fit else LOCAL_RESOURCES_TIMEOUT_S
+        deadline, is_loading = time.monotonic() + room_timeout_s, False
+        while (engines := self._fleet.starts()) is None or not is_served(engines):
+            if self._failure is not None:
+                raise self._failure
+            if engines is not None and has_room(engines):
+                if not is_loading:
+                    progress.stage(f"loading and warming up engines with {self.config.tp_size} worker(s) each")
+                is_loading = True
+                progress.update(sum(engine.phase is Phase.RUNNING for engine in engines), len(engines))
+            elif time.monotonic() > deadline:
+                raise placement.no_room(self.config, room_timeout_s)
+            time.sleep(_LOOK_S)
 
     def _start_frontend(self, secret: str, curve_keys: CurveKeys | None) -> tuple[tuple[str, int], str]:
         """Start the scheduler and the store. Returns the scheduler's node and port, and the store's endpoint.
@@ -165,7 +177,7 @@ class Deployment:
                 log.warning("%s; trying other ports", taken.error)
                 self._kill_actors()
                 self._wait_for_names()
-                self._roles.clear()
+                self._frontend.clear()
         raise AssertionError("the last attempt returns or raises")
 
     def _try_start_frontend(
@@ -197,7 +209,7 @@ class Deployment:
 
     def _start_role(self, name: str, actor_class: Any, arguments: tuple[Any, ...], site: Site, life: Life) -> Role:
         """Make an actor under the deployment's name; raises `DeploymentError` if there is one already."""
-        from headwise.actors.supervisor import Role
+        from headwise.actors.role import Role
 
         role = Role(self.config.name, name, actor_class, arguments, site, life)
         try:
@@ -207,7 +219,7 @@ class Deployment:
                 f"a deployment named {self.config.name!r} is already running on this Ray cluster; "
                 "stop it, or choose another name"
             ) from None
-        self._roles[name] = role
+        self._frontend[name] = role
         return role
 
     # ---- while it runs ----
@@ -224,9 +236,14 @@ class Deployment:
         self._over.set()
 
     @property
+    def _roles(self) -> dict[str, Role]:
+        """All that there are, by name."""
+        return {**self._frontend, **self._supervisor.roles}
+
+    @property
     def _actors(self) -> dict[str, Any]:
         """The actors that there are, by role."""
-        return {name: role.handle for name, role in list(self._roles.items()) if role.handle is not None}
+        return {name: role.handle for name, role in self._roles.items() if role.handle is not None}
 
     def _is_stopped(self) -> bool:
         """Another thread may stop the deployment at any moment."""
@@ -234,7 +251,8 @@ class Deployment:
 
     def worker_pids(self) -> list[list[int]]:
         """Process ids of the workers: per engine, by rank. An engine that is starting or has ended has none."""
-        engines = [self._supervisor.serving(f"engine-{index}") for index in range(self.config.replicas)]
+        assert self._fleet is not None
+        engines = [self._supervisor.serving(role.name) for role in self._fleet.engines]
         return [[] if engine is None else get(engine.worker_pids.remote()) for engine in engines]
 
     def actor_pids(self) -> dict[str, int]:
@@ -268,8 +286,8 @@ class Deployment:
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
         self._kill_actors()
-        for site in self._sites:
-            site.release()
+        for role in self._roles.values():
+            role.site.release()
         self._wait_for_names()
 
     def _kill_actors(self) -> None:

@@ -30,6 +30,7 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.worker.memory_check import check_memory
 from headwise.storage.index.encryption import CurveKeys
 from headwise.storage.index.flusher import Flusher
+from headwise.storage.index.messages import HASH_BYTES
 from headwise.storage.lookup import StorageLookup
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _WATCH_S = 1.0
 _LAST_WORDS_S = 5.0
 """Time for the driver to learn why the process ends, before it ends."""
 _REACH_S = 10.0
-"""How long a deployment's first engines try to reach its scheduler."""
+"""How long an engine that is started for the first time tries to reach the scheduler."""
 
 
 @remote(max_concurrency=5)
@@ -53,7 +54,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        index: int,
+        name: str,
         scheduler: tuple[str, int],
         secret: str,
         store_endpoint: str,
@@ -67,7 +68,7 @@ class Engine:
         start:     how many times this engine was started before
         """
         self._config = config
-        self._name = f"engine-{index}"
+        self._name = name
         self._placement = ray.util.get_current_placement_group()
         self._scheduler = scheduler
         self._secret = secret
@@ -81,6 +82,7 @@ class Engine:
         self._lookup: StorageLookup | None = None
         self._watchdog: Watchdog | None = None
         self._core_died = threading.Event()
+        self._leaving = threading.Event()
         self._stopping = threading.Event()
         self._settled = threading.Event()
         self._over = threading.Event()
@@ -110,6 +112,20 @@ class Engine:
         group = self._group
         return [] if group is None else group.pids
 
+    def drain(self, timeout_s: float, sole_blocks: bytes | None) -> None:
+        """Begin to leave: see `EngineServer.leave`. The engine ends when it is done, and `ended` returns.
+
+        sole_blocks: hashes of what only this engine has cached, as a run, the most valuable first; None: not known
+        """
+        self._leaving.set()
+        if self._server is None or not self._settled.is_set():
+            self._stopping.set()
+            return
+        hashes = None
+        if sole_blocks is not None:
+            hashes = [sole_blocks[at : at + HASH_BYTES] for at in range(0, len(sole_blocks), HASH_BYTES)]
+        self._server.leave(timeout_s, hashes, self._stopping.set)
+
     def stop(self) -> None:
         self._stopping.set()
         self._thread.join()
@@ -131,6 +147,8 @@ class Engine:
             if self._server is not None:
                 self._server.stop()
             if self._flusher is not None:
+                if self._leaving.is_set():
+                    self._flusher.leave()
                 self._flusher.close()
             if self._lookup is not None:
                 self._lookup.close()
@@ -200,6 +218,8 @@ class Engine:
             finally:
                 self._group = None
                 group.close()
+            if self._lost is not None and self._leaving.is_set():
+                return
             if self._lost is not None and restarts.ended(time.monotonic()):
                 raise EngineDiedError(f"its workers are lost again and again, the last time: {self._lost}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
+from ray._private.state import available_resources_per_node, state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -20,32 +20,23 @@ WORKER_CPUS = 0.2
 """CPU ranks share their machine's cores by threads, not by Ray's count: a two-core machine must hold TP 3."""
 
 
-def reserve(config: EngineConfig, timeout_s: float) -> list[PlacementGroup]:
-    """One placement group per replica: bundle 0 for the engine, one more for each rank.
-
-    Raises `DeploymentError` if the cluster does not give the resources within ``timeout_s``.
-    """
-    groups = [_request(config, "") for _ in range(config.replicas)]
-    for index, group in enumerate(groups):
-        if not group.wait(timeout_s):
-            free = _ray.available_resources()
-            release(groups)
-            needed, left = _needs(config), f"{free.get('CPU', 0.0):.1f}"
-            if config.on_gpu:
-                left = f"{left} and {free.get('GPU', 0.0):g}"
-            raise DeploymentError(
-                f"the Ray cluster has no room for engine {index} of {config.replicas}: it needs {needed} on one node, "
-                f"{left} are free in all (waited {timeout_s:g} s); lower replicas or tp_size, or add nodes"
-            )
-    return groups
-
-
 def could_fit(config: EngineConfig) -> bool:
-    """Whether the cluster has the resources in all, in use or not: else it must grow before it can give them."""
+    """Whether the cluster has room for one engine, in use or not: else it must grow before it can serve."""
     total = _ray.cluster_resources()
-    cpus = config.replicas * (ENGINE_CPUS + WORKER_CPUS * config.tp_size)
-    gpus = config.replicas * config.tp_size if config.on_gpu else 0
+    cpus, gpus = _demand(config)
     return bool(cpus <= total.get("CPU", 0.0) and gpus <= total.get("GPU", 0.0))
+
+
+def no_room(config: EngineConfig, waited_s: float) -> DeploymentError:
+    """The error of a deployment none of whose engines got a place."""
+    free = _ray.available_resources()
+    left = f"{free.get('CPU', 0.0):.1f}"
+    if config.on_gpu:
+        left = f"{left} and {free.get('GPU', 0.0):g}"
+    return DeploymentError(
+        f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {_needs(config)} on one node, "
+        f"{left} are free in all (waited {waited_s:g} s); lower replicas or tp_size, or add nodes"
+    )
 
 
 def release(groups: list[PlacementGroup]) -> None:
@@ -83,20 +74,22 @@ def node_address() -> str:
 
 class EngineSite:
     """Where an engine runs: a placement group. It is replaced by one on another node when its node is dead or bad.
+    While no node has room for it the group is pending, so that Ray's autoscaler adds a node.
 
     node:    Ray's id of the node; empty while there is none
     address: the node's address
     """
 
-    def __init__(self, config: EngineConfig, group: PlacementGroup) -> None:
-        self.group: PlacementGroup | None = group
+    def __init__(self, config: EngineConfig) -> None:
+        self.group: PlacementGroup | None = None
         self.node = self.address = ""
         self._config = config
-        self.is_placed()
 
     def choose(self, life: Life) -> None:
-        """Keep the placement group, or ask Ray for one on the node to try next."""
-        target = life.next_node(self.node, _alive_nodes(), _nodes_with_room(self._config))
+        """Keep the placement group, or ask Ray for one: first wherever there is room, later on the next node to try."""
+        target = ""
+        if self.node or life.avoided:
+            target = life.next_node(self.node, _alive_nodes(), _nodes_with_room(self._config))
         if target and target == self.node and self.group is not None:
             return
         if self.group is not None:
@@ -172,12 +165,23 @@ def _alive_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def draining_nodes() -> set[str]:
+    """Nodes that Ray was told to drain: about to be taken away."""
+    return set(state.get_draining_nodes())
+
+
 def _nodes_with_room(config: EngineConfig) -> set[str]:
-    cpus, gpus = ENGINE_CPUS + WORKER_CPUS * config.tp_size, config.tp_size if config.on_gpu else 0
+    cpus, gpus = _demand(config)
     free = available_resources_per_node()
-    return {node for node, has in free.items() if has.get("CPU", 0.0) >= cpus and has.get("GPU", 0.0) >= gpus}
+    have_room = {node for node, has in free.items() if has.get("CPU", 0.0) >= cpus and has.get("GPU", 0.0) >= gpus}
+    return have_room - draining_nodes()
+
+
+def _demand(config: EngineConfig) -> tuple[float, int]:
+    """CPUs and GPUs of an engine with its ranks."""
+    return ENGINE_CPUS + WORKER_CPUS * config.tp_size, config.tp_size if config.on_gpu else 0
 
 
 def _needs(config: EngineConfig) -> str:
-    needed = f"{ENGINE_CPUS + WORKER_CPUS * config.tp_size:.1f} CPUs"
+    needed = f"{_demand(config)[0]:.1f} CPUs"
     return f"{needed} and {config.tp_size} GPUs" if config.on_gpu else needed

@@ -107,7 +107,11 @@ class Life:
 
     def has_waited_for(self, seconds: float, now: float) -> bool:
         """Whether it has waited for room for so long."""
-        return self.phase is Phase.PLACING and now - self._since >= seconds
+        return self.phase is Phase.PLACING and self.waited_s(now) >= seconds
+
+    def waited_s(self, now: float) -> float:
+        """Seconds for which it has waited for room by now; 0: it has room, or was not to be started yet."""
+        return now - self._since if self.phase is Phase.PLACING else 0.0
 
     def has_run_for(self, seconds: float, now: float) -> bool:
         """Whether it has served for so long. Earlier reports of its silence are about the process before it."""

@@ -12,6 +12,7 @@ from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.frontend.routing import RouterOptions
+from headwise.runtime.frontend.scaling import Exchange, FleetState, SchedulerNews
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
 from headwise.storage.index.encryption import CurveKeys
@@ -46,8 +47,7 @@ class GlobalScheduler:
         self._store: StoreClient | None = None  # used by the server's thread while it runs
         self._server: SchedulerServer | None = None
         self._tokenizers: TokenizerPool | None = None
-        self._silent: set[str] = set()
-        self._silent_lock = threading.Lock()
+        self._exchange = Exchange()
         self._stopped = threading.Event()
         self._patience_s = _BIND_TIMEOUT_S if start else 0.0
 
@@ -78,13 +78,13 @@ class GlobalScheduler:
                 self._port,
                 secret=self._secret,
                 model=config.model,
-                replicas=config.replicas,
+                replicas=config.first_replicas,
                 routing=_router_options(config, preprocessor),
                 max_queued=config.max_queued,
                 hold_s=config.start_timeout_s,
                 store=store,
                 index_timeout_s=config.index_timeout_s,
-                on_silent=self._note_silent,
+                exchange=self._exchange,
                 size=preprocessor.limits.size,
                 tokenizers=config.tokenizer_processes,
             )
@@ -122,18 +122,9 @@ class GlobalScheduler:
             self._store.close()
         self._stopped.set()
 
-    def take_silent(self) -> list[str]:
-        """The engines that have been silent for ``engine_timeout_s`` and were not returned before. The process that
-        started the deployment replaces them.
-        """
-        with self._silent_lock:
-            silent, self._silent = sorted(self._silent), set()
-        return silent
-
-    def _note_silent(self, engine: str) -> None:
-        """On the server's thread."""
-        with self._silent_lock:
-            self._silent.add(engine)
+    def exchange(self, fleet: FleetState) -> SchedulerNews:
+        """See `Exchange.swap`: the process that started the deployment calls once a second."""
+        return self._exchange.swap(fleet)
 
 
 def _router_options(config: EngineConfig, preprocessor: Preprocessor) -> RouterOptions:

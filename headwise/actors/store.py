@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from headwise.actors.remote import remote
@@ -45,6 +45,14 @@ class AttentionStore:
 
     def match(self, block_hashes: Sequence[bytes]) -> dict[str, tuple[int, int, int]]:
         return self._server.match(block_hashes)
+
+    def worth(self, without: Collection[str]) -> dict[str, float]:
+        """See `PrefixIndex.worth`."""
+        return self._server.worth(without)
+
+    def sole_blocks(self, node: str, without: Collection[str], most: int) -> bytes:
+        """See `AttentionStore.sole_blocks`."""
+        return self._server.sole_blocks(node, without, most)
 
     def loop_count(self) -> int:
         """See `StoreServer`."""

@@ -6,107 +6,42 @@ import atexit
 import contextlib
 import logging
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import ray
 
-from headwise.actors.calls import cause_of
-from headwise.actors.names import NAMESPACE, actor_name
-from headwise.actors.restarts import Life, Phase
+from headwise.actors.calls import cause_of, error_of
+from headwise.actors.restarts import Phase
+from headwise.actors.role import Role
+from headwise.errors import DeploymentError
 from headwise.liveness_clock import LivenessClock
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
-_ASK_S = 1.0
 _TELL_S = 5.0
 """After so long a wait for a node, the wait is logged."""
 _JOIN_S = 5.0
 """Longest wait for the supervisor's thread to end: a call to Ray may hang when the cluster is gone."""
 
 
-class Site(Protocol):
-    """Where an actor runs: `EngineSite` or `FrontendSite`."""
-
-    node: str
-    address: str
-
-    def choose(self, life: Life) -> None: ...
-    def is_alive(self) -> bool: ...
-    def is_placed(self) -> bool: ...
-    def options(self) -> dict[str, Any]: ...
-    def needs(self) -> str: ...
-    def release(self) -> None: ...
-
-
-class Role:
-    """One part of the deployment (``scheduler``, ``store``, ``engine-N``): its present actor, and how to make the next.
-
-    The actor's class has `ready`, which returns when the actor serves, and `ended`, which returns when it is stopped.
-    Both raise why it does not serve. Its last argument is how many times the role was started before.
-    """
-
-    def __init__(
-        self, deployment: str, name: str, actor_class: Any, arguments: tuple[Any, ...], site: Site, life: Life
-    ) -> None:
-        self.name = name
-        self.site = site
-        self.life = life
-        self.handle: Any | None = None
-        self.is_ready: Any = None
-        self.is_over: Any = None
-        self.cause = ""  # why it is being replaced, where Ray does not know
-        self.is_told = False
-        self._actor_name = actor_name(deployment, name)
-        self._class = actor_class
-        self._arguments = arguments
-        self._starts = 0
-
-    def create(self) -> None:
-        """Make the actor. Raises ValueError if its name is taken."""
-        options = {"name": self._actor_name, "namespace": NAMESPACE, **self.site.options()}
-        handle = self._class.options(**options).remote(*self._arguments, self._starts)
-        self._starts += 1
-        self.handle = handle
-        self.cause, self.is_told = "", False
-        self.is_ready = handle.ready.remote()
-
-    def serves(self, now: float) -> None:
-        """The actor is ready. From now on the supervisor waits for its end."""
-        assert self.handle is not None
-        self.is_over = self.handle.ended.remote()
-        self.life.ready(now)
-
-    def kill(self) -> None:
-        """End the process, if it still lives, and free its name: Ray keeps the name of an actor that died by itself."""
-        handle = self.handle
-        if handle is not None:
-            with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                ray.kill(handle)
-
-    def awaited(self) -> Any | None:
-        """The call whose return must be handled next; None: there is none."""
-        return {Phase.STARTING: self.is_ready, Phase.RUNNING: self.is_over}.get(self.life.phase)
-
-    def __str__(self) -> str:
-        return f"{self.name} on node {self.site.address}" if self.site.address else self.name
-
-
 class Supervisor:
     """Watches the roles on a thread of its own. An actor that ends is started again, and the cause is logged. One that
-    cannot be started is tried again for as long as the deployment lives; the others serve without it.
+    cannot be started is tried again for as long as the deployment lives; the others serve without it. A role that is
+    leaving is forgotten when its actor ends, and what it held of the cluster is given back.
     """
 
-    def __init__(self, engine_timeout_s: float) -> None:
-        self._engine_timeout_s = engine_timeout_s
+    def __init__(self) -> None:
         self._roles: dict[str, Role] = {}
         self._clock = LivenessClock()
-        self._silent: Any = None  # the call to the scheduler that is under way
-        self._ask_at = 0.0
+        self._beside: Callable[[float], None] = lambda now: None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-supervisor", daemon=True)
 
-    def start(self) -> None:
+    def start(self, beside: Callable[[float], None]) -> None:
+        """``beside``: called several times a second on the supervisor's thread, with the time of its clock."""
+        self._beside = beside
         self._thread.start()
         atexit.register(self.stop)  # before Ray's own end
 
@@ -117,9 +52,15 @@ class Supervisor:
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
 
+    @property
+    def roles(self) -> dict[str, Role]:
+        """All that are watched, by name; a copy."""
+        return dict(self._roles)
+
     def add(self, role: Role) -> None:
-        """Watch this role from now on. Its actor must serve."""
-        role.serves(self._clock())
+        """Watch this role from now on. If it has an actor, that serves; if it has none, it is started."""
+        if role.handle is not None:
+            role.serves(self._clock())
         self._roles[role.name] = role
 
     def serving(self, name: str) -> Any | None:
@@ -129,10 +70,19 @@ class Supervisor:
 
     def replace(self, name: str, cause: str) -> None:
         """End the role's actor, which lives but does not work, and have it started again. Callable from any thread."""
-        role = self._roles[name]
-        log.error("%s is replaced: %s", role, cause)
+        role = self._roles.get(name)
+        if role is None:
+            return
+        log.error("%s %s: %s", role, "is ended" if role.is_leaving else "is replaced", cause)
         role.cause = cause
         role.kill()
+
+    def retire(self, role: Role, why: str) -> None:
+        """Forget a role, end its actor if it still lives, and give back its place. On the supervisor's thread."""
+        log.info("%s has left: %s", role, why)
+        role.kill()
+        role.site.release()
+        self._roles.pop(role.name, None)
 
     # ---- the thread ----
 
@@ -161,25 +111,31 @@ class Supervisor:
             return
         for call in ended:
             self._take(waiting[call], call, now)
-        for role in roles:
+        for role in list(self._roles.values()):
             self._advance(role, now)
-        self._replace_silent_engines(now)
+        self._beside(now)
 
     def _take(self, role: Role, call: Any, now: float) -> None:
         """The call that was waited for has returned or failed."""
         try:
             ray.get(call)
         except Exception as error:
+            role.error = error_of(error)
             self._end(role, role.cause or cause_of(error), now)
             return
         if role.life.phase is Phase.STARTING:
             role.site.is_placed()  # Ray may have moved it
+            again = " again" if role.has_served else ""
             role.serves(now)
-            log.warning("%s serves again", role)
+            role.error = None
+            log.warning("%s serves%s", role, again)
         else:
             self._end(role, role.cause or "it has stopped", now)
 
     def _end(self, role: Role, cause: str, now: float) -> None:
+        if role.is_leaving:
+            self.retire(role, cause)
+            return
         who, start = str(role), "did not start" if role.life.phase is Phase.STARTING else "has ended"
         role.kill()
         role.handle = None
@@ -192,7 +148,11 @@ class Supervisor:
 
     def _advance(self, role: Role, now: float) -> None:
         life = role.life
+        if now >= role.leave_by:
+            self.retire(role, "it did not end in time")
+            return
         if life.is_late(now):
+            role.error = DeploymentError(f"{role} takes too long to start: start_timeout_s is too short, or it hangs")
             self._end(role, "it takes too long to start", now)
         if life.is_due(now):
             role.site.choose(life)
@@ -206,22 +166,3 @@ class Supervisor:
         elif life.has_waited_for(_TELL_S, now) and not role.is_told:
             role.is_told = True
             log.warning("%s waits for a node with room: it needs %s on one node", role.name, role.site.needs())
-
-    def _replace_silent_engines(self, now: float) -> None:
-        """Replace engines that the scheduler reports as silent. An engine that was started only since then is not
-        meant, and is left alone.
-        """
-        if self._silent is None:
-            scheduler = self.serving("scheduler")
-            if scheduler is not None and now >= self._ask_at:
-                self._silent = scheduler.take_silent.options(enable_task_events=False).remote()
-                self._ask_at = now + _ASK_S
-            return
-        if not ray.wait([self._silent], timeout=0)[0]:
-            return
-        question, self._silent = self._silent, None
-        with contextlib.suppress(ray.exceptions.RayError):  # the scheduler has ended, which is noticed elsewhere
-            for name in ray.get(question):
-                role = self._roles.get(name)
-                if role is not None and role.life.has_run_for(self._engine_timeout_s, now):
-                    self.replace(name, f"it has said nothing for {self._engine_timeout_s:g} s")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.copy_costs import CopyCosts
 from headwise.cache_controller.eviction import RESUME_SLACK, EvictionPolicy, RecycledFirst, ResumePoints
+from headwise.cache_controller.hand_over import HandOver
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate, KVEvents
 from headwise.cache_controller.policy import HeadPolicy
@@ -369,6 +370,10 @@ class CacheManager:
         self._open[row] = False
         self.num_blocks[row] = self.registered[row] = self._held[row] = 0
         self.events.closed(row)
+
+    def hand_over(self, hashes: Sequence[bytes] | None) -> HandOver:
+        """Begin to put these token blocks into storage, as the cache is about to end; None: all that there are."""
+        return HandOver(self.tree, self.pool, self.host, hashes)
 
     def reset(self, tiers: Sequence[str] = (DEVICE_TIER, HOST_TIER)) -> int:
         """Forget every block that no row and no copy holds, on these tiers; how many those were.

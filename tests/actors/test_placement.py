@@ -13,14 +13,15 @@ from headwise.runtime.config.engine_config import EngineConfig
     ("resources", "options", "fits"),
     [
         ({"CPU": 2.0}, {"tp_size": 3}, True),
-        ({"CPU": 2.0}, {"replicas": 3, "tp_size": 3}, False),
+        ({"CPU": 2.0}, {"replicas": 3, "tp_size": 3}, True),
+        ({"CPU": 0.5}, {"tp_size": 3}, False),
         ({"CPU": 64.0}, {"device": "cuda"}, False),
         ({"CPU": 64.0, "GPU": 8.0}, {"device": "cuda", "replicas": 4, "tp_size": 2}, True),
-        ({"CPU": 64.0, "GPU": 7.0}, {"device": "cuda", "replicas": 4, "tp_size": 2}, False),
+        ({"CPU": 64.0, "GPU": 1.0}, {"device": "cuda", "replicas": 4, "tp_size": 2}, False),
         ({}, {}, False),
     ],
 )
-def test_a_cluster_is_large_enough_if_it_has_what_all_engines_and_workers_take(
+def test_a_cluster_is_large_enough_if_it_has_what_one_engine_with_its_workers_takes(
     monkeypatch: pytest.MonkeyPatch, resources: dict[str, float], options: dict[str, object], fits: bool
 ) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: resources)

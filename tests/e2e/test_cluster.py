@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors import deployment as bootstrap
 from headwise.actors.cluster import Cluster
 from headwise.actors.deployment import Deployment
+from headwise.actors.placement import ENGINE_CPUS, WORKER_CPUS
 from headwise.errors import (
     ConfigError,
     DeploymentError,
@@ -258,7 +260,6 @@ def test_a_second_deployment_of_the_name_is_refused_and_the_first_goes_on(client
     [
         ({"tp_size": 7}, ConfigError, "7"),
         ({"model": "/nowhere/model"}, ModelError, "/nowhere/model"),
-        ({"replicas": 50, "start_timeout_s": 3.0}, DeploymentError, "no room for engine"),
         ({"host_cache": "10TiB"}, ConfigError, "does not fit"),
     ],
 )
@@ -270,6 +271,23 @@ def test_what_cannot_be_served_is_an_error_of_the_caller(
         Deployment.start(config, address="auto")
 
 
+@pytest.fixture
+def full_cluster(deployment: Deployment) -> Iterator[None]:
+    """Nobody gets a CPU of the deployment's cluster any more."""
+    engine = ENGINE_CPUS + CONFIG.tp_size * WORKER_CPUS  # the others' are about to be given back
+    group = ray.util.placement_group([{"CPU": ray.cluster_resources()["CPU"] - engine}])
+    assert group.wait(PATIENCE_S)
+    yield
+    ray.util.remove_placement_group(group)
+
+
+@pytest.mark.usefixtures("full_cluster")
+def test_a_deployment_none_of_whose_engines_gets_a_place_is_an_error_that_says_what_they_need() -> None:
+    config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "replicas": 2, "start_timeout_s": 1.0})
+    with pytest.raises(DeploymentError, match=r"no room for engine 0 of 2: it needs 0.7 CPUs on one node"):
+        Deployment.start(config, address="auto")
+
+
 def test_a_port_that_is_taken_is_named(deployment: Deployment) -> None:
     port = int(deployment.client_address.rpartition(":")[2])
     config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "port": port})
@@ -277,6 +295,7 @@ def test_a_port_that_is_taken_is_named(deployment: Deployment) -> None:
         Deployment.start(config, address="auto")
 
 
+@pytest.mark.usefixtures("full_cluster")
 def test_a_free_port_that_is_taken_before_it_is_bound_is_given_up_for_another(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +308,7 @@ def test_a_free_port_that_is_taken_before_it_is_bound_is_given_up_for_another(
 
     free = bootstrap.free_ports
     monkeypatch.setattr(bootstrap, "free_ports", free_ports)
-    config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "replicas": 50, "start_timeout_s": 1.0})
+    config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "start_timeout_s": 1.0})
     with pytest.raises(DeploymentError, match="no room for engine"):  # that far it came
         Deployment.start(config, address="auto")
     assert len(chosen) >= 2  # more if another program was quick to take the second

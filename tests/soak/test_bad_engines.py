@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,3 +122,37 @@ def test_an_engine_that_moved_to_a_node_without_the_model_ends_nobody_and_goes_o
             eventually(lambda: deployment._supervisor.serving("engine-1") is not None, 2 * PATIENCE_S)
             eventually(lambda: client.stats()["engines"]["engine-1"]["server"]["ready"])
             assert serves(client)
+
+
+def test_an_engine_leaves_a_node_that_ray_drains_for_another_and_the_stream_that_it_has_ends_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = Path.home()
+    config = replace(CONFIG, replicas=1, tp_size=3, drain_timeout_s=PATIENCE_S)
+    with ray_cluster(monkeypatch) as cluster:
+        add_node(cluster, home)
+        with (
+            Deployment.start(config, address=cluster.address) as deployment,
+            Client(deployment.client_address) as client,
+        ):
+            first = deployment._roles["engine-0"].site.node
+            add_node(cluster, home)
+            stream = client.stream("Once upon a time", temperature=0.0, max_tokens=100, ignore_eos=True)
+            next(stream)
+            drain_node(cluster.address, first)
+            eventually(
+                lambda: client.stats()["fleet"]["replicas"].get("engine-0") == "draining", otherwise=client.stats
+            )
+            eventually(lambda: list(client.stats()["fleet"]["replicas"]) == ["engine-1"], otherwise=client.stats)
+            assert len(stream.read().token_ids) == 100
+            eventually(lambda: deployment._supervisor.serving("engine-1") is not None)
+            assert deployment._roles["engine-1"].site.node != first
+            assert serves(client)
+
+
+def drain_node(address: str, node: str) -> None:
+    """As autoscalers do when a machine is about to be taken away."""
+    notice = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test", "--deadline-remaining-seconds"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address, "--node-id", node]
+    done = subprocess.run([*command, *notice, "600"], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ import typer
 
 from headwise import __version__
 from headwise.runtime.cli.calibrate import calibrate
-from headwise.runtime.cli.operations import reset_cache, sleep, wake
+from headwise.runtime.cli.operations import reset_cache, roll, scale, sleep, wake
 from headwise.runtime.cli.options import EngineOptions, command, config_reference
 from headwise.runtime.cli.status import index, status
 
@@ -41,6 +41,8 @@ app.command()(status)
 app.command()(sleep)
 app.command()(wake)
 app.command()(reset_cache)
+app.command()(scale)
+app.command()(roll)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``headwise sleep``, ``wake`` and ``reset-cache``: operations on a running deployment."""
+"""``headwise sleep``, ``wake``, ``reset-cache``, ``scale`` and ``roll``: operations on a running deployment."""
 
 from __future__ import annotations
 
@@ -60,3 +60,39 @@ def reset_cache(address: _Address, tier: _Tier = "all") -> None:
     with Client(address) as client:
         for engine, blocks in client.reset_cache(tier).items():
             typer.echo(f"{engine}: {blocks} blocks")
+
+
+@command
+def scale(
+    address: _Address,
+    replicas: Annotated[str, typer.Option(metavar="N|auto", help="So many engines; auto: as many as a target needs.")],
+) -> None:
+    """Have a deployment run so many engines. Prints what was decided; engines then start, or end what they have and go.
+
+    \b
+    Examples:
+      headwise scale --address 127.0.0.1:8700 --replicas 3
+      headwise scale --address 127.0.0.1:8700 --replicas auto
+    """
+    from headwise.runtime.client.client import Client
+
+    if replicas != "auto" and not replicas.isdecimal():
+        raise typer.BadParameter(f"give a number of engines, or auto, not {replicas!r}", param_hint="--replicas")
+    with Client(address) as client:
+        typer.echo(client.scale(None if replicas == "auto" else int(replicas)))
+
+
+@command
+def roll(address: _Address) -> None:
+    """Have a deployment replace all its engines by new ones, one after the other, so that no request is lost.
+
+    Prints what was decided and returns; `headwise status` shows which engines are still to be replaced.
+
+    \b
+    Examples:
+      headwise roll --address 127.0.0.1:8700
+    """
+    from headwise.runtime.client.client import Client
+
+    with Client(address) as client:
+        typer.echo(client.roll())

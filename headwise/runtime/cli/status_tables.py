@@ -11,6 +11,7 @@ from headwise.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
 TIERS = ("device", "host", "storage")
 SHOWN_FAULTS = 5
@@ -22,7 +23,7 @@ def render(stats: Stats) -> Group:
     """What `Client.stats` tells, to look at: engines and their tiers, the index, the last faults."""
     from rich.console import Group
 
-    parts: list[Any] = [_headline(stats), _engines(stats), _tiers(stats), _index(stats)]
+    parts: list[Any] = [_headline(stats), *_fleet(stats), _engines(stats), _tiers(stats), _index(stats)]
     faults = list(stats.get("faults", ()))[-SHOWN_FAULTS:]
     parts += [f"{time.strftime('%H:%M:%S', time.localtime(at))}  {text}" for at, text in reversed(faults)]
     return Group(*parts if faults else [*parts, "no faults"])
@@ -35,6 +36,19 @@ def _headline(stats: Stats) -> str:
         f"{scheduler['rerouted']} of them again, {scheduler['queued']} waiting for an engine, "
         f"{scheduler['refused']} refused"
     )
+
+
+def _fleet(stats: Stats) -> Iterator[Text]:
+    """How many engines there are to be and why, and what is said of those that do not report."""
+    from rich.text import Text
+
+    fleet = stats.get("fleet")
+    if not fleet:
+        return
+    yield Text(f"replicas {fleet['reason']}")
+    for name, state in sorted(fleet["replicas"].items()):
+        if name not in stats["engines"]:
+            yield Text(f"  {name}: {state}")
 
 
 def _engines(stats: Stats) -> Table:
@@ -57,6 +71,8 @@ def _engines(stats: Stats) -> Table:
 
 def _state(engine: Stats) -> str:
     silent_s = engine.get("silent_s", 0.0)
+    if engine.get("is_leaving"):
+        return "draining"
     return f"silent for {silent_s:.0f} s" if silent_s > 2.0 else str(engine["state"])
 
 

@@ -16,7 +16,7 @@ from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.loader.chat import plain_messages
-from headwise.runtime.protocol.messages import FindPrefix, GetStats, Route
+from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
 
 Prompt = str | Sequence[int]
@@ -78,7 +78,8 @@ class Client:
 
     def stats(self) -> dict[str, Any]:
         """Plain data: the model, the scheduler's counts, and the engines' statistics by name, at most 0.5 s old."""
-        return _answer_to(lambda deliver: self._io.ask(GetStats, deliver))
+        stats: dict[str, Any] = _answer_to(lambda deliver: self._io.ask(GetStats, deliver))
+        return stats
 
     def find_prefix(self, prompt: Prompt, cache_salt: str = "") -> dict[str, Any]:
         """Who holds how much of a prompt: its ``tokens``, and by engine and tier how many of them the tier could
@@ -93,9 +94,10 @@ class Client:
     def _find_prefix(self, prompt: Prompt | None, messages: Messages | None, cache_salt: str) -> dict[str, Any]:
         text, token_ids, plain = _prompt(prompt, messages)
         salt = as_string("cache_salt", cache_salt)
-        return _answer_to(
+        found: dict[str, Any] = _answer_to(
             lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, plain, salt), deliver)
         )
+        return found
 
     # ---- operations: on all engines; they return when all engines are done ----
 
@@ -119,7 +121,30 @@ class Client:
 
     def _operate(self, action: str, tier: str = "all") -> dict[str, int]:
         named = as_string("tier", tier)  # any other type would make the message malformed, which fails all calls
-        return _answer_to(lambda deliver: self._io.operate(action, named, deliver))
+        blocks: dict[str, int] = _answer_to(lambda deliver: self._io.operate(action, named, deliver))
+        return blocks
+
+    # ---- how many engines ----
+
+    def scale(self, replicas: int | None) -> str:
+        """Have so many engines, or with None as many as the load needs, as after the start. Returns what was decided,
+        in words, before engines start or go; `stats` tells of them. Engines that go lose no request, and the number is
+        absolute: to call it twice changes nothing.
+
+        Raises `InvalidRequestError` for a number that the deployment's ``min_replicas`` and ``max_replicas`` exclude.
+        """
+        if isinstance(replicas, bool) or not (
+            replicas is None or (isinstance(replicas, int) and 0 <= replicas < 2**31)
+        ):
+            raise InvalidRequestError(f"replicas must be a number of engines or None, got {replicas!r:.80}")
+        decision: str = _answer_to(lambda deliver: self._io.ask(lambda key: Scale(key, replicas), deliver))
+        return decision
+
+    def roll(self) -> str:
+        """Have all engines replaced by new ones, one after the other, so that no request is lost. Returns what was
+        decided, in words, when that begins."""
+        decision: str = _answer_to(lambda deliver: self._io.ask(Roll, deliver))
+        return decision
 
     # ---- asynchronous ----
 
@@ -189,9 +214,9 @@ def _no_address(address: object) -> DeploymentError:
     )
 
 
-def _answer_to(ask: Callable[[Callable[[dict[str, Any] | HeadwiseError], None]], None]) -> dict[str, Any]:
+def _answer_to(ask: Callable[[Callable[[Any], None]], None]) -> Any:
     """Ask, and wait for the answer; raises it if it is an error."""
-    answers: queue.SimpleQueue[dict[str, Any] | HeadwiseError] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     ask(answers.put)
     answer = answers.get()
     if isinstance(answer, HeadwiseError):

@@ -14,7 +14,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError, InvalidRequestError, RequestAbortedError
+from headwise.errors import (
+    DeploymentError,
+    EngineDiedError,
+    EngineLeavingError,
+    HeadwiseError,
+    InvalidRequestError,
+    RequestAbortedError,
+)
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.client.peers import Call, GatheredAnswers, Peer
 from headwise.runtime.protocol import wire
@@ -35,6 +42,7 @@ from headwise.runtime.protocol.messages import (
     Ping,
     Pong,
     PrefixFound,
+    Scaled,
     Stats,
     Ticket,
     Withdraw,
@@ -222,7 +230,8 @@ class ClientIO:
         if call is not None and call.engine is peer:
             error = error_of(failed)
             if isinstance(error, EngineDiedError | RequestAbortedError):
-                self._reroute(call, error, was_served=failed.key == 0)
+                is_sent_away = failed.key != 0 or isinstance(error, EngineLeavingError)  # it killed nobody
+                self._reroute(call, error, was_served=not is_sent_away)
             else:
                 self._end(call, error)
         elif failed.key:
@@ -299,6 +308,8 @@ class ClientIO:
             self._answer(peer, message.key, {"tokens": message.tokens, "engines": message.engines})
         elif isinstance(message, Operated):
             self._answer(peer, message.key, message.blocks)
+        elif isinstance(message, Scaled):
+            self._answer(peer, message.key, message.decision)
         else:
             self._fail_peer(peer, DeploymentError(f"{peer.endpoint} is no headwise deployment: unexpected {message!r}"))
 

@@ -45,7 +45,36 @@ class EngineConfig:
     name: str = _option("headwise", "Name of the deployment, one per Ray cluster.")
     host: str = _option("127.0.0.1", "Address that clients connect to; 0.0.0.0 listens on every interface.")
     port: int = _option(8700, "Port that clients connect to; 0 takes a free one.", 0, 65535)
-    replicas: int = _option(1, "Number of engines, each a whole copy of the model.", 1, 1024)
+    replicas: int = _option(
+        1,
+        "Number of engines at the start, each a whole copy of the model; at least min_replicas. It stays, unless there "
+        "is a target or `headwise scale` sets another.",
+        0,
+        1024,
+    )
+    min_replicas: int = _option(
+        1, "Fewest engines; 0: none while there are no requests, and the first request waits for one.", 0, 1024
+    )
+    max_replicas: int = _option(
+        0, "Most engines; 0: as many as `headwise scale` says. A target needs a limit.", 0, 1024
+    )
+    target_ttft_s: float = _option(
+        0.0,
+        "Seconds in which nine of ten requests should get their first token: the number of engines follows the load. "
+        "0: no such target.",
+        0.0,
+    )
+    target_queue_s: float = _option(
+        0.0, "Seconds in which nine of ten requests should start, instead of target_ttft_s. 0: no such target.", 0.0
+    )
+    upscale_delay_s: float = _option(15.0, "Seconds for which a target must need more engines before they start.", 0.0)
+    downscale_delay_s: float = _option(300.0, "Seconds for which fewer engines must be enough before one goes.", 0.0)
+    drain_timeout_s: float = _option(
+        60.0,
+        "Seconds in which an engine that goes ends its requests and writes to storage what only it has cached; what "
+        "still runs then goes on elsewhere.",
+        0.0,
+    )
     tp_size: int = _option(1, "Tensor-parallel workers per engine; must divide the model's KV heads.", 1, 1024)
     device: Literal["auto", "cpu", "cuda"] = _option(
         "auto", "Where workers compute: on a GPU each, or on CPU cores; auto is cuda where all ranks can have a GPU."
@@ -187,6 +216,7 @@ class EngineConfig:
             parse_bytes(self.kv_cache)
         if self.host_cache_bytes and not self.prefix_caching:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
+        self._check_scaling()
         self._check_device()
         if self.storage and not self.host_cache_bytes:
             raise ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
@@ -198,6 +228,21 @@ class EngineConfig:
             from headwise.cache_controller.head_pattern import check_streaming  # numpy: not for `--help`
 
             check_streaming(self.sparsity, self.sink, self.window, self.block_size)
+
+    def _check_scaling(self) -> None:
+        if self.target_ttft_s and self.target_queue_s:
+            raise ConfigError("give one of target_ttft_s and target_queue_s, not both: they say what engines are for")
+        if self.follows_load and not self.max_replicas:
+            raise ConfigError(
+                "target_ttft_s and target_queue_s need max_replicas: the most engines that may be started"
+            )
+        if self.max_replicas and self.max_replicas < max(self.min_replicas, self.replicas):
+            raise ConfigError(
+                f"max_replicas {self.max_replicas} must be at least min_replicas {self.min_replicas} and replicas "
+                f"{self.replicas}"
+            )
+        if self.min_replicas and not self.replicas:
+            raise ConfigError(f"replicas 0 needs min_replicas 0, got {self.min_replicas}")
 
     def _check_device(self) -> None:
         """Refuse what the device cannot do, once it is known: ``auto`` is resolved where there are GPUs to count."""
@@ -215,6 +260,16 @@ class EngineConfig:
                 f"tensor_ops {self.tensor_ops} computes in float32 only, and {name} is {getattr(self, name)}: choose "
                 f"tensor_ops numba, or {name} float32"
             )
+
+    @property
+    def follows_load(self) -> bool:
+        """Whether the number of engines follows the load."""
+        return bool(self.target_ttft_s or self.target_queue_s)
+
+    @property
+    def first_replicas(self) -> int:
+        """Engines that a deployment starts with."""
+        return max(self.replicas, self.min_replicas)
 
     @property
     def on_gpu(self) -> bool:

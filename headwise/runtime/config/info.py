@@ -57,7 +57,7 @@ def describe(
     yield from _decode_rows(config, decode_reads(config, card, directory))
     for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
-    yield "replicas x TP ranks", f"{config.replicas} x {config.tp_size}"
+    yield "replicas x TP ranks", f"{config.first_replicas} x {config.tp_size}"
 
 
 def _decode_rows(config: EngineConfig, reads: DecodeReads) -> Iterator[tuple[str, str]]:
@@ -95,7 +95,7 @@ def chosen(config: EngineConfig, card: ModelCard, directory: Path) -> str:
     return (
         f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
         f"dtype={config.dtype_name} weights_dtype={weights} kv_dtype={config.kv_dtype_name} "
-        f"replicas={config.replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{plan.slots} "
+        f"replicas={config.first_replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{plan.slots} "
         f"pool={pool}"
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
+from headwise.cache_controller.hand_over import HandOver
 from headwise.cache_controller.host_tier import HostConfig
 from headwise.cache_controller.kv_events import IndexUpdate
 from headwise.cache_controller.storage_tier import StorageTier
@@ -80,6 +81,7 @@ class EngineCore:
         self._arrivals = 0
         self._counts = {"finished": 0, "aborted": 0, "failed": 0, "steps": 0, "tokens_out": 0}
         self._compute_s = 0.0
+        self._hand_over: HandOver | None = None
 
     # ---- requests in ----
 
@@ -140,6 +142,23 @@ class EngineCore:
         """
         return self._operations.ask(action, tier)
 
+    # ---- the end ----
+
+    def not_begun(self) -> list[str]:
+        """The requests of which nothing was computed here, and those that cannot run because the engine sleeps."""
+        is_awake = self._operations.state is State.AWAKE
+        return [name for name, sequence in self._live.items() if sequence.first_scheduled is None or not is_awake]
+
+    def hand_over(self, hashes: list[bytes] | None) -> None:
+        """Have storage get these blocks, as far as they are cached here and it lacks them; None: all that is cached.
+        When the last request has ended, it gets what was computed since, too. `step` carries it out."""
+        self._hand_over = self.cache.hand_over(hashes)
+
+    @property
+    def is_handing_over(self) -> bool:
+        """Whether storage has yet to get something."""
+        return self._hand_over is not None and not self._hand_over.is_over
+
     # ---- steps ----
 
     @property
@@ -149,13 +168,16 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has something to do: requests of an engine that is asleep are nothing to do."""
         may_run = self._live and self._operations.state is not State.ASLEEP
-        return bool(may_run or self._steps or self._outbox or self._operations.is_busy or self.resources.copies.is_busy)
+        is_busy = self._operations.is_busy or self.resources.copies.is_busy or self.is_handing_over
+        return bool(may_run or self._steps or self._outbox or is_busy)
 
     def step(self, timeout_s: float | None) -> list[OutputDelta]:
         """Keep the workers busy and commit the next finished step, waiting at most ``timeout_s`` for it.
 
         ``None`` waits for as long as the workers live. Raises `EngineDiedError` once a worker is lost.
         """
+        if self._hand_over is not None:
+            self._hand_over.advance(is_last=not self._live)
         while len(self._steps) < self._depth:
             step = self._operations.next_step(self._clock())
             if step is None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headwise.errors import (
     DeploymentError,
     EngineDiedError,
+    EngineLeavingError,
     HeadwiseError,
     InvalidRequestError,
     OverloadedError,
@@ -66,6 +67,7 @@ engine, and those whose messages take long, keep the others' tokens waiting for 
 
 _NO_WORKERS = EngineDiedError("the engine has no workers at the moment: they are being started")
 _STOPPING = DeploymentError("the deployment is stopping")
+_LEAVING = EngineLeavingError("the engine is leaving: another one serves the request")
 _NOT_SERVED = RequestAbortedError(
     "the engine does not serve this request any more: the connection was lost, or its output was not read in time"
 )
@@ -83,6 +85,10 @@ class Core(Protocol):
     def load(self) -> EngineLoad: ...
     def drain_index_updates(self) -> Iterable[IndexUpdate]: ...
     def fail_all(self, error: str) -> list[OutputDelta]: ...
+    def not_begun(self) -> list[str]: ...
+    def hand_over(self, hashes: list[bytes] | None) -> None: ...
+    @property
+    def is_handing_over(self) -> bool: ...
 
 
 class HasFileno(Protocol):
@@ -97,6 +103,15 @@ class _Client:
 
     heard: float
     requests: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Leave:
+    """The engine is to end. until: when it does not wait any longer; on_left: called once it serves nobody."""
+
+    until: float
+    on_left: Callable[[], None]
+    is_over: bool = False
 
 
 class EngineServer:
@@ -142,6 +157,7 @@ class EngineServer:
         self._owners: dict[str, bytes] = {}
         self._operations: list[tuple[bytes, int, Operation]] = []  # under way, and who waits for their end
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._leave: _Leave | None = None
         self._malformed = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-engine", daemon=True)
@@ -167,6 +183,14 @@ class EngineServer:
         """Have the scheduler be told of something that went wrong."""
         self._commands.put(lambda: self._fault(text))
 
+    def leave(self, timeout_s: float, hashes: list[bytes] | None, on_left: Callable[[], None]) -> None:
+        """Take no new requests from now on. Those that have not begun are sent away at once: other engines serve them.
+        The others end here, or are sent away after ``timeout_s``. Meanwhile ``hashes``, the most valuable first, go to
+        storage, and then what was computed since; None: all that is cached. ``on_left`` is called on the server's
+        thread when all that is done, or after ``timeout_s``. A second call changes nothing.
+        """
+        self._commands.put(lambda: self._begin_to_leave(timeout_s, hashes, on_left))
+
     def stop(self) -> None:
         """End the thread and close the sockets; live requests get an error."""
         self._stopping.set()
@@ -191,6 +215,7 @@ class EngineServer:
             # A step may have been collected without an output: as long as something happens, look again at once.
             busy = self._step() or bool(ready)
             self._answer_operations()
+            self._go_on_leaving()
             self._drop_silent()
             if self._reports is not None:
                 self._reports.service(self._status)
@@ -257,6 +282,36 @@ class EngineServer:
         for request_id in list(self._owners):
             self._end_with(request_id, error)
 
+    # ---- leaving ----
+
+    def _begin_to_leave(self, timeout_s: float, hashes: list[bytes] | None, on_left: Callable[[], None]) -> None:
+        if self._leave is not None:
+            return
+        self._leave = _Leave(self._clock() + timeout_s, on_left)
+        if self._reports is not None:  # the scheduler hears of it first: clients will ask it where to go now
+            self._reports.hurry()
+            self._reports.service(self._status)
+        if self._core is not None:
+            self._send_away(self._core.not_begun())
+            self._core.hand_over(hashes)
+
+    def _go_on_leaving(self) -> None:
+        leave = self._leave
+        if leave is None or leave.is_over:
+            return
+        if self._clock() >= leave.until:
+            self._send_away(list(self._owners))
+        elif self._owners or (self._core is not None and self._core.is_handing_over):
+            return
+        leave.is_over = True
+        leave.on_left()
+
+    def _send_away(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._end_with(request_id, _LEAVING)
+            if self._core is not None:
+                self._core.abort(request_id)
+
     # ---- messages in ----
 
     def _take_messages(self) -> None:
@@ -303,6 +358,8 @@ class EngineServer:
                 self._reports.received(request.request_id)
             if request.request_id in self._owners:
                 raise InvalidRequestError(f"request id {request.request_id!r} is taken; ids must differ")
+            if self._leave is not None:
+                raise _LEAVING
             if self._core is None:
                 raise _NO_WORKERS
             self._core.add(request)
@@ -402,6 +459,7 @@ class EngineServer:
             work=EngineLoad(accepts=False) if self._core is None else self._core.load(),
             received=received,
             faults=faults,
+            is_leaving=self._leave is not None,
         )
 
     def _fault(self, text: str) -> None:

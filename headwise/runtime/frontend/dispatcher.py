@@ -72,6 +72,11 @@ class Dispatcher:
         """Requests that wait for an engine, without those that the index is being asked about."""
         return len(self._queue)
 
+    def held(self) -> tuple[int, int]:
+        """Requests that wait for an engine, and the tokens of their prompts."""
+        prepared = [call.prepared for call in self._queue.items() if call.prepared is not None]
+        return len(prepared), sum(each.num_tokens for each in prepared)
+
     @property
     def is_asking(self) -> bool:
         """Whether an answer of the index is awaited."""

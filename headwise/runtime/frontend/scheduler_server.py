@@ -34,6 +34,8 @@ from headwise.runtime.frontend.preprocessing_pool import (
 from headwise.runtime.frontend.prompts import any_size
 from headwise.runtime.frontend.routing import Matches, Router, RouterOptions
 from headwise.runtime.frontend.routing.base import RESERVATION_S, Choice
+from headwise.runtime.frontend.scaling import Exchange, FleetState, observe
+from headwise.runtime.frontend.scaling.requests import ScaleRequests
 from headwise.runtime.frontend.tcp_proxy import TcpProxy
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
@@ -48,7 +50,10 @@ from headwise.runtime.protocol.messages import (
     Pong,
     PrefixFound,
     Reroute,
+    Roll,
     Route,
+    Scale,
+    Scaled,
     Stats,
     Ticket,
     Withdraw,
@@ -67,8 +72,6 @@ ENGINES_REPORT_S = 15.0
 DELAY_S = 0.2
 """A request that waited so long for an engine counts as delayed. The index alone does not take that long."""
 
-_NO_ENGINE = "no engine is ready: they are starting, or were lost; try again later"
-
 _IDLE_MS, _ASKING_MS = 100, 10
 _WATCH_S, _SWEEP_S = 0.25, 1.0
 _BURST = 256
@@ -79,14 +82,14 @@ class SchedulerServer:
     """Serves at ``tcp://host:port`` on one thread, behind a `TcpProxy`. A few other threads tokenise.
 
     secret:     of the deployment; engines report with it
-    replicas:   engines of the deployment
+    replicas:   engines of the deployment, until its owner tells by ``exchange``
     routing:    see `RouterOptions`
     max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
     hold_s:     longest wait of a request while no engine reports. While one reports, even full or asleep, requests wait
     store:      the index of what engines hold; None: there is none. Used by the server's thread only
     index_timeout_s: longest wait of a request for the index's answer
-    on_silent:  called with the name of an engine that has been silent for ``routing.engine_timeout_s``, once per
-                silence, on the server's thread: it must not wait
+    exchange:   with the owner of the engines: gets the names of engines that have been silent for
+                ``routing.engine_timeout_s``, what is observed, and how many engines clients ask for; tells of engines
     size:       returns a lower bound of the bytes of text to tokenise for a prompt or messages; raises
                 `InvalidRequestError` if they cannot fit. Called on the server's thread
     tokenizers: prompts that are tokenised at once, each on a thread
@@ -108,7 +111,7 @@ class SchedulerServer:
         hold_s: float = 600.0,
         store: IndexClient | None = None,
         index_timeout_s: float = 0.1,
-        on_silent: Callable[[str], None] = lambda engine: None,
+        exchange: Exchange | None = None,
         size: Callable[[Any, Any], int] = any_size,
         tokenizers: int = 2,
         clock: Callable[[], float] = time.monotonic,
@@ -117,15 +120,16 @@ class SchedulerServer:
         self._preprocessor = preprocessor
         self._secret = secret
         self._model = model
-        self._replicas = replicas
+        self._unknown_fleet = FleetState(replicas, "the owner of the engines has not called yet", expected=replicas)
         self._router = Router(routing or RouterOptions())
         self._max_queued = max_queued
         self._hold_s = hold_s
         self._alive_at = -math.inf
         self._index = IndexView(store, index_timeout_s)
-        self._on_silent = on_silent
+        self._exchange = exchange or Exchange()
         self._clock = LivenessClock(clock)
         self.instance = instance or secrets.token_hex(8)
+        self._scale_requests = ScaleRequests(self._exchange, self.instance)
         self.loop_count = 0
         self._proxy = TcpProxy(host, port)
         self.port = self._proxy.port
@@ -203,7 +207,8 @@ class SchedulerServer:
             self._heard.pop(identity, None)
         for endpoint in [endpoint for endpoint, identity in self._reporters.items() if identity in ended]:
             del self._reporters[endpoint]
-            self._router.mark_lost(endpoint, self._clock(), "has lost its connection to the scheduler")
+            self._router.disconnected(endpoint, self._clock())
+        self._scale_requests.forget(ended)
         for call in [call for call in self._calls.values() if call.identity in ended]:
             self._close(call)
 
@@ -216,6 +221,18 @@ class SchedulerServer:
             self._reporters[status.endpoint] = identity
         else:
             self._counts["strangers"] += 1
+
+    def _scale(self, identity: bytes, scale: Scale) -> None:
+        try:
+            self._scale_requests.scale((identity, scale.key), scale.replicas, self._clock())
+        except HeadwiseError as error:
+            self._send(identity, failure(error, scale.key))
+
+    def _roll(self, identity: bytes, roll: Roll) -> None:
+        try:
+            self._scale_requests.roll((identity, roll.key), self._clock())
+        except HeadwiseError as error:
+            self._send(identity, failure(error, roll.key))
 
     def _take_ping(self, identity: bytes, ping: Ping) -> None:
         self._send(identity, Pong(self.instance))
@@ -304,10 +321,12 @@ class SchedulerServer:
     # ---- requests out ----
 
     def _dispatch(self) -> None:
-        if not self._router.num_engines and self._clock() - self._started > ENGINES_REPORT_S:
+        may_wait = self._exchange.fleet is not None and self._exchange.fleet.is_awaited
+        if not self._router.num_engines and not may_wait and self._clock() - self._started > ENGINES_REPORT_S:
             for call in self._dispatcher.clear():
                 self._close(call)
-                self._fail(call, OverloadedError(_NO_ENGINE))
+                why = self._fleet.reason if self._fleet.number == 0 else "they are starting, or were lost"
+                self._fail(call, OverloadedError(f"no engine is ready: {why}; try again later"))
         for outcome in self._dispatcher.dispatch():
             if isinstance(outcome, Dispatched):
                 self._send_ticket(outcome.call, outcome.choice)
@@ -340,7 +359,7 @@ class SchedulerServer:
 
     def _send_engines(self, identity: bytes, get: GetEngines) -> None:
         try:
-            answer: Any = Engines(get.key, self._router.endpoints(self._clock(), self._replicas))
+            answer: Any = Engines(get.key, self._router.endpoints(self._clock(), self._fleet.expected))
         except HeadwiseError as error:
             answer = failure(error, get.key)
         self._send(identity, answer)
@@ -361,6 +380,10 @@ class SchedulerServer:
             f"{self._router.describe(self._clock())}; try again later"
         )
 
+    @property
+    def _fleet(self) -> FleetState:
+        return self._exchange.fleet or self._unknown_fleet
+
     # ---- timers ----
 
     def _watch(self) -> None:
@@ -372,9 +395,12 @@ class SchedulerServer:
             log.warning("%s has been silent for %g s", silence.engine, silence.for_s)
             if silence.is_given_up:
                 self._index.gone(silence.engine, silence.epoch)
-                self._on_silent(silence.engine)
+                self._exchange.note_silent(silence.engine)
         if self._index.service(now):
             self._router.note("the index does not answer: routed without it")
+        self._exchange.observe(observe(self._router.table, self._router.options, now, *self._dispatcher.held()))
+        for (identity, key), told in self._scale_requests.answers(now):
+            self._send(identity, failure(told, key) if isinstance(told, HeadwiseError) else Scaled(key, told))
         while self._tickets:
             which, (_, until) = next(iter(self._tickets.items()))
             if until > now:
@@ -423,6 +449,11 @@ class SchedulerServer:
             "engines": self._router.table.stats(now),
             "index": self._index.stats(),
             "faults": self._router.faults(),
+            "fleet": {
+                "number": self._fleet.number,
+                "reason": self._fleet.reason,
+                "replicas": dict(self._fleet.replicas),
+            },
         }
         self._send(identity, Stats(get.key, stats))
 
@@ -438,5 +469,7 @@ class SchedulerServer:
         GetStats: _send_stats,
         GetEngines: _send_engines,
         FindPrefix: _find_prefix,
+        Scale: _scale,
+        Roll: _roll,
         EngineStatus: _take_status,
     }

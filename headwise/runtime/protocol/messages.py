@@ -10,6 +10,8 @@ client -> scheduler   GetStats     -> Stats
 client -> scheduler   FindPrefix   -> PrefixFound | Failed
 client -> scheduler   GetEngines   -> Engines | Failed
 client -> engine      Operate      -> Operated | Failed
+client -> scheduler   Scale        -> Scaled | Failed
+client -> scheduler   Roll         -> Scaled | Failed
 engine -> scheduler   EngineStatus                  every `STATUS_INTERVAL_S`
 """
 
@@ -219,6 +221,34 @@ class Operated:
 
 @register
 @dataclass(frozen=True)
+class Scale:
+    """There are to be so many engines; None: as many as the load needs. Answered when that is decided, not when they
+    serve. The number is absolute: to ask twice is to ask once.
+    """
+
+    key: int
+    replicas: int | None
+
+
+@register
+@dataclass(frozen=True)
+class Roll:
+    """All engines are to be replaced, one after the other. Answered when that has begun."""
+
+    key: int
+
+
+@register
+@dataclass(frozen=True)
+class Scaled:
+    """decision: in words"""
+
+    key: int
+    decision: str
+
+
+@register
+@dataclass(frozen=True)
 class EngineLoad:
     """An engine's load and measured throughput, from which routing estimates costs. 0 seconds means not measured yet.
 
@@ -228,7 +258,7 @@ class EngineLoad:
     prefill_token_s:  seconds to compute a token of a prompt
     decode_step_s:    seconds of a step that only decodes
     host_token_s, storage_token_s: seconds to bring a token's cache from the host, from storage to the host
-    accepts:          False while it sleeps or is about to stop: it gets no requests
+    accepts:          False while it sleeps or is leaving: it gets no requests
     """
 
     waiting: int = 0
@@ -253,6 +283,7 @@ class EngineStatus:
     epoch:    of its cache. In a new epoch, none of the earlier blocks are there
     received: ids of the requests that arrived since the last status: from now on ``work`` has them
     faults:   what went wrong since the last status, in words
+    is_leaving: it takes no new requests, and ends for good once it has none
     """
 
     secret: str
@@ -264,6 +295,7 @@ class EngineStatus:
     work: EngineLoad = EngineLoad()
     received: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
+    is_leaving: bool = False
 
 
 _ERRORS = {

@@ -130,7 +130,7 @@ def resolve_device(config: EngineConfig, gpus: int) -> EngineConfig:
 def _with_device(config: EngineConfig, gpus: int) -> EngineConfig:
     if config.device != "auto":
         return config
-    if gpus >= config.tp_size * config.replicas:
+    if gpus >= config.tp_size * max(1, config.first_replicas):
         with suppress(ConfigError):
             return replace(config, device="cuda")
     return replace(config, device="cpu")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwise.storage.index.messages import TIERS, Flush, Gone, Heartbeat, NodeMessage, Snapshot
+from headwise.storage.index.messages import HASH_BYTES, TIERS, Farewell, Flush, Gone, Heartbeat, NodeMessage, Snapshot
 from headwise.storage.index.prefix_index import MAX_BLOCKS, PrefixIndex
 
 MAX_AHEAD = 1024
@@ -56,9 +56,9 @@ class AttentionStore:
         self._behind: set[str] = set()
         self.applied = self._snapshots = 0
 
-    def apply(self, message: NodeMessage | Gone) -> bool:
+    def apply(self, message: NodeMessage | Gone | Farewell) -> bool:
         """Apply one message. One of an old epoch is ignored (False); a newer epoch drops what the node said before."""
-        if isinstance(message, Gone):
+        if isinstance(message, Gone | Farewell):
             self._void(message)
             return True
         node = self._nodes.get(message.node)
@@ -114,6 +114,12 @@ class AttentionStore:
         """See `PrefixIndex.worth`."""
         return self._index.worth(without)
 
+    def sole_blocks(self, node: str, without: Collection[str], most: int) -> bytes:
+        """The hashes of at most ``most`` of the node's sole blocks, the most asked for first: see
+        `PrefixIndex.sole_blocks`."""
+        held = self._index.sole_blocks(without).get(node, ())
+        return b"".join(blocks.hashes for blocks in held)[: most * HASH_BYTES]
+
     def cool(self, share: float) -> None:
         """See `PrefixIndex.cool`."""
         self._index.cool(share)
@@ -143,12 +149,14 @@ class AttentionStore:
 
     # ---- messages ----
 
-    def _void(self, gone: Gone) -> None:
+    def _void(self, gone: Gone | Farewell) -> None:
         self._gone[gone.node] = max(gone.epoch, self._gone.pop(gone.node, -1))
         if len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
         node = self._nodes.get(gone.node)
         if node is not None and node.epoch <= gone.epoch:
+            if isinstance(gone, Farewell):
+                self._index.bequeath(gone.node)
             self.drop(gone.node)
 
     def _apply_flush(self, node: _Node, flush: Flush) -> None:

@@ -13,6 +13,7 @@ from headwise.storage.index.messages import (
     TIERS,
     Accepted,
     Digest,
+    Farewell,
     Flush,
     Heartbeat,
     Message,
@@ -30,6 +31,8 @@ RETRY_S = 0.05
 """A heartbeat is sent so soon after a message that could not be sent. It shows the store that one is missing."""
 SNAPSHOT_INTERVAL_S = 0.25
 """At most one snapshot per interval: it costs the engine about 0.1 us per block held."""
+LEAVE_S = 1.0
+"""Longest wait of a node that leaves for the store to hear of it."""
 SEND_QUEUE = 256
 """Messages that may wait to be sent."""
 _WARN_INTERVAL_S = 60.0
@@ -258,6 +261,18 @@ class Flusher:
         elif now >= self._warn_at:
             self._warn_at = now + _WARN_INTERVAL_S
             log.warning("another has taken the place of %s in the index, with epoch %d", ledger.node, outdated.epoch)
+
+    def leave(self, timeout_s: float = LEAVE_S, sleep: Callable[[float], None] = time.sleep) -> bool:
+        """Say goodbye: the node ends for good. Waits until the store has heard it; False: it has not in time, and finds
+        out by the node's silence. Nothing is sent after that."""
+        farewell, until = Farewell(self.ledger.node, self.ledger.epoch), self._clock() + timeout_s
+        while self._clock() < until:
+            self._channel.send([farewell])
+            sleep(RETRY_S)
+            for message in self._channel.receive():
+                if isinstance(message, Outdated) and message.node == farewell.node:
+                    return True
+        return False
 
     def close(self) -> None:
         self._channel.close()

@@ -11,6 +11,7 @@ from headwise.liveness_clock import LivenessClock
 from headwise.storage.index.attention_store import AttentionStore
 from headwise.storage.index.messages import (
     Accepted,
+    Farewell,
     Flush,
     GetIndexStats,
     Gone,
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 ASK_INTERVAL_S = 0.5
 """A node that sends no snapshot is asked again after so long."""
+COOL_S = 60.0
+COOLING = 0.5 ** (1 / 10)
+"""What was asked for ten minutes ago counts half as much as what is asked for now. Applied every `COOL_S`."""
 LOG_INTERVAL_S = 10.0
 """At most one log line per interval for each kind of bad message."""
 
@@ -66,6 +70,7 @@ class MessageHandler:
         self._rejected: Counter[str] = Counter()
         self._log_at: dict[str, float] = {}
         self._queries = 0
+        self._cool_at = self._clock() + COOL_S
         self._volumes: dict[str, str] = {}  # each node's storage, as it was logged
 
     def take(self, identity: Identity, frames: Sequence[bytes]) -> None:
@@ -84,11 +89,13 @@ class MessageHandler:
     def tick(self) -> None:
         """Do what is due; call it ten times a second or more often."""
         now = self._clock()
+        if now >= self._cool_at:
+            self._cool_at = now + COOL_S
+            self.store.cool(COOLING)
         for node in [node for node, heard in self._heard.items() if now - heard > self._node_timeout_s]:
             if self.store.drop(node):
                 log.warning("node %s said nothing for %g s: dropped from the index", node, self._node_timeout_s)
-            for known in (self._peers, self._heard, self._asked, self._volumes):
-                known.pop(node, None)
+            self._forget(node)
         for node in self.store.wanting():
             if now - self._asked.get(node, now - ASK_INTERVAL_S) >= ASK_INTERVAL_S:
                 self._asked[node] = now
@@ -121,6 +128,12 @@ class MessageHandler:
             self._send(identity, IndexStats(message.key, self.stats()))
         elif isinstance(message, Gone):
             self.store.apply(message)
+        elif isinstance(message, Farewell):
+            self.store.apply(message)
+            is_replaced = self.store.has(message.node)  # by a later epoch of that name
+            if not is_replaced:
+                self._forget(message.node)
+            self._send(identity, Outdated(message.node, self.store.epoch(message.node), is_replaced))
         elif isinstance(message, Rejected):
             self.count("unexpected", f"a peer rejected what it was sent: {message.reason}")
         else:
@@ -137,6 +150,10 @@ class MessageHandler:
                 self._note_volume(message.node, message.volume)
         elif isinstance(message, Heartbeat):
             self._send(identity, Outdated(message.node, known, is_replaced=self.store.has(message.node)))
+
+    def _forget(self, node: str) -> None:
+        for known in (self._peers, self._heard, self._asked, self._volumes):
+            known.pop(node, None)
 
     def _note_volume(self, node: str, volume: str) -> None:
         """A node has a new storage: log a warning if other nodes have a different one."""

@@ -80,6 +80,16 @@ class Gone:
 
 
 @dataclass(frozen=True)
+class Farewell:
+    """From a node that ends on purpose: it holds nothing any more, and says nothing more in this epoch. What it put
+    into a storage that other nodes share stays there. Answered by `Outdated`.
+    """
+
+    node: str
+    epoch: int
+
+
+@dataclass(frozen=True)
 class SnapshotRequest:
     """From the store: "I missed something of yours; send me a snapshot." """
 
@@ -147,7 +157,17 @@ class Rejected:
 
 NodeMessage = Flush | Snapshot | Heartbeat
 Message = (
-    NodeMessage | Gone | SnapshotRequest | Accepted | Outdated | Query | Matches | GetIndexStats | IndexStats | Rejected
+    NodeMessage
+    | Gone
+    | Farewell
+    | SnapshotRequest
+    | Accepted
+    | Outdated
+    | Query
+    | Matches
+    | GetIndexStats
+    | IndexStats
+    | Rejected
 )
 
 

@@ -39,6 +39,11 @@ _MAX_KEPT = 1024
 
 _MAX_UNIT = 1e100
 
+_STORAGE = len(TIERS) - 1
+"""The plane of what is resident in storage."""
+MAX_HEIRS = 64
+"""Most volumes of which it is kept what nodes that left have stored there."""
+
 PLANES = 2 * len(TIERS)
 """Bit sets of a run: per tier the nodes where it is resident, then per tier those where it is resumable too."""
 
@@ -90,12 +95,14 @@ class _Node:
     digests:   of all blocks that the node reported, kept or forgotten: per tier of the resident ones, then per tier of
                those that are not resumable. There are few of these, so most flushes change one digest only
     forgotten: blocks that the node holds, as far as is known, and that the index no longer keeps
+    is_heir:   it is no node, but stands for those of a volume that have left: it has what they stored there
     """
 
     bit: int
     blocks: list[int] = field(default_factory=lambda: [0] * PLANES)
     digests: list[Digest] = field(default_factory=lambda: [Digest() for _ in range(PLANES)])
     forgotten: int = 0
+    is_heir: bool = False
 
 
 class PrefixIndex:
@@ -106,7 +113,8 @@ class PrefixIndex:
     Forgotten blocks stay in their nodes' digests: those tell whether all messages arrived. A forgotten block is kept
     again when it is flushed again.
 
-    A block that one node has in storage serves every node of its volume: see `set_volume`.
+    A block that one node has in storage serves every node of its volume: see `set_volume`. It does so also when that
+    node has left: see `bequeath`.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -120,6 +128,7 @@ class PrefixIndex:
         self._names: dict[int, tuple[str, ...]] = {}
         self._first: dict[_End, dict[str, _Depths]] = {}
         self._volumes = Volumes()
+        self._heirs: dict[str, _Node] = {}  # by volume
         self._unit = 1.0  # what being asked once counts now
 
     def __len__(self) -> int:
@@ -141,6 +150,8 @@ class PrefixIndex:
                 self._add(known, plane, hashes, is_resumable, touched)
             else:
                 self._remove(known, plane, hashes, is_resumable)
+                if heir := self._heir_of(known, tier):  # what is not in storage is not there for anybody
+                    self._remove(heir, plane, hashes, is_resumable)
         self._touch(touched)
         while len(self._where) > self.max_blocks:
             self._forget_oldest(len(self._where) - self.max_blocks)
@@ -150,25 +161,24 @@ class PrefixIndex:
         if volume or node in self._nodes:
             self._volumes.assign((self._nodes.get(node) or self._new_node(node)).bit, volume)
 
+    def bequeath(self, node: str) -> None:
+        """The node is about to be dropped, and what it put into its volume stays there: until a node of that volume
+        finds it missing, or it is forgotten for lack of room. Goes through all runs."""
+        known = self._nodes.get(node)
+        volume = "" if known is None else self._volumes.of(known.bit)
+        if known is None or not volume or not known.blocks[_STORAGE]:
+            return
+        heir = self._heirs.get(volume) or self._new_heir(volume)
+        either = known.bit | heir.bit
+        for run in self._runs.values():
+            if run.nodes[_STORAGE] & known.bit:
+                self._state(heir, _STORAGE, run, True, bool(run.nodes[_STORAGE + len(TIERS)] & either))
+
     def drop(self, node: str) -> None:
         """The node holds nothing; unknown nodes are ignored. Goes through all runs: about 0.3 us each."""
         gone = self._nodes.pop(node, None)
-        if gone is None:
-            return
-        del self._by_bit[gone.bit]
-        self._volumes.assign(gone.bit, "")
-        self._first.clear()
-        self._names.clear()
-        if not any(gone.blocks):
-            return
-        others = ~gone.bit
-        for run in list(self._runs.values()):
-            nodes = run.nodes
-            for plane, bits in enumerate(nodes):
-                if bits & gone.bit:
-                    nodes[plane] = bits & others
-            if not any(nodes):
-                self._delete(run)
+        if gone is not None:
+            self._erase(gone)
 
     # ---- questions ----
 
@@ -298,7 +308,7 @@ class PrefixIndex:
         """Raise `AssertionError` unless runs, dictionary, counts and digests say the same."""
         found: dict[bytes, int] = {}
         every = 0
-        for node in self._nodes.values():
+        for node in (*self._nodes.values(), *self._heirs.values()):
             assert not node.bit & every, "two nodes have one bit"
             every |= node.bit
         self._volumes.check_integrity(every)
@@ -318,6 +328,10 @@ class PrefixIndex:
                 held = b"".join(run.hashes for run in self._runs.values() if run.nodes[plane] & node.bit)
                 assert node.blocks[plane] * HASH_BYTES == len(held), f"count of {name}, plane {plane}"
                 assert node.forgotten or digest_of(held) == self.digests(name)[plane], f"digest of {name}, {plane}"
+        for volume, heir in self._heirs.items():
+            lent = sum(len(run.hashes) for run in self._runs.values() if run.nodes[_STORAGE] & heir.bit)
+            assert heir.blocks[_STORAGE] * HASH_BYTES == lent, f"count of the heir of {volume}"
+            assert self._volumes.of(heir.bit) == volume, f"heir of {volume}"
 
     # ---- flushes ----
 
@@ -447,7 +461,7 @@ class PrefixIndex:
                 node = self._by_bit[bits & -bits]
                 bits &= bits - 1
                 node.blocks[plane] -= blocks
-                if plane < len(TIERS):
+                if plane < len(TIERS) and not node.is_heir:
                     node.forgotten += blocks
         self.forgotten += blocks
         exhaust(map(self._where.__delitem__, split(part)))
@@ -459,13 +473,47 @@ class PrefixIndex:
     # ---- nodes ----
 
     def _new_node(self, name: str) -> _Node:
+        node = self._nodes[name] = self._with_bit(is_heir=False)
+        return node
+
+    def _new_heir(self, volume: str) -> _Node:
+        """What no peer is and no answer names: it lends the volume's nodes what it has."""
+        if len(self._heirs) >= MAX_HEIRS:
+            self._erase(self._heirs.pop(next(iter(self._heirs))))
+        heir = self._heirs[volume] = self._with_bit(is_heir=True)
+        self._volumes.assign(heir.bit, volume)
+        return heir
+
+    def _with_bit(self, is_heir: bool) -> _Node:
         bit = 1
         while bit in self._by_bit:
             bit <<= 1
-        node = self._nodes[name] = self._by_bit[bit] = _Node(bit)
+        node = self._by_bit[bit] = _Node(bit, is_heir=is_heir)
         self._first.clear()
         self._names.clear()
         return node
+
+    def _erase(self, gone: _Node) -> None:
+        """Nobody has this bit any more."""
+        del self._by_bit[gone.bit]
+        self._volumes.assign(gone.bit, "")
+        self._first.clear()
+        self._names.clear()
+        if not any(gone.blocks):
+            return
+        others = ~gone.bit
+        for run in list(self._runs.values()):
+            nodes = run.nodes
+            for plane, bits in enumerate(nodes):
+                if bits & gone.bit:
+                    nodes[plane] = bits & others
+            if not any(nodes):
+                self._delete(run)
+
+    def _heir_of(self, node: _Node, tier: str) -> _Node | None:
+        if tier != TIERS[-1] or not self._heirs:
+            return None
+        return self._heirs.get(self._volumes.of(node.bit))
 
     def _named(self, bits: int) -> tuple[str, ...]:
         """The names of a set of nodes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +109,16 @@ class StoreServer:
         """See `PrefixIndex.match`; callable from any thread."""
         with self._lock:
             return self._handler.store.match(block_hashes)
+
+    def worth(self, without: Collection[str] = ()) -> dict[str, float]:
+        """See `PrefixIndex.worth`; callable from any thread."""
+        with self._lock:
+            return self._handler.store.worth(without)
+
+    def sole_blocks(self, node: str, without: Collection[str], most: int) -> bytes:
+        """See `AttentionStore.sole_blocks`; callable from any thread."""
+        with self._lock:
+            return self._handler.store.sole_blocks(node, without, most)
 
     def stats(self) -> dict[str, Any]:
         """See `MessageHandler.stats`; callable from any thread."""

@@ -29,6 +29,10 @@ class Volumes:
             self._nodes[volume] = self._nodes.get(volume, 0) | bit
         self.shared = tuple(nodes for nodes in self._nodes.values() if nodes & (nodes - 1))
 
+    def of(self, bit: int) -> str:
+        """The volume of the node of this bit; empty: it shares its storage with no other node."""
+        return self._of.get(bit, "")
+
     def check_integrity(self, known: int) -> None:
         """Raise `AssertionError` unless both directions agree, for ``known`` nodes only."""
         nodes: dict[str, int] = {}

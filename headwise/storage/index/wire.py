@@ -16,6 +16,7 @@ from headwise.storage.index.messages import (
     HASH_BYTES,
     TIERS,
     Accepted,
+    Farewell,
     Flush,
     GetIndexStats,
     Gone,
@@ -30,7 +31,7 @@ from headwise.storage.index.messages import (
     SnapshotRequest,
 )
 
-VERSION = 3
+VERSION = 4
 MAX_NAME = 256
 MAX_REASON = 1000
 MAX_MESSAGE_BYTES = 256 << 20
@@ -198,6 +199,7 @@ _FIELDS: dict[str, tuple[Callable[..., Message], tuple[Callable[[str, Any], Any]
     "Snapshot": (Snapshot, (_name, _natural, _seq, _by_tier)),
     "Heartbeat": (Heartbeat, (_name, _natural, _seq, _digests, _volume)),
     "Gone": (Gone, (_name, _natural)),
+    "Farewell": (Farewell, (_name, _natural)),
     "SnapshotRequest": (SnapshotRequest, (_name,)),
     "Accepted": (Accepted, (_name, _natural)),
     "Outdated": (Outdated, (_name, _natural, _flag("is_replaced"))),

@@ -129,7 +129,7 @@ def test_a_bad_file_is_one_line_on_stderr_and_exit_code_1(tmp_path: Path, yaml: 
     [
         (["--model", "no-such-model"], "'no-such-model' is no known model, file or directory"),
         (["--kv-cache", "lots"], "'lots' is not a size"),
-        (["--replicas", "0"], "replicas must be from 1 to 1024, got 0"),
+        (["--replicas", "0"], "replicas 0 needs min_replicas 0, got 1"),
     ],
 )
 def test_a_bad_value_is_one_line_on_stderr_and_exit_code_1(flags: list[str], message: str) -> None:

@@ -74,6 +74,16 @@ def test_an_engine_that_has_no_workers_yet_is_starting() -> None:
     assert "starting" in line_with(shown, "engine-1")
 
 
+def test_the_number_of_engines_its_reason_and_those_that_do_not_serve_yet_are_shown() -> None:
+    states = {"engine-0": "serves on node 10.0.0.1", "engine-1": "waits for a node with 0.3 CPUs after it failed: [/x]"}
+    fleet = {"number": 2, "reason": "1 -> 2: set by hand", "replicas": states}
+    shown = text_of(render(stats(fleet=fleet, engines={"engine-0": engine(is_leaving=True)})))
+    assert "replicas 1 -> 2: set by hand" in shown
+    assert "engine-1: waits for a node with 0.3 CPUs after it failed: [/x]" in shown
+    assert "serves on node" not in shown
+    assert "draining" in line_with(shown, "engine-0")
+
+
 def test_an_engine_that_says_nothing_is_shown_as_silent() -> None:
     shown = text_of(render(stats(engines={"engine-0": engine(silent_s=7.2)})))
     assert "silent for 7 s" in line_with(shown, "engine-0")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zmq
 from support.engine.scripted import ScriptedCore
+from support.engine.scripted_deployment import SECRET, Deployment, ScriptedPreprocessor
 from support.skipping_clock import SkippingClock
 from support.waiting import PATIENCE_S, eventually
 from typer.testing import CliRunner
@@ -36,6 +37,7 @@ from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend import scheduler_server
+from headwise.runtime.frontend.scaling import FleetState, Wish
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
@@ -51,56 +53,8 @@ from headwise.runtime.protocol.messages import (
     Stats,
     Submit,
 )
-from headwise.runtime.protocol.request import FinishReason, GenerateRequest, SamplingParams, Usage, as_token_ids
+from headwise.runtime.protocol.request import FinishReason, GenerateRequest, SamplingParams, Usage
 from headwise.runtime.protocol.request_checks import check_request
-
-SECRET = "of-this-deployment"
-
-
-class ScriptedPreprocessor:
-    """A preprocessor whose tokens are characters."""
-
-    def prepare(
-        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
-    ) -> GenerateRequest:
-        text = prompt if messages is None else "".join(message["content"] for message in messages)
-        tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
-        if not len(tokens):
-            raise InvalidRequestError("the prompt is empty")
-        params = SamplingParams.from_wire(sampling)
-        return GenerateRequest(f"r-{time.monotonic_ns()}-{threading.get_ident()}", tokens, params, priority, cache_salt)
-
-    def hashes(self, request: GenerateRequest) -> list[bytes]:
-        return []
-
-
-class Deployment:
-    """A scheduler and engines of this process."""
-
-    def __init__(self, replicas: int = 1) -> None:
-        self.scheduler = SchedulerServer(
-            ScriptedPreprocessor(), "127.0.0.1", 0, secret=SECRET, model="scripted", replicas=replicas
-        )
-        self.scheduler.start()
-        self.address = f"127.0.0.1:{self.scheduler.port}"
-        self.servers: list[EngineServer] = []
-        self.died: list[EngineDiedError] = []
-
-    def add_engine(self, core: ScriptedCore | None, **options: Any) -> EngineServer:
-        reporting = Reporting(f"tcp://{self.address}", SECRET, f"engine-{len(self.servers)}")
-        server = EngineServer("tcp://127.0.0.1:*", reporting=reporting, on_died=self.died.append, **options)
-        if core is not None:
-            server.attach(core)
-        server.start()
-        self.servers.append(server)
-        with Client(self.address) as client:
-            eventually(lambda: len(client.stats()["engines"]) == len(self.servers))
-        return server
-
-    def close(self) -> None:
-        for server in self.servers:
-            server.stop()
-        self.scheduler.stop()
 
 
 @pytest.fixture
@@ -289,6 +243,28 @@ def cancel(stream: Any) -> None:
 def leave_block(stream: Any) -> None:
     with stream:
         next(stream)
+
+
+@pytest.mark.parametrize(("replicas", "wished"), [("3", 3), ("auto", None)])
+def test_the_command_line_sets_the_number_of_engines(deployment: Deployment, replicas: str, wished: int | None) -> None:
+    def wish() -> Wish | None:
+        return deployment.exchange.swap(FleetState(1, "")).wish
+
+    with ThreadPoolExecutor() as pool:
+        command = ["scale", "--replicas", replicas, "--address", deployment.address]
+        asked = pool.submit(CliRunner().invoke, app, command)
+        eventually(lambda: wish() is not None)
+        assert wish().replicas == wished
+        deployment.exchange.swap(FleetState(3, "1 -> 3: decided", wish=wish().id))
+        result = asked.result(PATIENCE_S)
+    assert (result.exit_code, result.stdout) == (0, "1 -> 3: decided\n")
+
+
+@pytest.mark.parametrize("replicas", ["-1", "many", "1.5"])
+def test_a_number_that_is_none_is_told_before_anything_is_asked(replicas: str) -> None:
+    result = CliRunner().invoke(app, ["scale", "--replicas", replicas, "--address", "127.0.0.1:9"])
+    assert result.exit_code == 2
+    assert "give a number of engines, or auto" in result.stderr
 
 
 @pytest.mark.parametrize("end", [cancel, leave_block])

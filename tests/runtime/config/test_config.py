@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,3 +105,25 @@ def test_a_configuration_survives_being_written_down() -> None:
 def test_a_bad_storage_url_is_told_where_it_is_given(storage: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig(host_cache="1GiB", storage=storage)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"target_ttft_s": 1.0, "target_queue_s": 1.0, "max_replicas": 2}, "one of target_ttft_s and target_queue_s"),
+        ({"target_ttft_s": 1.0}, "need max_replicas"),
+        ({"min_replicas": 3, "max_replicas": 2}, "max_replicas 2 must be at least min_replicas 3"),
+        ({"replicas": 3, "max_replicas": 2}, "and replicas 3"),
+        ({"replicas": 0}, "replicas 0 needs min_replicas 0, got 1"),
+    ],
+)
+def test_numbers_of_engines_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**values)
+
+
+def test_a_deployment_starts_with_its_replicas_but_no_fewer_than_the_fewest() -> None:
+    assert EngineConfig(replicas=3).first_replicas == 3
+    assert EngineConfig(min_replicas=2).first_replicas == 2
+    assert EngineConfig(replicas=0, min_replicas=0).first_replicas == 0
+    assert not EngineConfig(replicas=3).follows_load

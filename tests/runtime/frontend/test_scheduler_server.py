@@ -23,6 +23,8 @@ from headwise.runtime.frontend import preprocessing_pool as preparing
 from headwise.runtime.frontend.preprocessing_pool import SHORT_BYTES
 from headwise.runtime.frontend.prompts import TextLimits
 from headwise.runtime.frontend.routing import RouterOptions, engines
+from headwise.runtime.frontend.scaling import Exchange, FleetState
+from headwise.runtime.frontend.scaling.requests import ANSWER_S, MAX_WAITING
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
@@ -32,12 +34,16 @@ from headwise.runtime.protocol.messages import (
     EngineStatus,
     Failed,
     FindPrefix,
+    GetEngines,
     GetStats,
     Ping,
     Pong,
     PrefixFound,
     Reroute,
+    Roll,
     Route,
+    Scale,
+    Scaled,
     Stats,
     Ticket,
     Withdraw,
@@ -163,7 +169,8 @@ class Deployment:
     ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.store = store
-        self.silent: list[str] = []
+        self.exchange = Exchange()
+        self._silent: list[str] = []
         routing = RouterOptions(
             **{"block_size": BLOCK, "engine_queue": 2, "max_num_seqs": 4, **options.pop("routing", {})}
         )
@@ -175,7 +182,7 @@ class Deployment:
             model="scripted",
             routing=routing,
             store=store,
-            on_silent=self.silent.append,
+            exchange=self.exchange,
             **options,
         )
         self.server.start()
@@ -184,12 +191,26 @@ class Deployment:
     def peer(self) -> Peer:
         return Peer(self.context, self.server.port)
 
-    def report(self, *names: str, epoch: int = 0, received: tuple[str, ...] = (), **work: Any) -> None:
+    def report(
+        self,
+        *names: str,
+        epoch: int = 0,
+        received: tuple[str, ...] = (),
+        is_leaving: bool = False,
+        **work: Any,
+    ) -> None:
         """Statuses of these engines, which the server has taken in when this returns."""
         load = EngineLoad(**{"prefill_token_s": 1.0, "host_token_s": 0.1, "storage_token_s": 0.1, **work})
         for name in names:
-            self.engines.send(EngineStatus(SECRET, name, f"tcp://{name}", 0, {}, epoch, load, received))
+            status = EngineStatus(SECRET, name, f"tcp://{name}", 0, {}, epoch, load, received, is_leaving=is_leaving)
+            self.engines.send(status)
         assert self.engines.hears_nothing()
+
+    @property
+    def silent(self) -> list[str]:
+        """Engines that the owner was told of, each as often as it was."""
+        self._silent += self.exchange.swap(FleetState(1, "")).silent
+        return self._silent
 
     def close(self) -> None:
         self.server.stop()
@@ -782,3 +803,141 @@ def test_sessions_stay_together(make: Make) -> None:
         last = f"turn {key}"
         went.add(client.ask(route(key, last, session="chat")).endpoint)
     assert len(went) == 1
+
+
+# ---- the owner of the engines ----
+
+
+def test_a_number_of_engines_is_answered_once_the_owner_has_taken_the_last_one_asked_for(make: Make) -> None:
+    deployment = make()
+    one, two = deployment.peer(), deployment.peer()
+    one.send(Scale(1, 3))
+    one.send(Scale(1, 3))  # it does not know whether its first question arrived
+    assert one.hears_nothing()
+    two.send(Scale(1, None))
+    assert two.hears_nothing()
+    wish = deployment.exchange.swap(FleetState(1, "as it was")).wish
+    assert wish is not None
+    assert wish.replicas is None
+    assert one.hears_nothing()
+    deployment.exchange.swap(FleetState(2, "2: as needed", wish=wish.id))
+    assert [one.receive(), two.receive()] == [Scaled(1, "2: as needed")] * 2
+    assert one.hears_nothing()
+
+
+def test_a_roll_and_a_number_that_are_asked_for_at_once_are_both_told_to_the_owner(make: Make) -> None:
+    deployment = make()
+    one, two = deployment.peer(), deployment.peer()
+    one.send(Roll(1))
+    assert one.hears_nothing()
+    first = deployment.exchange.swap(FleetState(1, "")).wish
+    assert first is not None
+    assert (first.sets_number, first.roll) == (False, first.id)
+    two.send(Scale(1, 3))
+    assert two.hears_nothing()
+    both = deployment.exchange.swap(FleetState(1, "")).wish
+    assert both is not None
+    assert (both.sets_number, both.replicas, both.roll) == (True, 3, first.id)
+    deployment.exchange.swap(FleetState(3, "decided", wish=both.id))
+    assert [one.receive(), two.receive()] == [Scaled(1, "decided")] * 2
+
+
+def test_a_number_that_the_owner_refuses_is_the_caller_s_error(make: Make) -> None:
+    deployment = make()
+    client = deployment.peer()
+    client.send(Scale(7, 0))
+    assert client.hears_nothing()
+    wish = deployment.exchange.swap(FleetState(1, "")).wish
+    assert wish is not None
+    deployment.exchange.swap(FleetState(1, "", wish=wish.id, refusal="at least 1, got 0"))
+    failed = client.receive()
+    assert (failed.key, failed.error, failed.message) == (7, "InvalidRequestError", "at least 1, got 0")
+    client.send(Roll(8))
+    assert client.hears_nothing()
+    wish = deployment.exchange.swap(FleetState(1, "")).wish
+    assert wish is not None
+    assert not wish.sets_number, "what was refused is not asked for again"
+
+
+def test_an_owner_that_does_not_call_is_told_to_the_caller(make: Make) -> None:
+    now = [1e9]
+    deployment = make(clock=lambda: now[0])
+    client = deployment.peer()
+    client.send(Scale(7, 2))
+    pass_time(now, deployment, deployment.peer(), ANSWER_S + 1.0)
+    failed = client.receive()
+    assert (failed.key, failed.error) == (7, "DeploymentError")
+
+
+def test_more_numbers_than_can_wait_are_refused(make: Make) -> None:
+    client = make().peer()
+    for key in range(MAX_WAITING + 1):
+        client.send(Scale(key, 1))
+    failed = client.receive()
+    assert (failed.key, failed.error) == (MAX_WAITING, "OverloadedError")
+
+
+def test_the_owner_is_told_of_requests_that_wait_and_of_engines(make: Make) -> None:
+    deployment = make()
+    client = deployment.peer()
+    client.send(route(1, "waits"))
+    assert client.hears_nothing()
+
+    def observed() -> Any:
+        return deployment.exchange.swap(FleetState(1, "")).observed
+
+    eventually(lambda: observed() is not None and observed().held == 1)
+    deployment.report("a")
+    assert client.receive().endpoint == "tcp://a"
+    eventually(lambda: [(each.name, each.requests) for each in observed().engines] == [("a", 1)])
+    assert observed().held == 0
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_requests_wait_for_the_first_engine_where_the_owner_says_that_one_comes(make: Make, is_awaited: bool) -> None:
+    now = [1e9]
+    deployment = make(clock=lambda: now[0])
+    deployment.exchange.swap(FleetState(0, "there are no requests", is_awaited=is_awaited))
+    client = deployment.peer()
+    pass_time(now, deployment, client, scheduler_server.ENGINES_REPORT_S + 1.0)
+    client.send(route(1, "waits"))
+    if is_awaited:
+        assert client.hears_nothing()
+        assert client.stats()["scheduler"]["queued"] == 1
+        deployment.report("a")
+        assert client.receive().endpoint == "tcp://a"
+    else:
+        assert client.receive().error == "OverloadedError"
+
+
+def test_stats_tell_of_engines_that_do_not_report(make: Make) -> None:
+    deployment = make()
+    states = {"engine-0": "serves", "engine-1": "waits for a node with 0.3 CPUs"}
+    deployment.exchange.swap(FleetState(2, "2: set by hand", states))
+    assert deployment.peer().stats()["fleet"] == {"number": 2, "reason": "2: set by hand", "replicas": states}
+
+
+def test_an_engine_that_leaves_gets_nothing_is_no_fault_and_is_forgotten_with_its_connection(make: Make) -> None:
+    deployment = make()
+    deployment.report("a", is_leaving=True)
+    client = deployment.peer()
+    client.send(Reroute(1, GenerateRequest("r", as_token_ids([1]), SamplingParams()), "tcp://a"))
+    assert client.hears_nothing()
+    assert client.stats()["engines"]["a"]["is_leaving"]
+    deployment.engines.socket.close(linger=0)
+    eventually(lambda: not client.stats()["engines"])
+    assert client.stats()["faults"] == []
+    deployment.engines = deployment.peer()
+    deployment.report("b")
+    assert client.receive().endpoint == "tcp://b"
+
+
+def test_operations_wait_for_the_engines_that_stay(make: Make) -> None:
+    deployment = make()
+    deployment.report("a", "b")
+    deployment.report("c", is_leaving=True)
+    client = deployment.peer()
+    deployment.exchange.swap(FleetState(3, "", expected=3))
+    assert client.ask(GetEngines(1)).error == "OverloadedError"
+    deployment.exchange.swap(FleetState(2, "", expected=2))
+    assert client.ask(GetEngines(2)).endpoints == {"a": "tcp://a", "b": "tcp://b"}

@@ -12,6 +12,7 @@ from support.index.truth import block
 
 from headwise.storage.index.messages import (
     Accepted,
+    Farewell,
     Flush,
     GetIndexStats,
     Gone,
@@ -37,6 +38,7 @@ MESSAGES: list[Message] = [
     Heartbeat("n", 1, 4, (2**127 + 1, 0, 0, 5, 0, 0)),
     Heartbeat("n", 1, 4, (2**127 + 1, 0, 0, 5, 0, 0), "volume"),
     Gone("n", 2),
+    Farewell("n", 3),
     SnapshotRequest("n"),
     Accepted("n", 2**62),
     Outdated("n", 7, True),

@@ -15,7 +15,12 @@ from headwise.runtime.protocol.request import FinishReason, GenerateRequest, Out
 
 
 class ScriptedCore:
-    """Says "0 1 2 ...", one token per step to each request; `gate` holds the steps back, `pace_s` slows them down."""
+    """Says "0 1 2 ...", one token per step to each request; `gate` holds the steps back, `pace_s` slows them down.
+
+    waiting:          requests that it does not begin
+    handed_over:      what it was told to put into storage; None: not told
+    is_handing_over:  whether it is at it
+    """
 
     def __init__(self, max_requests: int = 100) -> None:
         self.live: dict[str, tuple[GenerateRequest, int]] = {}
@@ -27,6 +32,9 @@ class ScriptedCore:
         self.pace_s = 0.0
         self.dies: Exception | None = None
         self.operations: list[Operation] = []
+        self.waiting: set[str] = set()
+        self.handed_over: list[bytes] | None = None
+        self.is_handing_over = False
 
     def operate(self, action: str, tier: str) -> Operation:
         if tier == "storage":
@@ -49,6 +57,12 @@ class ScriptedCore:
         if self.live.pop(request_id, None):
             self.aborted.append(request_id)
 
+    def not_begun(self) -> list[str]:
+        return [request_id for request_id in self.live if request_id.partition("~")[0] in self.waiting]
+
+    def hand_over(self, hashes: list[bytes] | None) -> None:
+        self.handed_over = hashes
+
     def has_work(self) -> bool:
         return bool(self.live or self.dies)
 
@@ -59,7 +73,8 @@ class ScriptedCore:
             return []
         self.steps += 1
         time.sleep(self.pace_s)
-        return [self._next(request_id) for request_id in list(self.live)]
+        waiting = self.not_begun()
+        return [self._next(request_id) for request_id in list(self.live) if request_id not in waiting]
 
     def _next(self, request_id: str) -> OutputDelta:
         request, count = self.live[request_id]

@@ -169,7 +169,7 @@ class EngineTable:
         """Compute the columns that depend on statuses only."""
         engine, options = self.engines[row], self._options
         work = engine.status.work
-        takes = work.accepts and engine.lost_at is None
+        takes = work.accepts and engine.lost_at is None and not engine.status.is_leaving
         self.room[row] = options.engine_queue - work.waiting if takes else 0
         self.requests[row] = max(work.running + work.waiting, engine.status.load)
         self.used[row] = work.used_blocks / work.total_blocks if work.total_blocks else 0.0
@@ -246,7 +246,7 @@ class EngineTable:
         names of engines that do, if no fault line was written about that recently."""
         wrong = []
         for row, engine in enumerate(self.engines):
-            if engine.status.endpoint == endpoint:
+            if engine.status.endpoint == endpoint and not engine.status.is_leaving:  # it sends its requests away
                 engine.suspected_at = now
                 if now - self.heard[row] <= OVERDUE_S and now - engine.suspicion_noted_at > SUSPICION_NOTED_S:
                     engine.suspicion_noted_at = now
@@ -336,6 +336,7 @@ class EngineTable:
                 **self.engines[row].status.stats,
                 "work": asdict(self.engines[row].status.work),
                 "epoch": self.engines[row].status.epoch,
+                "is_leaving": self.engines[row].status.is_leaving,
                 "endpoint": self.engines[row].status.endpoint,
                 "silent_s": round(now - float(self.heard[row]), 3),
                 "reserved": int(self.reserved[row]),

@@ -75,6 +75,14 @@ class Router:
         for name in self.table.mark_lost(endpoint, now):
             self.note(f"{name} {how}")
 
+    def disconnected(self, endpoint: str, now: float) -> None:
+        """The engine at ``endpoint`` has lost its connection here: it is lost, or has left as it said it would."""
+        table = self.table
+        for name in [name for name, row in table.rows.items() if table.engines[row].status.endpoint == endpoint]:
+            if table.engines[table.rows[name]].status.is_leaving:
+                table.remove(name)
+        self.mark_lost(endpoint, now, "has lost its connection to the scheduler")
+
     def suspect(self, endpoint: str, now: float) -> None:
         """A client reports the engine at ``endpoint`` as lost. It may be the only client that cannot reach it, so the
         engine's own reports decide: it is lost as soon as one is overdue."""
@@ -135,9 +143,11 @@ class Router:
         )
 
     def endpoints(self, now: float, replicas: int) -> dict[str, str]:
-        """Where to reach all ``replicas`` engines, by name; raises `OverloadedError` unless all of them live."""
+        """Where to reach all ``replicas`` engines, by name, without those that are leaving; raises `OverloadedError`
+        unless all of them live."""
         table = self.table
-        alive = [table.engines[table.rows[name]].status for name in self.alive(now)]
+        statuses = [table.engines[table.rows[name]].status for name in self.alive(now)]
+        alive = [status for status in statuses if not status.is_leaving]
         if len(alive) < replicas:
             raise OverloadedError(
                 f"{len(alive)} of {replicas} engines are ready: the others are starting, or were lost; try again later"

@@ -1,6 +1,6 @@
 """How many engines a deployment should have, and which one goes: decisions only. No I/O, no clock, no Ray.
 
-Nothing acts on these decisions in a deployment yet; `benchmarks/autoscaling.py` does, on simulated engines.
+`headwise.actors.fleet` acts on these decisions, and `benchmarks/autoscaling.py` on simulated engines.
 
 base         the policy, what is observed, and the decision
 observation  what the scheduler's reports say, as the controller takes it
@@ -8,6 +8,8 @@ demand       how many engines a load needs, by the costs that requests are route
 evidence     what was needed lately: up and down only after a time
 leaving      which engines go: those whose caches are worth least
 replica_set  the controller: from observations to decisions
+exchange     what the scheduler and the owner of the engines tell each other
+requests     clients' requests for a number of engines, until the owner has taken them
 """
 
 from headwise.runtime.frontend.scaling.base import (
@@ -19,6 +21,7 @@ from headwise.runtime.frontend.scaling.base import (
     ReplicaState,
     ScalingPolicy,
 )
+from headwise.runtime.frontend.scaling.exchange import Exchange, FleetState, SchedulerNews, Wish, Wishes
 from headwise.runtime.frontend.scaling.observation import observe
 from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
 
@@ -26,10 +29,15 @@ __all__ = [
     "CacheWorth",
     "Decision",
     "EngineReport",
+    "Exchange",
+    "FleetState",
     "Observation",
     "Replica",
     "ReplicaSet",
     "ReplicaState",
     "ScalingPolicy",
+    "SchedulerNews",
+    "Wish",
+    "Wishes",
     "observe",
 ]

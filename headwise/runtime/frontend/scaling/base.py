@@ -12,12 +12,13 @@ from headwise.runtime.frontend.routing.engines import Arrivals
 
 @dataclass(frozen=True)
 class ScalingPolicy:
-    """How many engines there may be, and what for. No deployment has these settings yet.
+    """How many engines there may be, and what for.
 
     min_replicas, max_replicas: bounds; with a minimum of 0, a deployment without requests ends all its engines, and the
         first request asks for one
     target_ttft_s: nine of ten requests should get their first token within this time, as far as more engines help
-    target_queue_s: nine of ten requests should start within this time; exactly one of both targets is given
+    target_queue_s: nine of ten requests should start within this time; one of both targets may be given. Without one
+        the number changes by hand only
     upscale_delay_s: more engines must have been needed for so long before they are started
     downscale_delay_s: fewer engines must have been enough for so long before one goes
     drain_timeout_s: an engine that goes has so long to end its requests and to hand over its cache
@@ -40,13 +41,18 @@ class ScalingPolicy:
             )
         if self.max_replicas < 1:
             raise ValueError(f"max_replicas must be at least 1, got {self.max_replicas}")
-        if (self.target_ttft_s is None) == (self.target_queue_s is None):
+        if self.target_ttft_s is not None and self.target_queue_s is not None:
             raise ValueError("give one of target_ttft_s and target_queue_s: they say what the engines are for")
-        if self.target_s <= 0:
+        if self.follows_load and self.target_s <= 0:
             raise ValueError(f"target_ttft_s or target_queue_s must be over 0, got {self.target_s}")
         for name in ("upscale_delay_s", "downscale_delay_s", "drain_timeout_s", "pending_timeout_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def follows_load(self) -> bool:
+        """Whether there is a target."""
+        return self.target_ttft_s is not None or self.target_queue_s is not None
 
     @property
     def target_s(self) -> float:

@@ -29,7 +29,7 @@ LEAST_WINDOW_S = 5.0
 class ReplicaSet:
     """Decides how many engines there should be, and which. Call `decide` about once a second.
 
-    The number changes
+    Where the policy has no target, the number changes by hand only. Else it changes
     - after more, or less, was needed for as long as the policy says (`Evidence`);
     - at once, from nothing to one engine, if a request waits;
     - at once, to a number set by hand, which holds until it is given back.
@@ -49,19 +49,35 @@ class ReplicaSet:
         self._starting: dict[str, float] = {}  # since when, by name
         self._leaving: dict[str, int] = {}  # epochs, by name
         self._cancelled: set[str] = set()
+        self._to_replace: dict[str, int] = {}  # epochs, by name
+        self._is_roll_asked = False
 
     # ---- orders from outside ----
 
     def set_by_hand(self, number: int | None) -> None:
-        """So many engines, whatever the load; None: as the load needs, again. Raises `ValueError` out of bounds."""
+        """So many engines, whatever the load; None: as the load needs, again. Raises `ValueError` for a number out of
+        bounds, and for None where there is no target."""
         if number is not None:
             self._check(number)
+        elif not self.policy.follows_load:
+            raise ValueError(
+                "the deployment has neither target_ttft_s nor target_queue_s, so no load says how many engines it needs"
+            )
         self._by_hand = number
         self._evidence.clear()
+
+    @property
+    def may_grow_from_nothing(self) -> bool:
+        """Whether a request that finds no engine will get one."""
+        return self.number > 0 or (self.policy.follows_load and self._by_hand is None)
 
     def drain(self, name: str, epoch: int) -> None:
         """This engine has to go, as its node is about to: another takes its place. A second time changes nothing."""
         self._leaving[name] = epoch
+
+    def roll(self) -> None:
+        """All engines that there are have to go, one after the other: the next one once all others serve."""
+        self._is_roll_asked = True
 
     def _check(self, number: int) -> None:
         policy = self.policy
@@ -84,12 +100,15 @@ class ReplicaSet:
         """
         now = self._now = max(now, self._now)
         self._note(replicas, now)
+        self._go_on_rolling(replicas)
         going = {each.name for each in replicas if each.state is ReplicaState.DRAINING} | set(self._leaving)
         staying = tuple(report for report in observed.engines if report.name not in going)
         observed = replace(observed, engines=staying)  # what the others have to do yet, nobody else has to
         number, reason = self._number(observed, replicas, now)
         changes = f"{self.number} -> {number}: " if number != self.number else f"{number}: "
         self.number = number
+        if self._to_replace:
+            reason += f"; still to be replaced: {', '.join(self._to_replace)}"
         return self._orders(observed, replicas, now, cache, changes + reason)
 
     def _note(self, replicas: Sequence[Replica], now: float) -> None:
@@ -109,6 +128,18 @@ class ReplicaSet:
             self._starting.pop(name, None)
         self._cancelled &= set(there)
 
+    def _go_on_rolling(self, replicas: Sequence[Replica]) -> None:
+        """Have the next engine replaced, if all that there should be serve."""
+        if self._is_roll_asked:
+            self._is_roll_asked = False
+            self._to_replace = {each.name: each.epoch for each in replicas if each.state is not ReplicaState.DRAINING}
+        there = {each.name: each.epoch for each in replicas if each.state is not ReplicaState.DRAINING}
+        self._to_replace = {name: epoch for name, epoch in self._to_replace.items() if there.get(name) == epoch}
+        serving = all(each.state is ReplicaState.RUNNING for each in replicas)
+        if self._to_replace and serving and len(replicas) == self.number:
+            name = next(iter(self._to_replace))
+            self._leaving[name] = self._to_replace.pop(name)
+
     def _number(self, observed: Observation, replicas: Sequence[Replica], now: float) -> tuple[int, str]:
         """The number of engines from now on, and why."""
         silent = self._silent(observed, replicas)
@@ -116,11 +147,13 @@ class ReplicaSet:
         if silent:
             self._evidence.clear()
             self._seen.clear()
-        elif load is not None:
+        elif load is not None and self.policy.follows_load:
             up, down = (needed(load, self.policy, share) for share in (1.0, TO_SPARE))
             self._evidence.add(Sample(now, up, down if down.number > up.number else up))
         if self._by_hand is not None:
             return self._by_hand, "set by hand"
+        if not self.policy.follows_load:
+            return self.number, "as configured: there is no target that the number could follow"
         if silent:
             return self.number, f"held: no report of {', '.join(silent)}"
         if not self.number and observed.held:

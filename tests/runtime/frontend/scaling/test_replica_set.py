@@ -41,7 +41,6 @@ def from_nothing(**more: Any) -> Deployment:
         ({"min_replicas": 3, "max_replicas": 2}, "min_replicas must be from 0 to max_replicas, got 3 and 2"),
         ({"min_replicas": 0, "max_replicas": 0}, "max_replicas must be at least 1, got 0"),
         ({"target_queue_s": 1.0}, "give one of target_ttft_s and target_queue_s"),
-        ({"target_ttft_s": None}, "give one of target_ttft_s and target_queue_s"),
         ({"target_ttft_s": 0.0}, "target_ttft_s or target_queue_s must be over 0, got 0"),
         ({"upscale_delay_s": -1.0}, "upscale_delay_s must be at least 0, got -1"),
     ],
@@ -281,6 +280,57 @@ def test_a_number_set_by_hand_holds_whatever_the_load_until_it_is_given_back() -
 def test_a_number_out_of_bounds_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match=f"from min_replicas 1 to max_replicas 8, got {number}"):
         ReplicaSet(POLICY).set_by_hand(number)
+
+
+def test_without_a_target_the_number_changes_by_hand_only() -> None:
+    one = deployment(2, policy=ScalingPolicy(0, 8))
+    one.work, one.held = 7.5, 9
+    assert one.tick(600).number == 2
+    one.controller.set_by_hand(3)
+    assert one.tick().start == ("engine-2",)
+    one.controller.set_by_hand(0)
+    assert one.tick(600).number == 0, "requests that wait are no reason"
+    assert not one.controller.may_grow_from_nothing
+    with pytest.raises(ValueError, match="neither target_ttft_s nor target_queue_s"):
+        one.controller.set_by_hand(None)
+
+
+def test_from_nothing_it_grows_where_there_is_a_target_and_no_number_set_by_hand() -> None:
+    one = deployment(0, policy=ScalingPolicy(0, 8, target_ttft_s=2.0))
+    assert one.controller.may_grow_from_nothing
+    one.controller.set_by_hand(0)
+    one.tick()
+    assert not one.controller.may_grow_from_nothing
+    one.controller.set_by_hand(None)
+    assert one.controller.may_grow_from_nothing
+
+
+def test_all_engines_are_replaced_one_after_the_other() -> None:
+    one = deployment(3, policy=ScalingPolicy(1, 8))
+    before = {each.name: each.epoch for each in one.replicas.values()}
+    one.controller.roll()
+    assert "still to be replaced: engine-1, engine-2" in one.tick().reason
+    for _ in range(100):
+        one.tick()
+        assert len(one.names(RUNNING)) >= 2
+        assert len(one.names(DRAINING)) <= 1
+    assert one.names(STARTING, DRAINING) == []
+    assert len(one.names(RUNNING)) == 3
+    assert not set(before.values()) & {each.epoch for each in one.replicas.values()}
+    assert one.tick().reason.startswith("3: as configured")
+
+
+def test_a_roll_holds_while_an_engine_is_lost_and_a_second_one_begins_anew() -> None:
+    one = deployment(2, policy=ScalingPolicy(1, 8))
+    one.replicas["engine-1"] = replace(one.replicas["engine-1"], state=LOST)
+    one.controller.roll()
+    assert one.tick(20).drain == ()
+    one.replicas["engine-1"] = replace(one.replicas["engine-1"], state=RUNNING)
+    assert one.tick().drain == ("engine-0",)
+    one.controller.roll()
+    one.tick(60)
+    assert one.names(STARTING, DRAINING) == []
+    assert min(each.epoch for each in one.replicas.values()) > 2
 
 
 # ---- who goes ----

@@ -1,0 +1,213 @@
+"""The engines of a deployment: how many there are, which go, and which of them hang."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from headwise.actors import placement
+from headwise.actors.first_start import EngineStart
+from headwise.actors.restarts import Phase
+from headwise.actors.role import Role
+from headwise.actors.store_worth import StoreWorth
+from headwise.actors.supervisor import Supervisor
+from headwise.errors import first_line
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.frontend.routing.engines import Arrivals
+from headwise.runtime.frontend.scaling import (
+    Decision,
+    FleetState,
+    Observation,
+    Replica,
+    ReplicaSet,
+    ReplicaState,
+    ScalingPolicy,
+    SchedulerNews,
+    Wishes,
+)
+from headwise.runtime.frontend.scaling.leaving import number_of
+
+log = logging.getLogger(__name__)
+
+MOST_REPLICAS = 1024
+"""Where ``max_replicas`` sets no limit."""
+_ASK_S = 1.0
+
+
+class Fleet:
+    """Does what the controller (`ReplicaSet`) says, by what the scheduler observes and clients ask for: starts engines,
+    drains them, and replaces those of which the scheduler hears nothing.
+
+    While the scheduler is away nothing is decided: the number holds. `look` is called on the supervisor's thread.
+
+    make_role: makes the role of an engine, by its name
+    """
+
+    def __init__(self, config: EngineConfig, supervisor: Supervisor, make_role: Callable[[str], Role]) -> None:
+        self._config = config
+        self._supervisor = supervisor
+        self._make_role = make_role
+        self._controller = ReplicaSet(policy_of(config), config.first_replicas)
+        self._store = StoreWorth(lambda: supervisor.serving("store"))
+        self._epochs = itertools.count(1)
+        self._epoch: dict[str, int] = {}  # of each engine: one that comes back under an old name is another one
+        self._decision: Decision | None = None
+        self._wishes = Wishes(self._controller)
+        self._answer: Any = None  # of the scheduler: the call that is under way
+        self._ask_at = self._now = 0.0
+        self._serial = 0
+        self._has_begun = False
+
+    @property
+    def engines(self) -> list[Role]:
+        """By their numbers."""
+        engines = [role for name, role in self._supervisor.roles.items() if number_of(name) >= 0]
+        return sorted(engines, key=lambda role: number_of(role.name))
+
+    def starts(self) -> list[EngineStart] | None:
+        """How far each engine is; None: nothing was begun yet. Callable from any thread."""
+        if not self._has_begun:
+            return None
+        return [
+            EngineStart(role.name, role.life.phase, role.life.waited_s(self._now), role.error) for role in self.engines
+        ]
+
+    def look(self, now: float) -> None:
+        """Start the first engines; later, ask the scheduler when it is time, and act on what it says."""
+        self._now = now
+        if not self._has_begun:
+            self._decide(Observation((), Arrivals()), now)
+            self._has_begun = True
+        news = self._ask(now)
+        if news is None:
+            return
+        self._replace_silent(news.silent, now)
+        has_new_wish = news.wish is not None and self._wishes.take(news.wish)
+        if news.observed is not None and (has_new_wish or news.serial != self._serial):
+            self._serial = news.serial
+            self._decide(news.observed, now)
+        if has_new_wish:
+            self._ask_at = now  # somebody waits for the answer
+
+    # ---- the scheduler ----
+
+    def _ask(self, now: float) -> SchedulerNews | None:
+        """Tell the scheduler how the engines are, now and then; its news, once they have come."""
+        if self._answer is None:
+            scheduler = self._supervisor.serving("scheduler")
+            if scheduler is not None and now >= self._ask_at:
+                self._answer = scheduler.exchange.options(enable_task_events=False).remote(self._state())
+                self._ask_at = now + _ASK_S
+            return None
+        if not ray.wait([self._answer], timeout=0)[0]:
+            return None
+        question, self._answer = self._answer, None
+        with contextlib.suppress(ray.exceptions.RayError):  # the scheduler has ended, which is noticed elsewhere
+            news: SchedulerNews = ray.get(question)
+            return news
+        return None
+
+    def _state(self) -> FleetState:
+        assert self._decision is not None
+        engines = self.engines
+        return FleetState(
+            number=self._decision.number,
+            reason=self._decision.reason,
+            replicas={role.name: _in_words(role) for role in engines},
+            expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
+            is_awaited=self._controller.may_grow_from_nothing,
+            wish=self._wishes.last,
+            refusal=self._wishes.refusal,
+        )
+
+    def _replace_silent(self, names: tuple[str, ...], now: float) -> None:
+        """Replace engines that the scheduler reports as silent. An engine that was started only since then is not
+        meant, and is left alone.
+        """
+        roles = self._supervisor.roles
+        timeout_s = self._config.engine_timeout_s
+        for name in names:
+            if name in roles and roles[name].life.has_run_for(timeout_s, now):
+                self._supervisor.replace(name, f"it has said nothing for {timeout_s:g} s")
+
+    # ---- decisions ----
+
+    def _leave_draining_nodes(self) -> None:
+        """Engines on nodes that are about to be taken away have to go; others take their places."""
+        draining = placement.draining_nodes()
+        for role in self.engines if draining else ():
+            if role.site.node in draining and not role.is_leaving:
+                log.warning("%s has to go: Ray drains its node", role)
+                self._controller.drain(role.name, self._epoch[role.name])
+
+    def _decide(self, observed: Observation, now: float) -> None:
+        self._leave_draining_nodes()
+        before = self._decision
+        decision = self._controller.decide(observed, self._replicas(), now, self._store)
+        if before is None or (before.number, before.overdue) != (decision.number, decision.overdue):
+            log.info("replicas: %s", decision.reason)
+        self._decision = decision
+        roles = self._supervisor.roles
+        for name in decision.start:
+            if name not in roles:
+                self._epoch[name] = next(self._epochs)
+                self._supervisor.add(self._make_role(name))
+        for name in decision.cancel:
+            self._supervisor.retire(roles[name], "it is not needed any more")
+        for name in decision.drain:
+            self._drain(roles[name], now)
+
+    def _replicas(self) -> list[Replica]:
+        return [Replica(role.name, _state_of(role), self._epoch[role.name]) for role in self.engines]
+
+    def _drain(self, role: Role, now: float) -> None:
+        """Have an engine take nothing new, end what it has, put into storage what only it has cached, and end. If it
+        does not, it is killed some time later."""
+        if role.handle is None or role.life.phase is not Phase.RUNNING:
+            self._supervisor.retire(role, "it does not serve, and is not wanted any more")
+            return
+        timeout_s = self._config.drain_timeout_s
+        role.leave_by = now + timeout_s + self._config.engine_timeout_s
+        leaving = [each.name for each in self.engines if each.is_leaving and each is not role]
+        sole_blocks = self._store.sole_blocks(role.name, leaving) if self._config.storage else b""
+        log.info("%s is drained: it ends in %g s at the latest", role, timeout_s)
+        role.handle.drain.remote(timeout_s, sole_blocks)
+
+
+def policy_of(config: EngineConfig) -> ScalingPolicy:
+    """How the number of a deployment's engines changes."""
+    return ScalingPolicy(
+        config.min_replicas,
+        config.max_replicas or MOST_REPLICAS,
+        target_ttft_s=config.target_ttft_s or None,
+        target_queue_s=config.target_queue_s or None,
+        upscale_delay_s=config.upscale_delay_s,
+        downscale_delay_s=config.downscale_delay_s,
+        drain_timeout_s=config.drain_timeout_s,
+        pending_timeout_s=config.start_timeout_s,
+    )
+
+
+def _state_of(role: Role) -> ReplicaState:
+    if role.is_leaving:
+        return ReplicaState.DRAINING
+    if role.life.phase is Phase.RUNNING:
+        return ReplicaState.RUNNING
+    return ReplicaState.LOST if role.has_served else ReplicaState.STARTING
+
+
+def _in_words(role: Role) -> str:
+    """How far an engine is."""
+    if role.is_leaving:
+        return "draining"
+    if role.life.phase is Phase.RUNNING:
+        return f"serves on node {role.site.address}"
+    failed = f" after it failed: {first_line(role.error)}" if role.error else ""
+    if role.life.phase is Phase.PLACING:
+        return f"waits for a node with {role.site.needs()}{failed}"
+    return ("starting" if role.life.phase is Phase.STARTING else "about to be started") + failed

@@ -1,0 +1,132 @@
+"""What the scheduler and the owner of the engines tell each other once a second, in one call of the owner.
+
+The owner is the process that started the deployment. It decides (`ReplicaSet`) and acts: it outlives the scheduler, so
+a number set by hand, and what was needed lately, survive a scheduler that is started again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headwise.runtime.frontend.scaling.base import Observation
+from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What clients asked for.
+
+    id:          no other wish has it, also none that was told to another scheduler
+    replicas:    so many engines; None: as many as the load needs
+    sets_number: whether anybody asked for a number
+    roll:        id of the last wish that all engines be replaced; empty: there was none
+    """
+
+    id: str
+    replicas: int | None = None
+    sets_number: bool = True
+    roll: str = ""
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """From the owner: the engines that there are or will be, and its last decision.
+
+    number:   engines that are to serve
+    reason:   of the last decision, in words
+    replicas: by name, how far each is, in words
+    expected: engines that have a node and are not leaving
+    is_awaited: whether requests that no engine can take may wait for one
+    wish:     id of the last wish that was taken; empty: none yet
+    refusal:  why that wish was refused; empty: it was not
+    """
+
+    number: int
+    reason: str
+    replicas: Mapping[str, str] = field(default_factory=dict)
+    expected: int = 0
+    is_awaited: bool = True
+    wish: str = ""
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class SchedulerNews:
+    """From the scheduler.
+
+    serial:   of the observation: the same one as last time says nothing new, for example while the scheduler hangs
+    silent:   engines that were found silent since the last call, and are to be replaced
+    observed: None: nothing was observed yet
+    wish:     the last one; None: there is none
+    """
+
+    serial: int = 0
+    silent: tuple[str, ...] = ()
+    observed: Observation | None = None
+    wish: Wish | None = None
+
+
+class Exchange:
+    """The scheduler's end: its server's thread leaves news here and reads what the owner told; the owner's call comes
+    on another thread.
+
+    fleet: what the owner told last; None: it has not called yet
+    """
+
+    def __init__(self) -> None:
+        self.fleet: FleetState | None = None
+        self._lock = threading.Lock()
+        self._news = SchedulerNews()
+        self._silent: set[str] = set()
+
+    def note_silent(self, engine: str) -> None:
+        """This engine has been silent for too long."""
+        with self._lock:
+            self._silent.add(engine)
+
+    def observe(self, observed: Observation) -> None:
+        """This is how it looks now."""
+        with self._lock:
+            self._news = SchedulerNews(self._news.serial + 1, (), observed, self._news.wish)
+
+    def wish(self, wish: Wish) -> None:
+        """A client asks for it. It takes the place of any wish before."""
+        with self._lock:
+            self._news = SchedulerNews(self._news.serial, (), self._news.observed, wish)
+
+    def swap(self, fleet: FleetState) -> SchedulerNews:
+        """The owner tells how the engines are, and gets the news."""
+        with self._lock:
+            self.fleet = fleet
+            silent, self._silent = tuple(sorted(self._silent)), set()
+            return SchedulerNews(self._news.serial, silent, self._news.observed, self._news.wish)
+
+
+class Wishes:
+    """The owner's end: has the controller do what clients ask for, each thing once, whichever scheduler tells of it.
+
+    last:    id of the last wish that was taken; empty: none yet
+    refusal: why it was refused; empty: it was not
+    """
+
+    def __init__(self, controller: ReplicaSet) -> None:
+        self.last = self.refusal = ""
+        self._controller = controller
+        self._roll = ""
+
+    def take(self, wish: Wish) -> bool:
+        """False: it was taken before."""
+        if wish.id == self.last:
+            return False
+        self.last, self.refusal = wish.id, ""
+        if wish.roll and wish.roll != self._roll:
+            self._roll = wish.roll
+            self._controller.roll()
+        try:
+            if wish.sets_number:
+                self._controller.set_by_hand(wish.replicas)
+        except ValueError as error:
+            self.refusal = str(error)
+        return True

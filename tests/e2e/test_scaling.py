@@ -1,0 +1,241 @@
+"""Engines come and go on real Ray: by hand, by what the cluster has room for, and by the load. No request is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from support.reference import Answer, answers
+from support.waiting import PATIENCE_S, eventually
+
+from headwise import Client, EngineConfig, SamplingParams
+from headwise.actors.cluster import Cluster
+from headwise.actors.deployment import Deployment
+from headwise.actors.placement import ENGINE_CPUS, WORKER_CPUS
+from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol.request import GenerationResult
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+CPUS = 1.0
+"""Left for engines: room for three."""
+CONFIG = EngineConfig(
+    port=0,
+    min_replicas=0,
+    max_model_len=512,
+    kv_cache="64MiB",
+    block_size=16,
+    cpu_threads=1,
+    tensor_ops="numpy",  # ready in a second
+    engine_timeout_s=60.0,
+    index_timeout_s=5.0,  # a machine that is busy may keep it from answering
+    drain_timeout_s=PATIENCE_S,
+)
+TOKENS = 16
+STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 100]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A Ray cluster that was there before the deployments, and has other work, too."""
+    cluster = Cluster.start()
+    others = ray.util.placement_group([{"CPU": ray.cluster_resources()["CPU"] - CPUS}])
+    assert others.wait(PATIENCE_S)
+    yield
+    cluster.disconnect()
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"file://{tmp_path_factory.mktemp('storage')}?capacity=256MiB"
+
+
+@pytest.fixture(scope="module")
+def deployment(cluster: None, storage: str) -> Iterator[Deployment]:
+    with Deployment.start(replace(CONFIG, host_cache="32MiB", storage=storage), address="auto") as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Deployment) -> Iterator[Client]:
+    with Client(deployment.client_address) as client:
+        yield client
+
+
+class Load:
+    """Each stream again and again, one reader a stream, until it is to end."""
+
+    def __init__(self, client: Client) -> None:
+        self._client, self._is_over = client, threading.Event()
+        self._pool = ThreadPoolExecutor(len(STREAMS))
+        self._readers = [self._pool.submit(self._read, answer) for answer in STREAMS]
+
+    def _read(self, answer: Answer) -> int:
+        count = 0
+        while not self._is_over.is_set():
+            result = self._client.stream(answer.prompt_ids, GREEDY).read()
+            assert result.token_ids == answer.output_ids, answer.name
+            count += 1
+        return count
+
+    def end(self) -> int:
+        """Wait for the streams; how many there were. Raises what one of them did."""
+        self._is_over.set()
+        counts = [reader.result(PATIENCE_S) for reader in self._readers]
+        self._pool.shutdown()
+        return sum(counts)
+
+
+def fleet(client: Client) -> dict[str, str]:
+    replicas: dict[str, str] = client.stats()["fleet"]["replicas"]
+    return replicas
+
+
+def serving(client: Client) -> list[str]:
+    """Engines that report, and that their owner says serve."""
+    stats = client.stats()
+    states = stats["fleet"]["replicas"]
+    return sorted(name for name in stats["engines"] if states.get(name, "").startswith("serves"))
+
+
+def generate(client: Client, answer: Answer) -> GenerationResult:
+    return client.stream(answer.prompt_ids, GREEDY).read()
+
+
+# ---- by hand ----
+
+
+def test_one_engine_becomes_three_and_one_again_under_load_and_every_request_gets_its_tokens(
+    deployment: Deployment, client: Client
+) -> None:
+    load = Load(client)
+    assert client.scale(3) == "1 -> 3: set by hand"
+    assert client.scale(3) == "3: set by hand"
+    eventually(lambda: len(serving(client)) == 3, otherwise=client.stats)
+    eventually(lambda: all(engine["requests"]["finished"] for engine in client.stats()["engines"].values()))
+    before = deployment.actor_pids()
+    assert client.scale(1) == "3 -> 1: set by hand"
+    eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)
+    assert load.end() > 0
+    (left,) = serving(client)
+    gone = [before[name] for name in before if name.startswith("engine-") and name != left]
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in gone))
+    eventually(lambda: list(client.stats()["engines"]) == [left])
+    assert client.stats()["faults"] == []
+    assert client.stats()["scheduler"]["refused"] == 0
+    eventually(lambda: ray.available_resources()["CPU"] == pytest.approx(CPUS - ENGINE_CPUS - WORKER_CPUS))
+
+
+def test_what_only_the_engine_that_goes_has_cached_is_in_storage_when_it_has_gone_and_the_index_knows(
+    deployment: Deployment, client: Client
+) -> None:
+    client.scale(1)
+    eventually(lambda: len(serving(client)) == 1)
+    prompt = [1000 + 7 * number for number in range(160)]
+    first = client.stream(prompt, max_tokens=2, temperature=0.0).read()
+    client.scale(0)
+    eventually(lambda: not fleet(client), otherwise=client.stats)
+    client.scale(1)
+    second = client.stream(prompt, max_tokens=2, temperature=0.0).read()
+    assert second.token_ids == first.token_ids
+    assert first.usage.cached_tokens == 0
+    assert second.usage.cached_tokens >= 144
+
+
+def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_not_come_back(
+    deployment: Deployment, client: Client
+) -> None:
+    client.scale(2)
+    eventually(lambda: len(serving(client)) == 2)
+    load = Load(client)
+    eventually(lambda: all(each["requests"]["running"] for each in client.stats()["engines"].values()))
+    client.scale(1)
+    eventually(lambda: "draining" in fleet(client).values())
+    (name,) = (name for name, state in fleet(client).items() if state == "draining")
+    os.kill(deployment.actor_pids()[name], signal.SIGKILL)
+    eventually(lambda: name not in fleet(client), otherwise=client.stats)
+    assert load.end() > 0
+    assert len(serving(client)) == 1
+
+
+def test_a_roll_puts_another_engine_in_the_place_of_the_only_one_under_load(
+    deployment: Deployment, client: Client
+) -> None:
+    (before,) = serving(client)
+    pid = deployment.actor_pids()[before]
+    load = Load(client)
+    client.roll()
+    eventually(lambda: len(fleet(client)) == 1 and serving(client) not in ([], [before]), otherwise=client.stats)
+    assert load.end() > 0
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_number_set_by_hand_outlives_the_scheduler_and_the_store(deployment: Deployment, client: Client) -> None:
+    client.scale(2)
+    pids = deployment.actor_pids()
+    for role in ("scheduler", "store"):
+        os.kill(pids[role], signal.SIGKILL)
+    eventually(lambda: len(serving(client)) == 2, otherwise=client.stats)
+    assert client.stats()["fleet"]["number"] == 2
+    assert client.scale(1) == "2 -> 1: set by hand"
+    eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)
+
+
+def test_a_number_out_of_bounds_is_the_caller_s_error(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match="from min_replicas 0 to max_replicas 1024, got 1025"):
+        client.scale(1025)
+    with pytest.raises(InvalidRequestError, match="neither target_ttft_s nor target_queue_s"):
+        client.scale(None)
+    with pytest.raises(InvalidRequestError, match="must be a number of engines or None, got -1"):
+        client.scale(-1)
+
+
+# ---- by what there is room for ----
+
+
+def test_a_deployment_serves_with_the_engines_that_have_room_and_the_others_join_when_there_is_some(
+    deployment: Deployment, client: Client
+) -> None:
+    client.scale(1)
+    eventually(lambda: len(fleet(client)) == 1)
+    others = ray.util.placement_group([{"CPU": ENGINE_CPUS + WORKER_CPUS}])
+    assert others.wait(PATIENCE_S)
+    config = replace(CONFIG, name="second", replicas=2)
+    with Deployment.start(config, address="auto") as second, Client(second.client_address) as its:
+        assert generate(its, STREAMS[0]).token_ids == STREAMS[0].output_ids
+        eventually(lambda: sorted(fleet(its)) == ["engine-0", "engine-1"])
+        (waiting,) = (state for state in fleet(its).values() if not state.startswith("serves"))
+        assert waiting == "waits for a node with 0.3 CPUs"
+        assert its.reset_cache("device")  # of the engines that there are
+        ray.util.remove_placement_group(others)
+        eventually(lambda: len(serving(its)) == 2, otherwise=its.stats)
+
+
+# ---- by the load ----
+
+
+def test_the_first_request_of_a_deployment_without_engines_waits_for_one_which_goes_again(
+    deployment: Deployment, client: Client
+) -> None:
+    config = replace(
+        CONFIG,
+        name="second",
+        replicas=0,
+        max_replicas=2,
+        target_ttft_s=60.0,
+        upscale_delay_s=0.0,
+        downscale_delay_s=1.0,
+    )
+    with Deployment.start(config, address="auto") as second, Client(second.client_address) as its:
+        assert not its.stats()["engines"]
+        assert generate(its, STREAMS[0]).token_ids == STREAMS[0].output_ids
+        eventually(lambda: not fleet(its) and not its.stats()["engines"], otherwise=its.stats)
+        assert its.stats()["fleet"]["number"] == 0

@@ -1,0 +1,73 @@
+"""A deployment of one process: a real scheduler's server and real engines' servers around scripted cores."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from support.engine.scripted import ScriptedCore
+from support.waiting import eventually
+
+from headwise.errors import EngineDiedError, InvalidRequestError
+from headwise.runtime.client.client import Client
+from headwise.runtime.engine.reports import Reporting
+from headwise.runtime.engine.server import EngineServer
+from headwise.runtime.frontend.scaling import Exchange
+from headwise.runtime.frontend.scheduler_server import SchedulerServer
+from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
+
+SECRET = "of-this-deployment"
+
+
+class ScriptedPreprocessor:
+    """A preprocessor whose tokens are characters."""
+
+    def prepare(
+        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
+    ) -> GenerateRequest:
+        text = prompt if messages is None else "".join(message["content"] for message in messages)
+        tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
+        if not len(tokens):
+            raise InvalidRequestError("the prompt is empty")
+        params = SamplingParams.from_wire(sampling)
+        return GenerateRequest(f"r-{time.monotonic_ns()}-{threading.get_ident()}", tokens, params, priority, cache_salt)
+
+    def hashes(self, request: GenerateRequest) -> list[bytes]:
+        return []
+
+
+class Deployment:
+    """A scheduler and engines of this process, whose owner is the test: it has ``exchange``."""
+
+    def __init__(self, replicas: int = 1) -> None:
+        self.exchange = Exchange()
+        self.scheduler = SchedulerServer(
+            ScriptedPreprocessor(),
+            "127.0.0.1",
+            0,
+            secret=SECRET,
+            model="scripted",
+            replicas=replicas,
+            exchange=self.exchange,
+        )
+        self.scheduler.start()
+        self.address = f"127.0.0.1:{self.scheduler.port}"
+        self.servers: list[EngineServer] = []
+        self.died: list[EngineDiedError] = []
+
+    def add_engine(self, core: ScriptedCore | None, **options: Any) -> EngineServer:
+        reporting = Reporting(f"tcp://{self.address}", SECRET, f"engine-{len(self.servers)}")
+        server = EngineServer("tcp://127.0.0.1:*", reporting=reporting, on_died=self.died.append, **options)
+        if core is not None:
+            server.attach(core)
+        server.start()
+        self.servers.append(server)
+        with Client(self.address) as client:
+            eventually(lambda: len(client.stats()["engines"]) == len(self.servers))
+        return server
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.stop()
+        self.scheduler.stop()
