@@ -1,11 +1,12 @@
-# headwise: `make demo` shows it, `make test` proves it, `make check` lints it, `make figures` measures it.
+# headwise: `make demo` shows it, `make test` proves it, `make check` lints it, `make lint-deploy` what deploys it,
+# `make figures` measures it.
 PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test check soak figures peers clean
+.PHONY: venv demo test check lint-deploy soak figures peers clean
 venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -30,6 +31,11 @@ check: venv
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+# With hadolint and Kubernetes' schemas, which are not worth 110 MB to who does not touch deploy/.
+lint-deploy: venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo,deploy]'
+	@$(BIN)/python -m pytest -rs tests/deploy
 
 figures: venv
 	@$(BIN)/python benchmarks/figures.py

@@ -11,7 +11,7 @@ import headwise
 
 TESTS = Path(__file__).parent
 PACKAGE = Path(headwise.__file__).parent
-OF_NO_PACKAGE = {"benchmarks", "e2e", "soak"}
+OF_NO_PACKAGE = {"benchmarks", "deploy", "e2e", "soak"}
 """Of the whole, or of what is not in the package."""
 
 

@@ -28,7 +28,7 @@ from headwise.runtime.frontend.scaling import (
     ReplicaState,
     ScalingPolicy,
     SchedulerNews,
-    Wish,
+    Wishes,
 )
 from headwise.runtime.frontend.scaling.leaving import number_of
 
@@ -57,7 +57,7 @@ class Fleet:
         self._epochs = itertools.count(1)
         self._epoch: dict[str, int] = {}  # of each engine: one that comes back under an old name is another one
         self._decision: Decision | None = None
-        self._wish, self._refusal = "", ""
+        self._wishes = Wishes(self._controller)
         self._answer: Any = None  # of the scheduler: the call that is under way
         self._ask_at = self._now = 0.0
         self._serial = 0
@@ -87,7 +87,7 @@ class Fleet:
         if news is None:
             return
         self._replace_silent(news.silent, now)
-        has_new_wish = news.wish is not None and self._take_wish(news.wish)
+        has_new_wish = news.wish is not None and self._wishes.take(news.wish)
         if news.observed is not None and (has_new_wish or news.serial != self._serial):
             self._serial = news.serial
             self._decide(news.observed, now)
@@ -121,8 +121,8 @@ class Fleet:
             replicas={role.name: _in_words(role) for role in engines},
             expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
             is_awaited=self._controller.may_grow_from_nothing,
-            wish=self._wish,
-            refusal=self._refusal,
+            wish=self._wishes.last,
+            refusal=self._wishes.refusal,
         )
 
     def _replace_silent(self, names: tuple[str, ...], now: float) -> None:
@@ -134,17 +134,6 @@ class Fleet:
         for name in names:
             if name in roles and roles[name].life.has_run_for(timeout_s, now):
                 self._supervisor.replace(name, f"it has said nothing for {timeout_s:g} s")
-
-    def _take_wish(self, wish: Wish) -> bool:
-        """Have the controller do what a client asks for; False: it was taken before."""
-        if wish.id == self._wish:
-            return False
-        self._wish, self._refusal = wish.id, ""
-        try:
-            self._controller.set_by_hand(wish.replicas)
-        except ValueError as error:
-            self._refusal = str(error)
-        return True
 
     # ---- decisions ----
 

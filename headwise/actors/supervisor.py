@@ -111,9 +111,9 @@ class Supervisor:
             return
         for call in ended:
             self._take(waiting[call], call, now)
-        self._beside(now)
         for role in list(self._roles.values()):
             self._advance(role, now)
+        self._beside(now)
 
     def _take(self, role: Role, call: Any, now: float) -> None:
         """The call that was waited for has returned or failed."""

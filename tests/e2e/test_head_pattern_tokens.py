@@ -54,12 +54,12 @@ class MaskedAttention:
             ]
         )
         share = config.num_heads // config.num_kv_heads
-        k, v = (np.repeat(x, share, axis=1) for x in (k, v))
-        scores = config.attention_scale * np.einsum("ihd,jhd->hij", q, k)
+        q, k, v = (x.swapaxes(0, 1) for x in (q, np.repeat(k, share, axis=1), np.repeat(v, share, axis=1)))
+        scores = config.attention_scale * (q @ k.swapaxes(1, 2))
         scores = np.where(np.repeat(see, share, axis=0), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out = np.einsum("hij,jhd->ihd", weights / weights.sum(-1, keepdims=True), v)
-        return ops.from_kernel_array(np.ascontiguousarray(out, dtype=np.float32))
+        out = (weights / weights.sum(-1, keepdims=True)) @ v
+        return ops.from_kernel_array(np.ascontiguousarray(out.swapaxes(0, 1), dtype=np.float32))
 
 
 def oracle(worker: ModelWorker, name: str, prompt: list[int], is_masked: bool = True) -> Answer:

@@ -45,6 +45,7 @@ def test_references_judge_what_they_must(wanted: dict[str, Answer]) -> None:
         assert len(answer.judged) >= 24, answer.name
 
 
+@pytest.mark.soak
 def test_8000_tokens_with_recycling(loaded: PoisonedModel, wanted: dict[str, Answer]) -> None:
     run = loaded.start(prefix_caching=False, async_scheduling=False)
     name = run.add(wanted["island_8000"])

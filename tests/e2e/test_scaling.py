@@ -166,6 +166,29 @@ def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_
     assert len(serving(client)) == 1
 
 
+def test_a_roll_puts_another_engine_in_the_place_of_the_only_one_under_load(
+    deployment: Deployment, client: Client
+) -> None:
+    (before,) = serving(client)
+    pid = deployment.actor_pids()[before]
+    load = Load(client)
+    client.roll()
+    eventually(lambda: len(fleet(client)) == 1 and serving(client) not in ([], [before]), otherwise=client.stats)
+    assert load.end() > 0
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_number_set_by_hand_outlives_the_scheduler_and_the_store(deployment: Deployment, client: Client) -> None:
+    client.scale(2)
+    pids = deployment.actor_pids()
+    for role in ("scheduler", "store"):
+        os.kill(pids[role], signal.SIGKILL)
+    eventually(lambda: len(serving(client)) == 2, otherwise=client.stats)
+    assert client.stats()["fleet"]["number"] == 2
+    assert client.scale(1) == "2 -> 1: set by hand"
+    eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)
+
+
 def test_a_number_out_of_bounds_is_the_caller_s_error(client: Client) -> None:
     with pytest.raises(InvalidRequestError, match="from min_replicas 0 to max_replicas 1024, got 1025"):
         client.scale(1025)

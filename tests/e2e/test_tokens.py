@@ -48,11 +48,12 @@ def test_references_cover_what_they_must() -> None:
         assert sum(len(answer.judged) for answer in answers(model)) > 0.8 * 64 * len(lengths)
 
 
-def test_prefill_logits_agree(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("longest", [800, pytest.param(4096, marks=pytest.mark.soak)])
+def test_prefill_logits_agree(loaded: LoadedModel, longest: int) -> None:
     _, executor = loaded.engine(max_batched_tokens=4096)
     executor.close()
     worker = loaded.worker
-    for answer in reference(loaded):
+    for answer in reference(loaded, longest):
         logits = prefill_logits(worker, answer.prompt_ids)
         np.testing.assert_allclose(logits[answer.top_ids], answer.top_logits, atol=1e-3, rtol=0)
         np.testing.assert_allclose(logits[answer.sample_ids], answer.sample_logits, atol=1e-3, rtol=0)
@@ -90,9 +91,9 @@ def greedy(wanted: list[Answer], tokens: int) -> dict[str, SamplingParams]:
     return {answer.name: replace(GREEDY, max_tokens=tokens) for answer in wanted}
 
 
-@tokens_of_each(20, 64)
-def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int) -> None:
-    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
+@pytest.mark.parametrize(("tokens", "longest"), [(20, 800), pytest.param(64, 1400, marks=pytest.mark.soak)])
+def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel, tokens: int, longest: int) -> None:
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     results, engine = loaded.run(wanted, greedy(wanted, tokens), max_batched_tokens=64, prefix_caching=False)
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)

@@ -149,6 +149,30 @@ def test_whole_messages_of_endless_frames_end_the_connection(place: Place) -> No
     stranger.socket.close()
 
 
+def test_whole_messages_of_endless_frames_from_many_peers_take_little_memory_while_nobody_reads(place: Place) -> None:
+    strangers = [Stranger(place.listener.endpoint) for _ in range(16)]
+    for stranger in strangers:
+        stranger.send(LAST, b"hello")
+    eventually(lambda: place.has(lambda: len(place.of) == len(strangers)))
+    before = _resident_bytes()
+    message = bytes([MORE, 0]) * (30 << 10) + bytes([LAST, 0])
+    _send_until_nothing_is_taken(strangers, message * 32)
+    assert _resident_bytes() - before < 2 * MAX_GROWTH
+    eventually(lambda: place.has(lambda: len(place.ended) == len(strangers)))
+    for stranger in strangers:
+        stranger.socket.close()
+
+
+def _send_until_nothing_is_taken(strangers: list[Stranger], messages: bytes, quiet_s: float = 0.5) -> None:
+    """All send these whole messages over and over, until the other side has not taken any for ``quiet_s``."""
+    rest = {stranger.socket: messages for stranger in strangers}
+    for own in rest:
+        own.setblocking(False)
+    while ready := select.select([], list(rest), [], quiet_s)[1]:
+        for own in ready:
+            rest[own] = rest[own][own.send(rest[own]) :] or messages
+
+
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -12,7 +12,7 @@ import typer
 
 from headwise import __version__
 from headwise.runtime.cli.calibrate import calibrate
-from headwise.runtime.cli.operations import reset_cache, scale, sleep, wake
+from headwise.runtime.cli.operations import reset_cache, roll, scale, sleep, wake
 from headwise.runtime.cli.options import EngineOptions, command, config_reference
 from headwise.runtime.cli.status import index, status
 
@@ -42,6 +42,7 @@ app.command()(sleep)
 app.command()(wake)
 app.command()(reset_cache)
 app.command()(scale)
+app.command()(roll)
 
 
 def main() -> None:

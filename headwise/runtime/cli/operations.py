@@ -1,4 +1,4 @@
-"""``headwise sleep``, ``wake``, ``reset-cache`` and ``scale``: operations on a running deployment."""
+"""``headwise sleep``, ``wake``, ``reset-cache``, ``scale`` and ``roll``: operations on a running deployment."""
 
 from __future__ import annotations
 
@@ -80,3 +80,19 @@ def scale(
         raise typer.BadParameter(f"give a number of engines, or auto, not {replicas!r}", param_hint="--replicas")
     with Client(address) as client:
         typer.echo(client.scale(None if replicas == "auto" else int(replicas)))
+
+
+@command
+def roll(address: _Address) -> None:
+    """Have a deployment replace all its engines by new ones, one after the other, so that no request is lost.
+
+    Prints what was decided and returns; `headwise status` shows which engines are still to be replaced.
+
+    \b
+    Examples:
+      headwise roll --address 127.0.0.1:8700
+    """
+    from headwise.runtime.client.client import Client
+
+    with Client(address) as client:
+        typer.echo(client.roll())

@@ -16,7 +16,7 @@ from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.loader.chat import plain_messages
-from headwise.runtime.protocol.messages import FindPrefix, GetStats, Route, Scale
+from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
 
 Prompt = str | Sequence[int]
@@ -138,6 +138,12 @@ class Client:
         ):
             raise InvalidRequestError(f"replicas must be a number of engines or None, got {replicas!r:.80}")
         decision: str = _answer_to(lambda deliver: self._io.ask(lambda key: Scale(key, replicas), deliver))
+        return decision
+
+    def roll(self) -> str:
+        """Have all engines replaced by new ones, one after the other, so that no request is lost. Returns what was
+        decided, in words, when that begins."""
+        decision: str = _answer_to(lambda deliver: self._io.ask(Roll, deliver))
         return decision
 
     # ---- asynchronous ----

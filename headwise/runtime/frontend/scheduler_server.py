@@ -50,6 +50,7 @@ from headwise.runtime.protocol.messages import (
     Pong,
     PrefixFound,
     Reroute,
+    Roll,
     Route,
     Scale,
     Scaled,
@@ -223,9 +224,15 @@ class SchedulerServer:
 
     def _scale(self, identity: bytes, scale: Scale) -> None:
         try:
-            self._scale_requests.add((identity, scale.key), scale.replicas, self._clock())
+            self._scale_requests.scale((identity, scale.key), scale.replicas, self._clock())
         except HeadwiseError as error:
             self._send(identity, failure(error, scale.key))
+
+    def _roll(self, identity: bytes, roll: Roll) -> None:
+        try:
+            self._scale_requests.roll((identity, roll.key), self._clock())
+        except HeadwiseError as error:
+            self._send(identity, failure(error, roll.key))
 
     def _take_ping(self, identity: bytes, ping: Ping) -> None:
         self._send(identity, Pong(self.instance))
@@ -463,5 +470,6 @@ class SchedulerServer:
         GetEngines: _send_engines,
         FindPrefix: _find_prefix,
         Scale: _scale,
+        Roll: _roll,
         EngineStatus: _take_status,
     }

@@ -11,6 +11,7 @@ client -> scheduler   FindPrefix   -> PrefixFound | Failed
 client -> scheduler   GetEngines   -> Engines | Failed
 client -> engine      Operate      -> Operated | Failed
 client -> scheduler   Scale        -> Scaled | Failed
+client -> scheduler   Roll         -> Scaled | Failed
 engine -> scheduler   EngineStatus                  every `STATUS_INTERVAL_S`
 """
 
@@ -227,6 +228,14 @@ class Scale:
 
     key: int
     replicas: int | None
+
+
+@register
+@dataclass(frozen=True)
+class Roll:
+    """All engines are to be replaced, one after the other. Answered when that has begun."""
+
+    key: int
 
 
 @register

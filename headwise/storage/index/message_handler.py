@@ -130,8 +130,10 @@ class MessageHandler:
             self.store.apply(message)
         elif isinstance(message, Farewell):
             self.store.apply(message)
-            self._forget(message.node)
-            self._send(identity, Outdated(message.node, self.store.epoch(message.node), is_replaced=False))
+            is_replaced = self.store.has(message.node)  # by a later epoch of that name
+            if not is_replaced:
+                self._forget(message.node)
+            self._send(identity, Outdated(message.node, self.store.epoch(message.node), is_replaced))
         elif isinstance(message, Rejected):
             self.count("unexpected", f"a peer rejected what it was sent: {message.reason}")
         else:

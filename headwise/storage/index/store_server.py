@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 _POLL_MS = 100
 _BATCH = 256
 """Most messages handled before other work is done."""
-_QUEUE = 1000
-"""Messages from one peer, or to it, that may wait."""
+_SEND_QUEUE = 1000
+"""Messages to one peer that may wait."""
 
 
 class StoreServer:
@@ -87,8 +87,7 @@ class StoreServer:
                 max_message_bytes=2 * max_message_bytes,  # up to there, the sender gets an answer
                 max_frame_bytes=2 * PIECE_BYTES,
                 max_frames=MAX_FRAMES,
-                send_queue=_QUEUE,
-                receive_queue=_QUEUE,
+                send_queue=_SEND_QUEUE,
                 prepare=prepare,
             )
         except zmq.ZMQError:

@@ -40,6 +40,7 @@ from headwise.runtime.protocol.messages import (
     Pong,
     PrefixFound,
     Reroute,
+    Roll,
     Route,
     Scale,
     Scaled,
@@ -824,6 +825,23 @@ def test_a_number_of_engines_is_answered_once_the_owner_has_taken_the_last_one_a
     assert one.hears_nothing()
 
 
+def test_a_roll_and_a_number_that_are_asked_for_at_once_are_both_told_to_the_owner(make: Make) -> None:
+    deployment = make()
+    one, two = deployment.peer(), deployment.peer()
+    one.send(Roll(1))
+    assert one.hears_nothing()
+    first = deployment.exchange.swap(FleetState(1, "")).wish
+    assert first is not None
+    assert (first.sets_number, first.roll) == (False, first.id)
+    two.send(Scale(1, 3))
+    assert two.hears_nothing()
+    both = deployment.exchange.swap(FleetState(1, "")).wish
+    assert both is not None
+    assert (both.sets_number, both.replicas, both.roll) == (True, 3, first.id)
+    deployment.exchange.swap(FleetState(3, "decided", wish=both.id))
+    assert [one.receive(), two.receive()] == [Scaled(1, "decided")] * 2
+
+
 def test_a_number_that_the_owner_refuses_is_the_caller_s_error(make: Make) -> None:
     deployment = make()
     client = deployment.peer()
@@ -834,6 +852,11 @@ def test_a_number_that_the_owner_refuses_is_the_caller_s_error(make: Make) -> No
     deployment.exchange.swap(FleetState(1, "", wish=wish.id, refusal="at least 1, got 0"))
     failed = client.receive()
     assert (failed.key, failed.error, failed.message) == (7, "InvalidRequestError", "at least 1, got 0")
+    client.send(Roll(8))
+    assert client.hears_nothing()
+    wish = deployment.exchange.swap(FleetState(1, "")).wish
+    assert wish is not None
+    assert not wish.sets_number, "what was refused is not asked for again"
 
 
 def test_an_owner_that_does_not_call_is_told_to_the_caller(make: Make) -> None:

@@ -118,11 +118,12 @@ def test_special_tokens_are_hidden_and_added_ones_shown() -> None:
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
-def test_demo_tokenizers_stream_what_they_decode(model: str) -> None:
+def test_demo_tokenizers_stream_what_they_decode(model: str, examples: int) -> None:
     tokenizer = Tokenizer.from_directory(resolve_model(model, EngineConfig().cache_path))
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=examples, deadline=None)
     @given(
         st.lists(st.integers(0, tokenizer.vocab_size + 3) | st.integers(0, 600), max_size=40),
         st.lists(st.integers(1, 5), min_size=1, max_size=8),

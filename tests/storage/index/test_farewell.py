@@ -10,9 +10,11 @@ from support.waiting import eventually
 
 from headwise.storage.index.attention_store import AttentionStore
 from headwise.storage.index.flusher import Flusher
-from headwise.storage.index.messages import Farewell, Flush, Heartbeat
+from headwise.storage.index.message_handler import MessageHandler
+from headwise.storage.index.messages import Farewell, Flush, Heartbeat, Message, Outdated
 from headwise.storage.index.prefix_index import MAX_HEIRS, PrefixIndex
 from headwise.storage.index.store_server import StoreServer
+from headwise.storage.index.wire import decode, encode
 
 PATH = [block(number) for number in range(1, 9)]
 RUN = b"".join(PATH)
@@ -121,6 +123,27 @@ def test_a_farewell_voids_its_epoch_and_not_a_later_one() -> None:
     assert not store.apply(Flush("a", 5, 1, "device", 0, RUN, True)), "it comes late"
     assert store.apply(Flush("a", 6, 0, "device", 0, RUN, True))
     store.check_integrity()
+
+
+def test_a_farewell_that_comes_after_its_successor_disturbs_nobody() -> None:
+    sent: list[Message] = []
+
+    def send(identity: bytes, data: bytes) -> bool:
+        sent.append(decode(data))
+        return True
+
+    now = [1000.0]
+    handler = MessageHandler(AttentionStore(), send, lambda: now[0], node_timeout_s=10.0, max_message_bytes=1 << 20)
+    for epoch in (1, 2):
+        handler.take(b"peer", [encode(Flush("n", epoch, 0, "device", 0, RUN, True))])
+    handler.take(b"late", [encode(Farewell("n", 1))])
+    assert sent[-1] == Outdated("n", 2, is_replaced=True)
+    assert handler.stats()["nodes"]["n"]["silent_s"] == 0.0
+    assert handler.store.match(RUN) == {"n": (8, 8, 8)}
+    handler.take(b"peer", [encode(Farewell("n", 2))])
+    assert sent[-1] == Outdated("n", 2, is_replaced=False)
+    handler.tick()
+    assert handler.stats()["nodes"] == {}
 
 
 def test_a_flusher_waits_until_its_farewell_was_heard_and_no_longer() -> None:

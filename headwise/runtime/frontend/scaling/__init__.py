@@ -9,6 +9,7 @@ evidence     what was needed lately: up and down only after a time
 leaving      which engines go: those whose caches are worth least
 replica_set  the controller: from observations to decisions
 exchange     what the scheduler and the owner of the engines tell each other
+requests     clients' requests for a number of engines, until the owner has taken them
 """
 
 from headwise.runtime.frontend.scaling.base import (
@@ -20,7 +21,7 @@ from headwise.runtime.frontend.scaling.base import (
     ReplicaState,
     ScalingPolicy,
 )
-from headwise.runtime.frontend.scaling.exchange import Exchange, FleetState, SchedulerNews, Wish
+from headwise.runtime.frontend.scaling.exchange import Exchange, FleetState, SchedulerNews, Wish, Wishes
 from headwise.runtime.frontend.scaling.observation import observe
 from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
 
@@ -37,5 +38,6 @@ __all__ = [
     "ScalingPolicy",
     "SchedulerNews",
     "Wish",
+    "Wishes",
     "observe",
 ]

@@ -11,17 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headwise.runtime.frontend.scaling.base import Observation
+from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A client asked for so many engines; None: as many as the load needs.
+    """What clients asked for.
 
-    id: no other wish has it, also none that was told to another scheduler
+    id:          no other wish has it, also none that was told to another scheduler
+    replicas:    so many engines; None: as many as the load needs
+    sets_number: whether anybody asked for a number
+    roll:        id of the last wish that all engines be replaced; empty: there was none
     """
 
     id: str
-    replicas: int | None
+    replicas: int | None = None
+    sets_number: bool = True
+    roll: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,3 +102,31 @@ class Exchange:
             self.fleet = fleet
             silent, self._silent = tuple(sorted(self._silent)), set()
             return SchedulerNews(self._news.serial, silent, self._news.observed, self._news.wish)
+
+
+class Wishes:
+    """The owner's end: has the controller do what clients ask for, each thing once, whichever scheduler tells of it.
+
+    last:    id of the last wish that was taken; empty: none yet
+    refusal: why it was refused; empty: it was not
+    """
+
+    def __init__(self, controller: ReplicaSet) -> None:
+        self.last = self.refusal = ""
+        self._controller = controller
+        self._roll = ""
+
+    def take(self, wish: Wish) -> bool:
+        """False: it was taken before."""
+        if wish.id == self.last:
+            return False
+        self.last, self.refusal = wish.id, ""
+        if wish.roll and wish.roll != self._roll:
+            self._roll = wish.roll
+            self._controller.roll()
+        try:
+            if wish.sets_number:
+                self._controller.set_by_hand(wish.replicas)
+        except ValueError as error:
+            self.refusal = str(error)
+        return True

@@ -49,6 +49,8 @@ class ReplicaSet:
         self._starting: dict[str, float] = {}  # since when, by name
         self._leaving: dict[str, int] = {}  # epochs, by name
         self._cancelled: set[str] = set()
+        self._to_replace: dict[str, int] = {}  # epochs, by name
+        self._is_roll_asked = False
 
     # ---- orders from outside ----
 
@@ -73,6 +75,10 @@ class ReplicaSet:
         """This engine has to go, as its node is about to: another takes its place. A second time changes nothing."""
         self._leaving[name] = epoch
 
+    def roll(self) -> None:
+        """All engines that there are have to go, one after the other: the next one once all others serve."""
+        self._is_roll_asked = True
+
     def _check(self, number: int) -> None:
         policy = self.policy
         if not policy.min_replicas <= number <= policy.max_replicas:
@@ -94,12 +100,15 @@ class ReplicaSet:
         """
         now = self._now = max(now, self._now)
         self._note(replicas, now)
+        self._go_on_rolling(replicas)
         going = {each.name for each in replicas if each.state is ReplicaState.DRAINING} | set(self._leaving)
         staying = tuple(report for report in observed.engines if report.name not in going)
         observed = replace(observed, engines=staying)  # what the others have to do yet, nobody else has to
         number, reason = self._number(observed, replicas, now)
         changes = f"{self.number} -> {number}: " if number != self.number else f"{number}: "
         self.number = number
+        if self._to_replace:
+            reason += f"; still to be replaced: {', '.join(self._to_replace)}"
         return self._orders(observed, replicas, now, cache, changes + reason)
 
     def _note(self, replicas: Sequence[Replica], now: float) -> None:
@@ -118,6 +127,18 @@ class ReplicaSet:
         for name in self._cancelled - set(there):
             self._starting.pop(name, None)
         self._cancelled &= set(there)
+
+    def _go_on_rolling(self, replicas: Sequence[Replica]) -> None:
+        """Have the next engine replaced, if all that there should be serve."""
+        if self._is_roll_asked:
+            self._is_roll_asked = False
+            self._to_replace = {each.name: each.epoch for each in replicas if each.state is not ReplicaState.DRAINING}
+        there = {each.name: each.epoch for each in replicas if each.state is not ReplicaState.DRAINING}
+        self._to_replace = {name: epoch for name, epoch in self._to_replace.items() if there.get(name) == epoch}
+        serving = all(each.state is ReplicaState.RUNNING for each in replicas)
+        if self._to_replace and serving and len(replicas) == self.number:
+            name = next(iter(self._to_replace))
+            self._leaving[name] = self._to_replace.pop(name)
 
     def _number(self, observed: Observation, replicas: Sequence[Replica], now: float) -> tuple[int, str]:
         """The number of engines from now on, and why."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.runtime.frontend.scaling.exchange import Exchange, Wish
 
@@ -14,8 +16,8 @@ Asker = tuple[bytes, int]
 
 
 class ScaleRequests:
-    """Those that are not answered yet. A number is absolute, so the last one counts, and its answer is that of all
-    before it. Owned by the server's thread.
+    """Those that are not answered yet. What is wished is absolute: each wish has all that was asked for before, of
+    numbers the last one, so its answer is that of all before it. Owned by the server's thread.
 
     instance: of the scheduler
     """
@@ -24,19 +26,37 @@ class ScaleRequests:
         self._exchange = exchange
         self._instance = instance
         self._count = 0
-        self._last = ""
+        self._last = Wish("", sets_number=False)
         self._waiting: dict[Asker, float] = {}  # since when
 
-    def add(self, asker: Asker, replicas: int | None, now: float) -> None:
-        """A client asks. If it does so again with the same key, it only waits on. Raises `OverloadedError`."""
+    def scale(self, asker: Asker, replicas: int | None, now: float) -> None:
+        """A client asks for a number. If it does so again with the same key, it only waits on. Raises
+        `OverloadedError`."""
+        if self._wait(asker, now):
+            self._wish(replace(self._last, id=self._next_id(), replicas=replicas, sets_number=True))
+
+    def roll(self, asker: Asker, now: float) -> None:
+        """A client asks that all engines be replaced; otherwise as `scale`."""
+        if self._wait(asker, now):
+            name = self._next_id()
+            self._wish(replace(self._last, id=name, roll=name))
+
+    def _wait(self, asker: Asker, now: float) -> bool:
+        """Whether the question is a new one."""
         if asker in self._waiting:
-            return
+            return False
         if len(self._waiting) >= MAX_WAITING:
             raise OverloadedError(f"{MAX_WAITING} clients wait for a number of engines already; try again later")
-        self._count += 1
-        self._last = f"{self._instance}-{self._count}"
         self._waiting[asker] = now
-        self._exchange.wish(Wish(self._last, replicas))
+        return True
+
+    def _next_id(self) -> str:
+        self._count += 1
+        return f"{self._instance}-{self._count}"
+
+    def _wish(self, wish: Wish) -> None:
+        self._last = wish
+        self._exchange.wish(wish)
 
     def forget(self, identities: frozenset[bytes]) -> None:
         """These clients are gone. What they asked for counts all the same."""
@@ -45,9 +65,10 @@ class ScaleRequests:
     def answers(self, now: float) -> list[tuple[Asker, str | HeadwiseError]]:
         """Who can be told by now what was decided, and that."""
         fleet = self._exchange.fleet
-        if fleet is not None and fleet.wish == self._last:
+        if fleet is not None and fleet.wish == self._last.id:
             told: str | HeadwiseError = InvalidRequestError(fleet.refusal) if fleet.refusal else fleet.reason
             due = list(self._waiting)
+            self._last = replace(self._last, replicas=None, sets_number=False)  # a number is told of once
         else:
             told = DeploymentError(
                 f"the process that started the deployment has not taken the number for {ANSWER_S:g} s; try again later"

@@ -305,6 +305,34 @@ def test_from_nothing_it_grows_where_there_is_a_target_and_no_number_set_by_hand
     assert one.controller.may_grow_from_nothing
 
 
+def test_all_engines_are_replaced_one_after_the_other() -> None:
+    one = deployment(3, policy=ScalingPolicy(1, 8))
+    before = {each.name: each.epoch for each in one.replicas.values()}
+    one.controller.roll()
+    assert "still to be replaced: engine-1, engine-2" in one.tick().reason
+    for _ in range(100):
+        one.tick()
+        assert len(one.names(RUNNING)) >= 2
+        assert len(one.names(DRAINING)) <= 1
+    assert one.names(STARTING, DRAINING) == []
+    assert len(one.names(RUNNING)) == 3
+    assert not set(before.values()) & {each.epoch for each in one.replicas.values()}
+    assert one.tick().reason.startswith("3: as configured")
+
+
+def test_a_roll_holds_while_an_engine_is_lost_and_a_second_one_begins_anew() -> None:
+    one = deployment(2, policy=ScalingPolicy(1, 8))
+    one.replicas["engine-1"] = replace(one.replicas["engine-1"], state=LOST)
+    one.controller.roll()
+    assert one.tick(20).drain == ()
+    one.replicas["engine-1"] = replace(one.replicas["engine-1"], state=RUNNING)
+    assert one.tick().drain == ("engine-0",)
+    one.controller.roll()
+    one.tick(60)
+    assert one.names(STARTING, DRAINING) == []
+    assert min(each.epoch for each in one.replicas.values()) > 2
+
+
 # ---- who goes ----
 
 
