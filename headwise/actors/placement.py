@@ -153,12 +153,12 @@ class FrontendSite:
 
 def _request(demand: Demand, node: str) -> PlacementGroup:
     """A placement group for an engine and its ranks, on ``node`` if that has room; empty: wherever there is."""
-    bundles, labels = demand.bundles(), dict(demand.labels)
+    bundles = demand.bundles()
     group: PlacementGroup = placement_group(
         bundles,
         strategy="STRICT_PACK",
         _soft_target_node_id=node or None,
-        bundle_label_selector=[labels] * len(bundles) if labels else [],
+        bundle_label_selector=[dict(demand.labels)] * len(bundles),
     )
     return group
 

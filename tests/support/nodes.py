@@ -26,7 +26,7 @@ import pytest
 import ray
 from support.waiting import eventually
 
-from headwise.actors.cluster_probe import find_cluster, read_authentication
+from headwise.actors.cluster_probe import find_cluster, living_nodes, read_authentication
 from headwise.errors import DeploymentError
 
 _ray: Any = ray
@@ -159,7 +159,9 @@ class Nodes:
             return False
 
     def add(self, **resources: int) -> Node:
-        """A node of one CPU and these custom resources; it joins within some seconds."""
+        """A node of one CPU and these custom resources, once it has joined: two of one machine that start at once would
+        take the same names for their sockets.
+        """
         self._count += 1
         number = self._count
         node = Node(f"{self._prefix}n{number}", f"{self._network}.{number + 1}", f"{self._prefix}v{number}")
@@ -180,6 +182,7 @@ class Nodes:
                 f"--node-ip-address={node.address}",
             )
         )
+        eventually(lambda: node.address in (living_nodes(self.address) or {}).values())
         return node
 
     def _ray(self, prefix: Sequence[str], *options: str) -> subprocess.Popen[bytes]:
