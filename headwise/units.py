@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes, and lists of names and values, as people write them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ def parse_bytes(text: str | int) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 8GiB or 512MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_pairs(text: str, example: str) -> dict[str, str]:
+    """``NAME=VALUE,...`` as a mapping; raises `ConfigError`, which shows ``example``, if it is none."""
+    pairs: dict[str, str] = {}
+    for part in text.split(",") if text.strip() else ():
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not (name and equals and value):
+            raise ConfigError(f"{part.strip()!r} is not NAME=VALUE; write {example}")
+        if name in pairs:
+            raise ConfigError(f"{name!r} is given twice in {text!r}")
+        pairs[name] = value
+    return pairs
 
 
 def format_bytes(count: float) -> str:

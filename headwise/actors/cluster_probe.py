@@ -95,7 +95,7 @@ def _check(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
     except (OSError, OverflowError) as error:
         raise DeploymentError(f"no Ray cluster at {address}: {error}; {_REMEDY}") from None
-    nodes = _nodes(address)
+    nodes = living_nodes(address)
     if nodes is not None and not any(_is_here(node, host) for node, host in nodes.items()):
         hosts = ", ".join(sorted(set(nodes.values()))) or "dead"
         raise DeploymentError(
@@ -104,7 +104,7 @@ def _check(address: str) -> None:
         )
 
 
-def _nodes(address: str) -> dict[str, str] | None:
+def living_nodes(address: str) -> dict[str, str] | None:
     """The addresses of a cluster's living nodes, by id; None if this release of Ray cannot be asked so.
 
     Raises `DeploymentError`.

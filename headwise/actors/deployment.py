@@ -130,7 +130,11 @@ class Deployment:
         from headwise.actors.placement import EngineSite
         from headwise.actors.role import Role
 
-        site, life = EngineSite(self.config), Life(_SLOWEST_START * self.config.start_timeout_s)
+        def others() -> list[str]:
+            assert self._fleet is not None
+            return [role.site.node for role in self._fleet.engines if role.name != name and role.site.node]
+
+        site, life = EngineSite(self.config, others), Life(_SLOWEST_START * self.config.start_timeout_s)
         return Role(self.config.name, name, Engine, (self.config, name, *arguments), site, life)
 
     def _wait_for_engines(self, progress: Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
@@ -9,32 +10,27 @@ from ray._private.state import available_resources_per_node, state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from headwise.actors.demand import Demand, in_order
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 
 _ray: Any = ray
 """Ray's functions that have no types are called through this."""
-ENGINE_CPUS = 0.1
-WORKER_CPUS = 0.2
-"""CPU ranks share their machine's cores by threads, not by Ray's count: a two-core machine must hold TP 3."""
 
 
 def could_fit(config: EngineConfig) -> bool:
     """Whether the cluster has room for one engine, in use or not: else it must grow before it can serve."""
     total = _ray.cluster_resources()
-    cpus, gpus = _demand(config)
-    return bool(cpus <= total.get("CPU", 0.0) and gpus <= total.get("GPU", 0.0))
+    return all(amount <= total.get(name, 0.0) for name, amount in Demand.of(config).total.items())
 
 
 def no_room(config: EngineConfig, waited_s: float) -> DeploymentError:
     """The error of a deployment none of whose engines got a place."""
-    free = _ray.available_resources()
-    left = f"{free.get('CPU', 0.0):.1f}"
-    if config.on_gpu:
-        left = f"{left} and {free.get('GPU', 0.0):g}"
+    demand, free = Demand.of(config), _ray.available_resources()
+    left = " and ".join(f"{free.get(name, 0.0):.4g} {name}" for name in demand.total)
     return DeploymentError(
-        f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {_needs(config)} on one node, "
+        f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {demand}, "
         f"{left} are free in all (waited {waited_s:g} s); lower replicas or tp_size, or add nodes"
     )
 
@@ -53,10 +49,11 @@ def cluster_gpus() -> int:
 
 def in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
     """Actor options: run in this bundle, with all that it has."""
-    resources = group.bundle_specs[index]
+    resources = dict(group.bundle_specs[index])
     return {
-        "num_cpus": resources["CPU"],
-        "num_gpus": resources.get("GPU", 0),
+        "num_cpus": resources.pop("CPU"),
+        "num_gpus": resources.pop("GPU", 0),
+        "resources": resources,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
     }
 
@@ -76,25 +73,26 @@ class EngineSite:
     """Where an engine runs: a placement group. It is replaced by one on another node when its node is dead or bad.
     While no node has room for it the group is pending, so that Ray's autoscaler adds a node.
 
-    node:    Ray's id of the node; empty while there is none
+    node:    Ray's id of the node; while there is none, of the node that was asked for; empty: any
     address: the node's address
+    others:  the nodes of the deployment's other engines
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, others: Callable[[], Collection[str]] = lambda: ()) -> None:
         self.group: PlacementGroup | None = None
         self.node = self.address = ""
-        self._config = config
+        self._demand, self._placement = Demand.of(config), config.placement
+        self._others = others
 
     def choose(self, life: Life) -> None:
-        """Keep the placement group, or ask Ray for one: first wherever there is room, later on the next node to try."""
-        target = ""
-        if self.node or life.avoided:
-            target = life.next_node(self.node, _alive_nodes(), _nodes_with_room(self._config))
+        """Keep the placement group, or ask Ray for one on the node to try next, if any has room."""
+        with_room = in_order(_nodes_with_room(self._demand), self._others(), self._placement)
+        target = life.next_node(self.node, _alive_nodes(), with_room)
         if target and target == self.node and self.group is not None:
             return
         if self.group is not None:
             release([self.group])
-        self.group, self.node = _request(self._config, target), ""
+        self.group, self.node = _request(self._demand, target), target
 
     def is_alive(self) -> bool:
         """Whether the node lives, as far as Ray knows by now."""
@@ -106,7 +104,7 @@ class EngineSite:
             return False
         table = placement_group_table(self.group)
         if table.get("state") == "REMOVED":
-            self.group = _request(self._config, "")
+            self.group = _request(self._demand, "")
         if table.get("state") != "CREATED":
             return False
         self.node = str(table["bundles_to_node_id"][0])
@@ -119,7 +117,7 @@ class EngineSite:
         return in_bundle(self.group, 0)
 
     def needs(self) -> str:
-        return _needs(self._config)
+        return str(self._demand)
 
     def release(self) -> None:
         if self.group is not None:
@@ -153,11 +151,15 @@ class FrontendSite:
         pass
 
 
-def _request(config: EngineConfig, node: str) -> PlacementGroup:
+def _request(demand: Demand, node: str) -> PlacementGroup:
     """A placement group for an engine and its ranks, on ``node`` if that has room; empty: wherever there is."""
-    worker = {"CPU": WORKER_CPUS, **({"GPU": 1} if config.on_gpu else {})}
-    bundles = [{"CPU": ENGINE_CPUS}, *[worker] * config.tp_size]
-    group: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=node or None)
+    bundles = demand.bundles()
+    group: PlacementGroup = placement_group(
+        bundles,
+        strategy="STRICT_PACK",
+        _soft_target_node_id=node or None,
+        bundle_label_selector=[dict(demand.labels)] * len(bundles),
+    )
     return group
 
 
@@ -170,18 +172,8 @@ def draining_nodes() -> set[str]:
     return set(state.get_draining_nodes())
 
 
-def _nodes_with_room(config: EngineConfig) -> set[str]:
-    cpus, gpus = _demand(config)
+def _nodes_with_room(demand: Demand) -> set[str]:
     free = available_resources_per_node()
-    have_room = {node for node, has in free.items() if has.get("CPU", 0.0) >= cpus and has.get("GPU", 0.0) >= gpus}
+    labels = {node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]}
+    have_room = {node for node, has in free.items() if node in labels and demand.fits(has, labels[node])}
     return have_room - draining_nodes()
-
-
-def _demand(config: EngineConfig) -> tuple[float, int]:
-    """CPUs and GPUs of an engine with its ranks."""
-    return ENGINE_CPUS + WORKER_CPUS * config.tp_size, config.tp_size if config.on_gpu else 0
-
-
-def _needs(config: EngineConfig) -> str:
-    needed = f"{_demand(config)[0]:.1f} CPUs"
-    return f"{needed} and {config.tp_size} GPUs" if config.on_gpu else needed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -117,15 +117,16 @@ class Life:
         """Whether it has served for so long. Earlier reports of its silence are about the process before it."""
         return self.phase is Phase.RUNNING and now - self._since >= seconds
 
-    def next_node(self, last: str, alive: Collection[str], with_room: Collection[str]) -> str:
-        """The node to start it on: ``last`` unless that is dead or avoided; then another one that has room now.
+    def next_node(self, last: str, alive: Collection[str], with_room: Sequence[str]) -> str:
+        """The node to start it on: ``last`` unless that is dead or avoided; then another one that has room now, the
+        first of those in ``with_room``.
 
         Where all that have room are avoided: any of them but the last; where there is none: ``last``, or if that is
         dead, empty: wherever there will be room.
         """
         if last in alive and last not in self.avoided:
             return last
-        others = sorted(set(with_room) & set(alive) - {last})
+        others = [node for node in with_room if node in alive and node != last]
         for node in others:
             if node not in self.avoided:
                 return node

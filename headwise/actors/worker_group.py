@@ -16,8 +16,8 @@ from headwise.actors.scratch import ScratchDirectory
 from headwise.actors.worker import Worker
 from headwise.errors import EngineDiedError, HeadwiseError, first_line
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.protocol.step_channel import ZmqExecutor
-from headwise.runtime.worker.worker import threads_per_worker
 
 COMM_BUFFER_BYTES = 4 << 20
 """Size of each of a rank's two buffers in shared memory. Containers have little of it; larger payloads are split."""

@@ -21,8 +21,8 @@ from support.waiting import PATIENCE_S, eventually
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors import deployment as bootstrap
 from headwise.actors.cluster import Cluster
+from headwise.actors.demand import ENGINE_CPUS, WORKER_CPUS
 from headwise.actors.deployment import Deployment
-from headwise.actors.placement import ENGINE_CPUS, WORKER_CPUS
 from headwise.errors import (
     ConfigError,
     DeploymentError,

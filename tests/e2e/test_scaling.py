@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ray
+from support.endless_load import EndlessLoad
 from support.reference import Answer, answers
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.cluster import Cluster
+from headwise.actors.demand import ENGINE_CPUS, WORKER_CPUS
 from headwise.actors.deployment import Deployment
-from headwise.actors.placement import ENGINE_CPUS, WORKER_CPUS
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol.request import GenerationResult
 
@@ -70,30 +69,6 @@ def client(deployment: Deployment) -> Iterator[Client]:
         yield client
 
 
-class Load:
-    """Each stream again and again, one reader a stream, until it is to end."""
-
-    def __init__(self, client: Client) -> None:
-        self._client, self._is_over = client, threading.Event()
-        self._pool = ThreadPoolExecutor(len(STREAMS))
-        self._readers = [self._pool.submit(self._read, answer) for answer in STREAMS]
-
-    def _read(self, answer: Answer) -> int:
-        count = 0
-        while not self._is_over.is_set():
-            result = self._client.stream(answer.prompt_ids, GREEDY).read()
-            assert result.token_ids == answer.output_ids, answer.name
-            count += 1
-        return count
-
-    def end(self) -> int:
-        """Wait for the streams; how many there were. Raises what one of them did."""
-        self._is_over.set()
-        counts = [reader.result(PATIENCE_S) for reader in self._readers]
-        self._pool.shutdown()
-        return sum(counts)
-
-
 def fleet(client: Client) -> dict[str, str]:
     replicas: dict[str, str] = client.stats()["fleet"]["replicas"]
     return replicas
@@ -116,7 +91,7 @@ def generate(client: Client, answer: Answer) -> GenerationResult:
 def test_one_engine_becomes_three_and_one_again_under_load_and_every_request_gets_its_tokens(
     deployment: Deployment, client: Client
 ) -> None:
-    load = Load(client)
+    load = EndlessLoad(client, STREAMS, TOKENS)
     assert client.scale(3) == "1 -> 3: set by hand"
     assert client.scale(3) == "3: set by hand"
     eventually(lambda: len(serving(client)) == 3, otherwise=client.stats)
@@ -155,7 +130,7 @@ def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_
 ) -> None:
     client.scale(2)
     eventually(lambda: len(serving(client)) == 2)
-    load = Load(client)
+    load = EndlessLoad(client, STREAMS, TOKENS)
     eventually(lambda: all(each["requests"]["running"] for each in client.stats()["engines"].values()))
     client.scale(1)
     eventually(lambda: "draining" in fleet(client).values())
@@ -166,18 +141,20 @@ def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_
     assert len(serving(client)) == 1
 
 
+@pytest.mark.soak
 def test_a_roll_puts_another_engine_in_the_place_of_the_only_one_under_load(
     deployment: Deployment, client: Client
 ) -> None:
     (before,) = serving(client)
     pid = deployment.actor_pids()[before]
-    load = Load(client)
+    load = EndlessLoad(client, STREAMS, TOKENS)
     client.roll()
     eventually(lambda: len(fleet(client)) == 1 and serving(client) not in ([], [before]), otherwise=client.stats)
     assert load.end() > 0
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.soak
 def test_a_number_set_by_hand_outlives_the_scheduler_and_the_store(deployment: Deployment, client: Client) -> None:
     client.scale(2)
     pids = deployment.actor_pids()
@@ -201,6 +178,7 @@ def test_a_number_out_of_bounds_is_the_caller_s_error(client: Client) -> None:
 # ---- by what there is room for ----
 
 
+@pytest.mark.soak
 def test_a_deployment_serves_with_the_engines_that_have_room_and_the_others_join_when_there_is_some(
     deployment: Deployment, client: Client
 ) -> None:

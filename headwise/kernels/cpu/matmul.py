@@ -6,7 +6,6 @@ kept in is its *kind*: float32, bfloat16, or integers with a scale per group of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cores import usable_cores
 from headwise.kernels.cpu import matmul_jit, packing_jit, records
 from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
 from headwise.kernels.cpu.memory import CACHE_LINE, Slabs
@@ -160,7 +160,7 @@ def _packed(dtype: str, numbers: NDArray[Any], order: NDArray[np.int64], depth: 
         order=order.ctypes.data, panels=len(packed), turns=packed.shape[1], panel_bytes=packed[:1].nbytes,
         packed=packed.ctypes.data, counter=counter.ctypes.data,
     )  # fmt: skip
-    threads = min(len(packed), len(os.sched_getaffinity(0)))
+    threads = min(len(packed), usable_cores())
     pool_of_this_process().run(packing_jit.pack().ctypes, threads, own.ctypes.data)
     return packed
 

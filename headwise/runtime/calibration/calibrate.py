@@ -23,6 +23,7 @@ from headwise.kernels.select import make_kernels
 from headwise.runtime.calibration.passkeys import PasskeyInput
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.tokenizer import Tokenizer
@@ -31,7 +32,6 @@ from headwise.runtime.models.registry import build_model
 from headwise.runtime.ops.base import Tensor, TensorOps
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
-from headwise.runtime.worker.worker import threads_per_worker
 
 TILE_BYTES = 32 << 20
 """Attention weights held at a time while measuring."""

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headwise.errors import ConfigError
-from headwise.units import parse_bytes
+from headwise.units import parse_bytes, parse_pairs
 
 CPU_KV_CACHE = "512MiB"
 
@@ -76,6 +76,22 @@ class EngineConfig:
         0.0,
     )
     tp_size: int = _option(1, "Tensor-parallel workers per engine; must divide the model's KV heads.", 1, 1024)
+    engine_cpus: float = _option(
+        0.0,
+        "CPUs that an engine with its ranks asks Ray for, and shares among its ranks' threads; 0: 0.1 and 0.2 for each "
+        "rank, and the ranks compute with all cores of their node.",
+        0.0,
+        65536.0,
+    )
+    engine_resources: str = _option(
+        "", "Custom resources of Ray that each engine asks for, besides CPUs and GPUs: NAME=AMOUNT,..."
+    )
+    node_labels: str = _option("", "Labels that a Ray node must have to run engines: KEY=VALUE,...; empty: any node.")
+    placement: Literal["spread", "pack"] = _option(
+        "spread",
+        "Nodes that engines go to: those with the fewest engines of this deployment, so that a lost node takes few "
+        "of them, or those with the most, so that other nodes stay free.",
+    )
     device: Literal["auto", "cpu", "cuda"] = _option(
         "auto", "Where workers compute: on a GPU each, or on CPU cores; auto is cuda where all ranks can have a GPU."
     )
@@ -218,6 +234,7 @@ class EngineConfig:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
         self._check_scaling()
         self._check_device()
+        self._check_placement()
         if self.storage and not self.host_cache_bytes:
             raise ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
         if self.storage:
@@ -270,6 +287,26 @@ class EngineConfig:
     def first_replicas(self) -> int:
         """Engines that a deployment starts with."""
         return max(self.replicas, self.min_replicas)
+
+    def _check_placement(self) -> None:
+        parse_pairs(self.node_labels, "node_labels such as zone=a,ray.io/accelerator-type=H100")
+        for name, amount in self.custom_resources.items():
+            if name in ("CPU", "GPU", "memory", "object_store_memory"):
+                raise ConfigError(f"engine_resources has {name}: CPUs are engine_cpus, and each rank takes a GPU")
+            if not 0.0001 <= amount < math.inf or (amount > 1 and amount % 1):
+                raise ConfigError(
+                    f"engine_resources {name}={amount:g}: Ray takes whole numbers, and fractions of one from 0.0001 on"
+                )
+
+    @property
+    def custom_resources(self) -> dict[str, float]:
+        """Of `engine_resources`, by name."""
+        example = "engine_resources such as license=1,fast_disk=0.5"
+        pairs = parse_pairs(self.engine_resources, example)
+        try:
+            return {name: float(amount) for name, amount in pairs.items()}
+        except ValueError:
+            raise ConfigError(f"engine_resources {self.engine_resources!r} has no numbers; write {example}") from None
 
     @property
     def on_gpu(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +14,7 @@ from headwise.kernels.select import resolve_kernels_name
 from headwise.runtime.config.decode_reads import DecodeReads, decode_reads, kinds_of_blocks
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.ops.select import resolve_ops_name
 from headwise.units import format_bytes
 
@@ -70,7 +70,7 @@ def _decode_rows(config: EngineConfig, reads: DecodeReads) -> Iterator[tuple[str
     )
     if config.on_gpu:
         return
-    threads = config.cpu_threads * config.tp_size or len(os.sched_getaffinity(0))
+    threads = threads_per_worker(config) * config.tp_size
     rate = read_bandwidth(threads)
     weights_s, thousand_s = reads.weights / rate, reads.thousand / rate
     yield (

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from headwise.cores import usable_cores
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import weight_files
 from headwise.runtime.loader.files import LockedFile, replace_file
@@ -187,7 +188,7 @@ def _alone(path: Path, is_done: Callable[[], bool], progress: Progress) -> Itera
 def _digest(files: list[_File], progress: Progress, report: Callable[[int, int], None]) -> dict[str, str]:
     """Read the files; their digests by name."""
     total, done = sum(file.stamp.size for file in files), 0
-    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(MAX_THREADS, usable_cores())
     progress.stage("hashing the weights")
     if total > 10 * CHUNK_BYTES:
         log.info("reading %s of weights to tell them from others, once for these files", format_bytes(total))

@@ -8,7 +8,6 @@ multiple of 64 bytes.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cores import usable_cores
 from headwise.errors import ModelError
 from headwise.runtime.loader.progress import Progress, SilentProgress
 from headwise.runtime.loader.safetensors_file import (
@@ -104,7 +104,7 @@ def _contents(file: SafetensorsFile) -> dict[str, Any]:
 
 def _checks(arrays: Mapping[str, NDArray[Any]], progress: Progress) -> Iterator[int]:
     """CRC-32 of each array's bytes. Reads as many at once as there are cores."""
-    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(MAX_THREADS, usable_cores())
     with ThreadPoolExecutor(threads, thread_name_prefix="packed") as pool:
         checks = pool.map(lambda array: zlib.crc32(array.reshape(-1).view(np.uint8)), arrays.values())
         for check, _ in zip(checks, _told(arrays, progress), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from headwise.errors import EngineDiedError, first_line
 from headwise.kernels.base import AttentionBatch, HeadTable, RotatingKernels
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
+from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.models.base import Model, PagedCache, Rotation, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
@@ -39,11 +39,6 @@ from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
 
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
-
-
-def threads_per_worker(config: EngineConfig) -> int:
-    """Threads each rank computes with: as configured, or an even share of the cores this process may use."""
-    return config.cpu_threads or max(1, len(os.sched_getaffinity(0)) // config.tp_size)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,223 @@
+"""Ray nodes on one machine that are as far apart as on several: each in a network namespace of its own.
+
+A node has an address that no other has, and reaches the others through a bridge. So it can be cut off, stopped and
+killed with everything that runs on it. Making namespaces needs root's rights on Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from support.waiting import eventually
+
+from headwise.actors.cluster_probe import find_cluster, living_nodes, read_authentication
+from headwise.errors import DeploymentError
+
+_ray: Any = ray
+
+OBJECT_STORE_BYTES = 80 << 20
+GCS_PORT = 6379
+"""Of the head's own address, which nobody else has."""
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@cache
+def why_not() -> str:
+    """Why this machine cannot have such nodes; empty: it can."""
+    if not shutil.which("ip"):
+        return "there is no `ip` (iproute2)"
+    name = f"hwtry{os.getpid()}"
+    try:
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", name[:15], "type", "bridge")
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces are not permitted: {str(error.stderr).strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "delete", name[:15]], check=False, capture_output=True)
+    return ""
+
+
+@dataclass(eq=False)
+class Node:
+    """A Ray node, and everything that runs on it.
+
+    address: its own, in a network of the test's own
+    link:    the bridge's end of its cable
+    """
+
+    name: str
+    address: str
+    link: str
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def pids(self) -> list[int]:
+        """All processes of its namespace."""
+        done = subprocess.run(["ip", "netns", "pids", self.name], check=False, capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def signal(self, number: int) -> list[int]:
+        """Send a signal to all of them; those that there were."""
+        pids = self.pids()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pids
+
+    def kill(self) -> None:
+        """As when its power fails; but its address goes on to answer that nothing listens."""
+        while self.signal(signal.SIGKILL):
+            time.sleep(0.05)
+        for process in self.processes:
+            process.wait()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """All of it stands still meanwhile."""
+        pids = self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Its cable is pulled out meanwhile: what is sent is lost, and no connection is refused or closed."""
+        run("ip", "link", "set", self.link, "down")
+        try:
+            yield
+        finally:
+            run("ip", "link", "set", self.link, "up")
+
+
+class Nodes:
+    """A Ray cluster: a head without room for engines, in this process's own namespace, and nodes to be added.
+
+    address: ``HOST:PORT`` of the cluster
+    """
+
+    def __init__(self) -> None:
+        number = os.getpid()
+        self._prefix = f"hw{number % 10**8}"
+        self._network = f"10.{64 + number % 128}.{number // 128 % 256}"
+        self._temp = Path(tempfile.mkdtemp(prefix="hwn", dir="/tmp"))  # the paths of sockets in it must be short
+        self._bridge = f"{self._prefix}br"
+        self._nodes: list[Node] = []
+        self._count = 0
+        self.host = f"{self._network}.1"
+        self.address = f"{self.host}:{GCS_PORT}"
+        self._head: list[subprocess.Popen[bytes]] = []
+
+    @classmethod
+    @contextmanager
+    def started(cls) -> Iterator[Nodes]:
+        """A head and no other nodes yet; at the end this process leaves the cluster, too."""
+        nodes = cls()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_AUTH_MODE", "disabled")
+            read_authentication()
+            try:
+                nodes._start()
+                yield nodes
+            finally:
+                _ray.shutdown()
+                nodes._close()
+
+    def _start(self) -> None:
+        run("ip", "link", "add", self._bridge, "type", "bridge")
+        run("ip", "address", "add", f"{self.host}/24", "dev", self._bridge)
+        run("ip", "link", "set", self._bridge, "up")
+        self._head.append(self._ray([], "--head", f"--port={GCS_PORT}", "--num-cpus=0", "--include-dashboard=false",
+                                    f"--node-ip-address={self.host}", f"--temp-dir={self._temp}"))  # fmt: skip
+        eventually(self._is_up)
+
+    def _is_up(self) -> bool:
+        try:
+            return find_cluster(self.address) == self.address
+        except DeploymentError:
+            return False
+
+    def add(self, **resources: int) -> Node:
+        """A node of one CPU and these custom resources, once it has joined: two of one machine that start at once would
+        take the same names for their sockets.
+        """
+        self._count += 1
+        number = self._count
+        node = Node(f"{self._prefix}n{number}", f"{self._network}.{number + 1}", f"{self._prefix}v{number}")
+        self._nodes.append(node)
+        inside, peer = ("ip", "-n", node.name), f"{self._prefix}p{number}"
+        run("ip", "netns", "add", node.name)
+        run("ip", "link", "add", node.link, "type", "veth", "peer", "name", peer, "netns", node.name)
+        run("ip", "link", "set", node.link, "master", self._bridge, "up")
+        run(*inside, "address", "add", f"{node.address}/24", "dev", peer)
+        run(*inside, "link", "set", peer, "up")
+        run(*inside, "link", "set", "lo", "up")
+        node.processes.append(
+            self._ray(
+                ["ip", "netns", "exec", node.name],
+                f"--address={self.address}",
+                "--num-cpus=1",
+                f"--resources={json.dumps(resources)}",
+                f"--node-ip-address={node.address}",
+            )
+        )
+        eventually(lambda: node.address in (living_nodes(self.address) or {}).values())
+        return node
+
+    def _ray(self, prefix: Sequence[str], *options: str) -> subprocess.Popen[bytes]:
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        return subprocess.Popen(
+            [*prefix, *ray, f"--object-store-memory={OBJECT_STORE_BYTES}", *options],
+            env={**environment, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def at(self, address: str) -> Node:
+        """The node of this address."""
+        return next(node for node in self._nodes if node.address == address)
+
+    def _close(self) -> None:
+        """End everything, and take the network down."""
+        for node in self._nodes:
+            node.kill()
+            subprocess.run(["ip", "netns", "delete", node.name], check=False, capture_output=True)
+        for process in self._head:
+            self._end_head(process)
+        subprocess.run(["ip", "link", "delete", self._bridge], check=False, capture_output=True)
+        shutil.rmtree(self._temp, ignore_errors=True)
+
+    def _end_head(self, process: subprocess.Popen[bytes]) -> None:
+        """Ray's processes of the head are in this namespace: they are known by the directory that they name."""
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+        process.wait()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if str(self._temp).encode() in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
