@@ -14,7 +14,7 @@ from support.kuberay import SCHEMAS
 from support.manifests import KUBERAY, RAY, Manifest, base, container, groups, manifests, one, pod, quantity
 
 import headwise
-from headwise.actors.placement import ENGINE_CPUS, WORKER_CPUS
+from headwise.actors.demand import ENGINE_CPUS, WORKER_CPUS
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.units import parse_bytes
 

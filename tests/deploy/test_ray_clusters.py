@@ -11,7 +11,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from support.manifests import DEPLOY, RAY
 
-from headwise.actors.placement import ENGINE_CPUS, WORKER_CPUS
+from headwise.actors.demand import ENGINE_CPUS, WORKER_CPUS
 
 FILES = sorted((DEPLOY / "ray").glob("*.yaml"))
 CLOUDS = [path for path in FILES if path.stem != "on-premise"]
