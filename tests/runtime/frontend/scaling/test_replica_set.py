@@ -448,7 +448,11 @@ class Happenings(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 100))
     def clock_goes_back(self, seconds: float) -> None:
         observed, there = self.one.observation(), list(self.one.replicas.values())
-        self.one.obey(self.one.controller.decide(observed, there, self.one.now - seconds, self.one))
+        decision = self.one.controller.decide(observed, there, self.one.now - seconds, self.one)
+        self.one.log.append((self.one.now, decision))
+        if self.by_hand:
+            self.free_at.add(self.one.now)
+        self.one.obey(decision)
 
     @invariant()
     def the_number_is_within_its_bounds(self) -> None:
