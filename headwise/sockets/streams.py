@@ -117,6 +117,7 @@ class StreamThread:
         await self._stop_listening()
         if self._connections:
             await asyncio.wait(self._connections, timeout=_LAST_WORDS_S)
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # also those that have just begun
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
