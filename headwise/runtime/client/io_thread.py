@@ -24,7 +24,7 @@ from headwise.errors import (
 )
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.client.peers import Call, GatheredAnswers, Peer
-from headwise.runtime.client.ways import Relay, Ways
+from headwise.runtime.client.ways import RelayMode, Ways
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
     FIRST_ANSWER_S,
@@ -69,7 +69,9 @@ class ClientIO:
     scheduler is lost, the open questions are asked again of the scheduler that is started in its place.
     """
 
-    def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic, *, relay: Relay = "auto") -> None:
+    def __init__(
+        self, endpoint: str, clock: Callable[[], float] = time.monotonic, *, relay: RelayMode = "auto"
+    ) -> None:
         """Raises `ConfigError` if there is no such relay mode."""
         self.endpoint = endpoint
         self._ways = Ways(endpoint, relay)

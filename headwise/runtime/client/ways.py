@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Relay = Literal["auto", "always", "never"]
+RelayMode = Literal["auto", "always", "never"]
 """``auto``: engines that cannot be reached directly are reached through the relay."""
 
 UNREACHED_S = 1.0
@@ -28,9 +28,9 @@ class Ways:
     A host is remembered until the relay does not reach it any more.
     """
 
-    def __init__(self, scheduler: str, relay: Relay) -> None:
-        if relay not in get_args(Relay):
-            raise ConfigError(f"relay must be one of {', '.join(get_args(Relay))}, got {relay!r:.80}")
+    def __init__(self, scheduler: str, relay: RelayMode) -> None:
+        if relay not in get_args(RelayMode):
+            raise ConfigError(f"relay must be one of {', '.join(get_args(RelayMode))}, got {relay!r:.80}")
         self._scheduler = scheduler
         self._relay = relay
         self._forwarder: Forwarder | None = None

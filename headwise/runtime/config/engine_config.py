@@ -53,8 +53,8 @@ class EngineConfig:
     )
     advertise_host: str = _option(
         "",
-        "Address or name that clients are told instead of that of a node, where NAT or a mapping to the same ports lies "
-        "between; empty: that of the node.",
+        "Address or name that clients are told instead of a node's own, where NAT or a mapping to the same ports lies "
+        "between; empty: the node's own.",
     )
     replicas: int = _option(
         1,
