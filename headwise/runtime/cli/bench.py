@@ -148,7 +148,6 @@ def table(summary: dict[str, Any], title: str) -> Table:
     """A summary to look at."""
     from rich.table import Table
 
-
     out = Table(title=title, title_justify="left")
     for column in ("", *(f"p{p}" for p in PERCENTILES)):
         out.add_column(column, justify="right" if column else "left")

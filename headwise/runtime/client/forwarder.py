@@ -17,6 +17,10 @@ HANDSHAKE_S = 4.0
 _LONGEST_PATH = 100
 """Bytes of a Unix socket's path; systems allow 103 or 107."""
 
+_PREFIX = "hw-relay-"
+_NOWHERE = "ipc:///dev/null/none"
+"""Nobody can ever listen there."""
+
 
 class Forwarder(StreamThread):
     """Makes addresses at which ZeroMQ reaches engines by way of ``scheduler``, on a thread of its own.
@@ -33,18 +37,17 @@ class Forwarder(StreamThread):
     def open(self, endpoint: str) -> str:
         """An address (``ipc://...``) for one connection to the engine at ``endpoint``.
 
-        It is a socket in a directory of this user alone, and both are gone once it is connected to.
+        It is a socket in a directory of this user alone, and both are gone once it is connected to. If there can be
+        none, nothing listens at the address, and `failure` says why.
         """
         self._failures.pop(endpoint, None)
-        directory = Path(tempfile.mkdtemp(prefix="hw-relay-"))
-        if len(bytes(directory)) > _LONGEST_PATH - 2:
-            directory.rmdir()
-            directory = Path(tempfile.mkdtemp(prefix="hw-relay-", dir="/tmp"))
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.setblocking(False)
-        listener.bind(str(directory / "s"))
-        listener.listen(1)
-        forwarding = self._attend(self._forward(Endpoint.parse(endpoint), endpoint, listener, directory))
+        try:
+            engine, directory = Endpoint.parse(endpoint), _private_directory()
+            listener = _listen(directory / "s")
+        except (OSError, ValueError) as error:
+            self._failures[endpoint] = str(error)
+            return _NOWHERE
+        forwarding = self._attend(self._forward(engine, endpoint, listener, directory))
         self._loop.call_soon_threadsafe(self._loop.create_task, forwarding)
         return f"ipc://{directory / 's'}"
 
@@ -79,3 +82,25 @@ class Forwarder(StreamThread):
             writer.transport.abort()
             raise
         return reader, writer
+
+
+def _private_directory() -> Path:
+    """A new directory with mode 0700, in which a socket's path is short enough."""
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    if len(bytes(directory)) > _LONGEST_PATH - len("/s"):
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+    return directory
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        listener.listen(1)
+    except OSError:
+        listener.close()
+        path.parent.rmdir()
+        raise
+    return listener

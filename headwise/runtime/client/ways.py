@@ -44,17 +44,12 @@ class Ways:
         return Peer(context, endpoint, is_trial=self._relay == "auto")
 
     def detour(self, peer: Peer) -> bool:
-        """Lead a connection that could not be made through the relay. False: it was made before, or there is no way."""
+        """Lead a connection that could not be made through the relay. False: it was made, or led there, before."""
         if not peer.is_trial:
             if not peer.is_made:
                 self._relayed_hosts.discard(_host(peer.endpoint))
             return False
-        try:
-            address = self._relayed(peer.endpoint)
-        except (OSError, ValueError) as error:
-            log.warning("there is no way to engines through %s: %s", self._scheduler, error)
-            return False
-        peer.go_by(address)
+        peer.go_by(self._relayed(peer.endpoint))
         return True
 
     def is_overdue(self, peer: Peer, now: float) -> bool:

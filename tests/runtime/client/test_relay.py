@@ -198,6 +198,25 @@ def test_never_fails_with_the_address_and_auto_says_what_was_tried(place: Place,
         place.client().generate("abc", max_tokens=3)
 
 
+@pytest.mark.parametrize("relay", ["auto", "always"])
+def test_a_client_that_cannot_make_its_own_socket_says_so(
+    place: Place, patient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relay: str
+) -> None:
+    place.engine(ScriptedCore(), NOWHERE)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(EngineDiedError, match=r"through the scheduler's port \(.*No such file or directory"):
+        place.client(relay).generate("abc", max_tokens=3)
+
+
+def test_a_temporary_directory_with_a_long_name_does_not_keep_a_client_from_its_socket(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.engine(ScriptedCore(), NOWHERE)
+    (tmp_path / ("long" * 25)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 25)))
+    assert place.client().generate("abc", max_tokens=3).text == numbers(3)
+
+
 def test_a_relay_mode_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="relay must be one of auto, always, never, got 'yes'"):
         Client("127.0.0.1:1", relay="yes")  # type: ignore[arg-type]
