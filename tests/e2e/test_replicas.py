@@ -111,6 +111,7 @@ def index_agrees(deployment: Deployment, client: Client) -> bool:
 
 
 def test_engines_listen_at_ports_of_their_range(deployment: Deployment, client: Client) -> None:
+    eventually(lambda: len(client.stats()["engines"]) == len(ENGINES))
     endpoints = {str(engine["endpoint"]) for engine in client.stats()["engines"].values()}
     ports = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
     assert len(ports) == len(ENGINES)

@@ -52,8 +52,8 @@ class Forwarder(StreamThread):
         return f"ipc://{directory / 's'}"
 
     def failure(self, endpoint: str) -> str:
-        """Why the last connection to an engine could not be made; empty: it was made, or is being made."""
-        return self._failures.get(endpoint, "")
+        """Why the last connection to an engine could not be made; it is told once. Empty: nothing is known."""
+        return self._failures.pop(endpoint, "")
 
     async def _forward(self, engine: Endpoint, endpoint: str, listener: socket.socket, directory: Path) -> None:
         try:

@@ -414,6 +414,7 @@ class ClientIO:
         is_lost = self._scheduler.is_made or not peer.is_relayed  # else only the relay is, with the scheduler
         if is_engine:
             del self._engines[peer.endpoint]
+            self._ways.note_failed(peer)
         for key, what in list(peer.awaiting.items()):
             if isinstance(what, Call) and is_engine:
                 self._abort(what)

@@ -46,8 +46,6 @@ class Ways:
     def detour(self, peer: Peer) -> bool:
         """Lead a connection that could not be made through the relay. False: it was made, or led there, before."""
         if not peer.is_trial:
-            if not peer.is_made:
-                self._relayed_hosts.discard(_host(peer.endpoint))
             return False
         peer.go_by(self._relayed(peer.endpoint))
         return True
@@ -69,6 +67,11 @@ class Ways:
                 self._scheduler,
                 "as asked for" if self._relay == "always" else f"for {peer.endpoint} cannot be reached from here",
             )
+
+    def note_failed(self, peer: Peer) -> None:
+        """A connection is given up. If it was never made, the next one to this host may go another way."""
+        if not peer.is_made:
+            self._relayed_hosts.discard(_host(peer.endpoint))
 
     def tried(self, peer: Peer) -> str:
         """How this engine was tried to be reached, for an error message."""

@@ -24,6 +24,7 @@ from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
+from headwise.sockets.endpoint import Endpoint
 from headwise.sockets.listener import _shut_down
 
 SECRET = "of-this-deployment"
@@ -235,6 +236,17 @@ def test_operations_go_through_the_relay_too(place: Place) -> None:
 def test_a_large_request_and_its_answer_go_through_in_whole(place: Place) -> None:
     place.engine(ScriptedCore(), NOWHERE)
     assert place.client().generate(list(range(1_000_000)), max_tokens=3).text == numbers(3)
+
+
+def test_the_way_to_an_engine_that_left_is_closed_and_a_new_one_is_opened(place: Place) -> None:
+    first = place.engine(ScriptedCore(), NOWHERE)
+    relay = place.scheduler._proxy.relay
+    assert set(relay._addresses.values()) == {Endpoint.parse(first.endpoint)}
+    first.stop()
+    eventually(lambda: not relay._addresses)
+    second = place.engine(ScriptedCore(), NOWHERE)
+    eventually(lambda: set(relay._addresses.values()) == {Endpoint.parse(second.endpoint)})
+    assert place.client().generate("abc", max_tokens=3).text == numbers(3)
 
 
 # ---- what is lost on the way ----
