@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import re
 import socket
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from headwise.errors import DeploymentError
+
+T = TypeVar("T")
 
 EVERY_INTERFACE = "0.0.0.0"
 
@@ -81,6 +87,35 @@ def free_ports(*hosts: str) -> list[int]:
     """A free port for each of these addresses; raises `DeploymentError` for one that is not of this machine."""
     with contextlib.ExitStack() as stack:
         return [_listen(stack, host, 0) for host in hosts]
+
+
+def ports_in_turn(ports: range, engine: str) -> list[int]:
+    """The order in which an engine tries the ports. Engines of a deployment begin at different ones, so that those on
+    different nodes have different ports, too: behind one advertised host nothing else tells them apart.
+    """
+    number = re.search(r"[0-9]+$", engine)
+    first = int(number[0]) % len(ports) if number and ports else 0
+    return [*ports[first:], *ports[:first]]
+
+
+def listen_at_free_port(host: str, node: str, ports: list[int], listen: Callable[[str], T]) -> T:
+    """What ``listen`` returns for the first endpoint at ``host`` whose port is free; without ports, for any free port.
+
+    Raises `DeploymentError` if none is free, which names the ``node``.
+    """
+    import zmq
+
+    if not ports:
+        return listen(f"tcp://{host}:*")
+    for port in ports:
+        try:
+            return listen(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise DeploymentError(
+        f"none of the ports {min(ports)}-{max(ports)} is free at {host} of node {node}: give more engine_ports"
+    )
 
 
 def _listen(stack: contextlib.ExitStack, host: str, port: int) -> int:

@@ -11,7 +11,14 @@ from typing import Any
 
 import ray
 
-from headwise.actors.addresses import check_reachable, engine_host, is_loopback, scheduler_host
+from headwise.actors.addresses import (
+    check_reachable,
+    engine_host,
+    is_loopback,
+    listen_at_free_port,
+    ports_in_turn,
+    scheduler_host,
+)
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.actors.restarts import Restarts
@@ -19,6 +26,7 @@ from headwise.actors.scratch import sweep
 from headwise.actors.watchdog import Watchdog
 from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
+from headwise.runtime.config.addresses import parse_ports
 from headwise.runtime.config.block_storage import check_agrees, open_lookup
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import with_pool
@@ -170,12 +178,15 @@ class Engine:
         lookup, namespace = self._lookup, self._namespace
         volume = str if lookup is None else lambda: lookup.volume
         self._flusher = Flusher(self._name, epoch, self._store_endpoint, namespace, self._curve_keys, volume=volume)
-        self._server = EngineServer(
-            f"tcp://{address}:*",
-            reporting=Reporting(f"tcp://{host}:{port}", self._secret, self._name),
-            flusher=self._flusher,
-            epoch=epoch,
-            on_died=self._on_died,
+        reporting = Reporting(f"tcp://{host}:{port}", self._secret, self._name, self._config.advertise_host)
+        flusher = self._flusher
+        self._server = listen_at_free_port(
+            address,
+            node_address(),
+            ports_in_turn(parse_ports(self._config.engine_ports), self._name),
+            lambda endpoint: EngineServer(
+                endpoint, reporting=reporting, flusher=flusher, epoch=epoch, on_died=self._on_died
+            ),
         )
         if self._start:
             self._server.fault("the engine's process was started again")

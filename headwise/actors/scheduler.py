@@ -106,7 +106,7 @@ class GlobalScheduler:
     def client_address(self) -> str:
         """Where clients connect to: ``tcp://HOST:PORT``."""
         host, port = self.address()
-        return f"tcp://{client_host(self._config.host, host)}:{port}"
+        return f"tcp://{self._config.advertise_host or client_host(self._config.host, host)}:{port}"
 
     def loop_count(self) -> int:
         """See `SchedulerServer`."""

@@ -1,1 +1,3 @@
-"""ZeroMQ contexts that the garbage collector leaves alone, and a bound socket that no client can fill up."""
+"""ZeroMQ contexts that the garbage collector leaves alone, a bound socket that no client can fill up, and connections
+that are passed on.
+"""

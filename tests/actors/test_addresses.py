@@ -5,8 +5,19 @@ import socket
 import pytest
 
 from headwise.actors import addresses
-from headwise.actors.addresses import check_free, check_reachable, client_host, engine_host, free_ports, scheduler_host
+from headwise.actors.addresses import (
+    check_free,
+    check_reachable,
+    client_host,
+    engine_host,
+    free_ports,
+    listen_at_free_port,
+    ports_in_turn,
+    scheduler_host,
+)
 from headwise.errors import DeploymentError
+from headwise.runtime.engine.server import EngineServer
+from headwise.sockets import context
 
 
 @pytest.fixture
@@ -64,3 +75,39 @@ def test_an_address_that_is_not_this_machine_s_is_told(port: int) -> None:
 def test_free_ports_are_different_ones() -> None:
     ports = free_ports("127.0.0.1", "127.0.0.1", "0.0.0.0")
     assert len(set(ports)) == 3
+
+
+# ---- engines' ports ----
+
+
+def test_engines_begin_at_ports_of_their_own() -> None:
+    ports = range(9000, 9003)
+    assert ports_in_turn(ports, "engine-0") == [9000, 9001, 9002]
+    assert ports_in_turn(ports, "engine-1") == [9001, 9002, 9000]
+    assert ports_in_turn(ports, "engine-13") == [9001, 9002, 9000]
+    assert ports_in_turn(ports, "other") == [9000, 9001, 9002]
+    assert ports_in_turn(range(0), "engine-3") == []
+
+
+def test_engines_of_a_node_take_the_free_ports_of_their_range_and_the_one_too_many_is_told() -> None:
+    taken, first, second = free_ports("127.0.0.1", "127.0.0.1", "127.0.0.1")
+    ports, engines, is_open = [taken, first, second], [], context.num_open()
+    with socket.create_server(("127.0.0.1", taken)):
+        try:
+            engines += [listen_at_free_port("127.0.0.1", "10.0.0.5", ports, EngineServer) for _ in range(2)]
+            assert [engine.endpoint for engine in engines] == [f"tcp://127.0.0.1:{port}" for port in (first, second)]
+            none = (
+                rf"none of the ports {min(ports)}-{max(ports)} is free at 127\.0\.0\.1 of node 10\.0\.0\.5: give more"
+            )
+            with pytest.raises(DeploymentError, match=none):
+                listen_at_free_port("127.0.0.1", "10.0.0.5", ports, EngineServer)
+        finally:
+            for engine in engines:
+                engine.stop()
+    assert context.num_open() == is_open
+
+
+def test_without_a_range_any_port_is_taken() -> None:
+    engine = listen_at_free_port("127.0.0.1", "10.0.0.5", [], EngineServer)
+    assert int(engine.endpoint.rpartition(":")[2]) > 0
+    engine.stop()

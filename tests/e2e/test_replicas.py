@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from support.passing_on import PortForward
 from support.reference import Answer, answers
 from support.waiting import PATIENCE_S, eventually
 
@@ -36,6 +37,7 @@ CONFIG = EngineConfig(
     tensor_ops="numpy",  # ready in a second
     engine_timeout_s=10.0,
     index_timeout_s=5.0,  # a machine that is busy may keep it from answering
+    engine_ports="21700-21999",
     secure=True,
 )
 TOKENS = 28
@@ -103,6 +105,26 @@ def index_agrees(deployment: Deployment, client: Client) -> bool:
         and nodes[name]["blocks"].get("device", 0) == engines[name]["cache"]["cached_blocks"]  # it has one head group
         for name in ENGINES
     )
+
+
+# ---- where engines are ----
+
+
+def test_engines_listen_at_ports_of_their_range(deployment: Deployment, client: Client) -> None:
+    eventually(lambda: len(client.stats()["engines"]) == len(ENGINES))
+    endpoints = {str(engine["endpoint"]) for engine in client.stats()["engines"].values()}
+    ports = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
+    assert len(ports) == len(ENGINES)
+    assert ports <= set(range(21700, 22000))
+
+
+@pytest.fixture
+def outside(deployment: Deployment) -> Iterator[Client]:
+    """A client behind a forwarded port, which reaches nothing but the scheduler."""
+    forward = PortForward("127.0.0.1", int(deployment.client_address.rpartition(":")[2]))
+    with Client(forward.address, relay="always") as client:
+        yield client
+    forward.close()
 
 
 # ---- faults ----
@@ -224,3 +246,16 @@ def test_no_stream_has_a_gap_or_a_repeat_whatever_is_killed_under_load(
         f"\n{fault.__name__}: no stream paused for more than {load.longest_pause(since):.2f} s, a new request was "
         f"served in {served_after:.2f} s, all was as before after {whole_after:.2f} s"
     )
+
+
+def test_streams_through_the_relay_go_on_when_the_scheduler_dies(
+    deployment: Deployment, client: Client, outside: Client, tokenizer: Tokenizer
+) -> None:
+    """With it the way to all engines is lost, although no engine is."""
+    load = Load(outside)
+    eventually(load.has_begun)
+    assert client.stats()["scheduler"]["relay"]["relayed"]
+    since = time.monotonic()
+    kill_scheduler(deployment, client)
+    load.check(tokenizer)
+    print(f"\nno relayed stream paused for more than {load.longest_pause(since):.2f} s")

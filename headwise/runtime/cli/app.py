@@ -13,13 +13,14 @@ import typer
 from headwise import __version__
 from headwise.runtime.cli.calibrate import calibrate
 from headwise.runtime.cli.operations import reset_cache, roll, scale, sleep, wake
-from headwise.runtime.cli.options import EngineOptions, command, config_reference
+from headwise.runtime.cli.options import EngineOptions, RelayOption, command, config_reference
 from headwise.runtime.cli.status import index, status
 
 if TYPE_CHECKING:
     from headwise.actors.deployment import Deployment
     from headwise.runtime.client.client import Client
     from headwise.runtime.client.local_engine import LocalEngine
+    from headwise.runtime.client.ways import RelayMode
     from headwise.runtime.config.engine_config import EngineConfig
     from headwise.runtime.protocol.request import SamplingParams
 
@@ -81,6 +82,7 @@ def generate(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Use the deployment that listens there."),
     ] = None,
+    relay: RelayOption = "auto",
     local: Annotated[bool, typer.Option("--local", help="Compute in this process, without Ray.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy; larger is more random.")] = 1.0,
@@ -132,12 +134,14 @@ def generate(
     )
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
-    with _serving(options, address, local) as server:
+    with _serving(options, address, local, relay) as server:
         _print_stream(server, messages if chat else prompt, sampling)
 
 
 @contextmanager
-def _serving(options: EngineOptions, address: str | None, local: bool) -> Iterator[Client | LocalEngine]:
+def _serving(
+    options: EngineOptions, address: str | None, local: bool, relay: RelayMode
+) -> Iterator[Client | LocalEngine]:
     """What answers requests: this process, a deployment started for the command, or a running one."""
     if local:
         with _local_engine(options.load()) as engine:
@@ -146,7 +150,7 @@ def _serving(options: EngineOptions, address: str | None, local: bool) -> Iterat
     from headwise.runtime.client.client import Client
 
     if address:
-        with Client(address) as client:
+        with Client(address, relay) as client:
             yield client
         return
     with _deployment(options.load(), None) as deployment, Client(deployment.client_address) as client:
@@ -291,6 +295,7 @@ def demo(options: EngineOptions) -> None:
 @command
 def bench_serve(
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="The deployment's client address.")],
+    relay: RelayOption = "auto",
     concurrency: Annotated[
         int | None,
         typer.Option(help="Closed loop: requests in flight at any time."),
@@ -344,6 +349,6 @@ def bench_serve(
         seed=seed,
     )
     with progress() as bars:
-        summary = bench_deployment(address, workload, load, bars)
+        summary = bench_deployment(address, workload, load, bars, relay)
     Console().print(table(summary, f"{num_requests} requests, {load}"))
     typer.echo(json.dumps(summary))

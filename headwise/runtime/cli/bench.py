@@ -19,6 +19,8 @@ from headwise.runtime.protocol.request import OutputDelta, SamplingParams, Usage
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from headwise.runtime.client.ways import RelayMode
+
 OpenStream = Callable[[BenchRequest], AsyncIterator[OutputDelta]]
 """Sends a request and yields its deltas as they come."""
 
@@ -164,7 +166,9 @@ def table(summary: dict[str, Any], title: str) -> Table:
     return out
 
 
-def bench_deployment(address: str, workload: Workload, load: Load, progress: Progress) -> dict[str, Any]:
+def bench_deployment(
+    address: str, workload: Workload, load: Load, progress: Progress, relay: RelayMode = "auto"
+) -> dict[str, Any]:
     """Run a workload against the deployment at a client address: the summary, and what was asked for.
 
     Raises `DeploymentError` if nothing answers there, `ConfigError` if every request failed.
@@ -179,7 +183,7 @@ def bench_deployment(address: str, workload: Workload, load: Load, progress: Pro
         done += 1
         progress.update(done, len(requests))
 
-    with Client(address) as client:
+    with Client(address, relay) as client:
 
         def stream(request: BenchRequest) -> AsyncIterator[OutputDelta]:
             sampling = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from headwise.runtime.cli.options import command
+from headwise.runtime.cli.options import RelayOption, command
 
 _Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The deployment's client address.")]
 _Tier = Annotated[
@@ -15,7 +15,7 @@ _Tier = Annotated[
 
 
 @command
-def sleep(address: _Address) -> None:
+def sleep(address: _Address, relay: RelayOption = "auto") -> None:
     """Have a deployment give back the memory of its weights and device cache; requests wait until `headwise wake`.
 
     Host cache and storage stay, and what the device has cached goes to the host as far as there is room.
@@ -26,12 +26,12 @@ def sleep(address: _Address) -> None:
     """
     from headwise.runtime.client.client import Client
 
-    with Client(address) as client:
+    with Client(address, relay) as client:
         client.sleep()
 
 
 @command
-def wake(address: _Address) -> None:
+def wake(address: _Address, relay: RelayOption = "auto") -> None:
     """Have a deployment that sleeps load its weights again and go on with all requests.
 
     \b
@@ -40,12 +40,12 @@ def wake(address: _Address) -> None:
     """
     from headwise.runtime.client.client import Client
 
-    with Client(address) as client:
+    with Client(address, relay) as client:
         client.wake()
 
 
 @command
-def reset_cache(address: _Address, tier: _Tier = "all") -> None:
+def reset_cache(address: _Address, tier: _Tier = "all", relay: RelayOption = "auto") -> None:
     """Have a deployment forget every cached block that no running request needs.
 
     Prints how many blocks each engine has forgotten.
@@ -57,7 +57,7 @@ def reset_cache(address: _Address, tier: _Tier = "all") -> None:
     """
     from headwise.runtime.client.client import Client
 
-    with Client(address) as client:
+    with Client(address, relay) as client:
         for engine, blocks in client.reset_cache(tier).items():
             typer.echo(f"{engine}: {blocks} blocks")
 

@@ -24,6 +24,13 @@ _ConfigFile = Annotated[
     ),
 ]
 
+RelayOption = Annotated[
+    Literal["auto", "always", "never"],
+    typer.Option(
+        help="Whether engines are reached through the scheduler's port; auto: those that cannot be reached directly."
+    ),
+]
+
 
 class EngineOptions:
     """The configuration from the command line: a file, and the given flags."""

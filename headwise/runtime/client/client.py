@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
+from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import plain_messages
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
@@ -33,11 +34,14 @@ class Client:
     one session go to the same engine while that costs little. A request whose engine is lost continues on another
     engine, and its stream goes on. Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing answers
     at the address.
+
+    relay: ``auto``: engines that cannot be reached from here are reached through the scheduler's port; ``always``: all
+           engines are; ``never``: none is, and a request whose engine cannot be reached fails
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, relay: RelayMode = "auto") -> None:
         self.address = _resolve(address)
-        self._io = ClientIO(self.address)
+        self._io = ClientIO(self.address, relay=relay)
         try:
             self.stats()
         except HeadwiseError:

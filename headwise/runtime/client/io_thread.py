@@ -24,6 +24,7 @@ from headwise.errors import (
 )
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.client.peers import Call, GatheredAnswers, Peer
+from headwise.runtime.client.ways import RelayMode, Ways
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
     FIRST_ANSWER_S,
@@ -68,9 +69,12 @@ class ClientIO:
     scheduler is lost, the open questions are asked again of the scheduler that is started in its place.
     """
 
-    def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
-
+    def __init__(
+        self, endpoint: str, clock: Callable[[], float] = time.monotonic, *, relay: RelayMode = "auto"
+    ) -> None:
+        """Raises `ConfigError` if there is no such relay mode."""
         self.endpoint = endpoint
+        self._ways = Ways(endpoint, relay)
         self._clock = LivenessClock(clock)
         self._context = open_context()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -198,7 +202,7 @@ class ClientIO:
 
     def _engine(self, endpoint: str) -> Peer:
         if endpoint not in self._engines:
-            self._engines[endpoint] = Peer(self._context, endpoint)
+            self._engines[endpoint] = self._ways.open(self._context, endpoint)
         return self._engines[endpoint]
 
     # ---- calls ----
@@ -243,15 +247,19 @@ class ClientIO:
             self._fail_peer(peer, error)
             peer.has_answered &= not isinstance(error, DeploymentError)  # it has stopped, and is not restarted
 
-    def _reroute(self, call: Call, error: HeadwiseError, was_served: bool = True) -> None:
-        """Continue a call on another engine. If it has lost too many engines, it ends with ``error`` instead."""
+    def _reroute(self, call: Call, error: HeadwiseError, was_served: bool = True, is_lost: bool = True) -> None:
+        """Continue a call on another engine. If it has lost too many engines, it ends with ``error`` instead.
+
+        is_lost: False: it may continue on the same engine, to which only the relay was lost
+        """
+        call.is_in_doubt = was_served and call.engine is not None and call.engine.is_relayed
         call.engines_lost += was_served
         if call.engines_lost > MAX_REROUTES:
             self._end(call, error)
             return
         self._detach(call)
         key = next(self._keys)
-        self._scheduler.ask(key, call, wire.encode(call.reroute(key)), self._clock())
+        self._scheduler.ask(key, call, wire.encode(call.reroute(key, is_lost)), self._clock())
 
     def _cancel(self, call: Call) -> None:
         if self._scheduler.answered(call.key) is not None:
@@ -333,9 +341,12 @@ class ClientIO:
         """
         has_ended, is_refused = peer.connection_events(self._clock())
         if peer is not self._scheduler:
-            if has_ended or is_refused:
+            if peer.is_made:
+                self._ways.note_made(peer)
+            if (has_ended or is_refused) and not self._ways.detour(peer):
                 self._fail_peer(peer, self._lost_error(peer, "its connection ended"))
         elif has_ended:
+            self._forgive(peer)
             peer.reconnect()
             peer.ask_again()
         elif is_refused and not peer.has_answered:
@@ -343,13 +354,21 @@ class ClientIO:
         elif is_refused and peer.refused_s(self._clock()) > REFUSED_S:
             self._fail_peer(peer, self._absence_error(f"nothing has listened there for {REFUSED_S:g} s"))
 
+    def _forgive(self, scheduler: Peer) -> None:
+        """The relay was lost with the scheduler: engines that were lost a moment before, and are reached through it, do
+        not count as lost."""
+        for call in scheduler.awaiting.values():
+            if isinstance(call, Call) and call.is_in_doubt:
+                call.engines_lost -= 1
+                call.is_in_doubt = False
+
     def _lost_error(self, peer: Peer, how: str) -> EngineDiedError:
         """The error for a lost engine. If it never answered, it may be unreachable from here."""
         if peer.has_answered:
             return EngineDiedError(f"the engine at {peer.endpoint} is gone: {how}")
         return EngineDiedError(
-            f"the engine at {peer.endpoint} cannot be reached from here, or is gone: clients of {self.endpoint} must "
-            "be able to connect to the engines, too"
+            f"the engine at {peer.endpoint} cannot be reached from here{self._ways.tried(peer)}, or is gone: clients "
+            f"of {self.endpoint} must be able to connect to the engines, too"
         )
 
     def _absence_error(self, how: str) -> DeploymentError:
@@ -365,6 +384,8 @@ class ClientIO:
                 continue
             if now - peer.heard > self._silence_limit_s(peer):
                 self._fail_peer(peer, self._silence_error(peer))
+            elif self._ways.is_overdue(peer, now):
+                self._ways.detour(peer)
             elif now - peer.pinged >= PING_INTERVAL_S:
                 peer.pinged = now
                 named = [key for key in peer.awaiting if isinstance(key, str)]
@@ -390,12 +411,14 @@ class ClientIO:
         An engine's connection is closed; the next ticket for it opens a new one.
         """
         is_engine = self._engines.get(peer.endpoint) is peer
+        is_lost = self._scheduler.is_made or not peer.is_relayed  # else only the relay is, with the scheduler
         if is_engine:
             del self._engines[peer.endpoint]
+            self._ways.note_failed(peer)
         for key, what in list(peer.awaiting.items()):
             if isinstance(what, Call) and is_engine:
                 self._abort(what)
-                self._reroute(what, error)
+                self._reroute(what, error, was_served=is_lost, is_lost=is_lost)
             else:
                 peer.answered(key)
                 _deliver(what, error)
@@ -413,6 +436,7 @@ class ClientIO:
                 peer.answered(key)
                 _deliver(what, reason)
         close_context(self._context, linger_ms=100)
+        self._ways.close()
         with self._lock:
             os.close(self._wake_write)
             os.close(self._wake_read)

@@ -34,6 +34,7 @@ class Call:
     name:     the id by which the caller knows the request
     produced: the delivered tokens
     engines_lost: how many engines were lost while they served the request
+    is_in_doubt: whether the last one counted may live, and only the relay to it was lost
     """
 
     route: Route
@@ -45,15 +46,16 @@ class Call:
     produced: list[int] = field(default_factory=list)
     attempts: int = 0
     engines_lost: int = 0
+    is_in_doubt: bool = False
 
     def submit(self, request: GenerateRequest, engine: Peer) -> Submit:
         """The message that gives the request to an engine."""
         self.name = self.name or request.request_id
-        self.request, self.engine = request, engine
+        self.request, self.engine, self.is_in_doubt = request, engine, False
         return Submit(self.key, request)
 
-    def reroute(self, key: int) -> Reroute:
-        """The message that asks for another engine instead of the present one."""
+    def reroute(self, key: int, is_lost: bool) -> Reroute:
+        """The message that asks for an engine: another one than the present one, if that is lost."""
         assert self.request is not None
         assert self.engine is not None
         self.attempts += 1
@@ -61,7 +63,7 @@ class Call:
             self.request, request_id=f"{self.name}~{self.attempts}", output_token_ids=tuple(self.produced)
         )
         lost, self.engine, self.request, self.key = self.engine.endpoint, None, request, key
-        return Reroute(key, request, lost)
+        return Reroute(key, request, lost if is_lost else "")
 
     def take(self, delta: OutputDelta) -> None:
         """Deliver a delta under the id that the caller knows."""
@@ -92,12 +94,20 @@ class Peer:
     heard:        when it last sent something, or when the first awaited question was asked, if that is later
     has_answered: whether it ever sent something
     instance:     identifies the process; if it changes, the process was replaced
+    is_made:      whether there is a connection, on which both sides have said hello
+    is_trial:     whether messages are held back until there is one, so that they can go another way instead (`go_by`)
     """
 
     _refused_at: float | None = None  # since when every attempt to connect has failed
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, address: str = "", is_trial: bool = False
+    ) -> None:
+        """address: where to connect to, if not to ``endpoint``"""
         self.endpoint = endpoint
+        self._address = address or endpoint
+        self.is_trial = is_trial
+        self._held: list[bytes] = []
         self.awaiting: dict[Any, Any] = {}
         self.heard = self.pinged = 0.0
         self.has_answered = False
@@ -109,13 +119,14 @@ class Peer:
     def _open(self) -> None:
         import zmq
 
+        self.is_made = False
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 100)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        self.monitor = self.socket.get_monitor_socket(events)
-        self.socket.connect(self.endpoint)
+        self.monitor = self.socket.get_monitor_socket(events | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.socket.connect(self._address)
 
     # ---- out ----
 
@@ -145,6 +156,9 @@ class Peer:
         self._send(wire.encode(message))
 
     def _send(self, data: bytes) -> None:
+        if self.is_trial:
+            self._held.append(data)
+            return
         for piece in split(data):
             self.socket.send(piece)
 
@@ -172,6 +186,9 @@ class Peer:
             events |= event
             if event == zmq.EVENT_CONNECTED:
                 self._refused_at = None
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_made = True
+                self._end_trial()
             elif event == zmq.EVENT_CONNECT_RETRIED and self._refused_at is None:
                 self._refused_at = now
         return bool(events & zmq.EVENT_DISCONNECTED), bool(events & zmq.EVENT_CONNECT_RETRIED)
@@ -185,6 +202,23 @@ class Peer:
         self.close(linger_ms=0)
         self.instance = ""
         self._open()
+
+    def go_by(self, address: str) -> None:
+        """Connect there instead, in a trial. Whatever was sent goes there, and nothing of it has gone elsewhere."""
+        self.close(linger_ms=0)
+        self._address = address
+        self._open()
+        self._end_trial()
+
+    @property
+    def is_relayed(self) -> bool:
+        return self._address != self.endpoint
+
+    def _end_trial(self) -> None:
+        self.is_trial = False
+        held, self._held = self._held, []
+        for data in held:
+            self._send(data)
 
     def close(self, linger_ms: int = LAST_WORDS_MS) -> None:
         self.socket.disable_monitor()

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headwise.errors import ConfigError
+from headwise.runtime.config.addresses import check_advertised, parse_ports
 from headwise.units import parse_bytes, parse_pairs
 
 CPU_KV_CACHE = "512MiB"
@@ -45,6 +46,16 @@ class EngineConfig:
     name: str = _option("headwise", "Name of the deployment, one per Ray cluster.")
     host: str = _option("127.0.0.1", "Address that clients connect to; 0.0.0.0 listens on every interface.")
     port: int = _option(8700, "Port that clients connect to; 0 takes a free one.", 0, 65535)
+    engine_ports: str = _option(
+        "",
+        "Ports FIRST-LAST of a node, of which each engine there takes a free one, for firewalls and port mappings; "
+        "empty: any free port. Clients that cannot reach an engine go through the scheduler's port.",
+    )
+    advertise_host: str = _option(
+        "",
+        "Address or name that clients are told instead of a node's own, where NAT or a mapping to the same ports lies "
+        "between; empty: the node's own.",
+    )
     replicas: int = _option(
         1,
         "Number of engines at the start, each a whole copy of the model; at least min_replicas. It stays, unless there "
@@ -232,6 +243,8 @@ class EngineConfig:
             parse_bytes(self.kv_cache)
         if self.host_cache_bytes and not self.prefix_caching:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
+        parse_ports(self.engine_ports)
+        check_advertised(self.advertise_host)
         self._check_scaling()
         self._check_device()
         self._check_placement()

@@ -26,11 +26,19 @@ MAX_RECEIVED = 65_536
 
 @dataclass(frozen=True)
 class Reporting:
-    """Where and as whom an engine reports: the scheduler's endpoint, the deployment's secret, the engine's name."""
+    """Where and as whom an engine reports: the scheduler's endpoint, the deployment's secret, the engine's name.
+
+    advertise_host: host that clients are told instead of the one the engine listens at; empty: that one
+    """
 
     endpoint: str
     secret: str
     engine: str
+    advertise_host: str = ""
+
+    def advertised(self, address: str) -> str:
+        """The endpoint for clients of an engine that listens at ``address``."""
+        return f"tcp://{self.advertise_host}:{address.rpartition(':')[2]}" if self.advertise_host else address
 
 
 class EngineReports:

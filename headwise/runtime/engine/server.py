@@ -123,6 +123,8 @@ class EngineServer:
     send_queue: messages a client may leave unread before it is dropped
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
     loop_count: counts up for as long as the server's thread gets on
+
+    Raises `zmq.ZMQError` if it cannot listen there.
     """
 
     def __init__(
@@ -138,9 +140,13 @@ class EngineServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = open_context()
-        self._listener = Listener(
-            self._context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=send_queue, clock=clock
-        )
+        try:
+            self._listener = Listener(
+                self._context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=send_queue, clock=clock
+            )
+        except Exception:
+            close_context(self._context)
+            raise
         self.endpoint = self._listener.endpoint
         self.loop_count = 0
         self._instance = uuid.uuid4().hex
@@ -452,9 +458,10 @@ class EngineServer:
         return EngineStatus(
             reporting.secret,
             reporting.engine,
-            self.endpoint,
+            reporting.advertised(self.endpoint),
             len(self._owners),
             self.stats(),
+            address=self.endpoint,
             epoch=self._epoch,
             work=EngineLoad(accepts=False) if self._core is None else self._core.load(),
             received=received,

@@ -207,6 +207,7 @@ class SchedulerServer:
             self._heard.pop(identity, None)
         for endpoint in [endpoint for endpoint, identity in self._reporters.items() if identity in ended]:
             del self._reporters[endpoint]
+            self._proxy.relay.forbid(endpoint)
             self._router.disconnected(endpoint, self._clock())
         self._scale_requests.forget(ended)
         for call in [call for call in self._calls.values() if call.identity in ended]:
@@ -219,6 +220,7 @@ class SchedulerServer:
         if status.secret == self._secret:
             self._router.update(status, self._clock())
             self._reporters[status.endpoint] = identity
+            self._proxy.relay.allow(status.endpoint, status.address or status.endpoint)
         else:
             self._counts["strangers"] += 1
 
@@ -444,6 +446,7 @@ class SchedulerServer:
                 "max_queued": self._max_queued,
                 "instance": self.instance,
                 **self._router.stats(),
+                "relay": dict(self._proxy.relay.counts),
                 "index": dict(self._index.counts),
             },
             "engines": self._router.table.stats(now),

@@ -276,7 +276,7 @@ class EngineLoad:
 @register
 @dataclass(frozen=True)
 class EngineStatus:
-    """An engine is there and serves at ``endpoint``.
+    """An engine is there and serves at ``endpoint``, as clients are told.
 
     secret:   of the deployment; a status with another one is ignored
     load:     requests running and waiting, and held until there are workers
@@ -284,6 +284,7 @@ class EngineStatus:
     received: ids of the requests that arrived since the last status: from now on ``work`` has them
     faults:   what went wrong since the last status, in words
     is_leaving: it takes no new requests, and ends for good once it has none
+    address:  where it is reached within the deployment, if that is not ``endpoint``
     """
 
     secret: str
@@ -296,6 +297,7 @@ class EngineStatus:
     received: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     is_leaving: bool = False
+    address: str = ""
 
 
 _ERRORS = {

@@ -10,6 +10,7 @@ import pytest
 
 from headwise.errors import ConfigError
 from headwise.runtime.cli.options import config_reference
+from headwise.runtime.config.addresses import parse_ports
 from headwise.runtime.config.engine_config import EngineConfig, parse_bytes
 
 ROOT = Path(__file__).parents[3]
@@ -127,3 +128,62 @@ def test_a_deployment_starts_with_its_replicas_but_no_fewer_than_the_fewest() ->
     assert EngineConfig(min_replicas=2).first_replicas == 2
     assert EngineConfig(replicas=0, min_replicas=0).first_replicas == 0
     assert not EngineConfig(replicas=3).follows_load
+
+
+@pytest.mark.parametrize(
+    "ports",
+    [
+        "8701",
+        "a-b",
+        "9000-8000",
+        "0-10",
+        "70000-70001",
+        "9000-",
+        "-9000",
+        "9000 - 9010",
+        "9000-9010\n",
+        "1-2-3",
+        "٩-٩",
+        " ",
+    ],
+)
+def test_engine_ports_that_are_no_range_are_refused_in_one_line(ports: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine_ports must be FIRST-LAST, such as 9000-9015.*got ") as refused:
+        EngineConfig(engine_ports=ports)
+    assert "\n" not in str(refused.value)
+
+
+def test_engine_ports_are_first_and_last() -> None:
+    EngineConfig(engine_ports="9000-9000")
+    assert parse_ports("9000-9002") == range(9000, 9003)
+    assert parse_ports("1-65535") == range(1, 65536)
+    assert len(parse_ports("")) == 0
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0.0.0.0",
+        "host:9000",
+        "tcp://host",
+        "a b",
+        "::1",
+        "[::1]",
+        "-a",
+        "a..b",
+        ".a",
+        "999.1.1.1",
+        "12",
+        "a\n",
+        "x" * 300,
+    ],
+)
+def test_hosts_that_no_client_can_connect_to_are_not_advertised(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"advertise_host must be an IPv4 address or a name.*got ") as refused:
+        EngineConfig(advertise_host=host)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["", "10.0.0.5", "node-7", "llm.example.com", "a_b.svc.cluster.local"])
+def test_addresses_and_names_may_be_advertised(host: str) -> None:
+    EngineConfig(advertise_host=host)
