@@ -21,7 +21,7 @@ demo: venv
 	@$(BIN)/python -m headwise demo
 
 test: venv
-	@$(BIN)/python -m pytest -m "not soak" -n 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
 
 soak: venv
 	@$(BIN)/python -m pytest -m soak

@@ -241,6 +241,7 @@ def test_a_stream_whose_engine_and_store_are_killed_goes_on_when_they_are_back_a
     eventually(known)
 
 
+@pytest.mark.soak
 def test_an_idle_deployment_that_lost_a_worker_serves_the_next_request(deployment: Deployment, client: Client) -> None:
     eventually(lambda: deployment.worker_pids()[0])
     lost = deployment.worker_pids()[0][0]

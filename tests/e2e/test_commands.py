@@ -136,7 +136,8 @@ def ray_head(mark: str, node: str = "127.0.0.1") -> Iterator[Head]:
             eventually(lambda: not killed(mark), otherwise=lambda: marked(mark))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.3", pytest.param("127.0.0.1", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("host", ["127.0.0.3", "127.0.0.1"])
 def test_a_deployment_at_another_address_than_rays_own_serves(tmp_path: Path, host: str) -> None:
     (port,) = free_ports(1)
     with ray_head(str(tmp_path), node="127.0.0.2") as head:

@@ -17,6 +17,7 @@ from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.ray,
     pytest.mark.model,
     pytest.mark.skipif(bool(why_not()), reason=f"no nodes with addresses of their own: {why_not()}"),
@@ -99,7 +100,6 @@ def test_a_node_that_dies_costs_no_token_and_its_engine_starts_on_the_next_one_t
     assert any(f"{name} on node {address}" in line and "its node has died" in line for line in caplog.messages)
 
 
-@pytest.mark.soak
 def test_a_node_that_stands_still_for_ten_seconds_costs_no_token_and_goes_on(
     nodes: Nodes, deployment: Deployment, client: Client
 ) -> None:
@@ -115,7 +115,6 @@ def test_a_node_that_stands_still_for_ten_seconds_costs_no_token_and_goes_on(
     assert deployment.actor_pids()[name] == pids[name], "Ray waits longer than that for a node"
 
 
-@pytest.mark.soak
 def test_a_node_that_is_cut_off_costs_no_token_and_ends_when_it_is_back_while_its_engine_starts_on_another(
     nodes: Nodes, deployment: Deployment, client: Client
 ) -> None:

@@ -109,6 +109,7 @@ def test_one_engine_becomes_three_and_one_again_under_load_and_every_request_get
     eventually(lambda: ray.available_resources()["CPU"] == pytest.approx(CPUS - ENGINE_CPUS - WORKER_CPUS))
 
 
+@pytest.mark.soak
 def test_what_only_the_engine_that_goes_has_cached_is_in_storage_when_it_has_gone_and_the_index_knows(
     deployment: Deployment, client: Client
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_deployment_serves_with_the_engines_that_have_room_and_the_others_join
 # ---- by the load ----
 
 
+@pytest.mark.soak
 def test_the_first_request_of_a_deployment_without_engines_waits_for_one_which_goes_again(
     deployment: Deployment, client: Client
 ) -> None:

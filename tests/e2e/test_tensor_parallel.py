@@ -47,7 +47,7 @@ def serve(client: Client, tokens: int) -> dict[str, Any]:
     return engine(client)
 
 
-@pytest.mark.parametrize("tokens", [8, pytest.param(24, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("tokens", [4, pytest.param(24, marks=pytest.mark.soak)])
 def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restart(tmp_path: Path, tokens: int) -> None:
     config = EngineConfig(
         port=0,
