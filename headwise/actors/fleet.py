@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 
 MOST_REPLICAS = 1024
 """Where ``max_replicas`` sets no limit."""
+FAREWELL_S = 5.0
 _ASK_S = 1.0
 
 
@@ -165,18 +168,30 @@ class Fleet:
     def _replicas(self) -> list[Replica]:
         return [Replica(role.name, _state_of(role), self._epoch[role.name]) for role in self.engines]
 
+    def _drain_s(self, role: Role) -> float:
+        """How long an engine may take to go: less than what is left of its node."""
+        left_s = placement.draining_nodes().get(role.site.node, math.inf) - time.time()
+        return drain_time(self._config.drain_timeout_s, left_s)
+
     def _drain(self, role: Role, now: float) -> None:
         """Have an engine take nothing new, end what it has, put into storage what only it has cached, and end. If it
         does not, it is killed some time later."""
         if role.handle is None or role.life.phase is not Phase.RUNNING:
             self._supervisor.retire(role, "it does not serve, and is not wanted any more")
             return
-        timeout_s = self._config.drain_timeout_s
+        timeout_s = self._drain_s(role)
         role.leave_by = now + timeout_s + self._config.engine_timeout_s
         leaving = [each.name for each in self.engines if each.is_leaving and each is not role]
         sole_blocks = self._store.sole_blocks(role.name, leaving) if self._config.storage else b""
         log.info("%s is drained: it ends in %g s at the latest", role, timeout_s)
         role.handle.drain.remote(timeout_s, sole_blocks)
+
+
+def drain_time(timeout_s: float, left_s: float) -> float:
+    """Seconds that an engine may take to go whose node is taken away in ``left_s``: the last tenth, at most
+    `FAREWELL_S`, is for its processes to end and for requests to be sent elsewhere.
+    """
+    return max(0.0, min(timeout_s, left_s - min(FAREWELL_S, left_s / 10)))
 
 
 def policy_of(config: EngineConfig) -> ScalingPolicy:

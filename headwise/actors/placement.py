@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -167,13 +168,15 @@ def _alive_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def draining_nodes() -> set[str]:
-    """Nodes that Ray was told to drain: about to be taken away."""
-    return set(state.get_draining_nodes())
+def draining_nodes() -> dict[str, float]:
+    """Nodes that Ray was told to drain, which are about to be taken away: by id, when, as `time.time` counts; infinity
+    where nobody said when.
+    """
+    return {node: deadline_ms / 1e3 or math.inf for node, deadline_ms in state.get_draining_nodes().items()}
 
 
 def _nodes_with_room(demand: Demand) -> set[str]:
     free = available_resources_per_node()
     labels = {node["NodeID"]: node.get("Labels", {}) for node in ray.nodes() if node["Alive"]}
     have_room = {node for node, has in free.items() if node in labels and demand.fits(has, labels[node])}
-    return have_room - draining_nodes()
+    return have_room - set(draining_nodes())
