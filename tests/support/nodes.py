@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import ray
+from support.free_ports import free_ports
 from support.waiting import eventually
 
 from headwise.actors.cluster_probe import find_cluster, living_nodes, read_authentication
@@ -32,8 +33,8 @@ from headwise.errors import DeploymentError
 _ray: Any = ray
 
 OBJECT_STORE_BYTES = 80 << 20
-GCS_PORT = 6379
-"""Of the head's own address, which nobody else has."""
+_HEAD_PORTS = ("port", "ray-client-server-port", "dashboard-agent-listen-port")
+"""Which Ray gives fixed numbers. The head is beside whatever else this machine runs."""
 
 
 def run(*command: str) -> None:
@@ -126,7 +127,8 @@ class Nodes:
         self._nodes: list[Node] = []
         self._count = 0
         self.host = f"{self._network}.1"
-        self.address = f"{self.host}:{GCS_PORT}"
+        self._ports = dict(zip(_HEAD_PORTS, free_ports(len(_HEAD_PORTS)), strict=True))
+        self.address = f"{self.host}:{self._ports['port']}"
         self._head: list[subprocess.Popen[bytes]] = []
 
     @classmethod
@@ -148,8 +150,9 @@ class Nodes:
         run("ip", "link", "add", self._bridge, "type", "bridge")
         run("ip", "address", "add", f"{self.host}/24", "dev", self._bridge)
         run("ip", "link", "set", self._bridge, "up")
-        self._head.append(self._ray([], "--head", f"--port={GCS_PORT}", "--num-cpus=0", "--include-dashboard=false",
-                                    f"--node-ip-address={self.host}", f"--temp-dir={self._temp}"))  # fmt: skip
+        ports = [f"--{name}={port}" for name, port in self._ports.items()]
+        place = f"--node-ip-address={self.host}", f"--temp-dir={self._temp}"
+        self._head.append(self._ray([], "--head", "--num-cpus=0", "--include-dashboard=false", *ports, *place))
         eventually(self._is_up)
 
     def _is_up(self) -> bool:
