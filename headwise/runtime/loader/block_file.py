@@ -1,8 +1,9 @@
-"""The file beside a converted GGUF model's float32 weights that has what was quantised as it was, by other names.
+"""The block file: a GGUF model's quantised matrices, kept without loss beside its weights converted to float32.
 
-It is a safetensors file of another suffix, so that nobody takes it for a part of the weights. A matrix ``NAME`` is
-``NAME.codes``, ``NAME.scale`` and, for some types, ``NAME.minimum`` (see `GroupQuantised`). Codes of 4 bits lie two a
-byte, the first of a pair in its low half; int8 ones are stored 8 higher.
+It is a safetensors file with a suffix of its own, so that no loader takes it for a part of the weights. A matrix
+``NAME`` is stored as the tensors ``NAME.codes``, ``NAME.scale`` and, for some types, ``NAME.minimum`` (see
+`GroupQuantised`). Codes of 4 bits are packed two to a byte, the first of a pair in the low half. Signed ones, -8..7,
+are stored with 8 added.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from headwise.runtime.loader.safetensors_file import INTEGERS, SafetensorsFile, 
 from headwise.runtime.ops.quantised import GroupQuantised
 
 BLOCKS = "model.gguf-blocks"
+"""The block file's name in a model's directory."""
 
 _DTYPES = {"F32": np.dtype("<f4"), **INTEGERS}
 _NIBBLE_ZERO = 8
-"""What stands for 0 where codes of 4 bits are signed."""
+"""The stored value of code 0, where codes of 4 bits are signed."""
 
 
 class BlockFile:
-    """The mapped file.
+    """A memory-mapped block file.
 
-    kinds: the GGUF type of every matrix of the model, by its Hugging Face name; those that are in `FORMATS` are here
+    kinds: Hugging Face name -> GGUF type, such as ``Q4_K``, of every matrix of the model. The file has those matrices
+           whose type is in `FORMATS`
 
-    Raises `ModelError` if the file is truncated or corrupt.
+    Raises `ModelError` if the file cannot be read, is truncated or corrupt.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,11 +48,18 @@ class BlockFile:
             ) from None
 
     def rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """Rows of a matrix; None if it is not here."""
+        """Rows ``start`` to ``stop`` of a matrix; None if the file does not have it.
+
+        Codes of 8 bits, scales and minima are read-only views of the mapped file; codes of 4 bits are unpacked.
+        """
         return self._part(name, slice(start, stop), None)
 
     def columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """Columns of a matrix; None if it is not here. Raises `ConfigError` where they cut a group in two."""
+        """Columns ``start`` to ``stop`` of a matrix, otherwise as `rows`.
+
+        Raises:
+            ConfigError: ``start`` or ``stop`` lies within a quantisation group.
+        """
         form = self._form(name)
         if form is not None and (start % form.group or stop % form.group):
             raise ConfigError(
@@ -59,7 +69,7 @@ class BlockFile:
         return self._part(name, slice(None), slice(start, stop))
 
     def num_bytes(self, name: str) -> int | None:
-        """Of a matrix, its scales and minima; None if it is not here."""
+        """Bytes that a matrix takes in the file, with its scales and minima; None if the file does not have it."""
         if self._form(name) is None:
             return None
         parts = (f"{name}.{part}" for part in ("codes", "scale", "minimum"))
@@ -78,7 +88,7 @@ class BlockFile:
         return GroupQuantised(_unpacked(codes, form), scale, minimum, form.group, form.bits)
 
     def _stored(self, name: str, rows: slice, columns: slice | None, share: int) -> NDArray[Any]:
-        """A part of a tensor with one element for ``share`` columns."""
+        """A part of a stored tensor, of which one element stands for ``share`` columns of the matrix."""
         stored = self._file.stored(name)[rows]
         return stored if columns is None else stored[:, columns.start // share : columns.stop // share]
 
@@ -86,11 +96,11 @@ class BlockFile:
 def write_blocks(
     path: Path, kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, int]], matrices: Iterable[GroupQuantised]
 ) -> None:
-    """Write what a `BlockFile` reads, holding one matrix at a time in memory.
+    """Write a file for `BlockFile`, holding one matrix at a time in memory.
 
-    kinds:    the GGUF type of every matrix of the model, by its Hugging Face name
-    shapes:   of every matrix
-    matrices: those whose types are in `FORMATS`, in the order of ``kinds``
+    kinds:    Hugging Face name -> GGUF type, of every matrix of the model
+    shapes:   Hugging Face name -> ``(rows, columns)``, of every matrix
+    matrices: those whose type is in `FORMATS`, in the order of ``kinds``
     """
     forms: dict[str, TensorForm] = {}
     for name, kind in kinds.items():
@@ -116,7 +126,7 @@ def _tensors(matrices: Iterable[GroupQuantised]) -> Iterator[NDArray[Any]]:
 
 
 def _packed(matrix: GroupQuantised) -> NDArray[Any]:
-    """Codes as they are stored."""
+    """A matrix's codes in their stored form: 8 bits as they are, 4 bits two to a byte."""
     if matrix.bits == 8:
         return matrix.codes
     codes = matrix.codes.view(np.uint8)
@@ -126,7 +136,7 @@ def _packed(matrix: GroupQuantised) -> NDArray[Any]:
 
 
 def _unpacked(stored: NDArray[Any], form: BlockFormat) -> NDArray[Any]:
-    """The reverse: 8 bits as they are, 4 bits one a byte."""
+    """The reverse of `_packed`: one code to a byte, ``[rows, columns]``."""
     if form.bits == 8:
         return stored
     codes = np.empty((*stored.shape, 2), np.uint8)

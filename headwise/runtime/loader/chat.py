@@ -12,13 +12,15 @@ from headwise.errors import InvalidRequestError, ModelError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_DEPTH = 32
-"""Of lists and mappings within one another in a message."""
+"""How deep lists and mappings in a message may be nested."""
 
 
 class ChatTemplate:
     """A model's Jinja template, run in Jinja's sandbox with the names Hugging Face templates expect.
 
-    ``special_tokens``: ``bos_token``, ``eos_token`` and the like, as the template may print them.
+    source:         the template's text
+    special_tokens: ``bos_token``, ``eos_token`` and the like -> their texts: variables of the template
+
     Raises `ModelError` if the template is not valid Jinja.
     """
 
@@ -40,7 +42,14 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The text of messages from `plain_messages`; raises `InvalidRequestError` if the template cannot take them."""
+        """The conversation as text.
+
+        messages:              as `plain_messages` returns them
+        add_generation_prompt: whether the text ends with the beginning of the assistant's answer
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or fails on them.
+        """
         from jinja2 import TemplateError
 
         try:
@@ -53,9 +62,13 @@ class ChatTemplate:
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages in the form that templates and the wire need: plain data, a known role, the content as one string.
+    """Check a user's messages, and copy them into the form that templates and the wire need.
 
-    Text parts (``{"type": "text", "text": ...}``) are joined. Raises `InvalidRequestError`.
+    Each has a role of `ROLES`, its content as one string (text parts ``{"type": "text", "text": ...}`` are joined), and
+    else only plain data.
+
+    Raises:
+        InvalidRequestError: they are not such messages; the text names the part at fault.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
@@ -102,7 +115,7 @@ def _text_of(name: str, content: Any) -> str:
 
 
 def _plain(name: str, value: Any, depth: int) -> Any:
-    """What else a message has (a name, tool calls): strings, numbers, lists and mappings."""
+    """A copy of another field of a message (a name, tool calls): strings, numbers, lists and mappings."""
     if value is None or type(value) in (bool, int, float):
         return value
     if isinstance(value, str):
@@ -117,7 +130,7 @@ def _plain(name: str, value: Any, depth: int) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error's message, however large or deep it is."""
+    """A value for an error's message, cut to 80 characters."""
     return reprlib.repr(value)[:80]
 
 

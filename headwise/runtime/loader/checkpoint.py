@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face directory, read in the parts that a rank needs."""
+"""The weights of a Hugging Face model directory. A tensor-parallel rank reads only its parts of them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from headwise.runtime.ops.quantised import GroupQuantised
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_JSON_BYTES = 64 << 20
-"""Of a file that is read whole: an index of 400,000 tensors has less."""
+"""The largest JSON file that is read. An index of 400,000 tensors is smaller."""
 
 
 class Checkpoint:
     """A directory with ``config.json`` and safetensors weights, in one file or in shards.
 
-    Files are mapped when one of their tensors is first asked for. What is stored as F32 comes back as a read-only view
-    of the mapped file; F16 and BF16 are widened to float32. Raises `ModelError` naming the file at fault.
+    A file is mapped when one of its tensors is first asked for. What is stored as F32 is returned as a read-only view
+    of the mapped file; F16 and BF16 are converted to float32. All methods raise `ModelError`, which names the file at
+    fault, if a file or tensor is missing or corrupt, or a range lies outside a tensor.
 
-    blocks: also gives what a GGUF file had quantised, as it was: the directory must have been made of one
+    blocks: whether `quantised_rows` and `quantised_columns` give matrices as a GGUF file has them. The directory must
+            then be one that `converted_directory` made
     """
 
     def __init__(self, directory: Path, *, blocks: bool = False) -> None:
@@ -44,7 +46,7 @@ class Checkpoint:
 
     @property
     def num_elements(self) -> int:
-        """Numbers in all tensors together."""
+        """Number of elements in all tensors together."""
         return sum(prod(self.shape(name)) for name in self.names)
 
     def __contains__(self, name: str) -> bool:
@@ -54,7 +56,7 @@ class Checkpoint:
         return self._open(name).shape(name)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """The whole tensor."""
+        """The whole tensor, as float32."""
         return self._open(name).read(name)
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
@@ -68,9 +70,11 @@ class Checkpoint:
         return self._open(name).read(name, columns=slice(start, stop))
 
     def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """``rows(name, start, stop)`` of a matrix as the GGUF file had it; None where that is in floating point.
+        """``rows(name, start, stop)`` of a matrix, quantised as in the GGUF file.
 
-        Codes of 8 bits are a read-only view of the mapped file; those of 4 are unpacked.
+        None if the checkpoint was opened without ``blocks``, or the GGUF file has it in a type that is not in
+        `FORMATS`, such as floating point.
+        Codes of 8 bits are a read-only view of the mapped file; codes of 4 bits are unpacked.
         """
         if self._blocks is None:
             return None
@@ -78,7 +82,11 @@ class Checkpoint:
         return self._blocks.rows(name, start, stop)
 
     def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """``columns(name, start, stop)`` in the same way. Raises `ConfigError` where they cut a group in two."""
+        """``columns(name, start, stop)`` of a matrix, otherwise as `quantised_rows`.
+
+        Raises:
+            ConfigError: ``start`` or ``stop`` lies within a quantisation group.
+        """
         if self._blocks is None:
             return None
         self._check_range(name, 1, start, stop)
@@ -107,7 +115,7 @@ class Checkpoint:
 
     @cached_property
     def _file_of(self) -> dict[str, str]:
-        """Which file holds each tensor."""
+        """Tensor name -> name of the file that holds it."""
         if (self.directory / SINGLE).exists():
             return dict.fromkeys(self._load(SINGLE).names, SINGLE)
         if not (self.directory / INDEX).exists():
@@ -124,9 +132,9 @@ class Checkpoint:
 
 
 def weight_files(directory: Path, *, blocks: bool = False) -> list[Path]:
-    """The files of ``directory`` that a `Checkpoint` takes tensors from, and the one that says which are where.
+    """The files of ``directory`` that a `Checkpoint` reads tensors from and, for shards, their index.
 
-    None where there are no weights. Raises `ModelError` as `Checkpoint` does.
+    An empty list if there are no weights. Raises `ModelError` if the index is corrupt or a shard is missing.
     """
     if (directory / SINGLE).exists():
         return [directory / SINGLE, *([directory / BLOCKS] if blocks else [])]
@@ -136,7 +144,7 @@ def weight_files(directory: Path, *, blocks: bool = False) -> list[Path]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """Which shard holds each tensor, by the index of ``directory``."""
+    """Tensor name -> name of its shard, from the index of ``directory``."""
     weight_map = read_json(directory / INDEX).get("weight_map")
     weight_map = weight_map if isinstance(weight_map, dict) else {}
     if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -149,12 +157,20 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model's directory; raises `ModelError` if it is missing or malformed."""
+    """The JSON object in a file of a model's directory.
+
+    Raises:
+        ModelError: the file is missing, cannot be read, is longer than `MOST_JSON_BYTES` or holds no JSON object.
+    """
     return parse_json(path, read_small_file(path))
 
 
 def read_small_file(path: Path) -> bytes:
-    """A file of a model's directory that is no weights; raises `ModelError` if it is missing, or far too long."""
+    """The bytes of a file of a model's directory, other than weights.
+
+    Raises:
+        ModelError: the file is missing, cannot be read or is longer than `MOST_JSON_BYTES`.
+    """
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_JSON_BYTES + 1)
@@ -168,7 +184,7 @@ def read_small_file(path: Path) -> bytes:
 
 
 def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
-    """The JSON object that ``path`` holds; raises `ModelError` if it is malformed."""
+    """The JSON object in ``raw``, the bytes of ``path``; raises `ModelError` if they are no JSON object."""
     try:
         values = json.loads(raw.decode("utf-8"))
     except ValueError as error:

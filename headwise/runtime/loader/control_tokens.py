@@ -1,4 +1,8 @@
-"""Keeps users' text from becoming control tokens: in a rendered chat, only the template's own count."""
+"""Keeps users' text from becoming control tokens: in a rendered chat, only those that the template wrote count.
+
+A template mixes its own text with the users'. So characters of the users' messages are replaced by marks before the
+template is rendered; where marks are afterwards, there is users' text.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +14,34 @@ from typing import Any
 
 from headwise.errors import InvalidRequestError
 
-_FIRST, _LAST = 0x100000, 0x10FFFD  # the last private-use plane: no model's text has its characters
+_FIRST, _LAST = 0x100000, 0x10FFFD  # marks are of the last private-use plane; one that a user wrote is marked, too
 _MARK = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered chat. user_at: ascending positions of user's characters that could be part of a control token."""
+    """A rendered chat.
+
+    user_at: positions in ``text``, ascending, of users' characters that could be part of a control token
+    """
 
     text: str
     user_at: tuple[int, ...]
 
     def is_users(self, start: int, end: int) -> bool:
-        """Whether a control token found in ``[start, end)`` has characters that a user wrote."""
+        """Whether a control token found at ``text[start:end]`` has characters that a user wrote."""
         index = bisect_left(self.user_at, start)
         return index < len(self.user_at) and self.user_at[index] < end
 
 
 class Marks:
-    """Marks users' characters before a template is rendered, and finds them afterwards. Each is replaced by a unique
-    character that no control token has, and that stays one character whatever the template does with it.
+    """Replaces users' characters by marks before a template is rendered; `unmarked` puts them back.
 
-    Only those characters are marked that could begin a control token within the text, or complete one that begins
-    before it. All other text goes to the template unchanged.
+    Each different character has a mark of its own: a private-use character that no control token contains, and that
+    stays one character whatever the template does with it (strip, change case). Only characters are marked that could
+    begin a control token within the text, or complete one that begins before it. All other text is left unchanged.
+
+    control_tokens: their texts
     """
 
     def __init__(self, control_tokens: Collection[str]) -> None:
@@ -46,7 +55,7 @@ class Marks:
         self._longest = max(self._lengths, default=0)
 
     def positions(self, text: str) -> Iterator[int]:
-        """Positions of the characters to mark in a user's text; some may come twice."""
+        """Positions of the characters to mark in a user's text, in no order; some may come twice."""
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())  # templates strip
         if any(text[start : start + length] in self._tails for length in range(1, min(self._longest, end - start) + 1)):
             yield start
@@ -58,7 +67,13 @@ class Marks:
                 yield at
 
     def on(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, str]]:
-        """The messages with marks, and what each mark stands for. Roles are the template's words, not the user's."""
+        """The messages with marks, and mark (as a code point) -> character.
+
+        Roles are left alone: they are words of the template, not of users.
+
+        Raises:
+            InvalidRequestError: there are more different characters to mark than marks.
+        """
         marks: dict[str, str] = {}
         marked = [
             {key: value if key == "role" else self._on(value, marks) for key, value in message.items()}
@@ -85,7 +100,10 @@ class Marks:
 
 
 def unmarked(text: str, marks: Mapping[int, str]) -> Rendered:
-    """The text that users and template wrote, from a rendering of marked messages."""
+    """A rendering of marked messages, with the characters that the marks stand for.
+
+    marks: mark (as a code point) -> character, from `Marks.on`
+    """
     if not marks:
         return Rendered(text, ())
     return Rendered(text.translate(dict(marks)), tuple(match.start() for match in _MARK.finditer(text)))

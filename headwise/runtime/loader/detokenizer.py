@@ -1,10 +1,10 @@
-"""Text from tokens as they come, equal in the end to decoding them all at once.
+"""Incremental detokenization: text from tokens as they come, in the end the same as decoding all of them at once.
 
-A token is not a piece of text: a character's bytes may be spread over several tokens. Each detokenizer keeps back only
+A token is not a piece of text: a character's bytes may be spread over several tokens. A detokenizer holds back only
 what later tokens can still change, and looks at every token once.
 
-Not the ``tokenizers`` library's ``DecodeStream``: of byte-fallback tokens that turn out to be no UTF-8 it has shown the
-first ones as characters by then, which decoding the whole sequence replaces.
+The ``tokenizers`` library's ``DecodeStream`` would be wrong here. A run of byte-fallback tokens that is not valid UTF-8
+decodes to replacement characters as a whole, and ``DecodeStream`` has by then returned its valid beginning as text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from headwise.errors import ModelError
 
 Piece = Callable[[int], "str | None"]
-"""A token's entry in the vocabulary; ``None`` for ids that never show in text (special tokens, unknown ids)."""
+"""Token id -> its entry in the vocabulary; ``None`` for ids that give no text (special tokens, unknown ids)."""
 
 
 class IncrementalDetokenizer(ABC):
@@ -28,7 +28,7 @@ class IncrementalDetokenizer(ABC):
         self._piece = piece
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is now settled: tokens that come later do not change it."""
+        """Take the sequence's next token ids. Returns the new text that no later token can change; often empty."""
         return self._push(piece for token in ids if (piece := self._piece(token)) is not None)
 
     @abstractmethod
@@ -36,7 +36,7 @@ class IncrementalDetokenizer(ABC):
 
     @abstractmethod
     def flush(self) -> str:
-        """What was held back, at the end of the sequence."""
+        """The text that was held back. To be called once, at the end of the sequence."""
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
@@ -54,13 +54,13 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
 
 
 class ByteFallbackDetokenizer(IncrementalDetokenizer):
-    """SentencePiece: entries are text with marked spaces; characters without an entry come as ``<0xNN>`` bytes.
+    """SentencePiece: entries are text; characters without an entry come as byte tokens, ``<0xNN>``.
 
-    A run of byte tokens is either valid UTF-8 as a whole or one replacement character a byte, so it is held back until
-    a token of another kind ends it.
+    A run of byte tokens is either valid UTF-8 as a whole, or decodes to one replacement character for each byte. So it
+    is held back until a token of another kind ends it.
 
-    marker: what stands for a space
-    strip:  spaces that are dropped at the start of the text
+    marker: what stands for a space in entries
+    strip:  most spaces that are dropped at the start of the text
     """
 
     def __init__(self, piece: Piece, marker: str, strip: int) -> None:
@@ -97,7 +97,7 @@ class ByteFallbackDetokenizer(IncrementalDetokenizer):
 
 
 class WordDetokenizer(IncrementalDetokenizer):
-    """A vocabulary without a decoder: entries are words, put together with spaces."""
+    """A tokenizer without a decoder: entries are words, joined by spaces."""
 
     def __init__(self, piece: Piece) -> None:
         super().__init__(piece)
@@ -115,7 +115,13 @@ class WordDetokenizer(IncrementalDetokenizer):
 
 
 def detokenizer_factory(decoder: Mapping[str, Any] | None, piece: Piece) -> Callable[[], IncrementalDetokenizer]:
-    """What makes detokenizers for the ``decoder`` of a ``tokenizer.json``; raises `ModelError` on unknown ones."""
+    """A function that makes one sequence's detokenizer.
+
+    decoder: the value of ``decoder`` in a ``tokenizer.json``
+
+    Raises:
+        ModelError: it is of a kind that cannot be decoded token by token.
+    """
     if decoder is None:
         return lambda: WordDetokenizer(piece)
     steps: list[Mapping[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

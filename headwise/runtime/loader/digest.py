@@ -1,8 +1,8 @@
 """Identifies a model's weights by a digest of every byte, computed once and cached while the files do not change.
 
-Cache blocks in storage outlive a deployment and are shared by others, so weights that differ anywhere must differ here.
-A file is hashed in chunks, as many at once as there are cores: SHA-256 takes 1 to 2 GB/s on each. Its digest is that
-of its chunks' digests.
+Cache blocks in storage outlive a deployment and are shared with others, so weights that differ in one byte must have
+different digests. A file is hashed in chunks, as many at once as there are cores: SHA-256 does 1 to 2 GB/s on each. The
+file's digest is the hash of its size and its chunks' digests.
 """
 
 from __future__ import annotations
@@ -28,22 +28,28 @@ from headwise.units import format_bytes
 log = logging.getLogger(__name__)
 
 RECORDS = ".headwise-digests.json"
-"""The cache file beside the weights; if their directory cannot be written, a file in the cache directory is used."""
+"""The file beside the weights that digests are cached in. If their directory cannot be written, a file in the cache
+directory is used."""
 
 CHUNK_BYTES, READ_BYTES = 32 << 20, 1 << 20
+"""How much one thread hashes, and how much of that it reads at a time. Another chunk size gives other digests."""
+
 MAX_THREADS = 16
 MAX_RECORDS_BYTES = 16 << 20
+"""No more is read of a file of cached digests."""
 
 STALLED_S = 10.0
-"""A process that waits for another's digest computes it itself when the other makes no progress for so long."""
+"""A process waits for another's digest as long as that makes progress; after so long without, it computes its own."""
 
 _YOUNG_NS = 100_000_000
+"""Longer than the steps in which a kernel's file time stamps advance."""
+
 _SECOND_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class _Stamp:
-    """What changes with a file's content. The change time changes even if the modification time is set back."""
+    """What changes whenever a file's content does. ``ctime`` changes even if a program sets ``mtime`` back."""
 
     size: int
     mtime_ns: int
@@ -55,7 +61,10 @@ class _Stamp:
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def is_settled(self, now_ns: int) -> bool:
-        """Whether a later change would show. A change that follows too soon gets the same time stamp."""
+        """Whether a change after ``now_ns`` (Unix time) would show in the stamp.
+
+        A change too soon after the last one may get the same time stamp.
+        """
         coarse = not self.ctime_ns % _SECOND_NS  # some file systems count seconds, or two
         return now_ns - self.ctime_ns > (2 * _SECOND_NS if coarse else _YOUNG_NS)
 
@@ -78,13 +87,17 @@ def digest_weights(
     *,
     blocks: bool = False,
 ) -> str:
-    """A hash of all that a `Checkpoint` reads from ``directory``, with or without ``blocks``, in hexadecimal digits.
+    """SHA-256, as hexadecimal digits, of all files that a `Checkpoint` reads tensors from.
 
-    The files are read once; as long as none changes, later calls look at their sizes and times only. Several processes
-    may ask at once: one of each node reads.
+    The files are read once; as long as none changes, later calls look only at sizes, times and inodes. Several
+    processes may call this at once: one on each node reads.
+
+    cache_dir: where digests are cached if ``directory`` cannot be written
+    clock_ns:  Unix time in nanoseconds
+    blocks:    as for `Checkpoint`
 
     Raises:
-        ModelError: a file cannot be read, or changes meanwhile.
+        ModelError: a file cannot be read, or changes while it is read.
     """
     progress = progress or SilentProgress()
     places = [directory / RECORDS, cache_dir / "digests" / f"{_key(directory)}.json"]
@@ -116,11 +129,11 @@ def _stamp(path: Path) -> _Stamp:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
 
 
-# ---- what is remembered ----
+# ---- the cache of digests ----
 
 
 def _known(files: list[_File], places: list[Path]) -> dict[str, str]:
-    """The remembered digests of those files that have not changed since, by name."""
+    """File name -> cached digest, for the files that have not changed since."""
     known = {}
     for records in map(_records, places):
         for file in files:
@@ -133,7 +146,7 @@ def _known(files: list[_File], places: list[Path]) -> dict[str, str]:
 
 
 def _records(place: Path) -> dict[str, object]:
-    """What a file remembers by name; nothing where there is none, or it is not one of ours."""
+    """File name -> what is cached of it in ``place``; empty if that file is missing or malformed."""
     try:
         with place.open("rb") as file:
             records = json.loads(file.read(MAX_RECORDS_BYTES))
@@ -143,7 +156,7 @@ def _records(place: Path) -> dict[str, object]:
 
 
 def _remember(files: list[_File], digests: dict[str, str], places: list[Path]) -> None:
-    """Write records to the first place that can be written; without any, the next process has to read again."""
+    """Cache the digests in the first place that can be written. If none can, the next process reads the files again."""
     if not files:
         return
     records = {file.path.name: {**file.record, "digest": digests[file.path.name]} for file in files}
@@ -160,9 +173,12 @@ def _remember(files: list[_File], digests: dict[str, str], places: list[Path]) -
 
 @contextmanager
 def _alone(path: Path, is_done: Callable[[], bool], progress: Progress) -> Iterator[Callable[[int, int], None]]:
-    """Wait until no other process of this node reads the same weights. Yields a function to report progress to others.
+    """Wait until no other process of this node reads the same weights, or ``is_done`` says that their digest is there.
 
-    A process that makes no progress, such as a suspended one, is not waited for. Without file locks nobody waits.
+    Yields a function ``(done, total)`` that reports progress, in bytes, to processes that wait. A process that makes no
+    progress for `STALLED_S`, such as a suspended one, is not waited for. Without file locks nobody waits.
+
+    path: the lock file
     """
     try:
         lock = LockedFile(path)
@@ -186,7 +202,7 @@ def _alone(path: Path, is_done: Callable[[], bool], progress: Progress) -> Itera
 
 
 def _digest(files: list[_File], progress: Progress, report: Callable[[int, int], None]) -> dict[str, str]:
-    """Read the files; their digests by name."""
+    """Read the files. Returns file name -> digest."""
     total, done = sum(file.stamp.size for file in files), 0
     threads = min(MAX_THREADS, usable_cores())
     progress.stage("hashing the weights")
@@ -231,7 +247,7 @@ def _open(file: _File) -> int:
 
 
 def _digest_chunk(path: Path, handle: int, start: int, length: int) -> bytes:
-    """Of the bytes from ``start`` on. Small reads stay in a core's cache, and need no memory to speak of."""
+    """The digest of ``length`` bytes from ``start`` on. Small reads stay in a core's cache, and take little memory."""
     digest, buffer, stop = sha256(), memoryview(bytearray(min(READ_BYTES, length))), start + length
     while start < stop:
         try:

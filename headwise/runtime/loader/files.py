@@ -16,10 +16,13 @@ from headwise.runtime.loader.progress import Progress
 
 @contextmanager
 def building(target: Path, progress: Progress) -> Iterator[Path | None]:
-    """Build the directory ``target`` once, under a lock that dies with its process.
+    """Build the directory ``target``, in one process at a time; waits for another that builds it.
 
-    Yields an empty directory to fill, which becomes ``target`` when the block ends without an error, or ``None`` if
-    another process has built ``target`` meanwhile. Raises `ModelError` where the cache directory cannot be written.
+    Yields an empty directory to fill, which is renamed to ``target`` when the block ends without an error; or ``None``
+    if another process has built ``target`` meanwhile. The lock is released even if the process is killed.
+
+    Raises:
+        ModelError: the cache directory cannot be written. Any `OSError` within the block is taken for that.
     """
     try:
         with _building(target, progress) as directory:
@@ -54,9 +57,9 @@ def _building(target: Path, progress: Progress) -> Iterator[Path | None]:
 
 
 class LockedFile:
-    """A file that at most one process has acquired, and others may read. The lock dies with its process.
+    """A file that at most one process can lock. The holder writes a line in it, which others may read.
 
-    Raises OSError where it cannot be made.
+    The file is made if it is missing; `OSError` if that fails. The lock is released even if its process is killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +67,7 @@ class LockedFile:
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def acquire(self) -> bool:
-        """Take the lock without waiting; False if another process has it. Without file locks, every process gets it."""
+        """Try to take the lock; False if another process has it. Where files cannot be locked, always True."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -74,20 +77,20 @@ class LockedFile:
         return True
 
     def read(self) -> bytes:
-        """The line that the holder wrote last."""
+        """The line that the holder wrote last, padded with spaces; empty if there is none."""
         return os.pread(self._handle, 128, 0)
 
     def write(self, text: bytes) -> None:
-        """Let the others read this."""
+        """Replace the line; at most 64 bytes."""
         os.pwrite(self._handle, text.ljust(64), 0)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock; the file stays."""
         os.close(self._handle)
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all; raises OSError where that is not possible."""
+    """Write a file, or replace it, so that it appears whole or not at all; raises `OSError` if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.parent / f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial"
     try:

@@ -1,7 +1,8 @@
-"""The quantised types of GGUF files as `GroupQuantised`, exactly: the same numbers, not yet multiplied by their scales.
+"""The quantised types of GGUF files as `GroupQuantised`: codes and scales apart, without loss.
 
-A block is some bytes that stand for 32 or 256 neighbours of a row. The K types (``Q4_K`` and the like) have blocks of
-256 in 8 or 16 groups, whose scales are themselves integers of 6 or 8 bits times the block's.
+A block of GGUF is the bytes of 32 or 256 neighbouring numbers of a row. Blocks of the K types (``Q4_K`` and the like)
+have 256 numbers in 8 or 16 groups. A group's scale is an integer of 6 or 8 bits times the block's float16 scale.
+In shapes, ``B`` is the number of blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from headwise.runtime.ops.quantised import GroupQuantised
 _Bytes = NDArray[np.uint8]
 _Floats = NDArray[np.float32]
 _Parts = tuple[NDArray[Any], _Floats, _Floats | None]
-"""Of B blocks: codes ``[B, block]``, scales ``[B, groups]``, and minima of that shape, if the type has any."""
+"""Codes, scales ``[B, groups]``, and minima of that shape, None if the type has none. Codes are uint8 or int8
+``[B, block]``, or that in three axes."""
 
 _FOUR = np.uint8(4)
 _HALVES = np.array([0, 4], np.uint8)
@@ -28,9 +30,12 @@ _BITS = np.arange(8, dtype=np.uint8)
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How the blocks of one type are taken apart: what `GroupQuantised` they become.
+    """How the blocks of one type become a `GroupQuantised`.
 
-    signed: whether the codes are int8
+    bits, group: as in `GroupQuantised`
+    signed:      whether the codes are int8; else they are uint8
+    has_minimum: whether groups have a minimum
+    take_apart:  ``uint8 [B, bytes of a block]`` -> codes, scales and minima
     """
 
     bits: int
@@ -41,7 +46,12 @@ class BlockFormat:
 
 
 def take_apart(raw: _Bytes, kind: str, shape: tuple[int, int]) -> GroupQuantised:
-    """The matrix of ``shape`` whose blocks of type ``kind``, one of `FORMATS`, are the bytes ``raw``."""
+    """A matrix from its blocks.
+
+    raw:   the blocks' bytes, row by row
+    kind:  their type, one of `FORMATS`
+    shape: rows and columns; columns are a multiple of the type's block
+    """
     form, (rows, columns) = FORMATS[kind], shape
     size = _BLOCK_SIZES[kind]
     codes, scale, minimum = form.take_apart(raw.reshape(rows * columns // size, -1))
@@ -56,22 +66,22 @@ def take_apart(raw: _Bytes, kind: str, shape: tuple[int, int]) -> GroupQuantised
 
 
 def _halfs(blocks: _Bytes, start: int) -> _Floats:
-    """The float16 at byte ``start`` of each block, ``[B, 1]``."""
+    """The float16 at byte ``start`` of each block, as float32 ``[B, 1]``."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: _Bytes) -> _Bytes:
-    """All low halves of ``[B, n]`` bytes, then all high ones: ``[B, 2 n]``."""
+    """Codes of 4 bits, ``[B, 2 n]``, from bytes ``[B, n]``: all low halves, then all high ones."""
     return np.concatenate([packed & 0x0F, packed >> 4], axis=1)
 
 
 def _fifth_bits(packed: _Bytes) -> _Bytes:
-    """32 bits of ``[B, 4]`` bytes, each at the place of a code's fifth: ``[B, 32]``."""
+    """The fifth bits of 32 codes, ``[B, 32]`` of 0 or 16, from bytes ``[B, 4]``."""
     return np.unpackbits(packed, axis=1, bitorder="little") << _FOUR
 
 
 def _centred(codes: _Bytes, zero: int) -> NDArray[np.int8]:
-    """Codes of which ``zero`` stands for 0."""
+    """Signed codes, from unsigned ones in which ``zero`` stands for 0."""
     return codes.view(np.int8) - np.int8(zero)
 
 
@@ -97,10 +107,10 @@ def _q5_1(blocks: _Bytes) -> _Parts:
 
 
 def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
-    """Scales and minima of 8 groups, ``[B, 8]`` each: 16 numbers of 6 bits in the 12 bytes from byte 4 on.
+    """Scales and minima of 8 groups, ``[B, 8]`` each, from 16 numbers of 6 bits in the 12 bytes from byte 4 on.
 
-    The first four of each have their own byte's low 6 bits; the others have 4 bits in one of the last four bytes, and
-    the top 2 bits of the byte of the group four places before.
+    Of groups 0 to 3, a number is the low 6 bits of a byte of its own. Of groups 4 to 7, its low 4 bits are half of one
+    of the last four bytes, and its high 2 bits the top of the byte of the group four before.
     """
     low, high, shared = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 0x3F, (shared & 0x0F) | (low >> 6) << 4], axis=1)
@@ -109,7 +119,10 @@ def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
 
 
 def _k_nibbles(packed: _Bytes) -> _Bytes:
-    """128 bytes a block as 8 groups ``[B, 8, 32]``: each 32 bytes hold two groups, in their low and high halves."""
+    """Codes of 4 bits in 8 groups, ``[B, 8, 32]``, from bytes ``[B, 128]``.
+
+    Each 32 bytes hold two groups: one in the low halves, the next in the high ones.
+    """
     pairs = packed.reshape(len(packed), 4, 1, 32) >> _HALVES[:, None]
     return (pairs & np.uint8(0x0F)).reshape(len(packed), 8, 32)
 
@@ -124,7 +137,8 @@ def _q5_k(blocks: _Bytes) -> _Parts:
 
 
 def _q6_k(blocks: _Bytes) -> _Parts:
-    """Two halves of 128 numbers, each as 64 bytes of low halves, and 32 bytes of which each has the rest of four."""
+    """Two halves of 128 codes of 6 bits. Bytes 0 to 127 have the low 4 bits: 64 bytes a half, two codes each. Bytes 128
+    to 191 have the high 2 bits: 32 bytes a half, four codes each."""
     count = len(blocks)
     low = (blocks[:, :128].reshape(count, 2, 1, 64) >> _HALVES[:, None]) & np.uint8(0x0F)
     high = (blocks[:, 128:192].reshape(count, 2, 1, 32) >> _PAIRS[:, None]) & np.uint8(0x03)
@@ -142,6 +156,6 @@ FORMATS: Mapping[str, BlockFormat] = {
     "Q5_K": BlockFormat(8, 32, False, True, _q5_k),
     "Q6_K": BlockFormat(8, 16, True, False, _q6_k),
 }
-"""The types that are computed from as they are, by their names in GGUF."""
+"""The quantised types that are kept and computed from without conversion, by their names in GGUF."""
 
 _BLOCK_SIZES = {kind: 256 if kind.endswith("_K") else 32 for kind in FORMATS}

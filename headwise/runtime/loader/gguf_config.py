@@ -44,12 +44,12 @@ _GEMMA3_NAMES = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one GGUF architecture becomes a Hugging Face model.
+    """How a model of one GGUF architecture becomes a Hugging Face model.
 
-    config:     the architecture's own keys of ``config.json``
+    config:      the keys of ``config.json`` that are the architecture's own
     layer_names: GGUF name within a layer -> Hugging Face name within a layer
-    undo:       ``(gguf name, values, config) -> values``, takes back what the GGUF converter did to the weights. Of
-                matrices it moves rows only: their codes and scales are moved alike
+    undo:        ``(GGUF name, values, config) -> values``: takes back what the GGUF converter did to a tensor. In a
+                 matrix it only reorders rows, so that it serves for its codes, scales and minima, too
     """
 
     config: Callable[[GgufFile], dict[str, Any]]
@@ -58,7 +58,11 @@ class Architecture:
 
 
 def architecture_of(source: GgufFile) -> Architecture:
-    """The file's architecture; raises `ModelError` if it is none of `ARCHITECTURES` or cannot be converted whole."""
+    """The file's architecture.
+
+    Raises:
+        ModelError: it is none of `ARCHITECTURES`, a mixture of experts, or the file is one part of several.
+    """
     name = source.require("general.architecture")
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -73,7 +77,7 @@ def architecture_of(source: GgufFile) -> Architecture:
 
 
 def build_config(source: GgufFile) -> dict[str, Any]:
-    """The whole ``config.json`` of a GGUF file."""
+    """The ``config.json`` that describes a GGUF file's model; raises `ModelError` if its metadata do not say enough."""
     name = source.require("general.architecture")
     heads = _integer(source, f"{name}.attention.head_count")
     hidden = _integer(source, f"{name}.embedding_length")
@@ -106,7 +110,11 @@ def build_config(source: GgufFile) -> dict[str, Any]:
 
 
 def hf_tensor_name(name: str, source: GgufFile) -> str | None:
-    """The Hugging Face name of a GGUF tensor; ``None`` for one that became part of the config."""
+    """The Hugging Face name of a GGUF tensor; ``None`` for one that became part of the config.
+
+    Raises:
+        ModelError: the architecture has no such tensor.
+    """
     if name == "rope_freqs.weight":
         return None
     stem, _, kind = name.rpartition(".")
@@ -163,7 +171,8 @@ def _gemma3(source: GgufFile) -> dict[str, Any]:
 
 
 def _gemma3_layer_types(source: GgufFile, layers: int) -> list[str]:
-    """``sliding_window_pattern`` is a period (every n-th layer is full), or a flag per layer."""
+    """Each layer's attention. In GGUF ``sliding_window_pattern`` is a period (every n-th layer is full), or a flag for
+    each layer: whether it slides."""
     pattern = source.get("gemma3.attention.sliding_window_pattern", _GEMMA3_PATTERN)
     if isinstance(pattern, int):
         pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
@@ -186,7 +195,7 @@ def _rope_scaling(source: GgufFile, name: str) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(source: GgufFile, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The ``llama3`` scaling whose factors the file's ``rope_freqs.weight`` holds."""
+    """The ``llama3`` RoPE scaling that the factors in ``rope_freqs.weight`` follow from; None without that tensor."""
     if "rope_freqs.weight" not in source.tensors:
         return None
     factors = source.tensor("rope_freqs.weight")
@@ -207,7 +216,7 @@ def _llama3_scaling(source: GgufFile, theta: float, head_dim: int) -> dict[str, 
 
 
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> NDArray[np.float64]:
-    """By what each of the ``head_dim / 2`` frequencies is divided (Llama 3.1's ``apply_scaling``)."""
+    """The divisors of the ``head_dim / 2`` RoPE frequencies (Llama 3.1's ``apply_scaling``)."""
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     share = (_LLAMA3_ORIGINAL / wavelength - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
     share = np.clip(share, 0.0, 1.0)
@@ -215,7 +224,8 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> NDArray[np.fl
 
 
 def _undo_llama(name: str, values: NDArray[Any], config: Mapping[str, Any]) -> NDArray[Any]:
-    """llama.cpp pairs neighbouring rows for RoPE, Hugging Face pairs the halves of a head."""
+    """Reorder the rows of Q and K. RoPE rotates pairs of them: neighbours in llama.cpp; in Hugging Face row ``i`` of a
+    head's first half with row ``i`` of its second."""
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name.split(".")[-2])
     if heads is None:
         return values
@@ -224,7 +234,7 @@ def _undo_llama(name: str, values: NDArray[Any], config: Mapping[str, Any]) -> N
 
 
 def _undo_gemma3(name: str, values: NDArray[Any], config: Mapping[str, Any]) -> NDArray[Any]:
-    """Gemma's norms multiply by ``1 + weight``; GGUF stores the sum."""
+    """Take 1 from the weights of norms. Gemma's norms multiply by ``1 + weight``, and GGUF stores that sum."""
     return values - np.float32(1.0) if name.endswith("norm.weight") else values
 
 
@@ -242,7 +252,7 @@ def _integer(source: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _eos(source: GgufFile) -> int | list[int] | None:
-    """The end tokens: of the text and, where it differs, of the turn."""
+    """Ids of the tokens that end the output: end of text and, where it differs, end of turn."""
     ids = [source.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
     known = list(dict.fromkeys(token for token in ids if token is not None))
     return known if len(known) > 1 else next(iter(known), None)

@@ -1,4 +1,4 @@
-"""A GGUF file, converted once into a Hugging Face directory in the cache."""
+"""Converts a GGUF file, once, into a Hugging Face model directory in the cache."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ CONVERTER_VERSION = 2
 
 
 def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Path:
-    """The Hugging Face directory of a GGUF file, converted now if it is not in the cache yet.
+    """The Hugging Face directory of a GGUF file, converted now if it is not in ``cache_dir`` yet.
 
-    Raises `ModelError` if the file cannot be read or converted.
+    A file counts as the same while its path, size and modification time are. Several processes may call this at once:
+    one of them converts.
+
+    Raises as `convert_gguf`, and `ModelError` if ``cache_dir`` cannot be written.
     """
     try:
         status = source.stat()
@@ -49,10 +52,14 @@ def converted_directory(source: Path, cache_dir: Path, progress: Progress) -> Pa
 
 
 def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
-    """Write a GGUF file's model into an empty ``directory``: float32 weights, its own blocks, config and tokenizer.
+    """Write a GGUF file's model into an empty ``directory``.
 
-    Raises `ModelError` if the file is truncated, corrupt or of a kind that cannot be converted, and `ConfigError` if
-    the package is missing that reads such files.
+    It gets the weights as float32, the quantised matrices without loss (see `BlockFile`), config and tokenizer.
+
+    Raises:
+        ModelError: the file cannot be read, is truncated, corrupt or of a kind that cannot be converted or served.
+        ConfigError: a package that the conversion needs is not installed.
+        OSError: ``directory`` cannot be written.
     """
     try:
         _convert(source, directory, progress)
@@ -60,8 +67,8 @@ def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
         raise
     except ImportError as error:
         raise ConfigError(f"{source} needs a package that cannot be imported ({error}): `pip install gguf`") from error
-    # A header that is well formed can still contradict itself, in as many ways as there are lines below; the
-    # tokenizers library in particular raises nothing narrower than Exception.
+    # A well-formed header can still contradict itself, and that may show in any line of the conversion. The tokenizers
+    # library raises nothing narrower than Exception.
     except Exception as error:
         raise ModelError(
             f"{source} is corrupt: its parts contradict each other ({type(error).__name__}: {error}); download it again"
@@ -75,7 +82,7 @@ def _convert(source: Path, directory: Path, progress: Progress) -> None:
     config = build_config(file)
     try:
         model_config(config)
-    except ModelError as error:  # told before minutes go into its weights
+    except ModelError as error:  # before minutes are spent on the weights
         raise ModelError(f"{source} cannot be served: {error}") from None
     progress.stage(f"converting the tokenizer of {source.name}")
     build_tokenizer(file).save(str(directory / "tokenizer.json"), pretty=False)

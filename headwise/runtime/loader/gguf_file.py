@@ -1,8 +1,8 @@
 """Reading a GGUF file: its metadata, and its tensors, dequantised to float32 or as they are quantised.
 
-The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Dequantising is the ``gguf``
-package's; its reader is not used: it checks no count (a file of 60 bytes makes it fill the memory), and keeps an array
-object per vocabulary entry (Gemma 3 270M: 10.5 s and 740 MB, against 0.3 s and 76 MB).
+The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` package dequantises.
+Its reader is not used: it does not check counts (a file of 60 bytes makes it fill the memory), and it keeps an array
+object for each vocabulary entry (Gemma 3 270M: 10.5 s and 740 MB, against 0.3 s and 76 MB here).
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies. ``shape`` is in NumPy's order: GGUF writes the fastest dimension first."""
+    """Where a tensor lies in the file.
+
+    shape:        in NumPy's order, the fastest dimension last; GGUF writes it first
+    quantization: the number of its ``GGMLQuantizationType``, which may be one of plain floats
+    offset:       in bytes, from the beginning of the file
+    nbytes:       size in the file
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +46,14 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A mapped GGUF file. Raises `ModelError` if it is not one, is truncated or makes no sense."""
+    """A memory-mapped GGUF file.
+
+    metadata: key -> value: a string, a number, a bool, or a list of these
+    tensors:  name -> where it lies
+
+    Raises `ModelError` if the file cannot be read, is not GGUF, is truncated or corrupt, and `ImportError` without the
+    ``gguf`` package.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,13 +67,17 @@ class GgufFile:
         return self.metadata.get(key, default)
 
     def require(self, key: str) -> Any:
-        """A metadata value; raises `ModelError` where the file lacks it."""
+        """A metadata value; raises `ModelError` if the file lacks it."""
         if key not in self.metadata:
             raise ModelError(f"{self.path} lacks the metadata key {key!r}; convert or download the file again")
         return self.metadata[key]
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """A tensor's values, dequantised, in its own shape."""
+        """A tensor's values as float32, dequantised if need be.
+
+        Raises:
+            ModelError: there is no such tensor, or its type cannot be read.
+        """
         from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
 
         found = self._find(name)
@@ -75,13 +92,13 @@ class GgufFile:
         return np.asarray(values, np.float32).reshape(found.shape)
 
     def kind(self, name: str) -> str:
-        """The name of a tensor's type, such as ``Q4_K``."""
+        """The name of a tensor's type, such as ``Q4_K`` or ``F16``; raises `ModelError` if there is no such tensor."""
         from gguf import GGMLQuantizationType
 
         return GGMLQuantizationType(self._find(name).quantization).name
 
     def quantised(self, name: str) -> GroupQuantised:
-        """A matrix of one of the types of `FORMATS`, as it is stored."""
+        """A matrix whose type is in `FORMATS`, without loss; raises `ModelError` if there is no such tensor."""
         found = self._find(name)
         return take_apart(self._raw(found), self.kind(name), (found.shape[0], found.shape[1]))
 

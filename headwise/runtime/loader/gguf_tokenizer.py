@@ -21,7 +21,11 @@ _PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "smollm")
 
 
 def build_tokenizer(source: GgufFile) -> Tokenizer:
-    """The file's tokenizer; raises `ModelError` on a kind that cannot be converted."""
+    """The file's tokenizer, as the ``tokenizers`` library has it.
+
+    Raises:
+        ModelError: it is of a kind that cannot be converted, or the file lacks a part of it.
+    """
     kind = source.require("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(source)
@@ -35,7 +39,7 @@ def build_tokenizer(source: GgufFile) -> Tokenizer:
 
 
 def build_tokenizer_config(source: GgufFile) -> dict[str, Any]:
-    """What ``tokenizer_config.json`` says besides: the special tokens' names and the chat template."""
+    """The ``tokenizer_config.json`` beside it: special tokens, chat template, longest context in tokens."""
     tokens = source.require("tokenizer.ggml.tokens")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -58,7 +62,7 @@ def _byte_level(source: GgufFile) -> Tokenizer:
 
     pre = source.get("tokenizer.ggml.pre", "gpt-2")
     merges = [tuple(merge.split(" ", 1)) for merge in source.require("tokenizer.ggml.merges")]
-    # Llama 3's vocabulary has whole words that its merges do not reach.
+    # Llama 3's vocabulary has words that no sequence of its merges leads to.
     model = models.BPE(vocab=_vocabulary(source), merges=merges, ignore_merges=pre == "llama-bpe")
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, source)
@@ -104,7 +108,7 @@ def _sentencepiece(source: GgufFile) -> Tokenizer:
 
 
 def _derive_merges(source: GgufFile) -> list[tuple[str, str]]:
-    """Byte-pair merges equivalent to SentencePiece's scores: the pair whose union scores highest merges first."""
+    """BPE merges, in order, equivalent to SentencePiece's scores: the pair whose union scores highest comes first."""
     tokens, types = source.require("tokenizer.ggml.tokens"), source.require("tokenizer.ggml.token_type")
     scores = source.require("tokenizer.ggml.scores")
     normal = {token: index for index, token in enumerate(tokens) if types[index] == _NORMAL}
@@ -123,7 +127,8 @@ def _vocabulary(source: GgufFile) -> dict[str, int]:
 
 
 def _add_tokens(tokenizer: Tokenizer, source: GgufFile) -> None:
-    """Control tokens never appear in decoded text; user-defined ones do, and are never split."""
+    """Register the tokens that are matched whole: control tokens, which are left out of decoded text, and user-defined
+    ones, which are not."""
     from tokenizers import AddedToken
 
     tokens, types = source.require("tokenizer.ggml.tokens"), source.require("tokenizer.ggml.token_type")
@@ -135,7 +140,7 @@ def _add_tokens(tokenizer: Tokenizer, source: GgufFile) -> None:
 
 
 def _add_template(tokenizer: Tokenizer, source: GgufFile) -> None:
-    """Put the tokens that begin and end every text into the post-processor."""
+    """Have the post-processor add the tokens that begin and end every text."""
     from tokenizers.processors import TemplateProcessing
 
     tokens = source.require("tokenizer.ggml.tokens")
@@ -152,7 +157,8 @@ def _add_template(tokenizer: Tokenizer, source: GgufFile) -> None:
 
 
 def _adds(source: GgufFile, name: str) -> bool:
-    """Whether texts get a ``bos`` or ``eos`` token; files that do not say follow their tokenizer's custom."""
+    """Whether every text gets a ``bos`` or ``eos`` token (``name``). Where the file does not say, its kind of tokenizer
+    decides."""
     custom = name == "bos" and (
         source.get("tokenizer.ggml.model") == "llama" or source.get("tokenizer.ggml.pre") == "llama-bpe"
     )

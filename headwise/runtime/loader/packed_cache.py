@@ -1,7 +1,8 @@
-"""Packed weights are kept on disk where making them takes long, so that the next start maps a file instead.
+"""A cache of packed weights on disk: where packing takes long, the next start maps a file instead.
 
-A rank's weights are a file of their own, named for the model, for what else decides its bytes, and for the rank. It
-appears whole or not at all. What cannot be used is made anew; what cannot be written is not: neither is an error.
+Each rank's weights are a file of their own, named after the model, the settings that decide its bytes, and the rank. It
+appears whole or not at all. Where a file cannot be used, the weights are packed again; where none can be written, they
+are not kept. Neither is an error.
 """
 
 from __future__ import annotations
@@ -29,26 +30,27 @@ from headwise.units import format_bytes
 log = logging.getLogger(__name__)
 
 DIRECTORY = "packed"
-"""In the cache directory."""
+"""Name of these files' directory within the cache directory."""
 
 LEAST_S = 2.0
-"""Weights that were made in less time are not kept."""
+"""Weights that were packed in fewer seconds are not kept."""
 
 MOST_BYTES = 128 << 30
-"""Of all packed weights in a directory. Beyond that, older ones of the same model go, and new ones are not kept."""
+"""Most bytes of all packed weights in a directory. Files of the same model with other settings are deleted for new ones
+to fit, least recently used first; if that is not enough, the new ones are not kept."""
 
 SPARE_BYTES = 8 << 30
-"""That stay free on the disk."""
+"""Bytes that must stay free on the disk. Weights that would leave fewer are not kept."""
 
 _OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-\d+of\d+\.packed")
-"""Model, settings and rank."""
+"""Names of our files: hashes of model and settings, rank and number of ranks."""
 
 _PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When packed weights are kept; the constants of this module say what each means."""
+    """When packed weights are kept: see `LEAST_S`, `MOST_BYTES` and `SPARE_BYTES`."""
 
     least_s: float = LEAST_S
     most_bytes: int = MOST_BYTES
@@ -62,8 +64,10 @@ LIMITS = Limits()
 class PackedKey:
     """What decides the bytes of a rank's packed weights.
 
-    model:    a hash of the weights that they are made of
-    settings: all else, as JSON has it
+    model:    a hash of the weights that are packed
+    settings: all else that they depend on; values as in JSON
+    rank:     from 0 to ``size - 1``
+    size:     number of ranks
     """
 
     model: str
@@ -73,7 +77,7 @@ class PackedKey:
 
     @property
     def text(self) -> str:
-        """Equal for equal keys only."""
+        """The key in full, as JSON: equal for equal keys only."""
         return json.dumps([self.model, dict(self.settings), self.rank, self.size], sort_keys=True)
 
     @property
@@ -87,9 +91,10 @@ def _short(text: str) -> str:
 
 
 class PackedWeights:
-    """One rank's weights while its model is built: those on disk, or else made anew, and then kept there.
+    """One rank's packed weights while its model is built: from disk if they are there, else packed and then kept there.
 
-    `prepare` is for the model to call; `keep` comes once it is built, and the weights are known to be those of the key.
+    The model calls `prepare` for each weight. Call `keep` once it is built, and only if the weights that were read are
+    known to be those of ``key``.
     """
 
     def __init__(
@@ -102,7 +107,12 @@ class PackedWeights:
         progress: Progress | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """elements: gives the numbers in all weights, roughly, to tell progress; clock: in seconds"""
+        """Read the weights from disk. Where that fails, `prepare` makes them; nothing is raised.
+
+        directory: where these files are kept; made when something is written
+        elements:  gives the number of elements of all weights, roughly, to report progress
+        clock:     in seconds
+        """
         self._directory, self._key, self._path = directory, key, directory / key.file_name
         self._ops, self._elements, self._limits, self._clock = ops, elements, limits, clock
         self._progress = progress or SilentProgress()
@@ -113,13 +123,14 @@ class PackedWeights:
         self._read_s = clock() - started
 
     def prepare(self, name: str, make: Callable[[], Weight]) -> Weight:
-        """The weight ``name``: from disk, or as ``make`` makes it."""
+        """The weight ``name``, from disk, or else what ``make`` returns. Names must be unique."""
         weight = self._found[name] if name in self._found else self._make(make)
         self._parts[name] = self._ops.parts_of(weight)
         return weight
 
     def keep(self) -> None:
-        """Write what was made anew, if that took long and there is room; log what came of it."""
+        """Write the weights to disk, if packing them took long and there is room; log what was done. Never raises
+        `OSError`."""
         size = sum(array.nbytes for parts in self._parts.values() for array in parts.arrays.values())
         if not self._made:
             log.info("packed weights (%s) came from %s in %.1f s", format_bytes(size), self._path, self._read_s)
@@ -134,7 +145,7 @@ class PackedWeights:
     # ---- reading ----
 
     def _read(self) -> dict[str, Weight]:
-        """The weights on disk, by name; without those that can be used, none."""
+        """Name -> weight, from disk; empty if there is no file that can be used."""
         self._progress.stage("reading packed weights")
         try:
             parts = read_packed(self._path, self._key.text, self._progress)
@@ -183,7 +194,7 @@ class PackedWeights:
 
     @contextmanager
     def _partial(self) -> Iterator[Path]:
-        """A file to write, locked for as long as its writer lives."""
+        """A new file to write to, locked until the block ends or this process dies; then deleted, unless renamed."""
         while True:
             path = self._directory / f"{self._path.name}.{uuid4().hex}{_PARTIAL}"
             lock = LockedFile(path)
@@ -205,7 +216,7 @@ class PackedWeights:
             lock.close()
 
     def _make_room(self, size: int) -> str:
-        """Delete what must go for ``size`` more bytes; why they may not be written, or nothing."""
+        """Delete what must go for ``size`` more bytes. Returns why they may not be written, or an empty string."""
         limits, free = self._limits, shutil.disk_usage(self._directory).free
         if free - size < limits.spare_bytes:
             spare = format_bytes(limits.spare_bytes)
@@ -226,6 +237,6 @@ class PackedWeights:
         return ""
 
     def _is_superseded(self, path: Path) -> bool:
-        """Whether an entry is of the same model with other settings. Other ranks of this deployment have the same."""
+        """Whether a file is of the same model with other settings. Those of this deployment's other ranks are not."""
         (my_model, my_settings, _), (model, settings, _) = self._path.name.split("-"), path.name.split("-")
         return model == my_model and settings != my_settings

@@ -1,8 +1,8 @@
-"""One file of packed weights, which is mapped and computed from as it is.
+"""One file of packed weights, which is mapped into memory and computed from as it is.
 
-It is a safetensors file of another suffix. Beside a weight's arrays, ``NAME.ARRAY``, its metadata say what the weights
-are of (the key), what else there is to know of each, and what each array's bytes come to. Every array begins at a
-multiple of 64 bytes.
+It is a safetensors file with a suffix of its own. A weight's arrays are its tensors ``NAME.ARRAY``. Its metadata have
+the key, each weight's number of elements and facts (see `PackedParts`), a CRC-32 for each array, and a SHA-256 of all
+that. Every array begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ from headwise.runtime.loader.safetensors_file import (
 from headwise.runtime.ops.base import PackedParts
 
 ALIGNMENT = 64
+"""In bytes."""
+
 MAX_THREADS = 16
 _DTYPES = {"F32": FLOATS["F32"], "F16": FLOATS["F16"], "I8": INTEGERS["I8"], **WORDS}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class DamagedError(Exception):
-    """A file is not what `write_packed` writes, or not any more. The text says what is wrong with it."""
+    """A file is not as `write_packed` wrote it, or was written under another key. The text says what is wrong."""
 
 
 def write_packed(path: Path, key: str, weights: Mapping[str, PackedParts], progress: Progress) -> None:
-    """Write weights by their names, for `read_packed` with the same ``key``.
+    """Write weights, by name, for `read_packed` with the same ``key``.
+
+    Arrays are float32, float16, int8 or uint16.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: an array's size is no multiple of `ALIGNMENT`.
+        OSError: the file cannot be written.
+        ValueError: an array's bytes are no multiple of `ALIGNMENT`.
     """
     arrays = {f"{name}.{part}": array for name, parts in weights.items() for part, array in parts.arrays.items()}
     odd = next((name for name, array in arrays.items() if array.nbytes % ALIGNMENT), None)
@@ -65,13 +69,15 @@ def write_packed(path: Path, key: str, weights: Mapping[str, PackedParts], progr
 
 
 def read_packed(path: Path, key: str, progress: Progress) -> dict[str, PackedParts]:
-    """What was written under ``key``: read-only views of the mapped file. All of it is read once, to be checked.
+    """The weights in a file, by name. Their arrays are read-only views of the mapped file.
+
+    The whole file is read once, to check it.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
-        DamagedError: it is truncated, or its header or an array is not as it was written, or of another key.
+        DamagedError: the file is truncated, its header or an array has changed, or it was written under another key.
     """
-    path.open("rb").close()  # a file that is missing, or not to be read, is no damaged one
+    path.open("rb").close()  # OSError for a file that is missing or not readable: it is not damaged
     try:
         file = SafetensorsFile(path, _DTYPES)
     except ModelError:
@@ -103,7 +109,7 @@ def _contents(file: SafetensorsFile) -> dict[str, Any]:
 
 
 def _checks(arrays: Mapping[str, NDArray[Any]], progress: Progress) -> Iterator[int]:
-    """CRC-32 of each array's bytes. Reads as many at once as there are cores."""
+    """The CRC-32 of each array's bytes, in order. Computes as many at once as there are cores."""
     threads = min(MAX_THREADS, usable_cores())
     with ThreadPoolExecutor(threads, thread_name_prefix="packed") as pool:
         checks = pool.map(lambda array: zlib.crc32(array.reshape(-1).view(np.uint8)), arrays.values())

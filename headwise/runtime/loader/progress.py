@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """A sequence of stages, each of which may report how far it is."""
+    """What slow operations report to: stages, one after the other, and how far each is."""
 
     def stage(self, text: str) -> None:
-        """A new stage begins; the one before it is over."""
+        """A new stage begins, called ``text``; the one before it is over."""
 
     def update(self, done: int, total: int) -> None:
-        """``done`` of ``total`` units of the current stage are done."""
+        """``done`` of ``total`` units of the current stage are done. The stage chooses the unit, mostly bytes."""
 
 
 class SilentProgress:
-    """Says nothing: the default."""
+    """Reports nothing: the default."""
 
     def stage(self, text: str) -> None:
         pass
@@ -33,7 +33,10 @@ class SilentProgress:
 
 
 class LogProgress:
-    """A log line every ``every_s`` seconds of a stage: for processes that nobody looks at. Short stages have none."""
+    """Logs a line every ``every_s`` seconds of a stage, none for shorter ones: for processes without a terminal.
+
+    clock: in seconds
+    """
 
     def __init__(self, log: logging.Logger, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._every_s, self._clock = log, every_s, clock
@@ -49,7 +52,7 @@ class LogProgress:
 
 
 class RichProgress:
-    """Bars on the terminal: ``with RichProgress() as progress: resolve_model(name, cache_dir, progress)``."""
+    """Bars on standard error: ``with RichProgress() as progress: resolve_model(name, cache_dir, progress)``."""
 
     def __init__(self) -> None:
         from rich.console import Console

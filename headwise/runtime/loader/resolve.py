@@ -1,4 +1,4 @@
-"""From the name a user gives to a directory that can be loaded."""
+"""From the model's name, as the user gives it, to a directory that can be loaded."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ _ALLOWED = (
 
 
 def resolve_model(name: str, cache_dir: Path, progress: Progress | None = None, *, weights: bool = True) -> Path:
-    """The Hugging Face style directory of a model: ``config.json``, safetensors and ``tokenizer.json``.
+    """The directory of a model, as Hugging Face has it: ``config.json``, safetensors and ``tokenizer.json``.
 
-    Downloaded and converted files are kept under ``cache_dir``; several processes may call this at once.
-    The cheapest files are checked first: the config, then the tokenizer, the weights last.
+    Several processes may call this at once. The config is checked first, then the tokenizer, and the weights last, so
+    that a model that cannot be served is refused before its weights are fetched.
 
-    weights: False: only the config is needed; a directory may lack the rest, and of a repository it is not fetched
+    name:      a demo model of `ALIASES`, a GGUF file, a directory, or ``hf:organisation/name[@revision]``
+    cache_dir: where demo models and converted files are kept; what ``hf:`` fetches is in the hub's own cache
+    weights:   False if only the config is needed: a directory may lack the rest, and ``hf:`` does not fetch it
 
-    Raises `ModelError` if there is no such model, it cannot be fetched or converted, or its architecture is not served.
+    Raises:
+        ModelError: there is no such model, it cannot be fetched or converted, or its architecture is not supported.
+        ConfigError: the conversion of a GGUF file needs a package that is not installed.
     """
     progress = progress or SilentProgress()
     cache_dir = cache_dir.expanduser().absolute()
@@ -85,7 +89,7 @@ def _from_hub(name: str, weights: bool, progress: Progress) -> Path:
     _check_config(path, name)
     if not weights:
         return path
-    # A snapshot's directory is named for its commit: the rest is fetched from that, wherever the branch has gone to.
+    # A snapshot's directory is named after its commit. The rest is fetched from there, even if the branch has moved.
     revision = path.name if re.fullmatch(r"[0-9a-f]{40}", path.name) else match[2]
     path = _fetch(match[1], revision, _HUB_TEXTS)
     _check_tokenizer(path, name)
@@ -95,7 +99,7 @@ def _from_hub(name: str, weights: bool, progress: Progress) -> Path:
 
 
 def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
-    """The directory of a repository's snapshot, with those of its files that match one of the patterns."""
+    """The directory of a repository's snapshot, once the files that match one of the patterns are in it."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -103,9 +107,9 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
             f"hf:{repository} needs the huggingface_hub package; install it by `pip install 'headwise[hub]'`"
         ) from None
     try:
-        # The hub's own cache, so that a model other programs have fetched is not fetched again.
+        # In the hub's own cache, so that a model that another program has fetched is not fetched again.
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # its own kinds, and those of the HTTP library below it
+    except Exception as error:  # of the hub's kinds, and of the HTTP library's below it
         raise ModelError(
             f"cannot fetch hf:{repository}: {first_line(error)}. Check the name, the network and, for a gated model, "
             "`huggingface-cli login`"

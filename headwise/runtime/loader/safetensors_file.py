@@ -1,8 +1,8 @@
 """Reading and writing one safetensors file: https://huggingface.co/docs/safetensors.
 
-The package reads and checks the header. The data are mapped here, since it copies what it reads: a worker of Gemma 3
-270M would hold 1.8 GB of its own instead of 0.4 GB and a mapped file that all workers of a node share. Writing is done
-here, since it writes only what is in memory all at once.
+The ``safetensors`` package reads and checks the header. The data are mapped here, since the package copies what it
+reads: a worker of Gemma 3 270M would hold 1.8 GB of its own instead of 0.4 GB and a mapped file that all workers of a
+node share. Files are written here, since the package needs all tensors in memory at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 
-# bfloat16 is read as its bits: NumPy has no such type.
+# By the names of safetensors. BF16 is read as its bits: NumPy has no such type.
 FLOATS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 INTEGERS: Mapping[str, np.dtype[Any]] = {"I8": np.dtype("i1"), "U8": np.dtype("u1")}
 WORDS: Mapping[str, np.dtype[Any]] = {"U16": np.dtype("<u2")}
@@ -32,7 +32,7 @@ _METADATA = {"format": "pt"}
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor lies: ``start`` and ``stop`` are bytes of the file."""
+    """Where a tensor lies: ``start`` and ``stop`` are byte offsets in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,14 +42,20 @@ class _Entry:
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What a tensor is written as: ``dtype`` by its name in safetensors."""
+    """A tensor's shape, and its dtype by the name in safetensors, such as ``F32``."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class SafetensorsFile:
-    """A mapped safetensors file of tensors of ``dtypes``. Raises `ModelError` if it is truncated or corrupt."""
+    """A memory-mapped safetensors file.
+
+    dtypes: the dtypes that it may have, by their names in safetensors
+
+    Raises `ModelError` if the file cannot be read, is truncated or corrupt, or has a tensor of another dtype. Methods
+    raise `KeyError` for a name that is not in ``names``.
+    """
 
     def __init__(self, path: Path, dtypes: Mapping[str, np.dtype[Any]] = FLOATS) -> None:
         from safetensors import SafetensorError, safe_open
@@ -74,7 +80,10 @@ class SafetensorsFile:
         return self._entries[name].shape
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> NDArray[np.float32]:
-        """A tensor, or a part of it, as float32. A part stored as F32 is a read-only view of the mapped file."""
+        """A tensor, or a part of it, as float32: of F32 a read-only view of the mapped file, else a copy.
+
+        columns: None: all, and the tensor need not be a matrix
+        """
         stored = self.stored(name)
         part = stored[rows] if columns is None else stored[rows, columns]
         if self._entries[name].dtype == "BF16":
@@ -84,18 +93,18 @@ class SafetensorsFile:
         return part.astype(np.float32, copy=False)
 
     def stored(self, name: str) -> NDArray[Any]:
-        """A tensor as it is stored, a read-only view of the mapped file; BF16 as its bits."""
+        """A tensor in its stored dtype, as a read-only view of the mapped file; BF16 as uint16, its bits."""
         entry = self._entries[name]
         return self._data[entry.start : entry.stop].view(_STORED[entry.dtype]).reshape(entry.shape)
 
     def prefer_huge_pages(self) -> None:
-        """For a file that is read as a whole, and often: have the kernel map it in large pages, where it can."""
+        """Ask the kernel to map the file in huge pages, if it can: for a file that is read as a whole, and often."""
         memory: Any = self._mapping.base
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
 
     def _locate(self, file: Any) -> dict[str, _Entry]:
-        """The tensors of a checked file, in which each begins where the one before it ends: gaps are refused."""
+        """Name -> where the tensor lies. The package has checked that each begins where the one before it ends."""
         entries: dict[str, _Entry] = {}
         at = 8 + int.from_bytes(self._data[:8].tobytes(), "little")
         for name in file.offset_keys():
@@ -117,7 +126,16 @@ def write_safetensors(
     tensors: Iterable[NDArray[Any]],
     metadata: Mapping[str, str] = _METADATA,
 ) -> None:
-    """Write tensors one after the other, in the order of ``forms``, holding one at a time in memory."""
+    """Write tensors one after the other, holding one at a time in memory.
+
+    forms:    name -> shape and dtype, in the order of ``tensors``
+    tensors:  arrays of those shapes; they are converted to the dtypes
+    metadata: the file's own, beside the tensors
+
+    Raises:
+        ValueError: a tensor has another shape than its form, or there are more or fewer tensors than forms.
+        OSError: the file cannot be written.
+    """
     header, at = {}, 0
     for name, form in forms.items():
         end = at + prod(form.shape) * _STORED[form.dtype].itemsize

@@ -1,4 +1,4 @@
-"""The tokenizer of a model's directory: ids, text, streamed text and chat templates."""
+"""A model's tokenizer: text to token ids, ids to text, at once or as they come, and chat templates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 _SHRINKS = 4
-"""Most bytes of a text that become one when it is normalised: a character has at most four."""
+"""By how much normalising can shorten a text: a character of at most four bytes becomes one byte or more."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -26,8 +26,13 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 class Tokenizer:
     """Text to token ids and back. Safe to share between threads.
 
-    bos_token_id:  the token texts begin with, if the model has one
-    eos_token_ids: every token that ends the model's output, ascending
+    backend:        the ``tokenizers`` library's
+    special_tokens: ``bos_token``, ``eos_token`` and the like -> their texts, for the chat template
+    chat_template:  Jinja source; None if the model has none
+    bos_token_id:   the token that texts begin with, if the model has one
+    eos_token_ids:  every token that ends the model's output, ascending
+
+    Raises `ModelError` if its ids cannot be decoded as they come.
     """
 
     def __init__(
@@ -56,7 +61,11 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Load ``tokenizer.json`` and the files that configure it; raises `ModelError` if that fails."""
+        """Load ``tokenizer.json`` and, where they exist, the files that configure it.
+
+        Raises:
+            ModelError: ``tokenizer.json`` is missing, or a file cannot be read or used.
+        """
         from tokenizers import Tokenizer as Backend
 
         path = directory / "tokenizer.json"
@@ -85,7 +94,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most bytes of a text, in UTF-8, that become one token."""
+        """An upper bound of the bytes of text, in UTF-8, that can become one token."""
         entries = self._backend.get_vocab(with_added_tokens=False)
         is_bytes = isinstance(self.detokenizer(), ByteLevelDetokenizer)  # whose entries have one character per byte
         longest = max((len(entry) if is_bytes else len(entry.encode()) for entry in entries), default=1)
@@ -93,14 +102,15 @@ class Tokenizer:
         return max(longest, added) * (_SHRINKS if _may_shorten(self._backend) else 1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Control tokens in the text act as control tokens: it is the model's raw input.
+        """Token ids of a text. Control tokens written in the text become control tokens: it is the model's raw input.
 
-        Text from `render_chat` already has its special tokens: encode it without more.
+        add_special_tokens: whether to add those that begin and end every text. False for text from `render_chat`, which
+                            has them already
         """
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, chat: Rendered) -> list[int]:
-        """Token ids of a conversation from `render`, in which what users wrote stays text."""
+        """Token ids of a conversation from `render`. Control tokens that users wrote are encoded as ordinary text."""
         if not chat.user_at and not self._normalises_control_tokens:
             return self.encode(chat.text, add_special_tokens=False)
         encoding = self._backend.encode(chat.text, add_special_tokens=False)
@@ -116,7 +126,7 @@ class Tokenizer:
         return ids
 
     def _as_text(self, text: str) -> list[int]:
-        """Token ids of what would be a control token."""
+        """Token ids of text that would be a control token, as ordinary text."""
         ids = self._plain_backend.encode(text, add_special_tokens=False).ids
         if self._hidden.isdisjoint(ids):
             return list(ids)
@@ -134,7 +144,7 @@ class Tokenizer:
 
     @cached_property
     def _unknown(self) -> int | None:
-        """The id for text that the vocabulary has no token for."""
+        """The id that stands for text that the vocabulary has no token for; None if there is none."""
         unknown = getattr(self._backend.model, "unk_token", None)
         return None if unknown is None else self._backend.token_to_id(unknown)
 
@@ -143,15 +153,23 @@ class Tokenizer:
         return str(self._backend.decode(ids, skip_special_tokens=True))
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """A fresh detokenizer for one sequence."""
+        """A new detokenizer, for one sequence."""
         return self._make_detokenizer()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation; raises `InvalidRequestError` if the model has no template or refuses it."""
+        """The text of a conversation by the model's chat template.
+
+        messages:              see `plain_messages`
+        add_generation_prompt: whether the text ends with the beginning of the assistant's answer
+
+        Raises:
+            InvalidRequestError: the model has no template, the messages are malformed, or the template refuses them.
+            ModelError: the template is not valid Jinja.
+        """
         return self.render(messages, add_generation_prompt).text
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> Rendered:
-        """A conversation's text, and where in it users' text could pass for control tokens; raises as `render_chat`."""
+        """`render_chat`, with the places where users' text could pass for control tokens: for `encode_chat`."""
         if self._template is None:
             raise InvalidRequestError("this model has no chat template: send a plain prompt instead of messages")
         marked, marks = self._marks.on(plain_messages(messages))
@@ -170,7 +188,7 @@ class Tokenizer:
 
 
 def _may_shorten(backend: Backend) -> bool:
-    """Whether normalising may make a text shorter, in bytes or in tokens."""
+    """Whether normalising may shorten a text, in bytes."""
     if backend.normalizer is None:
         return False
     state = json.loads(backend.normalizer.__getstate__())
@@ -191,14 +209,14 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; the file has each as a string or as an added token's fields."""
+    """Name -> text of the special tokens. The file has each as a string, or as a mapping with its ``content``."""
     values = {name: config.get(name) for name in _SPECIAL_TOKENS}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """``chat_template.jinja`` comes before the configuration's, which may hold several by name."""
+    """The template in ``chat_template.jinja`` or, without that file, in ``config``: of several there, ``default``."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -218,7 +236,7 @@ def _bos_token_id(backend: Backend, named: Mapping[str, str], files: Mapping[str
 def _eos_token_ids(
     backend: Backend, named: Mapping[str, str], files: Mapping[str, Mapping[str, Any]]
 ) -> tuple[int, ...]:
-    """The files name different tokens (end of text, end of turn): each of them ends the output."""
+    """All end tokens that the files name, ascending: some end the text, some a turn, and each ends the output."""
     found: set[int] = set()
     for name in ("generation_config", "config"):
         value = files[name].get("eos_token_id")

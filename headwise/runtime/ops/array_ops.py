@@ -1,4 +1,4 @@
-"""Tensor operations in the array interface that NumPy and CuPy share: one code, on a CPU the slow truth for a GPU."""
+"""Tensor operations in the array interface that NumPy and CuPy share; on NumPy they are the reference for a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GELU_SCALE = np.float32(np.sqrt(2.0 / np.pi))
 class ArrayOps(UnfusedOps):
     """`TensorOps` whose tensors are arrays of the module ``xp``, which is NumPy or CuPy.
 
-    dtype: of weights and activations: float32, float16 or bfloat16. What is summed or exponentiated is so in float32.
+    dtype: of weights and activations: float32, float16 or bfloat16. Sums and exponentials are computed in float32
     """
 
     name: str
@@ -106,7 +106,7 @@ class ArrayOps(UnfusedOps):
 
     def silu_mul(self, gate_up: Array) -> Array:
         gate, up = self._gate_up(gate_up)
-        with np.errstate(over="ignore"):  # exp(-gate) may be inf: then the quotient is 0, as it should
+        with np.errstate(over="ignore"):  # exp(-gate) may be inf: the quotient is then 0, which is right
             return self._narrow(gate / (1 + self.xp.exp(-gate)) * up)
 
     def gelu_tanh_mul(self, gate_up: Array) -> Array:

@@ -1,8 +1,11 @@
 """The tensor operations a model is written in.
 
-A model file names no framework. Tensors are opaque but for what NumPy, CuPy and Paddle share: ``+``, ``*``,
-``.shape``, ``.reshape(shape)`` and basic slicing. Shapes: ``T`` tokens, ``H`` heads, ``D`` head size, ``N`` features.
-A *kernel array* is of the type that attention kernels on the device take: NumPy's on a CPU, CuPy's on a GPU.
+A model file names no framework. Of a tensor it may use only what NumPy, CuPy and Paddle share: ``+``, ``*``,
+``.shape``, ``.reshape(shape)`` and basic slicing. A *kernel array* is an array that attention kernels take: NumPy's on
+a CPU, CuPy's on a GPU.
+
+Shapes: ``T`` tokens, ``H`` heads, ``D`` head size, ``N`` features, ``V`` vocabulary, ``R`` rows. Tensors are of the
+dtype that the operations were made for; what is float32 in all cases is said to be.
 """
 
 from __future__ import annotations
@@ -20,82 +23,95 @@ from headwise.runtime.ops.quantised import Matrix
 Tensor = Any
 KernelArray = Any
 Weight = Any
-"""A linear layer's weight in whatever form `TensorOps.linear_weight` made of it."""
+"""A prepared weight: whatever `TensorOps.linear_weight`, `gated_weight` or `embedding_table` returned."""
 
 
 class StepUpload(Protocol):
-    """Brings a step's arrays to the device: on a GPU in one copy, and on a CPU they are there."""
+    """Copies a step's arrays to the device: all in one copy to a GPU; on a CPU nothing is copied."""
 
     def __call__(self, *arrays: NDArray[np.int32]) -> Sequence[KernelArray]:
-        """Kernel arrays, valid until the next call; the same ones as in the last call if the shapes are."""
+        """Kernel arrays of the same shapes, valid until the next call.
+
+        If the shapes are those of the last call, the arrays returned on a GPU are, too.
+        """
 
 
 class TensorOps(Protocol):
-    """itemsize: bytes of an element of weights and activations"""
+    """The contract of a framework's operations.
+
+    name:     for logs
+    itemsize: bytes of an element of weights; on a GPU of activations, too
+    """
 
     name: str
     itemsize: int
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        """A float32 array as a tensor of the model's dtype on the device; shares memory with float32 on a CPU."""
+        """A float32 array as a tensor on the device. May share its memory where nothing must be copied or converted."""
 
     def norm_weight(self, array: NDArray[np.float32]) -> Tensor:
-        """The weight of a norm, kept in float32."""
+        """The weight of a norm, as a float32 tensor on the device."""
 
     def upload(self, array: NDArray[Any]) -> KernelArray:
-        """An array of a step's numbers as a kernel array, its dtype kept; the same array on a CPU."""
+        """A host array as a kernel array of the same dtype; on a CPU the same array."""
 
     def step_upload(self, capacity: int = 0) -> StepUpload:
-        """An object that uploads steps' arrays to the device.
+        """An object that copies steps' arrays to the device.
 
-        As long as the arrays of a call have at most ``capacity`` elements together, equal shapes have equal places,
-        whatever came between.
+        As long as the arrays of each call have at most ``capacity`` elements together, calls with equal shapes return
+        arrays at equal addresses, whatever calls came between. CUDA graphs need that.
         """
 
     def numpy(self, tensor: Tensor) -> NDArray[Any]:
-        """The tensor as a float32 array in host memory; shares memory where the device is the CPU."""
+        """The tensor as a float32 array in host memory; on a CPU it may share the tensor's memory."""
 
     def kernel_array(self, tensor: Tensor) -> KernelArray:
-        """The tensor, C-contiguous; on a GPU there may be gaps between the rows of its first axis."""
+        """The tensor as a kernel array, copied only if its layout requires it.
+
+        It is C-contiguous, except that on a GPU the rows of its first axis may lie apart.
+        """
 
     def from_kernel_array(self, array: KernelArray) -> Tensor:
-        """The reverse of `kernel_array`; never copies."""
+        """The reverse of `kernel_array`, for arrays that these operations made. A whole tensor's is not copied."""
 
     def empty_like(self, array: KernelArray) -> KernelArray:
-        """A kernel array of the same shape and dtype, with anything in it."""
+        """An uninitialised kernel array of the same shape and dtype."""
 
     def empty_bytes(self, num_bytes: int) -> KernelArray:
-        """``uint8 [num_bytes]`` on the device, with anything in it."""
+        """A kernel array ``uint8 [num_bytes]``, uninitialised."""
 
     def give_back_memory(self) -> None:
-        """Return freed memory to the system: allocators keep much of it for later."""
+        """Return freed memory to the operating system or the device: allocators keep much of it for later."""
 
     def linear_weight(self, weight: Matrix) -> Weight:
-        """Prepare a weight stored as ``[out, in]``."""
+        """Prepare a weight ``[out, in]`` for `linear`. Raises `ConfigError` if its shape does not suit its dtype."""
 
     def linear_bias(self, bias: NDArray[np.float32]) -> Tensor:
-        """Prepare the bias of such a weight."""
+        """Prepare a bias ``[out]`` for `linear`."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """``x [T, in] @ weight.T + bias -> [T, out]``."""
 
     def gated_weight(self, weight: Matrix) -> Weight:
-        """Prepare ``gate | up [2 * N, in]`` for `gated_linear`."""
+        """Prepare a weight ``gate | up [2 * N, in]`` for `gated_linear`; otherwise as `linear_weight`."""
 
     def gated_bias(self, bias: NDArray[np.float32]) -> Tensor:
-        """Prepare the bias of such a weight."""
+        """Prepare a bias ``gate | up [2 * N]`` for `gated_linear`."""
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
-        """``activation(gate) * up`` of ``gate | up = x [T, in] @ weight.T + bias [T, 2 * N] -> [T, N]``."""
+        """``gate | up [T, 2 * N] = x [T, in] @ weight.T + bias``; returns ``activation(gate) * up [T, N]``."""
 
     def embedding_table(self, table: Matrix) -> Weight:
         """Prepare ``table [V, N]`` for `embedding` and `tied_weight`."""
 
     def embedding(self, table: Weight, ids: KernelArray, scale: float = 1.0) -> Tensor:
-        """Rows ``ids int32 [T]`` of ``table [V, N]``, times ``scale`` in the table's dtype."""
+        """Rows ``ids int32 [T]`` of ``table [V, N]``, times ``scale`` (rounded to the model's dtype): ``[T, N]``."""
 
     def tied_weight(self, table: Weight, start: int, stop: int) -> Weight:
-        """Rows ``start`` to ``stop`` of the embedding ``table`` as a linear layer's weight, in the same memory."""
+        """Rows ``start`` to ``stop`` of the embedding ``table`` as a weight for `linear`.
+
+        It shares the table's memory; for some ranges on a CPU it is a copy.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x / sqrt(mean(x**2, -1) + eps) * weight`` over the last axis; ``x`` may be ``[T, N]`` or ``[T, H, D]``."""
@@ -104,10 +120,16 @@ class TensorOps(Protocol):
         """``x + addend`` of ``[T, N]``, and `rms_norm` of it."""
 
     def rotation(self, positions: KernelArray, inverse: KernelArray) -> tuple[KernelArray, KernelArray]:
-        """Cosine and sine of ``positions int32 [T]`` times ``inverse float32 [D / 2]``: float32 ``[T, 1, D / 2]``."""
+        """Cosine and sine of RoPE's angles, each float32 ``[T, 1, D / 2]``.
+
+        The angles, in radians, are ``positions int32 [T]`` times the inverse frequencies ``inverse float32 [D / 2]``.
+        """
 
     def rope(self, x: Tensor, cos: KernelArray, sin: KernelArray) -> Tensor:
-        """Rotate ``x [T, H, D]`` by halves (the Hugging Face convention): ``cos``, ``sin`` are ``[T, 1, D / 2]``."""
+        """Rotate ``x [T, H, D]`` by the cosines and sines of `rotation`.
+
+        Element ``i`` of a head is rotated with ``i + D / 2``, as Hugging Face has it, not with its neighbour.
+        """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` of ``gate_up [T, 2 * N] = gate | up``."""
@@ -116,39 +138,42 @@ class TensorOps(Protocol):
         """``gelu(gate) * up`` with the tanh approximation, of ``gate_up [T, 2 * N] = gate | up``."""
 
     def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor:
-        """Rows ``rows`` of ``x [T, N]``."""
+        """Rows ``rows [R]`` of ``x [T, N]``, as a copy ``[R, N]``."""
 
     def scatter_add_rows(
         self, target: Tensor, rows: NDArray[np.int64], x: Tensor, weights: NDArray[np.float32]
     ) -> None:
-        """Add ``weights[i] * x[i]`` of ``x [R, N]`` to row ``rows[i]`` of ``target [T, N]``, in place.
+        """Add ``weights[i] * x[i]`` to row ``rows[i]`` of ``target [T, N]``, in place.
 
-        ``rows`` names no row twice, and ``target`` is the result of an operation, never a weight.
+        ``x`` is ``[R, N]``, ``rows`` and ``weights`` are ``[R]``. The caller sees to it that ``rows`` names no row
+        twice, and that ``target`` is the result of an operation, never a weight.
         """
 
     def greedy(self, logits: Tensor) -> tuple[KernelArray, KernelArray]:
-        """Of each row of ``logits [R, V]``, the index (int32) of its largest element, or of its first NaN, and that
-        element (float32)."""
+        """Index and value of the largest element in each row of ``logits [R, V]``: int32 ``[R]`` and float32 ``[R]``.
+
+        In a row with NaN, they are those of its first NaN.
+        """
 
     def host(self, array: KernelArray) -> NDArray[Any]:
-        """A kernel array in host memory; the same array on a CPU."""
+        """A kernel array in host memory, once all that writes to it is done; on a CPU the same array."""
 
 
 @runtime_checkable
 class FusingOps(TensorOps, Protocol):
-    """Operations that can do many layers of a decoder in one call."""
+    """Operations that can compute many layers of a decoder in one call."""
 
     def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> FusedDecoder:
-        """Layers whose weights these operations made."""
+        """A decoder of ``layers``, whose weights these operations prepared."""
 
 
 @dataclass(frozen=True)
 class PackedParts:
-    """A packed weight in parts that a file can hold.
+    """A packed weight, taken apart for a file to hold.
 
-    elements: numbers in the weight
-    facts:    what must be known of it beside its arrays
-    arrays:   C-contiguous, none of them empty
+    elements: number of elements of the weight, without padding
+    facts:    what else must be known to put it together: name -> value
+    arrays:   name -> C-contiguous array, none of them empty
     """
 
     elements: int
@@ -158,31 +183,31 @@ class PackedParts:
 
 @runtime_checkable
 class PackingOps(TensorOps, Protocol):
-    """Operations whose weights are copies in an order of their own, which can be kept on disk.
+    """Operations that pack weights: they copy them into a layout of their own, which can be kept on disk.
 
-    packed_format: another one wherever the same weight would be packed differently
+    packed_format: names the layout; it changes whenever the same weight would be packed into other bytes
     """
 
     packed_format: str
 
     def parts_of(self, weight: Weight) -> PackedParts:
-        """A weight in parts, in the same memory."""
+        """A weight taken apart; the arrays share its memory."""
 
     def weight_of(self, parts: PackedParts) -> Weight:
-        """The reverse; arrays may be read-only, and begin at multiples of 64 bytes.
+        """The reverse of `parts_of`. Arrays must begin at multiples of 64 bytes, and may be read-only.
 
         Raises:
-            ValueError: these are no parts of a weight.
+            ValueError: these are not the parts of a weight.
         """
 
 
 @runtime_checkable
 class CapturingOps(TensorOps, Protocol):
-    """Operations of a device that can do much work in one go."""
+    """Operations of a GPU that can record work, and launch it again as one (CUDA graphs)."""
 
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
-        """A function that repeats ``work`` in one launch: it uses the same memory and returns the same arrays.
+        """Record ``work``. Returns a function that repeats it in one launch, in the same memory and the same results.
 
-        ``work`` only enqueues, and was called before, so that all it needs is there. All that is captured shares the
-        memory that it computes with: arrays that one such call returned are valid until the next one.
+        ``work`` must only enqueue, and must have been called before, so that all it needs is compiled and loaded. All
+        recorded work shares one pool of memory: the arrays that a function returned are valid until the next one runs.
         """

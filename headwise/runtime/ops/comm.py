@@ -1,4 +1,4 @@
-"""Collectives between the tensor-parallel ranks of one engine: of arrays on the host, of tensors where these are."""
+"""Collectives between an engine's tensor-parallel ranks: `Communicator` of host arrays, `Collectives` of tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from headwise.runtime.ops.base import Tensor, TensorOps
 
 
 class Communicator(Protocol):
-    """All ranks call the same operations in the same order with the same shapes.
+    """Collectives of arrays in host memory.
 
-    Every operation raises `headwise.errors.EngineDiedError` when a peer does not show up within the
-    communicator's timeout, so that a dead rank never hangs the others.
+    All ranks must call the same operations in the same order, with the same shapes. Every operation raises
+    `EngineDiedError` if another rank does not take part within the communicator's timeout, so that a dead rank never
+    hangs the others.
+
+    rank: from 0 to ``size - 1``
+    size: number of ranks
     """
 
     rank: int
@@ -27,34 +31,35 @@ class Communicator(Protocol):
         """Concatenate ``x`` of all ranks along the last axis on rank 0; ``None`` elsewhere."""
 
     def broadcast(self, x: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray[np.int32]:
-        """Rank 0's ``x`` (of ``shape``) on every rank."""
+        """Rank 0's ``x``, of ``shape``, on every rank; the others may give None."""
 
     def close(self) -> None:
         """Release what the communicator holds; idempotent."""
 
 
 class Collectives(Protocol):
-    """What a model needs of the other ranks, for tensors; of the calls the same holds as for a `Communicator`'s.
+    """Collectives of tensors, which a model calls; all ranks call the same ones in the same order.
 
-    name:     for people
-    captures: whether `CapturingOps.capture` may record it, since it only enqueues: on all ranks, or on none
+    name:     for logs
+    captures: whether `CapturingOps.capture` may record its calls, since they only enqueue. All ranks must then record
+              a call, or none
     """
 
     name: str
     captures: bool
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, the same bits on every rank. ``x`` is the caller's no more."""
+        """The sum over ranks, the same bits on every rank. It may overwrite ``x``: do not use that afterwards."""
 
     def gather(self, x: Tensor) -> Tensor | None:
         """Concatenate ``x [rows, columns]`` of all ranks along the last axis on rank 0; ``None`` elsewhere.
 
-        Columns may differ between ranks, but go together: where one has as many as before, so have all.
+        The number of columns may differ between ranks. If one rank has as many as in an earlier call, so must all.
         """
 
 
 class SingleRank:
-    """The communicator and collectives of an engine without tensor parallelism: they have nothing to do."""
+    """The communicator and collectives of an engine of one rank: they return what they are given."""
 
     name = "none"
     captures = True
@@ -94,5 +99,5 @@ class HostCollectives:
 
 
 def host_collectives(ops: TensorOps, comm: Communicator) -> Collectives:
-    """Collectives over ``comm``; with one rank they do nothing."""
+    """Collectives of tensors over ``comm``, through host memory; with one rank they do nothing."""
     return comm if isinstance(comm, SingleRank) else HostCollectives(ops, comm)

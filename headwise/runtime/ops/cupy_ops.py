@@ -1,4 +1,4 @@
-"""Tensor operations in CuPy, on its current device and stream: a whole model without any other framework."""
+"""Tensor operations in CuPy, on its current device and stream; no other framework is needed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.step_upload import PinnedUpload
 
 PIECE_BYTES = 64 << 20
-"""Of a weight that is uploaded. CuPy stages each array in pinned memory of as many bytes, rounded up to a power of two,
-which it keeps; and the pool, which takes what is left of the device, should find no whole weights in float32 there."""
+"""Weights are uploaded in pieces of at most so many bytes, or of one row. CuPy copies an array through pinned memory of
+its size, rounded up to a power of two, and keeps that. And no whole weight in float32 takes up device memory."""
 
 
 class CupyOps(GpuOps):
-    """`TensorOps` whose tensors are CuPy arrays. cuBLAS sums products of float16 and bfloat16 in float32."""
+    """`TensorOps` whose tensors are CuPy arrays. cuBLAS sums products of float16 and bfloat16 in float32.
+
+    dtype:    of weights and activations: float32, float16 or bfloat16
+    programs: compiles the kernels
+
+    Raises:
+        ConfigError: there are no kernels for ``dtype``.
+    """
 
     name = "cupy"
 
     def __init__(self, dtype: str, programs: Programs) -> None:
         super().__init__(cupy, numpy_dtype(dtype), programs)
-        # What graphs compute with lies apart: a graph finds it where it was when it was captured. They share it, since
-        # they run one after the other, and what one leaves is read before the next begins.
+        # Graphs have a memory pool of their own, since a graph uses the addresses that it was captured with. They share
+        # it: they run one after the other, and one's results are read before the next begins.
         self._graph_blocks: list[Any] = []
         self._graph_memory = cupy.cuda.MemoryPool(partial(_kept_block, self._graph_blocks))
         self._cublas = Cublas(partial(cupy.empty, dtype="uint8"))  # no cycle: memory goes with the last reference
@@ -81,14 +88,14 @@ class CupyOps(GpuOps):
 
 
 def _borrowed(array: Any) -> Any:
-    """The same array, but its memory is free for others to use."""
+    """The same array, but it does not keep its memory: the pool may give that to others."""
     memory = cupy.cuda.UnownedMemory(array.data.ptr, array.nbytes, None, array.device.id)
     return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def _kept_block(blocks: list[Any], num_bytes: int) -> Any:
-    """Memory for a pool, which ``blocks`` keep: where memory is short, a pool lets go of what is free, and that is what
-    graphs compute with whenever they are launched."""
+    """Device memory for a pool, which ``blocks`` keeps alive: a pool gives back what is free when memory is short, but
+    captured graphs still use that whenever they are launched."""
     block = cupy.cuda.MemoryPointer(cupy.cuda.Memory(num_bytes), 0)
     blocks.append(block)
     return block

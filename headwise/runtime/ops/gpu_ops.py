@@ -1,4 +1,4 @@
-"""Tensor operations of a GPU but for the arrays' module: what `ArrayOps` does in many passes is one kernel here."""
+"""Tensor operations of a GPU by kernels of our own: what `ArrayOps` computes in many passes is one kernel here."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headwise.runtime.ops.array_ops import Array, ArrayOps
 
 
 class GpuOps(ArrayOps):
-    """`ArrayOps` with the kernels of `CudaElementwise`, wherever these take the arrays.
+    """`ArrayOps` with the kernels of `CudaElementwise` and `CudaSampling`, for arrays that these take.
 
     Raises:
         ConfigError: there are no kernels for ``dtype``.
     """
 
     def __init__(self, xp: Any, dtype: np.dtype[Any], programs: Programs, threads: int = THREADS) -> None:
-        """``threads`` of a block that looks through a row of scores."""
+        """threads: of a thread block that searches a row of logits; see `CudaSampling`"""
         super().__init__(xp, dtype)
         self._sampling = CudaSampling(programs, dtype, threads)
         self._kernels = CudaElementwise(programs)
@@ -32,7 +32,7 @@ class GpuOps(ArrayOps):
 
     def embedding(self, table: Array, ids: Array, scale: float = 1.0) -> Array:
         out = self.xp.empty((*ids.shape, *table.shape[1:]), self.dtype)
-        # The factor is rounded to the dtype, too, as arithmetic on arrays does.
+        # The factor is rounded to the dtype, as `ArrayOps.embedding` does.
         if self._kernels.gather_rows(table, ids, out, float(self.dtype.type(scale))):
             return out
         return super().embedding(table, ids, scale)

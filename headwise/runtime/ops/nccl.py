@@ -1,7 +1,7 @@
 """Collectives between GPUs by NCCL, through CuPy's binding: on the current stream, in the dtype of the tensors.
 
-They only enqueue work: no host waits for another rank here. If a rank is gone, the others' kernels wait for ever, and
-so does a host that wants their results, until the engine ends the processes.
+They only enqueue work: no host waits for another rank here. If a rank is gone, the kernels of the others wait for ever,
+and so does a host that waits for their results, until the engine ends the processes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from headwise.runtime.ops.comm import Communicator
 log = logging.getLogger(__name__)
 
 ID_BYTES = 128
-"""``NCCL_UNIQUE_ID_BYTES``."""
+"""``NCCL_UNIQUE_ID_BYTES`` in ``nccl.h``."""
 
 _PCI_ADDRESS = (50, 33, 34)
-"""``cudaDevAttrPciDomainId``, bus, device: as text, the domain of some machines has no room in CuPy's buffer."""
+"""``cudaDevAttrPciDomainId``, ``PciBusId`` and ``PciDeviceId``. CuPy also gives the address as text, but its buffer is
+too short for the domains of some machines."""
 
 _CONNECT, _NO_LIBRARY, _SHARED_GPU = range(3)
 _WHY_NOT = {
@@ -39,16 +40,17 @@ _WHY_NOT = {
 
 
 def connect_gpus(comm: Communicator) -> NcclCollectives | None:
-    """Collectives between the current devices of all ranks of ``comm``, which call this together.
+    """Collectives between the ranks' current devices. All ranks of ``comm`` must call this together.
 
-    None, on all of them, where NCCL is missing or cannot serve; the log has a line that says why.
+    None, on all ranks, if NCCL is missing on one or two ranks share a GPU; rank 0 then logs why.
 
     Raises:
-        DeploymentError: NCCL should, and fails.
+        DeploymentError: NCCL is there, and fails to connect.
+        EngineDiedError: another rank did not call this in time.
     """
-    # Before NCCL reads it. By default, it maps captured buffers into all ranks while it captures, for which these wait
-    # for each other: then a capture that fails on one rank would hang the others, and CuPy's pools could free what
-    # others have mapped.
+    # Set before NCCL reads it. By default, NCCL maps captured buffers into all ranks during a capture, for which the
+    # ranks wait for each other. A capture that fails on one rank would then hang the others, and CuPy's pools could
+    # free memory that other ranks have mapped.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     nccl = _load()
     verdict, unique_id = _agree(comm, nccl)
@@ -60,14 +62,17 @@ def connect_gpus(comm: Communicator) -> NcclCollectives | None:
         communicator = nccl.NcclCommunicator(comm.size, unique_id, comm.rank)
     except Exception as error:
         raise _failed(comm.rank, error) from error
-    # Whatever happens to this rank, its communicator ends with the process: to destroy one waits for all graphs that
-    # use it, and for other ranks, which may be gone.
+    # Never destroy the communicator before the process ends: that would wait for all graphs that use it, and for other
+    # ranks, which may be gone.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
     return NcclCollectives(nccl, communicator, comm)
 
 
 class NcclCollectives:
-    """`Collectives` of CuPy arrays. A failure raises `EngineDiedError`: ranks have parted for good."""
+    """`Collectives` of CuPy arrays: float32, float16 or bfloat16.
+
+    Raises `EngineDiedError` if NCCL reports a failure: the ranks are then out of step for good.
+    """
 
     name = "nccl"
     captures = True
@@ -108,7 +113,7 @@ class NcclCollectives:
         return whole
 
     def _widths_beside(self, mine: int) -> list[int]:
-        """Columns of every rank, on rank 0: told through the host the first time."""
+        """The number of columns on every rank, known on rank 0 only; the first time gathered through host memory."""
         if mine not in self._widths:
             told = self._comm.gather(np.array([[mine]], dtype=np.float32))
             self._widths[mine] = [] if told is None else told[0].astype(int).tolist()
@@ -116,7 +121,7 @@ class NcclCollectives:
 
     @contextmanager
     def _at_once(self) -> Iterator[None]:
-        """Launch what is called within as one."""
+        """Launch all calls within the block as one NCCL group."""
         self._nccl.groupStart()
         try:
             yield
@@ -132,15 +137,18 @@ class NcclCollectives:
 
 
 def _load() -> ModuleType | None:
-    """CuPy's binding, if it finds the library."""
+    """CuPy's binding of NCCL; None if it does not find the library."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy warns of what is told in a line of the log
+        warnings.simplefilter("ignore")  # CuPy warns of a missing library; `connect_gpus` logs that in one line
         from cupy.cuda import nccl
     return nccl if nccl.available else None
 
 
 def _agree(comm: Communicator, nccl: ModuleType | None) -> tuple[int, bytes]:
-    """Whether all ranks connect, and if they do, by what id. NCCL itself refuses GPUs by their PCI addresses, too."""
+    """Whether all ranks can connect, one of `_CONNECT`, `_NO_LIBRARY` and `_SHARED_GPU`, and NCCL's unique id for it.
+
+    GPUs are compared by their PCI addresses, as NCCL does.
+    """
     device, attribute = cupy.cuda.Device().id, cupy.cuda.runtime.deviceGetAttribute
     address = [attribute(number, device) for number in _PCI_ADDRESS]
     mine = np.array([[nccl is not None, *address]], dtype=np.float32)

@@ -1,7 +1,7 @@
-"""Tensor operations on CPU cores by our own compiled kernels: weights packed once, in the dtype they are wanted in.
+"""Tensor operations on CPU cores by our own compiled kernels; weights are packed once, when they are loaded.
 
-Tensors are float32 NumPy arrays. What is narrower is what most bytes and most arithmetic are of: weights, and the
-factors that those are multiplied with, which are bfloat16.
+Tensors are float32 NumPy arrays. Weights may be narrower, since most bytes and most arithmetic are theirs. Activations
+are then rounded to bfloat16 where they are multiplied with weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Array = NDArray[np.float32]
 class NumbaOps(NumpyOps):
     """`TensorOps` on ``threads`` cores.
 
-    weights_dtype: of weights in memory: float32, bfloat16, int8 (a scale per group), or gguf (as they were loaded)
+    weights_dtype: of weights in memory: float32, bfloat16, int8 (a scale for each group), or gguf (quantised as in the
+                   GGUF file; what is not quantised there is bfloat16)
 
     Raises:
         ConfigError: this process may not use so many cores.

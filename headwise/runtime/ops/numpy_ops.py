@@ -1,4 +1,4 @@
-"""Tensor operations in plain NumPy: runs wherever Python does, and says what the others must compute."""
+"""Tensor operations in plain NumPy: they run wherever Python does, and are the reference for the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from headwise.runtime.ops.base import StepUpload
 
 
 class NumpyOps(ArrayOps):
-    """`TensorOps` whose tensors are NumPy arrays. Narrower dtypes than float32 are for comparison with a GPU."""
+    """`TensorOps` whose tensors are NumPy arrays.
+
+    dtype: float32; float16 and bfloat16 are for comparison with a GPU
+    """
 
     name = "numpy"
 
@@ -34,18 +37,18 @@ class NumpyOps(ArrayOps):
         trim_heap()
 
     def matmul(self, x: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
-        # Of narrow numbers, NumPy's product would round every partial sum.
+        # In float16 or bfloat16, NumPy's product would round every partial sum.
         product: NDArray[Any] = self._narrow(self._wide(x) @ self._wide(weight))
         return product
 
 
 def in_place(*arrays: NDArray[np.int32]) -> tuple[NDArray[np.int32], ...]:
-    """The `StepUpload` of a CPU."""
+    """The `StepUpload` of a CPU: the arrays themselves."""
     return arrays
 
 
 def trim_heap() -> None:
-    """Return the heap's free pages to the operating system, where the C library can: glibc keeps them."""
+    """Return the heap's free pages to the operating system. glibc keeps them; other C libraries are left alone."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Opens a GPU in Paddle, with one clear line where that cannot be."""
+"""Opens a GPU in Paddle, with an error of one line if that fails."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ INSTEAD = "or use tensor_ops cupy, or device cpu"
 
 
 def open_paddle(gpu: int) -> int:
-    """Make ``gpu`` Paddle's current device. Returns its current stream there: a ``cudaStream_t``.
+    """Make the GPU of this index Paddle's current device. Returns Paddle's current stream there, a ``cudaStream_t``.
 
     Raises:
-        ConfigError: Paddle cannot be imported, is made for CPUs only, or cannot use the GPU.
+        ConfigError: Paddle cannot be imported, is built for CPUs only, or cannot use the GPU.
     """
     try:
         from headwise.runtime.ops.paddle_import import paddle as installed
@@ -22,7 +22,7 @@ def open_paddle(gpu: int) -> int:
         raise ConfigError(
             f"tensor_ops paddle on device cuda cannot import Paddle ({first_line(error)}): {INSTALL}, {INSTEAD}"
         ) from None
-    paddle: Any = installed  # its types are those of one build of several
+    paddle: Any = installed  # its type annotations are those of one of several builds
     if not paddle.is_compiled_with_cuda():
         raise ConfigError(
             f"tensor_ops paddle on device cuda needs a Paddle that is compiled with CUDA, and the installed one, "
@@ -31,7 +31,7 @@ def open_paddle(gpu: int) -> int:
     try:
         paddle.set_device(f"gpu:{gpu}")
         return int(paddle.device.current_stream().stream_base.cuda_stream)
-    except Exception as error:  # Paddle raises whatever its C++ does
+    except Exception as error:  # Paddle passes on whatever its C++ code raises
         raise ConfigError(
             f"Paddle {paddle.__version__} cannot use GPU {gpu} ({first_line(error)}): is it made for the driver's "
             f"CUDA? {INSTALL.capitalize()} for that, {INSTEAD}"

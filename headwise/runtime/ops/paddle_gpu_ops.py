@@ -1,4 +1,4 @@
-"""Tensor operations in Paddle on a GPU, on Paddle's current stream; the kernels' arrays are CuPy's, in its memory."""
+"""Tensor operations in Paddle on a GPU, on Paddle's current stream. Kernel arrays are CuPy's, in Paddle's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headwise.runtime.ops.unfused import UnfusedOps
 _functional = paddle.nn.functional
 _fused: Any = paddle.incubate.nn.functional
 _untyped: Any = paddle
-"""For what its types do not know: dtypes by name, functions without types."""
+"""For what Paddle's type annotations leave out: dtypes by name, functions without annotations."""
 
 _NAMES = {
     getattr(paddle, name): name
@@ -28,11 +28,11 @@ _NAMES = {
 
 
 class PaddleGpuOps(UnfusedOps):
-    """`TensorOps` whose tensors are Paddle's, on its current device, which is CuPy's current one (`open_paddle`).
+    """`TensorOps` whose tensors are Paddle's, on its current device, which must be CuPy's current one (`open_paddle`).
 
-    Not `CapturingOps`: what Paddle allocates would not stay where it was.
+    Not `CapturingOps`: Paddle would allocate at other addresses than those that a graph was captured with.
 
-    dtype: of weights and activations: float32, float16 or bfloat16. What is summed or exponentiated is so in float32.
+    dtype: of weights and activations: float32, float16 or bfloat16. Sums and exponentials are computed in float32
     """
 
     name = "paddle"
@@ -75,7 +75,7 @@ class PaddleGpuOps(UnfusedOps):
         """See `TensorOps.from_kernel_array`.
 
         Raises:
-            TypeError: the array is not a contiguous part of what these operations made.
+            TypeError: the array is not a contiguous part of a kernel array that these operations made.
         """
         lender: Any = self._lending.lender(array)
         if lender is None or not array.flags.c_contiguous or array.dtype.name != _NAMES[lender.dtype]:
@@ -154,7 +154,7 @@ class PaddleGpuOps(UnfusedOps):
     def greedy(self, logits: paddle.Tensor) -> tuple[KernelArray, KernelArray]:
         wide = self._wide(logits)
         is_nan = paddle.isnan(wide)
-        # Paddle's argmax says nothing of NaN: the first one of a row is looked for by itself.
+        # Paddle does not say what its argmax does with NaN, so a row's first NaN is searched for separately.
         first_nan = paddle.argmax(is_nan.astype("int32"), axis=1, keepdim=True)
         largest = paddle.argmax(wide, axis=1, keepdim=True)
         tokens = paddle.where(paddle.any(is_nan, axis=1, keepdim=True), first_nan, largest)

@@ -1,4 +1,4 @@
-"""Imports Paddle: quietly, and with its libraries told how to run beside others."""
+"""Imports Paddle without its warnings, and with its libraries set to share the cores with others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["paddle"]
 
 
 def _prepare_libraries() -> None:
-    """Set what Paddle's libraries read from the environment once, when they are loaded.
+    """Set the environment variables that Paddle's libraries read when they are loaded.
 
-    OpenMP: idle threads sleep rather than spin, since attention kernels want the cores in between.
-    MKL: falls back to SSE on CPUs that are not Intel's, 3 times slower; the variable makes it use AVX2.
+    OpenMP: idle threads sleep instead of spinning, since attention kernels use the cores in between.
+    MKL: on CPUs that are not Intel's it falls back to SSE, 3 times slower; the variable makes it use AVX2.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -28,7 +28,7 @@ def _prepare_libraries() -> None:
 
 _prepare_libraries()
 
-# Importing Paddle talks of ccache and of OMP_NUM_THREADS, which is set on purpose.
+# When it is imported, Paddle warns of ccache, and of OMP_NUM_THREADS, which is set on purpose.
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
     warnings.simplefilter("ignore")
     import paddle

@@ -1,8 +1,8 @@
 """Tensor operations in Paddle on a CPU.
 
-Paddle computes the matrix products and the wide elementwise operations. What is small or strided (rotary embedding,
-norms of a few rows, row lookups) goes through NumPy views of the same memory: there a Paddle call costs more than the
-arithmetic.
+Paddle computes the matrix products and the elementwise operations on large tensors. NumPy does small or strided work
+(rotary embedding, norms of a few rows, row lookups) on views of the same memory: there a Paddle call costs more than
+the arithmetic.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ swiglu = paddle.nn.functional.swiglu
 _numpy = NumpyOps()
 
 FEW_ELEMENTS = 1 << 15
-"""Below this, NumPy on one thread norms faster than Paddle wakes its threads."""
+"""Tensors of fewer elements are normalised by NumPy: that is done before Paddle's threads have woken up."""
 
 
 class _Memory:
-    """Lends a tensor's memory to NumPy arrays, which keep the tensor alive, and says whose memory it is.
+    """Lends a tensor's memory to NumPy arrays. These keep the tensor alive, and `_lender` finds it by them.
 
-    Paddle must not be given that memory back as a new tensor: a tensor made by DLPack that keeps another such tensor
-    alive deadlocks when it dies (its deleter holds the lock that the inner one's wants). `from_kernel_array` sees to
-    it.
+    The memory must not become a new tensor by DLPack: a tensor made by DLPack that keeps another such tensor alive
+    deadlocks when it is freed, since its deleter holds the lock that the other's deleter waits for. `from_kernel_array`
+    returns the lender or copies instead.
     """
 
     __slots__ = ("__array_interface__", "tensor")
@@ -51,7 +51,7 @@ class _Memory:
 
 
 class PaddleOps(UnfusedOps):
-    """`TensorOps` whose tensors are float32 Paddle tensors in host memory."""
+    """`TensorOps` whose tensors are float32 Paddle tensors in host memory. Paddle gets ``threads`` threads."""
 
     name = "paddle"
     itemsize = 4
@@ -69,10 +69,11 @@ class PaddleOps(UnfusedOps):
         return self.from_kernel_array(array) if array.flags.writeable else self._borrow(array)
 
     def _borrow(self, array: NDArray[Any]) -> paddle.Tensor:
-        """A tensor of read-only memory, such as a mapped file's.
+        """A tensor in the memory of a read-only array, such as a mapped file's.
 
-        Of two tensors made by DLPack from one address Paddle never lets go of the memory; tied embeddings would be
-        such two. So what begins where another one does becomes a view of that.
+        Paddle never frees the memory of two tensors that DLPack made from one address, and tied embeddings would be
+        two. So an array that begins where an earlier one does becomes a view of that one's tensor, or is copied if it
+        is longer.
         """
         address = array.ctypes.data
         first = self._borrowed.get(address)
@@ -169,7 +170,7 @@ class PaddleOps(UnfusedOps):
 
 
 def _lender(array: NDArray[Any]) -> paddle.Tensor | None:
-    """The tensor whose memory an array views, if there is one."""
+    """The tensor whose memory an array is a view of; None if there is none."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -177,9 +178,9 @@ def _lender(array: NDArray[Any]) -> paddle.Tensor | None:
 
 
 def _writable(array: NDArray[Any]) -> NDArray[Any]:
-    """The same memory, marked writable: DLPack refuses read-only arrays, and weights are mapped read-only.
+    """The same memory as a writable array, since DLPack refuses read-only ones, and weights are mapped read-only.
 
-    Nothing here writes to a tensor that it did not make.
+    That is safe: no operation here writes to a weight.
     """
     interface = dict(array.__array_interface__)
     interface["data"] = (interface["data"][0], False)

@@ -1,4 +1,4 @@
-"""Weights as small integers with a scale for each group of a row: what they are, however they were made."""
+"""Group-quantised weights: small integers with a scale for each group of a row, from GGUF files or made here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from headwise.errors import ConfigError
 
 INT8_GROUP = 32
+"""Neighbouring numbers of a row that share a scale in int8 weights."""
+
 _LARGEST = np.float32(127)
 _BLOCK_ELEMENTS = 1 << 20
-"""Numbers that are quantised at a time: their temporaries stay in a core's cache, or not far from it."""
+"""Numbers that are quantised at a time, so that temporary arrays stay in a core's cache, or near it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +25,13 @@ class GroupQuantised:
 
         w[n, k] = scale[n, k // group] * codes[n, k] + minimum[n, k // group]
 
-    codes:   uint8 or int8 ``[N, K]``, one a byte however few bits it has; may be a view of a mapped file
+    codes:   uint8 or int8 ``[N, K]``, each in a byte of its own even if it has 4 bits; may be a view of a mapped file
     scale:   float32 ``[N, K // group]``
     minimum: float32 ``[N, K // group]``; None: 0 everywhere
-    bits:    4 where all codes are in 0..15 (uint8) or -8..7 (int8), else 8
+    group:   number of neighbours in a row that share a scale and a minimum; divides ``K``
+    bits:    4 if all codes are in 0..15 (uint8) or -8..7 (int8), else 8
+
+    Raises `ValueError` if shapes, group or bits do not go together.
     """
 
     codes: NDArray[np.uint8] | NDArray[np.int8]
@@ -59,7 +64,7 @@ class GroupQuantised:
         return self._part((slice(start, stop), slice(None)), (slice(start, stop), slice(None)))
 
     def columns(self, start: int, stop: int) -> GroupQuantised:
-        """``[:, start:stop]`` for multiples of ``group``, sharing memory; raises ValueError for other columns."""
+        """``[:, start:stop]``, sharing memory; raises `ValueError` unless both are multiples of ``group``."""
         if start % self.group or stop % self.group:
             raise ValueError(f"columns {start} to {stop} are no multiples of a group of {self.group}")
         groups = slice(start // self.group, stop // self.group)
@@ -70,7 +75,7 @@ class GroupQuantised:
         return GroupQuantised(self.codes[codes], self.scale[groups], minimum, self.group, self.bits)
 
     def dequantised(self) -> NDArray[np.float32]:
-        """The matrix as float32."""
+        """The matrix as float32 ``[N, K]``."""
         rows, columns = self.shape
         values = self.codes.astype(np.float32).reshape(rows, columns // self.group, self.group)
         values *= self.scale[..., None]
@@ -80,10 +85,13 @@ class GroupQuantised:
 
     @staticmethod
     def concatenate(parts: Sequence[GroupQuantised], axis: int) -> GroupQuantised:
-        """Parts one below the other (axis 0) or beside each other (axis 1); exact, also of parts of different forms.
+        """Parts one below the other (axis 0) or side by side (axis 1), without loss.
 
-        Parts of different forms take the widest: the smallest group, int8 and 8 bits, minima of 0. Raises ValueError
-        where that does not hold them.
+        Parts of different forms get a common one: the smallest group, int8 codes of 8 bits and, if one part has minima,
+        minima of 0 for the others.
+
+        Raises:
+            ValueError: a part does not fit the common form: its group is no multiple, or a code is above 127.
         """
         if len(parts) == 1:
             return parts[0]
@@ -113,9 +121,9 @@ class GroupQuantised:
 
 
 def quantise_int8(weight: NDArray[np.float32], group: int = INT8_GROUP) -> GroupQuantised:
-    """``weight [N, K]`` as int8, symmetric: in each group of a row the largest becomes +-127.
+    """Quantise ``weight [N, K]`` to int8, symmetrically: in each group of a row the largest magnitude becomes 127.
 
-    Rounds half to even. Needs little memory beside the result.
+    Rounds half to even. Takes little memory beside the result.
 
     Raises:
         ConfigError: ``K`` is no multiple of ``group``.
@@ -136,10 +144,10 @@ def quantise_int8(weight: NDArray[np.float32], group: int = INT8_GROUP) -> Group
 
 
 def _quantise(values: NDArray[np.float32], codes: NDArray[np.int8], scale: NDArray[Any]) -> None:
-    """Groups ``values [G, group]`` into ``codes`` of that shape and ``scale [G]``."""
+    """Quantise ``G`` groups: ``values [G, group]`` into ``codes [G, group]`` and ``scale [G]``."""
     np.abs(values).max(axis=1, out=scale)
     scale /= _LARGEST
-    divisor = np.where(scale > 0, scale, np.float32(1))  # a group of zeros, or next to it, becomes zeros
+    divisor = np.where(scale > 0, scale, np.float32(1))  # a group whose scale is 0 becomes zeros
     scaled = values / divisor[:, None]
     np.rint(scaled, out=scaled)
     np.clip(scaled, -_LARGEST, _LARGEST, out=scaled)
@@ -147,9 +155,9 @@ def _quantise(values: NDArray[np.float32], codes: NDArray[np.int8], scale: NDArr
 
 
 Matrix: TypeAlias = NDArray[np.float32] | GroupQuantised
-"""A weight ``[N, K]`` as it was loaded."""
+"""A weight ``[N, K]`` as it was loaded, before `TensorOps` prepares it."""
 
 
 def as_float32(matrix: Matrix) -> NDArray[np.float32]:
-    """The numbers of a matrix."""
+    """A matrix as float32 ``[N, K]``: dequantised, or else itself."""
     return matrix.dequantised() if isinstance(matrix, GroupQuantised) else matrix

@@ -1,4 +1,4 @@
-"""Chooses the framework behind `TensorOps`, once, at start."""
+"""Chooses the framework that implements `TensorOps`, once, at start."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from headwise.runtime.ops.base import TensorOps
 
 
 def resolve_ops_name(name: str, on_gpu: bool = False) -> str:
-    """What ``auto`` stands for: the fastest of those that `benchmarks/peers.py` compares. Any other name is itself."""
+    """The name of the operations to use: for ``auto`` the fastest by `benchmarks/peers.py`, else ``name`` itself."""
     if name != "auto":
         return name
     return "cupy" if on_gpu else "numba"
 
 
 def make_gpu_ops(name: str, dtype: str, programs: Programs) -> TensorOps:
-    """The tensor operations called ``name`` in ``dtype`` on CuPy's current device; ``auto`` is cupy.
+    """The tensor operations on CuPy's current device.
 
-    CuPy's use kernels made by ``programs``. Paddle's have their own: `open_paddle` comes first.
+    name:     paddle, for which `open_paddle` must have been called; any other is cupy
+    dtype:    of weights and activations: float32, float16 or bfloat16
+    programs: compiles the kernels of cupy's; paddle has its own
+
+    Raises:
+        ConfigError: there are no kernels for ``dtype``.
     """
     if resolve_ops_name(name, on_gpu=True) == "paddle":
         from headwise.runtime.ops.paddle_gpu_ops import PaddleGpuOps
@@ -29,18 +34,24 @@ def make_gpu_ops(name: str, dtype: str, programs: Programs) -> TensorOps:
 
 
 def make_ops(name: str, threads: int = 1, dtype: str = "float32", weights_dtype: str = "float32") -> TensorOps:
-    """The tensor operations called ``name``, on ``threads`` threads; ``auto`` is numba.
+    """The tensor operations on a CPU.
 
-    The number of threads is the process's: the last call decides.
+    The number of threads holds for the whole process: the last call decides.
 
-    Raises ConfigError if the framework is unknown or not installed.
+    name:          numba, numpy, paddle, or auto, which is numba
+    dtype:         of activations; numpy and paddle take float32 only
+    weights_dtype: of weights in memory, see `NumbaOps`; numpy and paddle take float32 only
+
+    Raises:
+        ConfigError: the name is unknown, its framework is not installed or cannot compute in these dtypes, or numba may
+            not use so many cores.
     """
     exact = dtype == weights_dtype == "float32"
     name = resolve_ops_name(name)
     if name == "numba":
         from headwise.runtime.ops.numba_ops import NumbaOps
 
-        _set_numpy_threads(1)  # what NumPy still computes is small
+        _set_numpy_threads(1)  # little is left for NumPy to compute
         return NumbaOps(threads, weights_dtype)
     if not exact and name in ("numpy", "paddle"):
         raise ConfigError(
@@ -60,7 +71,7 @@ def make_ops(name: str, threads: int = 1, dtype: str = "float32", weights_dtype:
                 f"tensor_ops paddle needs paddlepaddle, which cannot be imported ({error}): "
                 "`pip install paddlepaddle`, or use tensor_ops numpy"
             ) from None
-        _set_numpy_threads(1)  # Paddle has threads of its own: two pools would take the cores from each other
+        _set_numpy_threads(1)  # Paddle has threads of its own: two pools would compete for the cores
         return PaddleOps(threads)
     raise ConfigError(f"unknown tensor_ops {name!r}; choose auto, numba, paddle or numpy")
 
@@ -70,6 +81,6 @@ def _set_numpy_threads(threads: int) -> None:
 
     Idle OpenBLAS threads spin: with more of them than free cores, a product takes many times as long as on one.
     """
-    from threadpoolctl import ThreadpoolController  # sets an environment variable: for processes that compute
+    from threadpoolctl import ThreadpoolController  # not at the top: it sets an environment variable
 
     ThreadpoolController().select(internal_api="openblas").limit(limits=threads)

@@ -1,4 +1,4 @@
-"""Uploads a step's arrays to a GPU: one copy from pinned memory, for which the host does not wait."""
+"""Uploads a step's arrays to a GPU, all in one copy from pinned memory, which the host does not wait for."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 64
-"""Elements of int32: every array begins on 256 bytes, as if it had been allocated by itself."""
+"""In elements of int32: every array begins at a multiple of 256 bytes, as if it had been allocated by itself."""
 
 MOST_ARRAYS = 8
-"""Arrays that `capacity` allows for: each may end with a gap."""
+"""Most arrays of a call for which ``capacity`` is sure to be enough: a gap may follow each."""
 
 SLOTS = 4
-"""Pinned buffers that are used in rotation. A buffer is written again four steps later, when its copy is long over."""
+"""Pinned buffers, used in rotation. A buffer is written to again four steps later, when its copy is long done."""
 
 
 class PinnedUpload:
-    """The `StepUpload` of a GPU: arrays of int32 to one buffer on the device.
+    """The `StepUpload` of a GPU: copies int32 arrays to one buffer on the device.
 
-    The copy is enqueued on the current stream, behind the kernels that read what the buffer had before.
+    The copy is enqueued on the current stream, behind the kernels that read what was in the buffer before.
 
-    capacity: see `TensorOps.step_upload`; the buffer grows where it is not enough
+    capacity: in elements, see `TensorOps.step_upload`; the buffer is replaced by a larger one if it is not enough
+    buffers:  gives a device array ``int32 [elements]``; CuPy's allocator by default
     """
 
     def __init__(self, capacity: int = 0, buffers: Callable[[int], Any] | None = None) -> None:
-        """``buffers`` gives device arrays, ``int32`` of as many elements; CuPy does, if it is not given."""
         self._buffers = buffers or (lambda size: cupy.empty(size, dtype=np.int32))
         self._device = self._buffers(capacity + MOST_ARRAYS * ALIGNMENT if capacity else 0)
         self._pinned: list[NDArray[np.int32]] = [np.empty(0, dtype=np.int32)] * SLOTS
@@ -39,7 +39,7 @@ class PinnedUpload:
         self._views: list[Any] = []
 
     def __call__(self, *arrays: NDArray[np.int32]) -> list[Any]:
-        """Device arrays of the same shapes, until the next call."""
+        """See `StepUpload`."""
         shapes = tuple(array.shape for array in arrays)
         starts = np.cumsum([0, *(-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
         host, slot = self._slot(starts[-1])
@@ -58,7 +58,10 @@ class PinnedUpload:
         return self._views
 
     def _slot(self, size: int) -> tuple[NDArray[np.int32], int]:
-        """A pinned buffer that no copy reads any more; both sides hold ``size`` elements."""
+        """A pinned buffer that no copy reads from any more, and its index.
+
+        It and the device's buffer then have room for ``size`` elements.
+        """
         self._current = (self._current + 1) % SLOTS
         self._copied[self._current].synchronize()
         if self._device.size < size:

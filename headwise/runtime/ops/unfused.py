@@ -1,4 +1,4 @@
-"""What operations without kernels of their own for it make of the others."""
+"""The operations that can be composed of others, for frameworks without fused kernels for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwise.runtime.ops.quantised import Matrix, as_float32
 
 
 class UnfusedOps(ABC):
-    """The part of `TensorOps` where a weight is an ordinary tensor, and an activation an operation of its own."""
+    """The part of `TensorOps` that is the same wherever a weight is a tensor and an activation a separate operation."""
 
     @abstractmethod
     def tensor(self, array: NDArray[np.float32]) -> Tensor: ...
