@@ -24,7 +24,7 @@ test: venv
 	@$(BIN)/python -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
 
 soak: venv
-	@$(BIN)/python -m pytest -m soak
+	@$(BIN)/python -m pytest -m soak -n 4 --dist loadfile
 
 check: venv
 	@$(BIN)/ruff check .

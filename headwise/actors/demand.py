@@ -55,9 +55,8 @@ class Demand:
     def __str__(self) -> str:
         words = [f"{self.cpus:.4g} CPUs", *([f"{self.ranks} GPUs"] if self.on_gpu else [])]
         words += [f"{amount:g} {name}" for name, amount in self.resources.items()]
-        needed = f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
-        labels = ", ".join(f"{name}={value}" for name, value in self.labels.items())
-        return f"{needed} on one node" + (f" with the label {labels}" if labels else "")
+        words += [f"the label {name}={value}" for name, value in self.labels.items()]
+        return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 
 def in_order(with_room: Iterable[str], engines: Collection[str], placement: Literal["spread", "pack"]) -> list[str]:

@@ -31,8 +31,8 @@ def no_room(config: EngineConfig, waited_s: float) -> DeploymentError:
     demand, free = Demand.of(config), _ray.available_resources()
     left = " and ".join(f"{free.get(name, 0.0):.4g} {name}" for name in demand.total)
     return DeploymentError(
-        f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {demand}, "
-        f"{left} are free in all (waited {waited_s:g} s); lower replicas or tp_size, or add nodes"
+        f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {demand} on one "
+        f"node, {left} are free in all (waited {waited_s:g} s); lower replicas or tp_size, or add nodes"
     )
 
 

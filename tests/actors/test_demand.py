@@ -37,9 +37,9 @@ def test_a_node_has_room_if_it_has_everything_and_the_labels() -> None:
 
 
 def test_it_says_in_words_what_it_needs() -> None:
-    assert str(demand()) == "0.3 CPUs on one node"
-    assert str(demand(device="cuda", tp_size=2)) == "0.5 CPUs and 2 GPUs on one node"
-    in_words = "2 CPUs and 1 license on one node with the label zone=a"
+    assert str(demand()) == "0.3 CPUs"
+    assert str(demand(device="cuda", tp_size=2)) == "0.5 CPUs and 2 GPUs"
+    in_words = "2 CPUs, 1 license and the label zone=a"
     assert str(demand(engine_cpus=2.0, engine_resources="license=1", node_labels="zone=a")) == in_words
 
 
