@@ -6,6 +6,7 @@ import pytest
 import ray
 
 from headwise.actors import placement
+from headwise.actors.restarts import Life
 from headwise.runtime.config.engine_config import EngineConfig
 
 
@@ -26,3 +27,21 @@ def test_a_cluster_is_large_enough_if_it_has_what_one_engine_with_its_workers_ta
 ) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
     assert placement.could_fit(EngineConfig(**options)) is fits
+
+
+@pytest.mark.parametrize(("way", "target"), [("spread", "c"), ("pack", "a")])
+def test_an_engine_asks_for_the_node_that_its_placement_prefers_among_those_with_room(
+    monkeypatch: pytest.MonkeyPatch, way: str, target: str
+) -> None:
+    """Node d has no engine, but not the label; b has two, and no room."""
+    free = {"a": {"CPU": 1.0}, "b": {"CPU": 0.0}, "c": {"CPU": 1.0}, "d": {"CPU": 1.0}}
+    nodes = [{"NodeID": name, "Alive": True, "Labels": {"zone": "y" if name == "d" else "x"}} for name in free]
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
+    monkeypatch.setattr(placement, "draining_nodes", dict)
+    monkeypatch.setattr(placement, "_request", lambda demand, node: asked.append(node))
+    site = placement.EngineSite(EngineConfig(placement=way, node_labels="zone=x"), lambda: ["a", "b", "b"])
+    site.choose(Life())
+    assert asked == [target]
+    assert site.node == target

@@ -188,13 +188,15 @@ def test_an_engine_that_is_busy_is_not_led_through_the_relay(place: Place, monke
     assert place.counts["relayed"] == 0
 
 
-def test_never_fails_with_the_address_and_auto_says_what_was_tried(place: Place, patient: None) -> None:
+def test_never_fails_with_the_address_and_auto_says_what_was_tried(
+    place: Place, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.engine(ScriptedCore(), NOWHERE)
     with pytest.raises(EngineDiedError, match=rf"tcp://{NOWHERE}:\d+ cannot be reached from here, or is gone"):
         place.client("never").generate("abc", max_tokens=3)
     assert place.counts["relayed"] == 0
     place.scheduler._proxy.relay._addresses.clear()
-    place.scheduler._proxy.relay.allow = lambda endpoint, address: None  # type: ignore[method-assign]
+    monkeypatch.setattr(place.scheduler._proxy.relay, "allow", lambda endpoint, address: None)
     with pytest.raises(EngineDiedError, match=r"from here directly or through the scheduler's port \(not allowed\)"):
         place.client().generate("abc", max_tokens=3)
 
