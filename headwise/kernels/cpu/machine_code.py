@@ -2,7 +2,8 @@
 
 Numba notices a change of the file that an entry function stands in, and of no other file. Compiled code of this
 package is spread over several, so its machine code lives in a directory named for all their sources: whatever
-changes, nothing stale is ever found.
+changes, nothing stale is ever found. Copies of the sources share it, wherever they lie: `ray job submit` makes a copy
+of its working directory for each upload, and a kernel takes seconds to compile.
 """
 
 from __future__ import annotations
@@ -58,13 +59,44 @@ def kept_on_disk() -> Iterator[None]:
     Raises:
         ConfigError: as `directory`.
     """
-    before, place = _numba.config.CACHE_DIR, str(_directory())
+    before = _numba.config.CACHE_LOCATOR_CLASSES
     with one_process_at_a_time():
-        _numba.config.CACHE_DIR = place
+        _numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{Locator.__name__}"
         try:
             yield
         finally:
-            _numba.config.CACHE_DIR = before
+            _numba.config.CACHE_LOCATOR_CLASSES = before
+
+
+class Locator:
+    """Tells Numba where the machine code of a function is, by what the sources say and not by where they lie.
+
+    An implementation of Numba's cache locators, which it asks in this form (``NUMBA_CACHE_LOCATOR_CLASSES``).
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._line = function.__code__.co_firstlineno
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], _file: str) -> Locator:
+        """The locator of a function."""
+        return cls(function)
+
+    def ensure_cache_path(self) -> None:
+        """Have the directory made; raises as `directory`."""
+        _directory()
+
+    def get_cache_path(self) -> str:
+        """The directory of this package's machine code."""
+        return str(_directory())
+
+    def get_source_stamp(self) -> str:
+        """What must be equal where machine code is to be found again: the directory says all of it."""
+        return _directory().name
+
+    def get_disambiguator(self) -> str:
+        """What tells functions of one name and file from each other."""
+        return str(self._line)
 
 
 @contextmanager
@@ -78,14 +110,14 @@ def one_process_at_a_time() -> Iterator[None]:
 def directory(package: Path = PACKAGE) -> Path:
     """The directory of the machine code of ``package`` as its sources are now; it exists and can be written to.
 
-    It lies where Numba would keep it: in the directory that Numba was configured with, or beside the sources. Where
-    the sources cannot be written beside, it lies in the user's cache directory.
+    It lies in the directory that Numba was configured with, or in the user's cache directory, or, where that cannot be
+    written, beside the sources.
 
     Raises:
         ConfigError: nothing can be written to any of these.
     """
     configured = _numba.config.CACHE_DIR
-    places = [Path(configured)] if configured else [package / "__pycache__", Path(_appdirs.user_cache_dir("headwise"))]
+    places = [Path(configured)] if configured else [Path(_appdirs.user_cache_dir("headwise")), package / "__pycache__"]
     for place in places:
         chosen = place / f"{package.name}-{digest(package)}"
         if _writable(chosen):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numba
@@ -9,6 +13,8 @@ import pytest
 
 from headwise.errors import ConfigError
 from headwise.kernels.cpu import attention_plan, machine_code
+
+COMPILES = "from headwise.kernels.cpu import attention_plan; print(attention_plan.__file__)"
 
 
 @pytest.fixture
@@ -37,9 +43,9 @@ def test_directory_changes_with_any_source_of_the_package(package: Path) -> None
     assert machine_code.directory(package) == seen[-2]
 
 
-def test_directory_lies_beside_the_sources(package: Path) -> None:
+def test_directory_lies_with_the_user(package: Path, tmp_path: Path) -> None:
     chosen = machine_code.directory(package)
-    assert chosen.parent == package / "__pycache__"
+    assert chosen.parent == tmp_path / "user" / "headwise"
     assert chosen.is_dir()
 
 
@@ -50,20 +56,36 @@ def test_directory_lies_where_numba_is_configured_to_keep_things(
     assert machine_code.directory(package).parent == tmp_path / "configured"
 
 
-def test_sources_that_cannot_be_written_beside_keep_machine_code_with_the_user(package: Path, tmp_path: Path) -> None:
-    (package / "__pycache__").write_text("a file is in the way of the directory")
-    assert machine_code.directory(package).parent == tmp_path / "user" / "headwise"
-    (tmp_path / "user" / "headwise").rename(tmp_path / "moved")
-    (tmp_path / "user" / "headwise").write_text("")
+def test_a_user_whose_cache_cannot_be_written_keeps_machine_code_beside_the_sources(
+    package: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "user").write_text("a file is in the way of the directory")
+    assert machine_code.directory(package).parent == package / "__pycache__"
+    (package / "__pycache__").rename(tmp_path / "moved")
+    (package / "__pycache__").write_text("")
     with pytest.raises(ConfigError, match=r"__pycache__.*NUMBA_CACHE_DIR"):
         machine_code.directory(package)
 
 
 def test_numba_is_configured_for_the_time_of_the_decoration_only() -> None:
-    before = numba.config.CACHE_DIR
+    before = numba.config.CACHE_LOCATOR_CLASSES
     with machine_code.kept_on_disk():
-        assert machine_code.digest() in numba.config.CACHE_DIR
-    assert before == numba.config.CACHE_DIR
+        assert "machine_code" in numba.config.CACHE_LOCATOR_CLASSES
+    assert before == numba.config.CACHE_LOCATOR_CLASSES
+
+
+def test_a_copy_of_the_sources_elsewhere_finds_the_machine_code_again(tmp_path: Path) -> None:
+    compiled = {}
+    for place in ("one", "two"):
+        copy = tmp_path / place / "headwise"
+        shutil.copytree(Path(machine_code.__file__).parents[2], copy, ignore=shutil.ignore_patterns("__pycache__"))
+        command = [sys.executable, "-c", COMPILES]
+        environment = {**os.environ, "PYTHONPATH": str(copy.parent), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        told = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert str(copy) in told.stdout
+        compiled[place] = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.nb[ci]")}
+    assert compiled["one"] == compiled["two"]
+    assert len(compiled["one"]) > 2
 
 
 def test_entry_functions_are_kept_in_the_directory_of_these_sources() -> None:
