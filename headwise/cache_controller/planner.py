@@ -1,4 +1,8 @@
-"""Packs (layer, KV head) members into head groups of equal size, and deals KV heads to tensor-parallel ranks."""
+"""Packs members into head groups whose blocks have equal bytes, and deals them to tensor-parallel ranks.
+
+A member is what one layer keeps of a sequence's tokens: keys and values of one KV head, or the latent of a layer. Where
+members differ in size, groups differ in how many of them a block holds.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,21 @@ from numpy.typing import NDArray
 from headwise.cache_controller.policy import FULL, HeadPolicy
 
 MAX_PADDING = 0.03
-"""Largest share of slots that may stay empty for the sake of fewer groups."""
+"""Largest share of a block that may stay empty for the sake of fewer groups."""
 
 MAX_ROUNDED_UP = 0.03
-"""Largest share of members kept in a group looser than they need, unless uneven ranks force more.
+"""Largest share of members, by size, kept in a group looser than they need, unless uneven ranks force more.
 
 Always safe: a kernel masks by the member's own policy. Ranks share block tables, so each loosest policy that does
 not divide evenly over the ranks forces up to one such member on every rank but one.
 """
 
 Policies = Sequence[Sequence[HeadPolicy]]
-"""``[num_layers][num_kv_heads]``"""
+"""``[num_layers][members of the layer]``"""
 
 
 class Member(NamedTuple):
-    """One (layer, KV head) pair; ``kv_head`` counts over all ranks."""
+    """What a layer keeps for one of its KV heads; ``kv_head`` counts over all ranks."""
 
     layer: int
     kv_head: int
@@ -35,35 +39,52 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Members that live and die together.
+    """Members of one size that live and die together.
 
     policy:  the loosest of the members' policies: what the group's blocks must keep. Some members may need less
     members: ``[tp_size][<= slots]``, ordered by layer, so that a layer is one byte range of a block
+    slots:   members that a block has room for
     """
 
     policy: HeadPolicy
     members: tuple[tuple[Member, ...], ...]
+    slots: int
 
 
 @dataclass(frozen=True)
 class HeadGroupPlan:
-    """The groups of a model. Every rank has the same groups, hence the same block tables."""
+    """The groups of a model. Every rank has the same groups, hence the same block tables.
 
-    num_layers: int
-    num_kv_heads: int
+    sizes:       ``[num_layers]``, bytes of a slot of each layer's members; 1 each where all are equal and nobody asked
+    block_bytes: of every group's blocks, in the unit of ``sizes``
+    """
+
+    sizes: tuple[int, ...]
+    block_bytes: int
     tp_size: int
-    slots: int
     groups: tuple[HeadGroup, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.sizes)
 
     @property
     def policies(self) -> tuple[HeadPolicy, ...]:
         return tuple(group.policy for group in self.groups)
 
     @property
+    def slots(self) -> int:
+        """Members in a block, where all have one size; raises ValueError where they have not."""
+        found = {group.slots for group in self.groups}
+        if len(found) > 1:
+            raise ValueError(f"blocks of this model's groups hold {sorted(found)} members: ask the group")
+        return found.pop()
+
+    @property
     def padding(self) -> float:
-        """Empty slots over members."""
-        members = self.num_layers * self.num_kv_heads
-        return (self.slots * len(self.groups) * self.tp_size - members) / members
+        """What stays empty of blocks, over what does not."""
+        filled = sum(self.sizes[member.layer] for group in self.groups for rank in group.members for member in rank)
+        return (self.block_bytes * len(self.groups) * self.tp_size - filled) / filled
 
     @cached_property
     def _places(self) -> list[dict[Member, tuple[int, int]]]:
@@ -89,37 +110,55 @@ class HeadGroupPlan:
 
 
 def plan_head_groups(
-    policies: Policies, tp_size: int = 1, grouping: Literal["auto", "per_head_index"] = "auto"
+    policies: Policies,
+    tp_size: int = 1,
+    grouping: Literal["auto", "per_head_index"] = "auto",
+    *,
+    sizes: Sequence[int] | None = None,
+    is_replicated: bool = False,
 ) -> HeadGroupPlan:
     """Pack the members of a model into groups.
 
-    ``auto`` packs by policy, with the fewest groups that stay within `MAX_PADDING` and `MAX_ROUNDED_UP`.
+    ``auto`` packs by policy and size, with the fewest groups that stay within `MAX_PADDING` and `MAX_ROUNDED_UP`.
     ``per_head_index`` makes one group per KV head index of a rank, over all layers.
 
-    Raises ValueError if ``tp_size`` does not divide the KV heads, or the policies are not a full table.
+    sizes:         ``[num_layers]``, bytes of a slot of each layer's members; None: all are equal
+    is_replicated: every rank keeps all members, as of MLA, whose one latent serves all query heads; else each rank
+                   has an equal share of every layer's
+
+    Raises ValueError if the members of a layer cannot be dealt to ``tp_size`` ranks, the policies or sizes are not a
+    full table, or ``per_head_index`` is asked of layers that differ.
     """
-    num_layers, num_kv_heads = _shape(policies)
-    if num_kv_heads % tp_size:
-        fits = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
-        raise ValueError(
-            f"tp_size {tp_size} does not divide the model's {num_kv_heads} KV heads; sizes that fit: {fits}"
-        )
-    dealt = _deal(policies, tp_size)
-    if grouping == "per_head_index":
-        slots, groups = num_layers, _group_by_head_index(policies, dealt)
+    _check_table(policies, sizes)
+    sizes = tuple(sizes or [1] * len(policies))
+    if is_replicated:
+        dealt = [[list(range(len(row))) for row in policies]] * tp_size
     else:
-        slots, groups = _group_by_policy(policies, dealt)
-    return HeadGroupPlan(num_layers, num_kv_heads, tp_size, slots, groups)
+        _check_divides(policies, tp_size)
+        dealt = _deal(policies, tp_size)
+    if grouping == "per_head_index":
+        block_bytes, groups = _group_by_head_index(policies, sizes, dealt)
+    else:
+        block_bytes, groups = _group_by_policy(policies, sizes, dealt)
+    return HeadGroupPlan(sizes, block_bytes, tp_size, groups)
 
 
-def _shape(policies: Policies) -> tuple[int, int]:
-    if not policies or not policies[0]:
-        raise ValueError("a model needs at least one layer and one KV head")
-    num_kv_heads = len(policies[0])
+def _check_table(policies: Policies, sizes: Sequence[int] | None) -> None:
+    if not policies:
+        raise ValueError("a model needs at least one layer")
     for layer, row in enumerate(policies):
-        if len(row) != num_kv_heads:
-            raise ValueError(f"layer {layer} has {len(row)} head policies, layer 0 has {num_kv_heads}")
-    return len(policies), num_kv_heads
+        if not row:
+            raise ValueError(f"layer {layer} has no head policies: give one for each of its KV heads")
+    if sizes is not None and (len(sizes) != len(policies) or min(sizes) < 1):
+        raise ValueError(f"sizes {list(sizes)} must be one positive number for each of {len(policies)} layers")
+
+
+def _check_divides(policies: Policies, tp_size: int) -> None:
+    counts = sorted({len(row) for row in policies})
+    if any(count % tp_size for count in counts):
+        fits = [n for n in range(1, counts[0] + 1) if not any(count % n for count in counts)]
+        heads = " or ".join(map(str, counts))
+        raise ValueError(f"tp_size {tp_size} does not divide the model's {heads} KV heads; sizes that fit: {fits}")
 
 
 def _deal(policies: Policies, tp_size: int) -> list[list[list[int]]]:
@@ -128,14 +167,12 @@ def _deal(policies: Policies, tp_size: int) -> list[list[list[int]]]:
     A layer of one policy is dealt in contiguous runs, the usual sharding. Any other is dealt loosest head first, in
     rounds that give each rank one; in a round, the rank that has the fewest heads so loose chooses first.
     """
-    num_layers, num_kv_heads = len(policies), len(policies[0])
-    room = num_kv_heads // tp_size
     order = _loosest_first(policies)
-    dealt: list[list[list[int]]] = [[[] for _ in range(num_layers)] for _ in range(tp_size)]
+    dealt: list[list[list[int]]] = [[[] for _ in policies] for _ in range(tp_size)]
     # counts[rank, p]: heads of the rank that are as loose as policy p or looser
     counts: NDArray[np.int64] = np.zeros((tp_size, len(order)), dtype=np.int64)
     for layer, row in enumerate(policies):
-        heads = sorted(range(num_kv_heads), key=lambda head: (order[row[head]], head))
+        heads, room = sorted(range(len(row)), key=lambda head: (order[row[head]], head)), len(row) // tp_size
         for place, head in enumerate(heads):
             if order[row[heads[0]]] == order[row[heads[-1]]]:
                 rank = place // room
@@ -158,59 +195,105 @@ def _loosest_first(policies: Policies) -> dict[HeadPolicy, int]:
     return {policy: index for index, policy in enumerate(ordered)}
 
 
-def _group_by_policy(policies: Policies, dealt: list[list[list[int]]]) -> tuple[int, tuple[HeadGroup, ...]]:
-    """Line up each rank's members loosest first, and cut the line into groups.
+@dataclass(frozen=True)
+class _Line:
+    """The members of one size, of each rank loosest first: to be cut into groups.
+
+    members: ``[ranks][members]``
+    kinds:   ``int64 [ranks, members]``, their policies, as positions from loosest to tightest
+    """
+
+    size: int
+    members: list[list[Member]]
+    kinds: NDArray[np.int64]
+
+    def slots(self, block_bytes: int) -> int:
+        return block_bytes // self.size
+
+    def groups(self, block_bytes: int) -> int:
+        return -(-len(self.members[0]) // self.slots(block_bytes))
+
+    def rounded_up(self, block_bytes: int) -> int:
+        """Bytes of members in a group that keeps more than they need."""
+        slots = self.slots(block_bytes)
+        loosest = self.kinds[:, ::slots].min(axis=0)  # lines are in order: the first of each cut is the loosest
+        return self.size * int(np.count_nonzero(self.kinds > np.repeat(loosest, slots)[: self.kinds.shape[1]]))
+
+
+def _group_by_policy(
+    policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]]
+) -> tuple[int, tuple[HeadGroup, ...]]:
+    """Line up each rank's members of a size loosest first, and cut the line into groups.
 
     Where a cut does not fall between two policies, tighter heads ride in the looser group: the slots would be empty
     otherwise. Full groups come first: they decide how far a prefix reaches.
     """
-    order = _loosest_first(policies)
-    lines = [
-        sorted(
-            (Member(layer, head) for layer, heads in enumerate(layers) for head in heads),
-            key=lambda member: (order[policies[member.layer][member.kv_head]], member),
-        )
-        for layers in dealt
-    ]
-    kinds = np.array([[order[policies[m.layer][m.kv_head]] for m in line] for line in lines])
-    slots = _choose_slots(kinds)
+    lines = _lines(policies, sizes, dealt)
+    block_bytes = _choose_block_bytes(lines)
     groups = []
-    for first in range(0, len(lines[0]), slots):
-        members = tuple(tuple(sorted(line[first : first + slots])) for line in lines)
-        groups.append(HeadGroup(_loosest([policies[m.layer][m.kv_head] for rank in members for m in rank]), members))
-    return slots, tuple(groups)
+    for line in lines:
+        slots = line.slots(block_bytes)
+        for first in range(0, len(line.members[0]), slots):
+            members = tuple(tuple(sorted(rank[first : first + slots])) for rank in line.members)
+            groups.append(_group(policies, members, slots))
+    return block_bytes, tuple(sorted(groups, key=lambda group: not group.policy.is_full))
 
 
-def _choose_slots(kinds: NDArray[np.int64]) -> int:
-    """Group size with the fewest groups that wastes little; see `MAX_PADDING` and `MAX_ROUNDED_UP`.
+def _lines(policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]]) -> list[_Line]:
+    order = _loosest_first(policies)
 
-    ``kinds [ranks, members]`` are the policies of each rank's line, as their positions from loosest to tightest.
+    def kind(member: Member) -> int:
+        return order[policies[member.layer][member.kv_head]]
+
+    lines = []
+    for size in sorted(set(sizes), reverse=True):
+        members = [
+            sorted(
+                (Member(layer, head) for layer, heads in enumerate(layers) if sizes[layer] == size for head in heads),
+                key=lambda member: (kind(member), member),
+            )
+            for layers in dealt
+        ]
+        lines.append(_Line(size, members, np.array([[kind(member) for member in rank] for rank in members])))
+    return lines
+
+
+def _choose_block_bytes(lines: Sequence[_Line]) -> int:
+    """Bytes of a block with the fewest groups that wastes little; see `MAX_PADDING` and `MAX_ROUNDED_UP`.
+
+    Tried are those that a whole number of some size's members fill.
     """
-    ranks, members = kinds.shape
-    unavoidable = _rounded_up(kinds, 1)  # uneven ranks share tables
+    ranks = len(lines[0].members)
+    filled = sum(line.size * line.kinds.size for line in lines)
+    unavoidable = sum(line.rounded_up(line.size) for line in lines)  # uneven ranks share tables
 
-    def cost(slots: int) -> tuple[bool, int, int]:
-        groups = -(-members // slots)
-        empty, rounded = (groups * slots - members) * ranks, _rounded_up(kinds, slots)
-        allowed = max(MAX_ROUNDED_UP * kinds.size, unavoidable)
-        too_much = empty > MAX_PADDING * kinds.size or rounded > allowed
+    def cost(block_bytes: int) -> tuple[bool, int, int]:
+        groups = sum(line.groups(block_bytes) for line in lines)
+        empty = groups * block_bytes * ranks - filled
+        rounded = sum(line.rounded_up(block_bytes) for line in lines)
+        allowed = max(MAX_ROUNDED_UP * filled, unavoidable)
+        too_much = empty > MAX_PADDING * filled or rounded > allowed
         return (too_much, empty + rounded if too_much else groups, empty + rounded)
 
-    return min(range(1, members + 1), key=cost)
+    largest = max(line.size for line in lines)
+    fillings = {line.size * slots for line in lines for slots in range(1, line.kinds.shape[1] + 1)}
+    return min(sorted(size for size in fillings if size >= largest), key=cost)
 
 
-def _rounded_up(kinds: NDArray[np.int64], slots: int) -> int:
-    """Members in a group that keeps more than they need, with groups of ``slots``."""
-    loosest = kinds[:, ::slots].min(axis=0)  # lines are in order: the first of each cut is the loosest
-    return int(np.count_nonzero(kinds > np.repeat(loosest, slots)[: kinds.shape[1]]))
-
-
-def _group_by_head_index(policies: Policies, dealt: list[list[list[int]]]) -> tuple[HeadGroup, ...]:
+def _group_by_head_index(
+    policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]]
+) -> tuple[int, tuple[HeadGroup, ...]]:
+    if len(set(sizes)) > 1 or len({len(row) for row in policies}) > 1:
+        raise ValueError("head_grouping per_head_index takes layers of equally many heads of one size: choose auto")
     groups = []
     for index in range(len(dealt[0][0])):
         members = tuple(tuple(Member(layer, heads[index]) for layer, heads in enumerate(layers)) for layers in dealt)
-        groups.append(HeadGroup(_loosest([policies[m.layer][m.kv_head] for rank in members for m in rank]), members))
-    return tuple(groups)
+        groups.append(_group(policies, members, len(policies)))
+    return sizes[0] * len(policies), tuple(groups)
+
+
+def _group(policies: Policies, members: tuple[tuple[Member, ...], ...], slots: int) -> HeadGroup:
+    return HeadGroup(_loosest([policies[m.layer][m.kv_head] for rank in members for m in rank]), members, slots)
 
 
 def _loosest(policies: Sequence[HeadPolicy]) -> HeadPolicy:

@@ -69,7 +69,63 @@ def test_every_member_has_exactly_one_slot_and_its_group_keeps_what_it_sees(poli
             assert list(rank) == sorted(rank)
             for member in rank:
                 _assert_keeps(group.policy, policies[member.layer][member.kv_head])
-    _assert_ranks_have_equal_heads(plan)
+    _assert_ranks_have_equal_heads(plan, policies)
+
+
+LAYERS = {"full": (512, [FULL] * 4), "local": (256, [WINDOW] * 8), "latent": (300, [FULL])}
+
+
+@given(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=40), st.sampled_from([1, 2, 4]), st.booleans())
+def test_members_of_several_sizes_share_blocks_of_one_size(kinds, tp_size, is_replicated) -> None:
+    if not is_replicated:
+        kinds = [kind for kind in kinds if kind != "latent"] or ["local"]
+    sizes, policies = zip(*(LAYERS[kind] for kind in kinds), strict=True)
+    plan = plan_head_groups(policies, tp_size, sizes=sizes, is_replicated=is_replicated)
+    filled = 0
+    for group in plan.groups:
+        for rank in group.members:
+            (size,) = {sizes[member.layer] for member in rank}
+            assert len(rank) <= group.slots == plan.block_bytes // size
+            filled += size * len(rank)
+            for member in rank:
+                _assert_keeps(group.policy, policies[member.layer][member.kv_head])
+    whole = plan.block_bytes * len(plan.groups) * tp_size
+    assert plan.padding == (whole - filled) / filled
+    heads = [plan.kv_heads(rank) for rank in range(tp_size)]
+    for layer, row in enumerate(policies):
+        dealt = sorted(head for rank in heads for head in rank[layer])
+        assert dealt == sorted([*range(len(row))] * (tp_size if is_replicated else 1))
+
+
+def test_two_heads_of_256_lie_beside_one_of_512() -> None:
+    policies = [[FULL] * 4 if (layer + 1) % 6 == 0 else [WINDOW] * 8 for layer in range(30)]
+    plan = plan_head_groups(policies, sizes=[512 if (layer + 1) % 6 == 0 else 256 for layer in range(30)])
+    assert plan.padding == 0.0
+    assert [(group.policy.is_full, group.slots) for group in plan.groups] == [(True, 20), *[(False, 40)] * 5]
+    with pytest.raises(ValueError, match=r"hold \[20, 40\] members: ask the group"):
+        _ = plan.slots
+
+
+def test_every_rank_has_the_latents_of_a_replicated_model() -> None:
+    plan = plan_head_groups([[FULL]] * 61, 8, is_replicated=True)
+    assert (len(plan.groups), plan.slots, plan.padding) == (1, 61, 0.0)
+    assert plan.kv_heads(7) == ((0,),) * 61
+
+
+@pytest.mark.parametrize(
+    ("policies", "sizes", "grouping", "message"),
+    [
+        ([], None, "auto", "at least one layer"),
+        ([[FULL], []], None, "auto", "layer 1 has no head policies"),
+        ([[FULL]], [1, 2], "auto", r"sizes \[1, 2\] must be one positive number for each of 1 layers"),
+        ([[FULL]], [0], "auto", "positive"),
+        ([[FULL], [FULL]], [1, 2], "per_head_index", "per_head_index takes layers of equally many heads of one size"),
+        ([[FULL], [FULL] * 2], None, "per_head_index", "choose auto"),
+    ],
+)
+def test_a_table_that_cannot_be_planned_says_why(policies, sizes, grouping, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_head_groups(policies, 1, grouping, sizes=sizes)
 
 
 @given(policies_of_a_model)
@@ -84,8 +140,8 @@ def _assert_keeps(group: HeadPolicy, member: HeadPolicy) -> None:
         assert group.sink >= member.sink
 
 
-def _assert_ranks_have_equal_heads(plan: HeadGroupPlan) -> None:
-    for layer in range(plan.num_layers):
+def _assert_ranks_have_equal_heads(plan: HeadGroupPlan, policies) -> None:
+    for layer, row in enumerate(policies):
         dealt = [plan.kv_heads(rank)[layer] for rank in range(plan.tp_size)]
-        assert {len(heads) for heads in dealt} == {plan.num_kv_heads // plan.tp_size}
-        assert sorted(head for heads in dealt for head in heads) == list(range(plan.num_kv_heads))
+        assert {len(heads) for heads in dealt} == {len(row) // plan.tp_size}
+        assert sorted(head for heads in dealt for head in heads) == list(range(len(row)))
