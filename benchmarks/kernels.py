@@ -2,7 +2,8 @@
 
     python benchmarks/kernels.py [--quick] [--threads N] [--kv-dtype float32|bfloat16|int8]
 
-Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once.
+Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once, and
+each latent: of latent attention (MLA) they are given as a share of the most that grouped queries reached.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import latent_kernels
 import numpy as np
 from numpy.typing import NDArray
 
@@ -183,8 +185,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "write_us": round(write_s * 1e6, 2),
             }
         )
+    latents = []
+    if args.kv_dtype not in QUANTISED:
+        best = max(row["kv_gb_s"] for row in results)
+        for latent_load in latent_kernels.QUICK if args.quick else latent_kernels.WORKLOADS:
+            timed = partial(median_s, budget_s=budget_s)
+            latents.append(latent_kernels.measure(latent_load, args.kv_dtype, args.threads, timed, best))
+            print(latent_kernels.as_line(latents[-1]))
     report = {"benchmark": "kernels", "threads": args.threads, "kv_dtype": args.kv_dtype, "memcpy_gb_s": copy}
-    print(json.dumps({**report, "results": results}))
+    print(json.dumps({**report, "results": results, "latents": latents}))
 
 
 if __name__ == "__main__":
