@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     copy = memcpy_gb_s(budget_s)
     print(f"{args.threads} threads; kernels loaded in {load_s:.1f} s; memcpy {copy:.1f} GB/s\n")
     print(f"{'workload':34}{'attend ms':>10}{'KV GB/s':>9}{'gather ms':>11}{'speed-up':>9}{'write us':>9}")
-    results = []
+    results, rates = [], []
     for load in [w for w in WORKLOADS if w.name in QUICK] if args.quick else WORKLOADS:
         scene = Scene(load, args.kv_dtype)
         state = (scene.arena, scene.layout, scene.batch, scene.heads)
@@ -174,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gather_s = median_s(scene.gather_then_matmul, budget_s)
         write_s = median_s(partial(kernels.write_kv, scene.new, scene.new, *state), budget_s / 4)
         rate = load.visible_bytes(args.kv_dtype) / attend_s / 1e9
+        rates.append(rate)
         speed = f"{gather_s / attend_s:.1f}x"
         print(f"{load.name:34}{attend_s * 1e3:10.3f}{rate:9.1f}{gather_s * 1e3:11.2f}{speed:>9}{write_s * 1e6:9.1f}")
         results.append(
@@ -187,10 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     latents = []
     if args.kv_dtype not in QUANTISED:
-        best = max(row["kv_gb_s"] for row in results)
         for latent_load in latent_kernels.QUICK if args.quick else latent_kernels.WORKLOADS:
             timed = partial(median_s, budget_s=budget_s)
-            latents.append(latent_kernels.measure(latent_load, args.kv_dtype, args.threads, timed, best))
+            latents.append(latent_kernels.measure(latent_load, args.kv_dtype, args.threads, timed, max(rates)))
             print(latent_kernels.as_line(latents[-1]))
     report = {"benchmark": "kernels", "threads": args.threads, "kv_dtype": args.kv_dtype, "memcpy_gb_s": copy}
     print(json.dumps({**report, "results": results, "latents": latents}))

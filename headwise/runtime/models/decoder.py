@@ -296,10 +296,7 @@ class Decoder(Model):
         config, shard, ops = self.config, self._shard, self.ops
         if not isinstance(ops, FusingOps) or shard.size > 1:
             return None
-        parts = [(layer.attention, layer.mlp) for layer in self._layers]
-        if config.sink_logits:
-            return None
-        if not all(isinstance(at, QkvProjections) and isinstance(mlp, GatedMlp) for at, mlp in parts):
+        if config.sink_logits or config.mla or not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers):
             return None
         shape = DecoderShape(
             q_heads=config.num_heads,

@@ -28,7 +28,11 @@ V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 MOST_RANK = 1 << 16
 """No model has larger ranks or heads: a config that claims more would cost gigabytes."""
 
-_SERVED_VALUES: dict[str, tuple[Any, ...]] = {"attention_bias": (None, False), "mlp_bias": (None, False)}
+_SERVED_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "rope_interleave": (None, True),
+}
 _NORM_EPS = 1e-6
 """Of the norms of latents, whatever ``rms_norm_eps`` says."""
 
@@ -52,9 +56,7 @@ def _parse(config: HfConfig, architecture: str, read_moe: Callable[[HfConfig, in
             "weights: convert the checkpoint first"
         )
     mla = _mla(config)
-    decoder = decoder_config(
-        {**config, "head_dim": mla.rotated, "num_key_value_heads": 1}, architecture, tie_embeddings=False
-    )
+    decoder = decoder_config({**config, "head_dim": mla.rotated, "num_key_value_heads": 1}, architecture)
     moe = read_moe(config, decoder.num_layers) if config.get("n_routed_experts") is not None else None
     return replace(
         decoder,
@@ -69,9 +71,12 @@ def _mla(config: HfConfig) -> MlaConfig:
     def size(key: str) -> int:
         return positive(config, key, most=MOST_RANK)
 
+    rotated = size("qk_rope_head_dim")
+    if rotated % 2:
+        raise ModelError(f"config.json: 'qk_rope_head_dim' must be even, as its numbers turn in pairs, got {rotated}")
     return MlaConfig(
         rank=size("kv_lora_rank"),
-        rotated=size("qk_rope_head_dim"),
+        rotated=rotated,
         plain=size("qk_nope_head_dim"),
         value_dim=size("v_head_dim"),
         q_rank=None if config.get("q_lora_rank") is None else size("q_lora_rank"),
@@ -125,7 +130,7 @@ class Deepseek(MoeDecoder):
     """
 
     @property
-    def _mla(self) -> MlaConfig:
+    def mla(self) -> MlaConfig:
         mla = self.config.mla
         assert mla is not None, "parsed so"
         return mla
@@ -138,7 +143,7 @@ class Deepseek(MoeDecoder):
     # ---- weights ----
 
     def load_attention(self, layer: int, at: str) -> LatentProjections:
-        mla, ops, (first, last) = self._mla, self.ops, self._heads()
+        mla, ops, (first, last) = self.mla, self.ops, self._heads()
         into = "q_proj" if mla.q_rank is None else "q_a_proj"
         queries = self._queries if mla.q_rank is None else self._whole
         return LatentProjections(
@@ -163,12 +168,12 @@ class Deepseek(MoeDecoder):
         return Linear(self._prepare(made_of, lambda: self.ops.linear_weight(make())))
 
     def _whole(self, name: str) -> Floats:
-        expected = (self._mla.q_rank, self.config.hidden_size)
+        expected = (self.mla.q_rank, self.config.hidden_size)
         return self._checked(name, self._weights.tensor(f"{name}.weight"), expected)
 
     def _queries(self, name: str) -> Floats:
         """Rows of this rank's queries, ``[heads * (plain + rotated), inputs]``."""
-        mla, (first, last) = self._mla, self._heads()
+        mla, (first, last) = self.mla, self._heads()
         size = mla.plain + mla.rotated
         inputs = self.config.hidden_size if mla.q_rank is None else mla.q_rank
         rows = self._weights.rows(f"{name}.weight", first * size, last * size)
@@ -178,7 +183,7 @@ class Deepseek(MoeDecoder):
         return heads.reshape(rows.shape)
 
     def _latent_rows(self, name: str) -> Floats:
-        mla = self._mla
+        mla = self.mla
         rows = self._weights.tensor(f"{name}.weight")
         rows = self._checked(name, rows, (mla.width, self.config.hidden_size)).copy()
         rows[mla.rank :] = rows[mla.rank + _even_first(mla.rotated)]
@@ -186,7 +191,7 @@ class Deepseek(MoeDecoder):
 
     def _up(self, name: str) -> tuple[Floats, Floats]:
         """What this rank's heads make of a latent, as `UpProjections` has it."""
-        mla, (first, last) = self._mla, self._heads()
+        mla, (first, last) = self.mla, self._heads()
         size = mla.plain + mla.value_dim
         rows = self._weights.rows(f"{name}.weight", first * size, last * size)
         rows = self._checked(name, rows, ((last - first) * size, mla.rank))
@@ -209,7 +214,7 @@ class Deepseek(MoeDecoder):
     # ---- computation ----
 
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
-        mla, weights, tokens = self._mla, layer.attention, x.shape[0]
+        mla, weights, tokens = self.mla, layer.attention, x.shape[0]
         made = self._linear(x, weights.into)
         queries, compressed, shared = made[:, : -mla.width], made[:, -mla.width : -mla.rotated], made[:, -mla.rotated :]
         if weights.into_heads is not None:
