@@ -14,7 +14,7 @@ from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.decoder import Decoder, Weights
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
-from headwise.runtime.models.moe_decoder import MoeDecoder, check_choice
+from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import WeightView
 
@@ -63,7 +63,7 @@ def _moe(config: HfConfig, num_layers: int) -> MoeConfig:
     interval = positive(config, "moe_layer_interval", default=1)
     stop = num_layers if end == -1 else min(end + 1, num_layers)
     experts, per_token = positive(config, "moe_num_experts", default=64), positive(config, "moe_k", default=6)
-    check_choice({"moe_k": per_token}, {"moe_num_experts": experts})
+    check_routing(config, {"moe_k": per_token}, {"moe_num_experts": experts})
     return MoeConfig(
         layers=tuple(layer for layer in range(start, stop) if (layer + 1) % interval == 0),
         num_experts=experts,

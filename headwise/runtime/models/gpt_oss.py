@@ -28,7 +28,7 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
-from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_choice
+from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_routing
 from headwise.runtime.models.weight_view import WeightView
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
@@ -73,7 +73,7 @@ def parse(config: HfConfig) -> ModelConfig:
     )
     experts = positive(own, "num_local_experts", default=128)
     per_token = positive(own, "num_experts_per_tok", default=4)
-    check_choice({"num_experts_per_tok": per_token}, {"num_local_experts": experts})
+    check_routing(config, {"num_experts_per_tok": per_token}, {"num_local_experts": experts})
     moe = MoeConfig(
         layers=tuple(range(decoder.num_layers)),
         num_experts=experts,

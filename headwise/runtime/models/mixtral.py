@@ -8,7 +8,7 @@ from typing import ClassVar
 from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, positive, rope
 from headwise.runtime.models.mistral import window_everywhere
-from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_choice
+from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_routing
 
 ARCHITECTURE = "MixtralForCausalLM"
 
@@ -25,7 +25,7 @@ def parse(config: HfConfig) -> ModelConfig:
     )
     experts = positive(config, "num_local_experts", default=8)
     per_token = positive(config, "num_experts_per_tok", default=2)
-    check_choice({"num_experts_per_tok": per_token}, {"num_local_experts": experts})
+    check_routing(config, {"num_experts_per_tok": per_token}, {"num_local_experts": experts})
     moe = MoeConfig(
         layers=tuple(range(decoder.num_layers)),
         num_experts=experts,

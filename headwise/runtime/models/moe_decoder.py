@@ -10,8 +10,17 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear
+from headwise.runtime.models.hf_config import HfConfig, check_served
 from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
 from headwise.runtime.ops.base import Tensor
+
+_SERVED_VALUES: dict[str, tuple[Any, ...]] = {
+    "scoring_func": (None, "softmax"),
+    "topk_method": (None, "greedy"),
+    "n_group": (None, 1),
+    "routed_scaling_factor": (None, 1.0),
+}
+"""Fields by which other models route otherwise."""
 
 NORM_MIN = 1e-20
 """For routing weights that are divided by their sum, whatever it is: of the likeliest experts it is never so small."""
@@ -73,8 +82,9 @@ class MoeDecoder(Decoder):
         return route(logits, mlp.correction, mlp.config.experts_per_token, mlp.config.norm_min)
 
 
-def check_choice(per_token: Mapping[str, int], experts: Mapping[str, int]) -> None:
-    """Raise ModelError if a token goes to more experts than there are; each is one field of ``config.json``."""
+def check_routing(config: HfConfig, per_token: Mapping[str, int], experts: Mapping[str, int]) -> None:
+    """Raise ModelError if a token goes to more experts than there are (a field each), or they are chosen otherwise."""
+    check_served(config, _SERVED_VALUES)
     ((chosen_key, chosen),), ((known_key, known),) = per_token.items(), experts.items()
     if chosen > known:
         raise ModelError(f"config.json: {chosen_key!r} {chosen} is more than {known_key!r} {known}")

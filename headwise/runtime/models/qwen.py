@@ -11,7 +11,7 @@ from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, integer, named_layer_types, positive
 from headwise.runtime.models.mistral import window_everywhere
-from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_choice
+from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
 
 QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
@@ -49,7 +49,7 @@ def _moe(config: HfConfig, num_layers: int) -> MoeConfig:
         raise ModelError(f"config.json: 'mlp_only_layers' must be a list of layers, got {shown(dense)}")
     experts = positive(config, "num_experts", default=128)
     per_token = positive(config, "num_experts_per_tok", default=8)
-    check_choice({"num_experts_per_tok": per_token}, {"num_experts": experts})
+    check_routing(config, {"num_experts_per_tok": per_token}, {"num_experts": experts})
     return MoeConfig(
         layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
         num_experts=experts,

@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.random_models import CONFIGS
+from support.tiny_checkpoints import checkpoint
 
 from headwise.errors import ModelError
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import inverse_frequencies, pairs_first, rotation_scale, served_up_to
 
@@ -83,3 +86,15 @@ def test_a_yarn_scaling_that_cannot_be_computed_says_why(scaling: dict[str, Any]
 def test_a_yarn_of_a_theta_of_1_says_why() -> None:
     with pytest.raises(ModelError, match="yarn needs a 'rope_theta' above 1"):
         model_config({**CONFIGS["llama"], "rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+
+
+def test_blocks_of_short_and_long_sequences_frequencies_are_not_mixed_up() -> None:
+    directory = checkpoint("phi3-long")
+
+    def card(max_model_len: int) -> ModelCard:
+        return read_model_card(EngineConfig(model=str(directory), max_model_len=max_model_len), directory)
+
+    short, long, whole = card(128), card(129), card(0)
+    assert [rope.is_long for rope in short.config.ropes] == [False, False]
+    assert [rope.is_long for rope in whole.config.ropes] == [True, True]
+    assert short.identity != long.identity == whole.identity
