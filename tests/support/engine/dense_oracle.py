@@ -138,6 +138,12 @@ class ThreadComm:
         everyone = self._exchange(x)
         return np.concatenate(everyone, axis=-1) if self.rank == 0 else None
 
+    def broadcast(self, x: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
+        return self._exchange(np.empty(shape, np.int32) if x is None else x)[0]
+
+    def close(self) -> None:
+        pass
+
 
 def run_ranks(config: ModelConfig, weights: Weights, size: int, ids: np.ndarray) -> dict[int, np.ndarray | None]:
     """What each of ``size`` ranks, as threads, returns for the same tokens."""
