@@ -20,7 +20,7 @@ import numpy as np
 
 from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import HeadwiseError
-from headwise.runtime.protocol.batch import BatchRequest, NewSequence, StepResult
+from headwise.runtime.protocol.batch import BatchRequest, KnownTokens, NewSequence, StepResult
 from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
 from headwise.runtime.protocol.request import (
     GenerateRequest,
@@ -32,7 +32,7 @@ from headwise.runtime.protocol.request import (
 )
 from headwise.transfer.stats import TransferStats
 
-VERSION = 1
+VERSION = 2
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")
@@ -244,6 +244,7 @@ def _scalar(hint: type) -> Convert:
 
 for _cls in (
     SamplingParams,
+    KnownTokens,
     NewSequence,
     TokenLogprobs,
     Usage,

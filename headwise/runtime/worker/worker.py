@@ -35,6 +35,8 @@ from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
 from headwise.runtime.worker.kv_offload import KVOffload
+from headwise.runtime.worker.logit_editor import LogitEditor
+from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
 
@@ -164,6 +166,7 @@ class ModelWorker:
         self._graphs = self._make_graphs()
         self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}
+        self._editor = LogitEditor(card.config.vocab_size)
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
@@ -285,6 +288,8 @@ class ModelWorker:
         self._cache.tables.open_rows(new.row for new in batch.new_sequences)
         self._cache.tables.apply(batch.table_updates)
         self._sequences.update({new.row: new for new in batch.new_sequences})
+        if self.rank == 0:  # which samples
+            self._editor.open(batch.new_sequences)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()
         token_ids = self._input_tokens(batch)
@@ -362,7 +367,9 @@ class ModelWorker:
             return only_usable(tokens, best), {}
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
-        tokens = self._sample_scores(scores, Draws(params, seeds, positions))
+        edits = self._editor.edits(batch.rows[wanted], positions)
+        tokens = self._sample_scores(scores, Draws(params, seeds, positions), edits)
+        self._editor.sampled(batch.rows[wanted], tokens)
         wants = np.array([param.logprobs is not None for param in params])
         asked = np.flatnonzero(wants & (tokens != NO_TOKEN))
         if not len(asked):
@@ -373,10 +380,10 @@ class ModelWorker:
             for at, row in enumerate(asked.tolist())
         }
 
-    def _sample_scores(self, scores: Tensor, draws: Draws) -> NDArray[np.int32]:
+    def _sample_scores(self, scores: Tensor, draws: Draws, edits: LogitEdits | None) -> NDArray[np.int32]:
         sampler = self._device.sampler
-        tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws)
-        return sample(self._model.capped(self._ops.numpy(scores)), draws) if tokens is None else tokens
+        tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws, edits)
+        return sample(self._model.capped(self._ops.numpy(scores)), draws, edits) if tokens is None else tokens
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, step: AttentionBatch

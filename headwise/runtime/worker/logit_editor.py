@@ -1,0 +1,101 @@
+"""Knows which rows of a worker have their logits edited, and by what: nothing is done for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.protocol.batch import KnownTokens, NewSequence
+from headwise.runtime.protocol.request import SamplingParams
+from headwise.runtime.worker.logit_edits import LogitEdits, Ragged
+from headwise.runtime.worker.token_counts import TokenCounts
+
+Columns = tuple[NDArray[np.int32], NDArray[np.float32]]
+Penalties = tuple[float, float, float]
+
+NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
+NO_BIASES: Columns = NO_TOKENS, np.empty(0, np.float32)
+NO_PENALTIES: Penalties = 1.0, 0.0, 0.0
+
+
+class LogitEditor:
+    """The rank's that samples. Tokens count as soon as they are sampled: the engine need not know them yet.
+
+    vocab: tokens of the model's vocabulary
+    """
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self._rows: dict[int, _EditedRow] = {}
+
+    def open(self, sequences: Iterable[NewSequence]) -> None:
+        """These sequences have got their rows."""
+        for new in sequences:
+            self._rows.pop(new.row, None)
+            if new.known is not None:
+                self._rows[new.row] = _EditedRow(new.sampling, new.known)
+
+    def edits(self, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> LogitEdits | None:
+        """What to do to the logits of these rows, whose next tokens are at ``positions``; None: nothing."""
+        if not self._rows:
+            return None
+        edited = [self._rows.get(row) for row in rows.tolist()]
+        if not any(edited):
+            return None
+        at = list(zip(edited, positions.tolist(), strict=True))
+        return LogitEdits(
+            np.full(len(rows), -1, np.int32),
+            np.empty((0, -(-self._vocab // 32)), np.uint32),
+            Ragged.of([NO_BIASES if row is None else row.biases(position) for row, position in at], np.float32),
+            Ragged.of([(NO_TOKENS, NO_TOKENS) if row is None else row.seen for row in edited], np.int32),
+            np.array([NO_PENALTIES if row is None else row.penalties for row in edited], np.float32),
+        )
+
+    def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """These rows have got their next tokens; a negative one is none."""
+        if not self._rows:
+            return
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            edited = self._rows.get(row)
+            if edited is not None and token >= 0:
+                edited.add(token)
+
+
+@dataclass(frozen=True)
+class _Biases:
+    """Of one sequence, before and after its end tokens are allowed."""
+
+    early: Columns
+    late: Columns
+
+
+class _EditedRow:
+    """One sequence's."""
+
+    def __init__(self, params: SamplingParams, known: KnownTokens) -> None:
+        self._ends_from = known.ends_from
+        self._biases = _biases(params, known.ends.tolist())
+        self._counts = TokenCounts(known.prompt, known.output) if params.has_penalties else None
+        self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+    def biases(self, position: int) -> Columns:
+        return self._biases.early if position < self._ends_from else self._biases.late
+
+    @property
+    def seen(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        return (NO_TOKENS, NO_TOKENS) if self._counts is None else self._counts.columns
+
+    def add(self, token: int) -> None:
+        if self._counts is not None:
+            self._counts.add(token)
+
+
+def _biases(params: SamplingParams, ends: Iterable[int]) -> _Biases:
+    return _Biases(_columns(params.logit_bias | dict.fromkeys(ends, -np.inf)), _columns(params.logit_bias))
+
+
+def _columns(biases: dict[int, float]) -> Columns:
+    return np.array(list(biases), np.int32), np.array(list(biases.values()), np.float32)
