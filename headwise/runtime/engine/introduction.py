@@ -23,7 +23,7 @@ def _known_tokens(sequence: Sequence) -> KnownTokens:
     sampling, prompt = sequence.request.sampling, sequence.request.prompt_token_ids
     return KnownTokens(
         prompt=np.flatnonzero(np.bincount(prompt)).astype(np.int32) if sampling.repetition_penalty != 1 else _array(()),
-        output=_array(sequence.output) if sampling.has_penalties else _array(()),
+        output=_array(sequence.output) if sampling.has_penalties or sampling.guided else _array(()),
         ends=_array(sorted(sequence.ends)) if sampling.min_tokens else _array(()),
         ends_from=sequence.num_prompt + sampling.min_tokens,
     )

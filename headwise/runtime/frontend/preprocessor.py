@@ -19,6 +19,7 @@ from headwise.runtime.config.block_storage import storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.runtime.frontend.prompts import LocalPromptEncoder, PromptEncoder, TextLimits
+from headwise.runtime.loader.grammar import check_grammar
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_priority, as_string, as_token_ids
@@ -128,6 +129,10 @@ class Preprocessor:
             raise InvalidRequestError(
                 f"logit_bias names token id {biased}, which is not in the model's vocabulary of {vocab_size}"
             )
+        if sampling.guided is not None:
+            if not self.tokenizer.eos_token_ids:
+                raise InvalidRequestError("this model has no end token, so a guided output could not end")
+            check_grammar(*sampling.guided.form)
 
     def _tokens(
         self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None

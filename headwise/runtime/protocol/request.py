@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.values import (
     as_flag,
     as_integer,
@@ -60,8 +61,10 @@ class SamplingParams:
     logit_bias:  token id -> what is added to its logit, in [-100, 100]
     min_tokens:  no end token, stop id or stop string ends the output before it has so many tokens
     n:           samples of each prompt, with seeds derived from ``seed``: see `samples`
+    guided:      the form that the output must have: a `Guided`, or a mapping such as ``{"json_schema": {...}}``
 
-    Biases come first, then the penalties for repetition, frequency and presence, then temperature and filters.
+    First ``guided`` forbids tokens. Then come biases, then the penalties for repetition, frequency and presence, then
+    temperature and filters.
     Log-probabilities are the model's own, before all of this.
     """
 
@@ -81,6 +84,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
     min_tokens: int = 0
     n: int = 1
+    guided: Guided | None = None
 
     def __post_init__(self) -> None:
         """Convert every value to a plain Python type: the wire accepts no others."""
@@ -106,12 +110,15 @@ class SamplingParams:
             "logit_bias": as_numbers_by_token("logit_bias", self.logit_bias, -100.0, 100.0, MAX_LOGIT_BIASES),
             "min_tokens": as_integer("min_tokens", self.min_tokens, 0, 2**31 - 1),
             "n": as_integer("n", self.n, 1, MAX_SAMPLES),
+            "guided": Guided.of(self.guided),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check_stop()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if self.guided is not None and self.ignore_eos:
+            raise InvalidRequestError("guided output ends where its form does: leave ignore_eos out")
 
     def _check_stop(self) -> None:
         for text in self.stop:
@@ -130,7 +137,7 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether logits are changed before a token is chosen from them."""
-        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.guided is not None
 
     @property
     def has_penalties(self) -> bool:

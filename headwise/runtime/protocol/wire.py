@@ -22,6 +22,7 @@ from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.batch import BatchRequest, KnownTokens, NewSequence, StepResult
 from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
+from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.request import (
     GenerateRequest,
     OutputDelta,
@@ -243,6 +244,7 @@ def _scalar(hint: type) -> Convert:
 
 
 for _cls in (
+    Guided,
     SamplingParams,
     KnownTokens,
     NewSequence,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import NoneType
 
 import numpy as np
 import pytest
@@ -48,6 +49,19 @@ from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, a
         ({"min_tokens": -1}, "min_tokens must be an integer from 0"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is more than max_tokens 4"),
         ({"n": 0}, "n must be an integer from 1 to 128, got 0"),
+        ({"guided": "json"}, "guided must be a mapping with one of json_schema, json_object, regex, choice, grammar"),
+        ({"guided": {"jsn": 1}}, "guided must be a mapping with one of"),
+        ({"guided": {}}, "guided must have one of .*; it has none"),
+        ({"guided": {"regex": "a", "choice": ["b"]}}, "it has regex and choice"),
+        ({"guided": {"regex": ""}}, "regex must be a non-empty string, got ''"),
+        ({"guided": {"regex": "a" * 70_000}}, "regex has 70000 bytes; at most 65536 are allowed"),
+        ({"guided": {"regex": "\ud800"}}, "regex is no valid Unicode"),
+        ({"guided": {"choice": "yes"}}, "choice must be a list, got 'yes'"),
+        ({"guided": {"choice": [1]}}, "a choice must be a non-empty string, got 1"),
+        ({"guided": {"choice": ["a"] * 1025}}, "1025 choices were given; at most 1024"),
+        ({"guided": {"json_schema": {"a": {1, 2}}}}, "json_schema is no plain JSON"),
+        ({"guided": {"json_schema": {"minimum": math.nan}}}, "json_schema is no plain JSON"),
+        ({"guided": {"json_object": True}, "ignore_eos": True}, "guided output ends where its form does"),
         ({5: 1, "temprature": 1}, "unknown sampling parameter 5, temprature"),
         ({"temprature": 1}, "unknown sampling parameter temprature; known are"),
     ],
@@ -94,6 +108,17 @@ def test_greedy_is_what_takes_the_models_own_likeliest_token(values, is_greedy) 
     assert SamplingParams(**values).greedy is is_greedy
 
 
+def test_a_form_survives_the_wire() -> None:
+    for form in ({"json_schema": {"type": "integer"}}, {"choice": ["a", "b"]}, {"json_object": np.bool_(True)}):
+        params = SamplingParams(guided=form)
+        assert SamplingParams.from_wire(params.to_wire()) == params
+        request = GenerateRequest("r", as_token_ids([1]), params)
+        assert wire.decode(wire.encode(request)).sampling == params
+    assert SamplingParams(guided={"json_schema": '{"type":"integer"}'}) == SamplingParams(
+        guided={"json_schema": {"type": "integer"}}
+    )
+
+
 def test_one_stop_string_may_be_given_bare() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
 
@@ -117,7 +142,7 @@ def test_numpy_s_numbers_are_numbers_and_cross_the_wire_as_python_s() -> None:
     request = GenerateRequest("r", as_token_ids([1]), params)
     assert wire.decode(wire.encode(request)).sampling == params
     assert params == SamplingParams(0.5, 3, 0.5, 0.0, 7, 9, ("end",), (1, 2), 1, True)
-    assert {type(value) for value in params.to_wire().values()} == {float, int, bool, tuple, dict}
+    assert {type(value) for value in params.to_wire().values()} == {float, int, bool, tuple, dict, NoneType}
     assert {type(value) for value in (*params.stop, *params.stop_token_ids)} == {str, int}
 
 
