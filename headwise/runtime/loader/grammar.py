@@ -33,12 +33,17 @@ class GrammarError(Exception):
 def check_grammar(name: str, form: Form) -> None:
     """Compile the grammar of a form and forget it: milliseconds, in which other Python threads run.
 
+    A grammar may name a model's control tokens, so of it only the syntax is checked: the rest a matcher finds out.
+
     Raises:
         InvalidRequestError: it is not valid, asks for what llguidance does not support, or is too large.
     """
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
-    error = LLMatcher.validate_grammar(_grammar(name, form), limits=_limits())
+    grammar = _grammar(name, form)
+    error = LLMatcher.validate_grammar(grammar, limits=_limits())
+    if not error and name != "grammar":
+        error = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=_limits()).get_error()
     if error:
         raise InvalidRequestError(f"{name} cannot be used: {_shortened(error)}")
 

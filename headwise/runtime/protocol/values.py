@@ -53,15 +53,21 @@ def as_items(name: str, value: Any, what: str, most: int) -> tuple[Any, ...]:
 
 
 def as_numbers_by_token(name: str, value: Any, low: float, high: float, most: int) -> dict[int, float]:
-    """A mapping of token ids to numbers, ascending by id; raises `InvalidRequestError`."""
+    """A mapping of token ids to numbers, ascending by id; raises `InvalidRequestError`.
+
+    Ids may also be texts of digits: JSON has no other keys.
+    """
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"{name} must be a mapping of token ids to numbers, got {value!r:.80}")
     if len(value) > most:
         raise InvalidRequestError(f"{name} names {len(value)} tokens; at most {most} are allowed")
     numbers = {
-        as_integer(f"a token id in {name}", token, 0, 2**31 - 1): as_number(
-            f"{name} of token {token!r:.20}", each, low, high
-        )
-        for token, each in value.items()
+        _as_token(name, token): as_number(f"{name} of token {token!r:.20}", number, low, high)
+        for token, number in value.items()
     }
     return dict(sorted(numbers.items()))
+
+
+def _as_token(name: str, token: Any) -> int:
+    is_digits = isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) <= 10
+    return as_integer(f"a token id in {name}", int(token) if is_digits else token, 0, 2**31 - 1)

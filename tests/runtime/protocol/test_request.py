@@ -43,7 +43,7 @@ from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, a
         ({"repetition_penalty": 0}, r"repetition_penalty must be a number in \[0.01, 100\], got 0"),
         ({"logit_bias": [(1, 2)]}, "logit_bias must be a mapping of token ids to numbers"),
         ({"logit_bias": {1: 101}}, r"logit_bias of token 1 must be a number in \[-100, 100\], got 101"),
-        ({"logit_bias": {"1": 1}}, "a token id in logit_bias must be an integer .* got '1'"),
+        ({"logit_bias": {"one": 1}}, "a token id in logit_bias must be an integer .* got 'one'"),
         ({"logit_bias": {-1: 1}}, "a token id in logit_bias must be an integer"),
         ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias names 1025 tokens; at most 1024 are allowed"),
         ({"min_tokens": -1}, "min_tokens must be an integer from 0"),
@@ -78,7 +78,7 @@ def test_sampling_parameters_survive_the_wire() -> None:
 
 def test_numpys_numbers_become_plain_ones() -> None:
     params = SamplingParams(
-        logit_bias={np.int64(7): np.float32(0.5), 3: 1}, min_tokens=np.int32(2), presence_penalty=np.float64(1)
+        logit_bias={np.int64(7): np.float32(0.5), "3": 1}, min_tokens=np.int32(2), presence_penalty=np.float64(1)
     )
     assert params.logit_bias == {3: 1.0, 7: 0.5}
     assert [type(value) for pair in params.logit_bias.items() for value in pair] == [int, float] * 2
