@@ -13,11 +13,13 @@ from headwise.runtime.engine.introduction import introduction
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.protocol.batch import NewSequence
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
+from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.sampler import Draws, sample
 
 VOCAB = 40
 END = 9
+NO_GUIDES = Guides(lambda: pytest.fail("no output has a form here"))
 
 tokens_strategy = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 params_strategy = st.builds(
@@ -65,7 +67,7 @@ def edited(editor: LogitEditor, logits: np.ndarray, lengths: list[int]) -> np.nd
 @given(st.lists(st.tuples(tokens_strategy, tokens_strategy, params_strategy), min_size=1, max_size=4), st.randoms())
 def test_logits_are_what_the_definitions_say_whatever_was_sampled_here_and_what_elsewhere(sequences, random) -> None:
     logits = np.random.default_rng(random.randrange(99)).standard_normal((len(sequences), VOCAB)).astype(np.float32) * 3
-    editor = LogitEditor(VOCAB)
+    editor = LogitEditor(VOCAB, NO_GUIDES)
     for row, (prompt, output, params) in enumerate(sequences):
         known = random.randint(0, len(output))  # what it had when it got its row; the rest is sampled on it
         editor.open([introduced(row, [1, *prompt], output[:known], params)])
@@ -81,7 +83,7 @@ def test_logits_are_what_the_definitions_say_whatever_was_sampled_here_and_what_
 def test_a_row_that_changes_hands_forgets_what_was_sampled_on_it() -> None:
     logits = np.ones((1, VOCAB), np.float32)
     params = SamplingParams(presence_penalty=1.0)
-    editor = LogitEditor(VOCAB)
+    editor = LogitEditor(VOCAB, NO_GUIDES)
     editor.open([introduced(0, [1], [], params)])
     editor.sampled(np.array([0], np.int32), np.array([5], np.int32))
     assert edited(editor, logits, [2])[0, 5] == 0
@@ -92,7 +94,7 @@ def test_a_row_that_changes_hands_forgets_what_was_sampled_on_it() -> None:
 
 
 def test_many_sampled_tokens_are_all_counted() -> None:
-    editor = LogitEditor(5000)
+    editor = LogitEditor(5000, NO_GUIDES)
     editor.open([introduced(0, [1], [], SamplingParams(frequency_penalty=1.0))])
     for token in [*range(1000), *range(500)]:
         editor.sampled(np.array([0], np.int32), np.array([token], np.int32))
@@ -104,7 +106,7 @@ def test_many_sampled_tokens_are_all_counted() -> None:
 
 
 def test_a_token_that_no_row_has_is_not_counted() -> None:
-    editor = LogitEditor(VOCAB)
+    editor = LogitEditor(VOCAB, NO_GUIDES)
     editor.open([introduced(0, [1], [], SamplingParams(frequency_penalty=1.0))])
     editor.sampled(np.array([0], np.int32), np.array([-1], np.int32))
     assert edited(editor, np.zeros((1, VOCAB), np.float32), [1]).tolist() == [[0.0] * VOCAB]
@@ -129,7 +131,7 @@ def test_frequencies_follow_the_distribution_that_the_definitions_give(params: d
     sampling = SamplingParams(**params)
     logits = np.random.default_rng(4).standard_normal(VOCAB).astype(np.float32)
     logits[vocab:] = -np.inf
-    editor = LogitEditor(VOCAB)
+    editor = LogitEditor(VOCAB, NO_GUIDES)
     editor.open([introduced(0, prompt, output, sampling)])
     rows = np.zeros(count, np.int32)  # one sequence drawn many times, at other positions
     draws = Draws([sampling] * count, np.full(count, 11, np.uint64), np.arange(count))
