@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -33,9 +33,17 @@ class Guides:
 
     def open(self, guided: Guided, output: list[int]) -> Guide:
         """For a sequence that has this output so far."""
+        guide = Guide(lambda: self._matcher(guided))
+        self.sampled([(guide, output)])
+        return guide
+
+    def sampled(self, outputs: Sequence[tuple[Guide, list[int]]]) -> None:
+        """These sequences' outputs go on with these tokens: begin to make the masks of the next ones."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headwise-grammar")
-        return Guide(self._thread, lambda: self._matcher(guided), output)
+        made = self._thread.submit(_advance, outputs)
+        for guide, _ in outputs:
+            guide.made = made
 
     def close(self) -> None:
         """End the thread. May be called again."""
@@ -55,29 +63,38 @@ class Guides:
 
 
 class Guide:
-    """One sequence's. The mask of its next token is in the making from the moment on at which its last one is known."""
+    """One sequence's: only the thread that makes masks uses it while one is in the making.
 
-    def __init__(self, thread: ThreadPoolExecutor, make: Callable[[], Matcher], output: list[int]) -> None:
-        self._thread = thread
-        self._made: Matcher | None = None
-        self._make = make
-        self._mask: Future[Mask] = thread.submit(self._advance, output)
-        self.failure: str | None = None
+    start: gives a matcher at the beginning of the form
+    made:  done when the mask of the next token is there
+    failure: why there is none
+    """
 
-    def sampled(self, token: int) -> None:
-        """The output goes on with this token."""
-        self._mask = self._thread.submit(self._advance, [token])
+    made: Future[None]
+    failure: str | None = None
+
+    def __init__(self, start: Callable[[], Matcher]) -> None:
+        self._start = start
+        self._matcher: Matcher | None = None
+        self._mask: Mask | None = None
 
     def mask(self) -> Mask | None:
         """Of the next token; waits for it. None: there is none, see ``failure``."""
-        try:
-            return self._mask.result()
-        except (GrammarError, HeadwiseError) as error:
-            self.failure = f"the output's form cannot be kept: {error}"
-            return None
+        self.made.result()
+        return self._mask
 
-    def _advance(self, tokens: list[int]) -> Mask:
-        matcher = self._made = self._made or self._make()
-        if tokens:
-            matcher.take(tokens)
-        return matcher.mask()
+    def advance(self, tokens: list[int]) -> None:
+        """Make the mask of what comes behind these tokens, which go on the output."""
+        try:
+            matcher = self._matcher = self._matcher or self._start()
+            if tokens:
+                matcher.take(tokens)
+            self._mask = matcher.mask()
+        except (GrammarError, HeadwiseError) as error:
+            self._mask = None
+            self.failure = f"the output's form cannot be kept: {error}"
+
+
+def _advance(outputs: Sequence[tuple[Guide, list[int]]]) -> None:
+    for guide, tokens in outputs:
+        guide.advance(tokens)

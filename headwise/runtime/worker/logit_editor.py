@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.runtime.protocol.batch import KnownTokens, NewSequence
 from headwise.runtime.protocol.request import SamplingParams
-from headwise.runtime.worker.guides import Guides
+from headwise.runtime.worker.guides import Guide, Guides
 from headwise.runtime.worker.logit_edits import BITS, LogitEdits, Ragged
 from headwise.runtime.worker.token_counts import TokenCounts
 
@@ -63,10 +63,17 @@ class LogitEditor:
         """These rows have got their next tokens; a negative one is none."""
         if not self._rows:
             return
+        guided: list[tuple[Guide, list[int]]] = []
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             edited = self._rows.get(row)
-            if edited is not None and token >= 0:
-                edited.add(token)
+            if edited is None or token < 0:
+                continue
+            if edited.counts is not None:
+                edited.counts.add(token)
+            if edited.guide is not None:
+                guided.append((edited.guide, [token]))
+        if guided:
+            self._guides.sampled(guided)
 
     def failure(self, row: int) -> str | None:
         """Why a row's next token cannot be chosen, if it is not for its logits."""
@@ -89,7 +96,7 @@ class _EditedRow:
         self.guide = None if params.guided is None else guides.open(params.guided, known.output.tolist())
         self._ends, self._ends_from = known.ends, known.ends_from
         self._biases = _biases(params, known.ends.tolist() if self.guide is None else ())
-        self._counts = TokenCounts(known.prompt, known.output) if params.has_penalties else None
+        self.counts = TokenCounts(known.prompt, known.output) if params.has_penalties else None
         self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
     def biases(self, position: int) -> Columns:
@@ -110,13 +117,7 @@ class _EditedRow:
 
     @property
     def seen(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        return (NO_TOKENS, NO_TOKENS) if self._counts is None else self._counts.columns
-
-    def add(self, token: int) -> None:
-        if self._counts is not None:
-            self._counts.add(token)
-        if self.guide is not None:
-            self.guide.sampled(token)
+        return (NO_TOKENS, NO_TOKENS) if self.counts is None else self.counts.columns
 
 
 def _biases(params: SamplingParams, ends: Iterable[int]) -> _Biases:

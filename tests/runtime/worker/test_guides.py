@@ -60,7 +60,7 @@ def test_only_what_the_form_allows_may_come_and_the_end_where_it_may_end(tokeniz
     guide = guides.open(AB, [])
     found = [allowed(guide.mask())]
     for token in (a, b, c):
-        guide.sampled(token)
+        guides.sampled([(guide, [token])])
         found.append(allowed(guide.mask()))
     assert found == [{a}, {b}, {c, d, END}, {END}]
 
@@ -73,7 +73,7 @@ def test_sequences_of_one_form_share_what_was_compiled_and_nothing_else(
     tokenizer: Tokenizer, guides: Guides, loads: list[str]
 ) -> None:
     one, other = guides.open(AB, []), guides.open(AB, [])
-    one.sampled(tokenizer.encode("a")[0])
+    guides.sampled([(one, tokenizer.encode("a"))])
     assert allowed(one.mask()) == {tokenizer.encode("b")[0]}
     assert allowed(other.mask()) == {tokenizer.encode("a")[0]}
     assert len(guides._compiled) == 1
