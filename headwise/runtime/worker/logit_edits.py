@@ -61,10 +61,10 @@ class LogitEdits:
 
     def apply(self, logits: NDArray[np.float32]) -> None:
         """Edit ``logits [n, vocab]`` in place."""
-        masked = np.flatnonzero(self.mask_of >= 0)
-        for row in masked.tolist():
+        for row in np.flatnonzero(self.mask_of >= 0).tolist():
             bits = np.unpackbits(self.masks[self.mask_of[row]].view(np.uint8), bitorder="little")
-            logits[row, bits[: logits.shape[1]] == 0] = -np.inf
+            allowed = bits[: logits.shape[1]].view(np.bool_)
+            logits[row] = np.where(allowed, logits[row], np.float32(-np.inf))
         rows, tokens = self.biases.rows, self.biases.tokens
         logits[rows, tokens] += self.biases.values
         rows, tokens = self.seen.rows, self.seen.tokens
