@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from headwise.errors import HeadwiseError
 from headwise.runtime.loader.grammar import GrammarError, Matcher, Vocabulary
 from headwise.runtime.protocol.guided import Guided
+
+log = logging.getLogger(__name__)
 
 Mask = NDArray[np.uint32]
 
@@ -90,7 +93,9 @@ class Guide:
             if tokens:
                 matcher.take(tokens)
             self._mask = matcher.mask()
-        except (GrammarError, HeadwiseError) as error:
+        except Exception as error:  # whatever it is, it is this request's: the worker goes on
+            if not isinstance(error, GrammarError | HeadwiseError):
+                log.exception("a mask could not be made")
             self._mask = None
             self.failure = f"the output's form cannot be kept: {error}"
 

@@ -22,7 +22,7 @@ def step(
     command: str = "",
     form: Guided | None = None,
 ) -> BatchRequest:
-    """``tokens`` of each of ``rows`` sequences that have ``start`` tokens already; with a ``form``, the first is new."""
+    """``tokens`` of each of ``rows`` sequences that have ``start`` tokens already. With a ``form`` the first is new."""
     return BatchRequest(
         step_id=0,
         rows=np.arange(rows, dtype=np.int32),

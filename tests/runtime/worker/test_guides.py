@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.tiny_models import byte_level_tokenizer, write_tokenizer_directory
 
 from headwise.errors import InvalidRequestError
@@ -99,6 +101,32 @@ def test_a_form_that_nobody_has_checked_is_told(guides: Guides, form: Guided) ->
     guide = guides.open(form, [])
     assert guide.mask() is None
     assert guide.failure is not None
+
+
+def test_a_vocabulary_that_cannot_be_loaded_fails_its_requests_and_not_the_worker(tokenizer: Tokenizer) -> None:
+    faults = [ImportError("no module named llguidance")]
+
+    def load() -> Vocabulary:
+        if faults:
+            raise faults.pop()
+        return Vocabulary(tokenizer, VOCAB)
+
+    guides = Guides(load)
+    first, second = guides.open(AB, []), guides.open(AB, [])
+    assert first.mask() is None
+    assert first.failure == "the output's form cannot be kept: no module named llguidance"
+    assert allowed(second.mask()) == set(tokenizer.encode("a"))
+    guides.close()
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8), min_size=1, max_size=4))
+def test_any_texts_can_be_choices(tokenizer: Tokenizer, choices: list[str]) -> None:
+    vocabulary = Vocabulary(tokenizer, VOCAB)
+    for text in choices:
+        matcher = vocabulary.matcher("choice", tuple(choices))
+        matcher.take(tokenizer.encode(text))
+        assert END in allowed(matcher.mask())
 
 
 def test_a_row_that_cannot_go_on_has_no_token_and_says_why(tokenizer: Tokenizer, guides: Guides) -> None:
