@@ -18,6 +18,8 @@ from headwise.kernels.base import AttentionBatch, HeadTable, RotatingKernels
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.config.threads import threads_per_worker
+from headwise.runtime.loader.grammar import Vocabulary
+from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.base import Model, PagedCache, Rotation, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
@@ -34,7 +36,10 @@ from headwise.runtime.protocol.copies import NO_REPORT
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
+from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
+from headwise.runtime.worker.logit_editor import LogitEditor
+from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
 
@@ -91,6 +96,7 @@ class ModelWorker:
             self._collectives = self._device.collectives(comm)
             self._model = self._load_model()
             self._heads = [self._head_table(layer) for layer in range(self.card.config.num_layers)]
+        self._guides = Guides(lambda: Vocabulary(Tokenizer.from_directory(model_dir), self.card.config.vocab_size))
         self._graphs: DecodeGraphs | None = None
         self._copies: KVOffload | None = None
         self._is_asleep = False
@@ -164,6 +170,7 @@ class ModelWorker:
         self._graphs = self._make_graphs()
         self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}
+        self._editor = LogitEditor(card.config.vocab_size, self._guides)
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
@@ -178,6 +185,7 @@ class ModelWorker:
 
     def close(self) -> None:
         """Finish copies to and from the host, and let go of its memory. May be called again."""
+        self._guides.close()
         if self._copies is not None:
             with self._device.current():
                 self._copies.close()
@@ -285,6 +293,8 @@ class ModelWorker:
         self._cache.tables.open_rows(new.row for new in batch.new_sequences)
         self._cache.tables.apply(batch.table_updates)
         self._sequences.update({new.row: new for new in batch.new_sequences})
+        if self.rank == 0:  # which samples
+            self._editor.open(batch.new_sequences)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()
         token_ids = self._input_tokens(batch)
@@ -342,7 +352,9 @@ class ModelWorker:
         self._last_sampled[batch.rows[wanted]] = np.maximum(sampled, 0)
         token_ids[wanted] = sampled
         broken = wanted[sampled == NO_TOKEN].tolist()
-        return _Computed(token_ids, logprobs, dict.fromkeys(broken, NOT_FINITE))
+        return _Computed(
+            token_ids, logprobs, {index: self._editor.failure(int(batch.rows[index])) or NOT_FINITE for index in broken}
+        )
 
     def _draw(
         self, batch: BatchRequest, wanted: NDArray[np.int64], found: Tensor | Scored
@@ -362,7 +374,9 @@ class ModelWorker:
             return only_usable(tokens, best), {}
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
-        tokens = self._sample_scores(scores, Draws(params, seeds, positions))
+        edits = self._editor.edits(batch.rows[wanted], positions)
+        tokens = self._sample_scores(scores, Draws(params, seeds, positions), edits)
+        self._editor.sampled(batch.rows[wanted], tokens)
         wants = np.array([param.logprobs is not None for param in params])
         asked = np.flatnonzero(wants & (tokens != NO_TOKEN))
         if not len(asked):
@@ -373,10 +387,10 @@ class ModelWorker:
             for at, row in enumerate(asked.tolist())
         }
 
-    def _sample_scores(self, scores: Tensor, draws: Draws) -> NDArray[np.int32]:
+    def _sample_scores(self, scores: Tensor, draws: Draws, edits: LogitEdits | None) -> NDArray[np.int32]:
         sampler = self._device.sampler
-        tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws)
-        return sample(self._model.capped(self._ops.numpy(scores)), draws) if tokens is None else tokens
+        tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws, edits)
+        return sample(self._model.capped(self._ops.numpy(scores)), draws, edits) if tokens is None else tokens
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, step: AttentionBatch
