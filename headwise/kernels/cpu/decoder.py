@@ -20,7 +20,7 @@ from headwise.kernels.cpu import matmul_jit, records
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import CacheKernels, PlanTable, score_factor
 from headwise.kernels.cpu.attention_plan import make_plan
-from headwise.kernels.cpu.decoder_jit import ATTENTION_AT, run_layers
+from headwise.kernels.cpu.decoder_jit import phase_counters, run_layers
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
 from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import address_of
@@ -79,7 +79,7 @@ class CpuDecoder:
         self._set_heads(heads)
         rows, workers, shape = len(x), self._workers(len(x)), self._shape
         rooms, kernels, plans = self._rooms_for(rows), self._kernels_of(layout), self._plan(batch)
-        each = ATTENTION_AT + FIRST_ITEM + plans.most_items
+        each = phase_counters(workers) + FIRST_ITEM + plans.most_items
         counters = np.zeros((len(layers) + 1) * each, np.int64)
         qkv, row, dim = rooms.qkv.ctypes.data, self.all_heads * shape.head_dim, shape.head_dim
         half, cosines = rotations.shape[-1], address_of(rotations, np.float32)
@@ -102,7 +102,7 @@ class CpuDecoder:
             added=rooms.added.ctypes.data, gated=rooms.gated.ctypes.data, factors=rooms.factors.ctypes.data,
             factors_length=rooms.factors.size, sums=rooms.sums.ctypes.data, sums_length=rooms.sums.size,
             tiles=rooms.tiles.ctypes.data, values=rooms.values.ctypes.data, counters=counters.ctypes.data,
-            counters_per_layer=each, attention=attention.ctypes.data, write=kernels.write.address,
+            counters_per_layer=each, threads=workers, attention=attention.ctypes.data, write=kernels.write.address,
             attend=kernels.attend.address, eps=shape.eps,
         )  # fmt: skip
         pool_of_this_process().run(run_layers().ctypes, workers, step.ctypes.data)

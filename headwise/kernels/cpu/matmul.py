@@ -254,13 +254,13 @@ def matmul(
         x if weight.dtype == "float32" else np.empty(rows * (weight.depth // 2 if NATIVE else weight.depth), np.uint32)
     )
     sums, tile_floats = np.empty(rows * weight.minima.shape[1], np.float32), matmul_jit.TILE + weight.depth
-    tiles, counters = np.empty(workers * tile_floats, np.float32), np.zeros(matmul_jit.PRODUCT_COUNTERS, np.int64)
+    tiles, counters = np.empty(workers * tile_floats, np.float32), np.zeros(matmul_jit.PRODUCT_COUNTERS + workers, np.int64)
     own = records.filled(
         records.PRODUCT, code=matmul_jit.product_of(KINDS[weight.dtype]).address, x=x.ctypes.data, rows=rows,
         inputs=weight.inputs, weight=weight.table.ctypes.data, bias=0 if bias is None else bias.ctypes.data,
         bias_length=0 if bias is None else bias.size, epilogue=EPILOGUES[activation], out=out.ctypes.data,
         columns=outputs, factors=factors.ctypes.data, sums=sums.ctypes.data, tiles=tiles.ctypes.data,
-        tile_floats=tile_floats, counters=counters.ctypes.data,
+        tile_floats=tile_floats, counters=counters.ctypes.data, threads=workers,
     )  # fmt: skip
     pool_of_this_process().run(matmul_jit.multiply().ctypes, workers, own.ctypes.data)
     return out

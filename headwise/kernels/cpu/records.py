@@ -35,7 +35,7 @@ offset:      taken off each code
 """
 
 PRODUCT = np.dtype(
-    _numbers("code x rows inputs weight bias bias_length epilogue out columns factors sums tiles tile_floats counters")
+    _numbers("code x rows inputs weight bias bias_length epilogue out columns factors sums tiles tile_floats counters threads")
 )
 """A product of its own.
 
@@ -46,7 +46,7 @@ bias:     float32, of no length where there is none
 epilogue: `matmul_jit.PLAIN` to `matmul_jit.GELU`
 out:      float32 ``[rows, columns]``
 tiles:    ``tile_floats`` for each thread: `matmul_jit.TILE`, and as many as the weight is deep
-counters: `matmul_jit.PRODUCT_COUNTERS` that are 0
+counters: `matmul_jit.PRODUCT_COUNTERS` and one for each of the ``threads``, that are 0
 """
 
 QKV, OUT, GATE_UP, DOWN = WEIGHTS = range(4)
@@ -109,7 +109,7 @@ STEP = np.dtype(
         ("products", _N, (4,)),
         *_numbers(
             "x rows hidden layers layer_count epilogue widest intermediate added gated factors factors_length sums"
-            " sums_length tiles values counters counters_per_layer attention write attend"
+            " sums_length tiles values counters counters_per_layer threads attention write attend"
         ),
         ("eps", np.float32),
         ("padding", np.float32),
@@ -125,7 +125,9 @@ added, gated:  room for what is added to the stream, float32 ``[rows, hidden]``;
                intermediate]``
 factors, sums: room for what products multiply
 tiles, values: `matmul_jit.TILE` and ``widest`` floats for each thread
-counters:      that are 0, ``counters_per_layer`` of each layer, and as many behind them
+counters:      that are 0, ``counters_per_layer`` of each layer, and as many behind them; see
+               `decoder_jit.phase_counters`
+threads:       that take part
 attention:     a `PASS`, whose ``query``, ``key`` and ``value`` are where products write them, and ``out`` where
                they read it
 write, attend: addresses of what is compiled for this cache

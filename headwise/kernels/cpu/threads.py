@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -22,6 +23,24 @@ def fetch_add(typing, counters, index):
         return builder.atomic_rmw("add", builder.gep(counters, [index]), ir.IntType(64)(1), "acq_rel")
 
     return types.int64(counters, types.intp), emit
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def take_item(counters, index, share, shares, count):
+    """Take one of ``count`` items that no thread has taken; returns it and its share, or ``count`` if there is none.
+
+    Items are dealt out in so many ``shares`` of neighbours, of each of which ``counters[index + share]`` are taken. A
+    thread that begins with a share of its own walks through memory in order, where the processor's prefetching follows
+    it; when that is through, it helps with the others'.
+    """
+    for _ in range(shares):
+        first, last = count * share // shares, count * (share + 1) // shares
+        if first + counters[index + share] < last:  # it need not be counted when nothing is left
+            item = first + fetch_add(counters, index + share)
+            if item < last:
+                return item, share
+        share = share + 1 if share + 1 < shares else 0
+    return count, share
 
 
 SPINS = 4_000
