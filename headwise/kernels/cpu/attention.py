@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cpu import records
+from headwise.kernels.cpu import attention_calls_jit, records
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP, CacheKernels, PlanTable, score_factor
 from headwise.kernels.cpu.attention_plan import THREAD_COST, make_plan
@@ -119,13 +119,12 @@ class NumbaKernels:
             **_rows("key", key), **_rows("value", value), cosines=address_of(cosines, np.float32),
             sines=address_of(sines, np.float32), half=half, scratch=scratch.ctypes.data, scratch_floats=dim,
         )  # fmt: skip
-        workers = max(1, min(self._threads, tokens // THREAD_TOKENS))
-
-        def write(thread: int) -> None:
-            first, last = (tokens * share // workers for share in (thread, thread + 1))
-            kernels.write.ctypes(own.ctypes.data, layer.ctypes.data, first, last, thread)
-
-        pool_of_this_process().run(write, workers)
+        workers, counters = max(1, min(self._threads, tokens // THREAD_TOKENS)), np.zeros(1, np.int64)
+        call = records.filled(
+            records.CALL, function=kernels.write.address, own=own.ctypes.data, layer=layer.ctypes.data,
+            counters=counters.ctypes.data, rows=tokens, piece=THREAD_TOKENS,
+        )  # fmt: skip
+        pool_of_this_process().run(attention_calls_jit.write().address, workers, call.ctypes.data)
 
     def attend(
         self,
@@ -159,9 +158,11 @@ class NumbaKernels:
             partial_rows=plan.partial_rows, scratch=scratch.ctypes.data, scratch_floats=scratch.shape[1],
             factor=score_factor(scale, softcap), softcap=softcap,
         )  # fmt: skip
-        pool_of_this_process().run(
-            kernels.attend.ctypes, workers, own.ctypes.data, layer.ctypes.data, counters.ctypes.data
-        )
+        call = records.filled(
+            records.CALL, function=kernels.attend.address, own=own.ctypes.data, layer=layer.ctypes.data,
+            counters=counters.ctypes.data,
+        )  # fmt: skip
+        pool_of_this_process().run(attention_calls_jit.attend().address, workers, call.ctypes.data)
 
     def _kernels_of(self, layout: BlockLayout) -> CacheKernels:
         # One layout serves every layer of every step: look at it once.

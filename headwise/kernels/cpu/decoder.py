@@ -105,7 +105,7 @@ class CpuDecoder:
             counters_per_layer=each, threads=workers, attention=attention.ctypes.data, write=kernels.write.address,
             attend=kernels.attend.address, eps=shape.eps,
         )  # fmt: skip
-        pool_of_this_process().run(run_layers().ctypes, workers, step.ctypes.data)
+        pool_of_this_process().run(run_layers().address, workers, step.ctypes.data)
 
     @cached_property
     def _products(self) -> NDArray[np.int64]:

@@ -161,7 +161,7 @@ def _packed(dtype: str, numbers: NDArray[Any], order: NDArray[np.int64], depth: 
         packed=packed.ctypes.data, counter=counter.ctypes.data,
     )  # fmt: skip
     threads = min(len(packed), usable_cores())
-    pool_of_this_process().run(packing_jit.pack().ctypes, threads, own.ctypes.data)
+    pool_of_this_process().run(packing_jit.pack().address, threads, own.ctypes.data)
     return packed
 
 
@@ -262,7 +262,7 @@ def matmul(
         columns=outputs, factors=factors.ctypes.data, sums=sums.ctypes.data, tiles=tiles.ctypes.data,
         tile_floats=tile_floats, counters=counters.ctypes.data, threads=workers,
     )  # fmt: skip
-    pool_of_this_process().run(matmul_jit.multiply().ctypes, workers, own.ctypes.data)
+    pool_of_this_process().run(matmul_jit.multiply().address, workers, own.ctypes.data)
     return out
 
 
@@ -296,7 +296,7 @@ def take_rows(weight: PackedWeight, ids: NDArray[np.int32], threads: int = 1) ->
         counter=counter.ctypes.data,
     )  # fmt: skip
     threads = max(1, min(threads, len(ids) // THREAD_ROWS))
-    pool_of_this_process().run(packing_jit.take().ctypes, threads, own.ctypes.data)
+    pool_of_this_process().run(packing_jit.take().address, threads, own.ctypes.data)
     return out
 
 

@@ -134,6 +134,23 @@ write, attend: addresses of what is compiled for this cache
 eps:           of norms
 """
 
+JOB = np.dtype([*_numbers("state function argument thread"), ("semaphore", _N, (4,))])
+"""What a thread of the pool is to do: to call a C ``function`` of ``argument`` and its own number. A cache line.
+
+state:     see `pool_jit`
+function:  0: to end
+semaphore: a ``sem_t``, which C libraries of 64 bits give 32 bytes
+"""
+
+CALL = np.dtype(_numbers("function own layer counters rows piece"))
+"""A call of compiled KV write or attention for one layer, see `attention_calls_jit`.
+
+function:    address of what `kv_write_jit.write_of` or `attention_jit.attend_of` made
+own, layer:  a `PASS` and a `LAYER`
+counters:    that are 0
+rows, piece: to be written, and those that a thread takes at a time
+"""
+
 PACKING = np.dtype(_numbers("kind source inputs order panels turns panel_bytes packed counter"))
 """A weight to be packed.
 
