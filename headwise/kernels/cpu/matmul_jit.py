@@ -419,8 +419,8 @@ def items_of(weight, rows):
 # --- entry point -----------------------------------------------------------------------------------------------------
 
 PRODUCT_COUNTERS = 3
-"""Of a product of its own: rows prepared, two of them, and items done. Those of taken items are behind them, one for each
-thread."""
+"""Of a product of its own: rows taken, rows prepared, items done. Those of items taken are behind them, one for each of
+the threads."""
 
 
 def _multiply(address, thread):

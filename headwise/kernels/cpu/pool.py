@@ -33,7 +33,7 @@ class ThreadPool:
         self._run = pool_jit.run().ctypes
         self._one_caller = threading.Lock()
         for number, job in enumerate(_addresses(self._jobs), 1):
-            _make_semaphore(job + records.JOB.fields["semaphore"][1])
+            _make_semaphore(job + pool_jit.SEMAPHORE_AT)
             thread = threading.Thread(target=_serve, args=(self._jobs, job), name=f"kernels-{number}", daemon=True)
             thread.start()
         weakref.finalize(self, _end, self._jobs).atexit = False  # they are daemons: asleep, they end with the process

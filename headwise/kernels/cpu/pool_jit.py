@@ -19,14 +19,14 @@ from headwise.kernels.cpu.threads import exchange_if, publish, semaphore_post, s
 
 POSTED, TAKEN, IDLE = range(3)
 
-_JOB_BYTES, _SEMAPHORE_AT = JOB.itemsize, JOB.fields["semaphore"][1]
+_JOB_BYTES, SEMAPHORE_AT = JOB.itemsize, JOB.fields["semaphore"][1]
 _job_at = record_at(JOB)
 
 
 def _serve(address):
     job, state = _job_at(address), longs_at(address, 1)
     while True:
-        semaphore_wait(address + _SEMAPHORE_AT)  # may return for nothing, as after a job that was taken back
+        semaphore_wait(address + SEMAPHORE_AT)  # may return for nothing, as after a job that was taken back
         if exchange_if(state, 0, POSTED, TAKEN):
             if job.function == 0:
                 return
@@ -39,7 +39,7 @@ def _post(address, function, argument, thread):
     job = _job_at(address)
     job.function, job.argument, job.thread = function, argument, thread
     publish(longs_at(address, 1), 0, POSTED)
-    semaphore_post(address + _SEMAPHORE_AT)
+    semaphore_post(address + SEMAPHORE_AT)
 
 
 def _run(jobs, function, argument, threads):

@@ -37,7 +37,7 @@ class Function:
 
 
 class Meeting(Function):
-    """A function that only as many threads as it is for can pass, together. seen: argument, number and thread of each"""
+    """A function that only so many threads can pass, together. seen: argument, number and thread of each call"""
 
     def __init__(self, threads: int) -> None:
         self._barrier = threading.Barrier(threads)
