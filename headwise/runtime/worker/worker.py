@@ -301,17 +301,19 @@ class ModelWorker:
         if self._graphs is not None and self._is_plain_decode(batch):
             return self._sample(batch, self._decode(self._graphs, batch, token_ids))
         hidden = self._forward(batch, token_ids)
+        if _is_token_each(batch) and batch.sample.all():
+            return self._sample(batch, hidden)
         last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[batch.sample] - 1
         return self._sample(batch, self._ops.take_rows(hidden, last_rows) if len(last_rows) else None)
 
     def _is_plain_decode(self, batch: BatchRequest) -> bool:
         """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""
-        is_decode = len(batch.token_ids) == len(batch.rows) and bool(batch.sample.all())
+        is_decode = _is_token_each(batch) and bool(batch.sample.all())
         return is_decode and (self._copies is None or not self._copies.is_loading)
 
     def _input_tokens(self, batch: BatchRequest) -> NDArray[np.int32]:
         """The batch's tokens, with the worker's own last samples where the engine did not know them yet."""
-        rows = np.repeat(batch.rows, batch.query_lens)
+        rows = batch.rows if _is_token_each(batch) else np.repeat(batch.rows, batch.query_lens)
         return np.where(batch.token_ids == LAST_SAMPLED, self._last_sampled[rows], batch.token_ids)
 
     def _decode(self, graphs: DecodeGraphs, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Scored:
@@ -324,14 +326,8 @@ class ModelWorker:
 
     def _forward(self, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Tensor:
         seq_lens = batch.starts + batch.query_lens
-        cu_seqlens = np.zeros(len(batch.rows) + 1, dtype=np.int32)
-        np.cumsum(batch.query_lens, out=cu_seqlens[1:])
-        positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(
-            batch.starts - cu_seqlens[:-1], batch.query_lens
-        )
-        tokens, places, begins, lengths, rows = self._upload(
-            token_ids, positions.astype(np.int32), cu_seqlens, seq_lens, batch.rows
-        )
+        positions, cu_seqlens = _positions(batch)
+        tokens, places, begins, lengths, rows = self._upload(token_ids, positions, cu_seqlens, seq_lens, batch.rows)
         tables = self._cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()))
@@ -442,6 +438,21 @@ class _PagedAttention:
 
     def paged(self) -> PagedCache | None:
         return self._worker.paged_cache(self._step)
+
+
+def _is_token_each(batch: BatchRequest) -> bool:
+    """Whether every sequence has one token in the step: as decodes do."""
+    return len(batch.token_ids) == len(batch.rows)
+
+
+def _positions(batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Positions of the step's tokens, ``[T]``; and which of them each sequence begins with, ``[n + 1]``."""
+    if _is_token_each(batch):
+        return batch.starts, np.arange(len(batch.rows) + 1, dtype=np.int32)
+    cu_seqlens = np.zeros(len(batch.rows) + 1, dtype=np.int32)
+    np.cumsum(batch.query_lens, out=cu_seqlens[1:])
+    offsets = np.repeat(batch.starts - cu_seqlens[:-1], batch.query_lens)
+    return np.arange(len(offsets), dtype=np.int32) + offsets, cu_seqlens
 
 
 def _trial(start: int, tokens: int, updates: NDArray[np.int32]) -> BatchRequest:
