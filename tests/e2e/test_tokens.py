@@ -19,8 +19,10 @@ from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest
-from headwise.runtime.protocol.request import SamplingParams
+from headwise.runtime.protocol.request import GenerationResult, SamplingParams
 from headwise.runtime.worker import worker as worker_module
+from headwise.runtime.worker.logit_editor import LogitEditor
+from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.sampler import Draws, sample
 from headwise.runtime.worker.worker import ModelWorker
 
@@ -145,12 +147,12 @@ class DoubtfulDraws:
         self.rows = 0
         self._noise = np.random.default_rng(0)
 
-    def __call__(self, logits: np.ndarray, draws: Draws) -> np.ndarray:
-        tokens = sample(logits, draws)
+    def __call__(self, logits: np.ndarray, draws: Draws, edits: LogitEdits | None) -> np.ndarray:
+        tokens = sample(logits, draws, edits)
         self.rows += len(tokens)
         for _ in range(4):
             moved = logits + self._noise.uniform(-CLOSE, CLOSE, logits.shape).astype(np.float32)
-            turned = sample(moved, draws) != tokens
+            turned = sample(moved, draws, edits) != tokens
             self.found.update(zip(draws.seeds[turned].tolist(), draws.positions[turned].tolist(), strict=True))
         return tokens
 
@@ -158,13 +160,17 @@ class DoubtfulDraws:
 @tokens_of_each(8, 16)
 @pytest.mark.model
 @pytest.mark.parametrize("loaded", MODELS[:1], indirect=True)
-def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
+def test_sampled_tokens_are_the_same_alone_in_a_batch_preempted_and_behind_those_of_a_lost_engine(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
+    """Of half of them the logits depend on the tokens before, too."""
     wanted = reference(loaded, longest=60)[:6]
+    edited = {"repetition_penalty": 1.2, "frequency_penalty": 0.7, "presence_penalty": -0.3, "min_tokens": 4}
     sampling = {
-        answer.name: SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=tokens, ignore_eos=True)
-        for seed, answer in enumerate(wanted, start=1)
+        answer.name: SamplingParams(
+            temperature=0.8, top_p=0.95, seed=seed, max_tokens=tokens, ignore_eos=True, **(edited if seed % 2 else {})
+        )
+        for seed, answer in enumerate(wanted, start=21)
     }
     doubtful = DoubtfulDraws()
     with monkeypatch.context() as patch:
@@ -177,6 +183,7 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
     batched, _ = loaded.run(wanted, sampling, kv_cache="64MiB", max_model_len=512)
     preempted, engine = loaded.run(wanted, sampling, **scarce(loaded, wanted, tokens))
     assert engine.stats()["requests"]["preemptions"] > 0
+    moved = continued(loaded, wanted, sampling, {name: result.token_ids[:3] for name, result in alone.items()})
     assert doubtful.rows == tokens * len(wanted)
     assert doubtful.found == set(), "rounding may decide these draws: choose other seeds"
     for answer in wanted:
@@ -184,7 +191,45 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_preempted(
         assert len(expected) == tokens
         assert batched[answer.name].token_ids == expected, answer.name
         assert preempted[answer.name].token_ids == expected, answer.name
+        assert moved[answer.name].token_ids == expected[3:], answer.name
     assert [alone[answer.name].token_ids for answer in wanted] != [answer.output_ids[:tokens] for answer in wanted]
+
+
+def continued(
+    loaded: LoadedModel, wanted: list[Answer], sampling: dict[str, SamplingParams], produced: dict[str, list[int]]
+) -> dict[str, GenerationResult]:
+    """What an engine says behind the tokens that another one has produced."""
+    engine, executor = loaded.engine(kv_cache="64MiB", max_model_len=512)
+    results = {answer.name: GenerationResult(answer.name) for answer in wanted}
+    for answer in wanted:
+        request = loaded.preprocessor.prepare(
+            prompt=answer.prompt_ids, sampling=sampling[answer.name], request_id=answer.name
+        )
+        engine.add(replace(request, output_token_ids=tuple(produced[answer.name])))
+    while engine.has_work():
+        for delta in engine.step(None):
+            results[delta.request_id].add(delta)
+    executor.close()
+    return results
+
+
+@pytest.mark.parametrize("loaded", MODELS[:1], indirect=True)
+def test_plain_greedy_requests_pay_nothing_for_what_others_may_ask_for(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is kept for them, nothing asked and nothing made."""
+
+    def never(*arguments: Any) -> None:
+        raise AssertionError("a greedy request was sampled")
+
+    for part in ("edits", "sampled"):
+        monkeypatch.setattr(LogitEditor, part, never)
+    for part in ("sample", "Draws", "token_logprobs"):
+        monkeypatch.setattr(worker_module, part, never)
+    wanted = [answer.first(4) for answer in reference(loaded, longest=60)[:3]]
+    results, _ = loaded.run(wanted, greedy(wanted, 4))
+    assert all(len(results[answer.name].token_ids) == 4 for answer in wanted)
+    assert not loaded.worker._editor._rows
 
 
 def test_one_group_per_head_index_gives_the_same_tokens(loaded: LoadedModel) -> None:

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.cpu import records
+from headwise.kernels.cpu import attention_calls_jit, records
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP, CacheKernels, PlanTable, score_factor
-from headwise.kernels.cpu.attention_plan import THREAD_COST, make_plan
+from headwise.kernels.cpu.attention_plan import THREAD_COST, Planner
 from headwise.kernels.cpu.pool import check_threads, pool_of_this_process
-from headwise.kernels.cpu.records import address_of
+from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.gqa import gqa_layout
 
 THREAD_TOKENS = 32
@@ -117,15 +117,14 @@ class NumbaKernels:
         own = kernels.a_pass(
             arena, batch, rows=rows, q_heads=query.shape[1], kv_heads=key.shape[1], dim=dim, **_rows("query", query),
             **_rows("key", key), **_rows("value", value), cosines=address_of(cosines, np.float32),
-            sines=address_of(sines, np.float32), half=half, scratch=scratch.ctypes.data, scratch_floats=dim,
+            sines=address_of(sines, np.float32), half=half, scratch=place_of(scratch), scratch_floats=dim,
         )  # fmt: skip
-        workers = max(1, min(self._threads, tokens // THREAD_TOKENS))
-
-        def write(thread: int) -> None:
-            first, last = (tokens * share // workers for share in (thread, thread + 1))
-            kernels.write.ctypes(own.ctypes.data, layer.ctypes.data, first, last, thread)
-
-        pool_of_this_process().run(write, workers)
+        workers, counters = max(1, min(self._threads, tokens // THREAD_TOKENS)), np.zeros(1, np.int64)
+        call = records.filled(
+            records.CALL, function=kernels.write.address, own=place_of(own), layer=place_of(layer),
+            counters=place_of(counters), rows=tokens, piece=THREAD_TOKENS,
+        )  # fmt: skip
+        pool_of_this_process().run(attention_calls_jit.write().address, workers, place_of(call))
 
     def attend(
         self,
@@ -152,7 +151,7 @@ class NumbaKernels:
             raise ValueError(f"sink_logits {sink_logits.shape} do not fit {q_heads} query heads")
         kernels, share = self._kernels_of(layout), q_heads // kv_heads
         _check(rows, kv_heads, dim, kernels, batch, heads)
-        plan = make_plan(batch, heads.window, heads.sink, share, dim)
+        plan = Planner(heads.window, heads.sink, share, dim).plan(batch)
         workers, plans = max(1, min(self._threads, len(plan.parts), plan.cost // THREAD_COST)), PlanTable.of([plan])
         scratch, partials, layer = (
             plans.scratch(workers, share, dim),
@@ -162,13 +161,15 @@ class NumbaKernels:
         counters = np.zeros(FIRST_ITEM + len(plan.items), np.int64)
         own = kernels.a_pass(
             arena, batch, rows=rows, q_heads=q_heads, kv_heads=kv_heads, dim=dim, **_rows("query", query),
-            out=address_of(out, np.float32), plans=plans.table.ctypes.data, partials=partials.ctypes.data,
-            partial_rows=plan.partial_rows, scratch=scratch.ctypes.data, scratch_floats=scratch.shape[1],
+            out=address_of(out, np.float32), plans=place_of(plans.table), partials=place_of(partials),
+            partial_rows=plan.partial_rows, scratch=place_of(scratch), scratch_floats=scratch.shape[1],
             factor=score_factor(scale, softcap), softcap=softcap,
         )  # fmt: skip
-        pool_of_this_process().run(
-            kernels.attend.ctypes, workers, own.ctypes.data, layer.ctypes.data, counters.ctypes.data
-        )
+        call = records.filled(
+            records.CALL, function=kernels.attend.address, own=place_of(own), layer=place_of(layer),
+            counters=place_of(counters),
+        )  # fmt: skip
+        pool_of_this_process().run(attention_calls_jit.attend().address, workers, place_of(call))
 
     def _kernels_of(self, layout: BlockLayout) -> CacheKernels:
         # One layout serves every layer of every step: look at it once.
@@ -205,4 +206,4 @@ def _rows(name: str, array: NDArray[np.float32]) -> dict[str, int]:
     if array.dtype != np.float32 or (array.size and array.strides[2] != _FLOAT_BYTES):
         raise ValueError(f"rows of {name} must be contiguous float32, got {array.dtype} with strides {array.strides}")
     row, head = (stride // _FLOAT_BYTES for stride in array.strides[:2])
-    return {name: array.ctypes.data, f"{name}_row": row, f"{name}_head": head}
+    return {name: place_of(array), f"{name}_row": row, f"{name}_head": head}

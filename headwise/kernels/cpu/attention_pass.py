@@ -17,7 +17,7 @@ from headwise.kernels.cpu.attention_jit import attend_of, scratch_floats
 from headwise.kernels.cpu.attention_plan import Plan
 from headwise.kernels.cpu.attention_softmax import LOG2E
 from headwise.kernels.cpu.kv_write_jit import write_of
-from headwise.kernels.cpu.records import address_of
+from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.gqa import head_dim_of, kv_dtype_of
 from headwise.kernels.mla import is_latent, latent_width
 
@@ -76,7 +76,7 @@ class CacheKernels:
         numbers = tuple(cache[name] for name in (records.CACHE.names or ())[2:])  # behind the arena's
         return CacheKernels(layout, dim, numbers, write_of(dtype), attend_of(dtype))
 
-    def a_pass(self, arena: NDArray[np.uint8], batch: AttentionBatch, **fields: Any) -> NDArray[Any]:
+    def a_pass(self, arena: NDArray[np.uint8], batch: AttentionBatch, **fields: Any) -> NDArray[np.int64]:
         """A `records.PASS` over this arena of this batch, with these fields besides."""
         tables = batch.block_tables
         return records.filled(
@@ -91,23 +91,23 @@ class CacheKernels:
 class PlanTable:
     """Plans of attention, one for all layers whose heads have the same windows and sinks.
 
-    table: a `records.PLAN` of each
+    table: ``int64 [plans, numbers]``, a `records.PLAN` of each
     """
 
     plans: Sequence[Plan]
-    table: NDArray[Any]
+    table: NDArray[np.int64]
 
     @staticmethod
     def of(plans: Sequence[Plan]) -> PlanTable:
         table = np.array(
             [
                 (
-                    plan.items.ctypes.data, len(plan.items), plan.parts.ctypes.data, len(plan.parts), plan.rows,
+                    place_of(plan.items), len(plan.items), place_of(plan.parts), len(plan.parts), plan.rows,
                     plan.is_tiled, plan.partial_rows,
                 )
                 for plan in plans
             ],
-            records.PLAN,
+            np.int64,
         )  # fmt: skip
         return PlanTable(plans, table)
 

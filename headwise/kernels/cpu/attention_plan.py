@@ -10,16 +10,17 @@ results are the same, bit by bit, in whatever company.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from headwise.kernels.base import AttentionBatch
-from headwise.kernels.cpu import machine_code
-from headwise.kernels.cpu.records import address_of
+from headwise.kernels.cpu import machine_code, records
+from headwise.kernels.cpu.addresses import array_at, ints_at, long_matrix_at, record_at
+from headwise.kernels.cpu.records import PLANNING, address_of, place_of
 
 Ints = NDArray[np.int32]
 
@@ -47,7 +48,8 @@ head ``r % share`` of its token ``r // share``. Where it has more than one part,
 partial results from ``first_row`` on, those of one part behind those of another.
 """
 
-_ITEMS, _INTS = numba.from_dtype(ITEM)[::1], types.Array(types.int32, 1, "C", readonly=True)
+_ITEM_NUMBERS = len(ITEM.names or ())
+_items_at, _planning_at = array_at(numba.from_dtype(ITEM)), record_at(PLANNING)
 _pasted = numba.njit(inline="always", nogil=True, error_model="numpy")
 
 
@@ -76,31 +78,24 @@ def _cost(item, share, dim):
     return keys_seen(item) * (item.tokens * share + 12) * dim
 
 
-@machine_code.entry(types.int64(_INTS, _INTS, types.int64), nogil=True, error_model="numpy")
-def count_items(cu, windows, share):
-    """How many items a batch has."""
+@_pasted
+def _count_items(cu, sequences, kv_heads, share):
     tiles = 0
-    for sequence in range(len(cu) - 1):
+    for sequence in range(sequences):
         queries = cu[sequence + 1] - cu[sequence]
         if queries > 0:
             tiles += -(-queries // _tile_tokens(queries, share))
-    return tiles * len(windows)
+    return tiles * kv_heads
 
 
-@machine_code.entry(
-    types.UniTuple(types.int64, 5)(_INTS, _INTS, _INTS, _INTS, types.int64, types.int64, _ITEMS),
-    nogil=True, error_model="numpy",
-)  # fmt: skip
-def plan_items(cu, lens, windows, sinks, share, dim, items):
-    """Fill in all ``items`` of a batch.
-
-    Returns their parts; the most rows of an item; whether one has several tokens, 0 or 1; rows of partial results; and
-    the work there is, in the units of `THREAD_COST`.
-    """
-    at = parts = most_rows = is_tiled = partial_rows = cost = 0
-    for sequence in range(len(lens)):
+@_pasted
+def _plan_items(own, cu, lens, windows, sinks, items):
+    """Fill in all items of a batch, and what they come to."""
+    share, at = own.share, 0
+    parts = most_rows = is_tiled = partial_rows = cost = 0
+    for sequence in range(own.sequences):
         queries = cu[sequence + 1] - cu[sequence]
-        for head in range(len(windows)):
+        for head in range(own.kv_heads):
             done = 0
             while done < queries:
                 item = items[at]
@@ -119,27 +114,41 @@ def plan_items(cu, lens, windows, sinks, share, dim, items):
                     partial_rows += item.parts * rows
                 parts += item.parts
                 most_rows, is_tiled = max(most_rows, rows), 1 if item.tokens > 1 else is_tiled
-                cost += _cost(item, share, dim)
+                cost += _cost(item, share, own.dim)
                 done += item.tokens
                 at += 1
-    return parts, most_rows, is_tiled, partial_rows, cost
+    own.part_count, own.rows, own.is_tiled, own.partial_rows, own.cost = parts, most_rows, is_tiled, partial_rows, cost
 
 
-@machine_code.entry(types.void(_ITEMS, types.int64[:, ::1]), nogil=True, error_model="numpy")
-def list_parts(items, parts):
-    """Fill in ``parts [parts, 2]`` of (item, part): whoever takes one finds its item there."""
-    at = 0
-    for index in range(len(items)):
+def _plan(address):
+    own = _planning_at(address)
+    cu, lens = ints_at(own.cu_seqlens, own.sequences + 1), ints_at(own.seq_lens, own.sequences)
+    windows, sinks = ints_at(own.windows, own.kv_heads), ints_at(own.sinks, own.kv_heads)
+    own.item_count, own.part_count = _count_items(cu, own.sequences, own.kv_heads, own.share), 0
+    if own.item_count > own.item_room:
+        return
+    items = _items_at(own.items, own.item_count)
+    _plan_items(own, cu, lens, windows, sinks, items)
+    if own.part_count > own.part_room:
+        return
+    parts, at = long_matrix_at(own.parts, own.part_count, 2), 0
+    for index in range(own.item_count):
         for part in range(items[index].parts):
             parts[at, 0], parts[at, 1] = index, part
             at += 1
+
+
+@cache
+def plan() -> Any:
+    """The compiled function of a `PLANNING`'s address: fills in its items, then its parts, where there is room."""
+    return machine_code.unit(_plan, 1, error_model="numpy")
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a step's attention does, for all layers whose heads have the same windows and sinks.
 
-    items:        of `ITEM`
+    items:        ``int64 [items, numbers]``, the numbers of an `ITEM`
     parts:        ``int64 [parts, 2]`` of (item, part), those that take longest last
     rows:         the most rows of an item
     is_tiled:     whether an item has several tokens
@@ -147,7 +156,7 @@ class Plan:
     cost:         in the units of `THREAD_COST`
     """
 
-    items: NDArray[Any]
+    items: NDArray[np.int64]
     parts: NDArray[np.int64]
     rows: int
     is_tiled: bool
@@ -155,18 +164,49 @@ class Plan:
     cost: int
 
 
-def make_plan(batch: AttentionBatch, windows: Ints, sinks: Ints, share: int, dim: int) -> Plan:
-    """The `Plan` of a batch for heads of these windows and sinks (``int32 [kv_heads]``).
+class Planner:
+    """Makes the plans of steps for heads of these windows and sinks (``int32 [kv_heads]``).
 
-    Raises:
-        TypeError: an array is not contiguous int32.
+    A plan is valid until the next one is made, which mostly fits into the same memory.
     """
-    for array in (batch.cu_seqlens_q, batch.seq_lens, windows, sinks):
-        address_of(array, np.int32)
-    items = np.empty(count_items(batch.cu_seqlens_q, windows, share), ITEM)
-    count, rows, is_tiled, partial_rows, cost = plan_items(
-        batch.cu_seqlens_q, batch.seq_lens, windows, sinks, share, dim, items
-    )
-    parts = np.empty((count, 2), np.int64)
-    list_parts(items, parts)
-    return Plan(items, parts, rows, bool(is_tiled), partial_rows, cost)
+
+    def __init__(self, windows: Ints, sinks: Ints, share: int, dim: int) -> None:
+        self._heads = windows, sinks  # keeps alive what the record points to
+        self._own = records.filled(
+            PLANNING, windows=address_of(windows, np.int32), sinks=address_of(sinks, np.int32), kv_heads=len(windows),
+            share=share, dim=dim,
+        )  # fmt: skip
+        self._items, self._parts = np.empty((0, _ITEM_NUMBERS), np.int64), np.empty((0, 2), np.int64)
+        self._plan, self._place = plan().ctypes, place_of(self._own)
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """The `Plan` of a batch.
+
+        Raises:
+            TypeError: an array of the batch is not contiguous int32.
+        """
+        cu_seqlens, seq_lens = (address_of(array, np.int32) for array in (batch.cu_seqlens_q, batch.seq_lens))
+        self._own[: len(_BATCH)] = cu_seqlens, seq_lens, len(batch.seq_lens)
+        self._plan(self._place)
+        items, parts, *others = self._own[-len(_FOUND) :].tolist()
+        if items > len(self._items) or parts > len(self._parts):
+            self._make_room(items, parts)
+            return self.plan(batch)
+        rows, is_tiled, partial_rows, cost = others
+        return Plan(self._items[:items], self._parts[:parts], rows, bool(is_tiled), partial_rows, cost)
+
+    def _make_room(self, items: int, parts: int) -> None:
+        """For so many; parts are not known before there is room for the items."""
+        if items > len(self._items):
+            self._items = np.empty((items, _ITEM_NUMBERS), np.int64)
+        if parts > len(self._parts):
+            self._parts = np.empty((parts, 2), np.int64)
+        rooms = place_of(self._items), len(self._items), place_of(self._parts), len(self._parts)
+        self._own[-len(_FOUND) - len(rooms) : -len(_FOUND)] = rooms
+
+
+_BATCH = ("cu_seqlens", "seq_lens", "sequences")
+"""The first fields of a `PLANNING`, in order."""
+
+_FOUND = ("item_count", "part_count", "rows", "is_tiled", "partial_rows", "cost")
+"""The last ones; those before them are its rooms."""

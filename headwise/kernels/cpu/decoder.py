@@ -19,11 +19,11 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cpu import matmul_jit, records
 from headwise.kernels.cpu.attention_jit import FIRST_ITEM
 from headwise.kernels.cpu.attention_pass import CacheKernels, PlanTable, score_factor
-from headwise.kernels.cpu.attention_plan import make_plan
-from headwise.kernels.cpu.decoder_jit import ATTENTION_AT, run_layers
+from headwise.kernels.cpu.attention_plan import Planner
+from headwise.kernels.cpu.decoder_jit import phase_counters, run_layers
 from headwise.kernels.cpu.matmul import EPILOGUES, KINDS, PackedWeight
 from headwise.kernels.cpu.pool import pool_of_this_process
-from headwise.kernels.cpu.records import address_of
+from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.fused import DecoderLayer, DecoderShape
 
 Floats = NDArray[np.float32]
@@ -42,6 +42,7 @@ class CpuDecoder:
         self._table = np.zeros(len(layers), records.LAYER)
         for record, layer in zip(self._table, layers, strict=True):
             _fill(record, layer)
+        self._table_at: int = self._table.ctypes.data
         weights = [weight for layer in layers for weight in _weights(layer)]
         self._dtypes = frozenset(weight.dtype for weight in weights)
         self._shape, self._threads = shape, threads
@@ -50,7 +51,7 @@ class CpuDecoder:
         self._groups = max(weight.minima.shape[1] for weight in weights)
         self._layer_bytes = sum(weight.nbytes for weight in weights) // len(layers)
         self._heads: Sequence[HeadTable] = ()
-        self._policies: list[tuple[Any, Any]] = []
+        self._planners: list[Planner] = []
         self._rooms = _Rooms.empty(0, self)
         self._kernels: CacheKernels | None = None
 
@@ -78,10 +79,11 @@ class CpuDecoder:
         """See `FusedDecoder.run`."""
         self._set_heads(heads)
         rows, workers, shape = len(x), self._workers(len(x)), self._shape
-        rooms, kernels, plans = self._rooms_for(rows), self._kernels_of(layout), self._plan(batch)
-        each = ATTENTION_AT + FIRST_ITEM + plans.most_items
+        rooms, kernels = self._rooms_for(rows), self._kernels_of(layout)
+        plans = PlanTable.of([planner.plan(batch) for planner in self._planners])
+        each = phase_counters(workers) + FIRST_ITEM + plans.most_items
         counters = np.zeros((len(layers) + 1) * each, np.int64)
-        qkv, row, dim = rooms.qkv.ctypes.data, self.all_heads * shape.head_dim, shape.head_dim
+        qkv, row, dim = place_of(rooms.qkv), self.all_heads * shape.head_dim, shape.head_dim
         half, cosines = rotations.shape[-1], address_of(rotations, np.float32)
         scratch = plans.scratch(workers, shape.q_heads // shape.kv_heads, dim)
         partials = plans.partials(dim)
@@ -90,22 +92,22 @@ class CpuDecoder:
             query=qkv, query_row=row, query_head=dim,
             key=qkv + 4 * shape.q_heads * dim, key_row=row, key_head=dim,
             value=qkv + 4 * (shape.q_heads + shape.kv_heads) * dim, value_row=row, value_head=dim,
-            out=rooms.heads.ctypes.data, cosines=cosines, sines=cosines + 4 * rows * half, half=half,
-            plans=plans.table.ctypes.data, partials=partials.ctypes.data, partial_rows=plans.most_partial_rows,
-            scratch=scratch.ctypes.data, scratch_floats=scratch.shape[1],
+            out=place_of(rooms.heads), cosines=cosines, sines=cosines + 4 * rows * half, half=half,
+            plans=place_of(plans.table), partials=place_of(partials), partial_rows=plans.most_partial_rows,
+            scratch=place_of(scratch), scratch_floats=scratch.shape[1],
             factor=score_factor(shape.scale, shape.softcap), softcap=shape.softcap,
         )  # fmt: skip
         step = records.filled(
             records.STEP, products=self._products, x=address_of(x, np.float32), rows=rows, hidden=self._hidden,
-            layers=self._table.ctypes.data + layers.start * records.LAYER.itemsize, layer_count=len(layers),
+            layers=self._table_at + layers.start * records.LAYER.itemsize, layer_count=len(layers),
             epilogue=EPILOGUES[shape.activation], widest=self._widest, intermediate=self._intermediate,
-            added=rooms.added.ctypes.data, gated=rooms.gated.ctypes.data, factors=rooms.factors.ctypes.data,
-            factors_length=rooms.factors.size, sums=rooms.sums.ctypes.data, sums_length=rooms.sums.size,
-            tiles=rooms.tiles.ctypes.data, values=rooms.values.ctypes.data, counters=counters.ctypes.data,
-            counters_per_layer=each, attention=attention.ctypes.data, write=kernels.write.address,
+            added=place_of(rooms.added), gated=place_of(rooms.gated), factors=place_of(rooms.factors),
+            factors_length=rooms.factors.size, sums=place_of(rooms.sums), sums_length=rooms.sums.size,
+            tiles=place_of(rooms.tiles), values=place_of(rooms.values), counters=place_of(counters),
+            counters_per_layer=each, threads=workers, attention=place_of(attention), write=kernels.write.address,
             attend=kernels.attend.address, eps=shape.eps,
         )  # fmt: skip
-        pool_of_this_process().run(run_layers().ctypes, workers, step.ctypes.data)
+        pool_of_this_process().run(run_layers().address, workers, place_of(step))
 
     @cached_property
     def _products(self) -> NDArray[np.int64]:
@@ -130,16 +132,15 @@ class CpuDecoder:
         if heads is self._heads:
             return
         self._heads = heads
-        plans: dict[tuple[bytes, bytes], tuple[int, Any, Any]] = {}
+        share, dim = self._shape.q_heads // self._shape.kv_heads, self._shape.head_dim
+        plans: dict[tuple[bytes, bytes], tuple[int, Planner]] = {}
         for record, head in zip(self._table, heads, strict=True):
             record["heads"] = [(address_of(array, np.int32), array.size) for array in _arrays(head)]
             policy = (head.window.tobytes(), head.sink.tobytes())
-            record["plan"] = plans.setdefault(policy, (len(plans), head.window, head.sink))[0]
-        self._policies = [(window, sink) for _, window, sink in plans.values()]
-
-    def _plan(self, batch: AttentionBatch) -> PlanTable:
-        share, dim = self._shape.q_heads // self._shape.kv_heads, self._shape.head_dim
-        return PlanTable.of([make_plan(batch, window, sink, share, dim) for window, sink in self._policies])
+            if policy not in plans:
+                plans[policy] = len(plans), Planner(head.window, head.sink, share, dim)
+            record["plan"] = plans[policy][0]
+        self._planners = [planner for _, planner in plans.values()]
 
     def _rooms_for(self, rows: int) -> _Rooms:
         """Room for ``rows`` rows; kept for the next steps, which mostly have no more."""
@@ -186,7 +187,7 @@ def _weights(layer: DecoderLayer) -> tuple[PackedWeight, ...]:
 
 def _fill(record: Any, layer: DecoderLayer) -> None:
     biases = (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias)
-    record["weights"] = [weight.table.ctypes.data for weight in _weights(layer)]
+    record["weights"] = [place_of(weight.table) for weight in _weights(layer)]
     record["biases"] = [_span(array) for array in biases]
     record["norms"] = [_span(array) for array in _arrays(layer.norms)]
     record["rotation"] = layer.rotation

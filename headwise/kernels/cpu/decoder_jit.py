@@ -51,13 +51,23 @@ from headwise.kernels.cpu.threads import fetch_add, wait_for
 _PHASES_OF_WEIGHT = 3
 """Its factors, its product, and, of the first one, rotation and KV write."""
 
-ATTENTION_AT = 2 * (DOWN + 1) * _PHASES_OF_WEIGHT
-"""Counters of a layer: pieces taken and done of each phase, then those of attention, which are as many as its items."""
+_PHASES = (DOWN + 1) * _PHASES_OF_WEIGHT
 
 _MATH = {"reassoc", "nsz", "arcp", "contract"}
 _pasted = numba.njit(inline="always", fastmath=_MATH, nogil=True, error_model="numpy")
 _step_at = record_at(STEP)
 _LAYER_BYTES, _PLAN_BYTES = LAYER.itemsize, PLAN.itemsize
+
+
+def phase_counters(threads: int) -> int:
+    """Counters of a layer's phases, behind which those of its attention lie.
+
+    Of each phase, pieces done, then pieces taken: by each thread's share in a product, else in the first of them.
+    """
+    return _PHASES * (1 + threads)
+
+
+_phase_counters = _pasted(phase_counters)
 
 
 @_pasted
@@ -105,14 +115,14 @@ def _pieces(rows):
 
 @_pasted
 def _take_rows(counters, phase, rows):
-    """The next rows of a phase; an empty range at the end."""
-    first = fetch_add(counters, 2 * phase) * _pieces(rows)
+    """The next rows of a phase, whose counters begin at ``phase``; an empty range at the end."""
+    first = fetch_add(counters, phase + 1) * _pieces(rows)
     return min(first, rows), min(first + _pieces(rows), rows)
 
 
 @_pasted
 def _wait_for_rows(counters, phase, rows):
-    wait_for(counters, 2 * phase + 1, -(-rows // _pieces(rows)))
+    wait_for(counters, phase, -(-rows // _pieces(rows)))
 
 
 # --- phases ---------------------------------------------------------------------------------------------------------
@@ -143,13 +153,13 @@ def _prepare(step, source, columns, is_stream, addend, after, before, weight, co
                 for i in range(columns, packed.depth):
                     values[i] = 0.0
                 prepare_row(values, packed, row, factors, sums)
-        fetch_add(counters, 2 * phase + 1)
+        fetch_add(counters, phase)
         first, last = _take_rows(counters, phase, rows)
     _wait_for_rows(counters, phase, rows)
 
 
 @_pasted
-def _multiply(step, layer, which, epilogue, out, columns, counters, counters_at, phase, tile):
+def _multiply(step, layer, which, epilogue, out, columns, counters, counters_at, phase, tile, thread):
     """A product of all rows with one of the layer's weights."""
     at, bias = layer.weights[which], layer.biases[which]
     weight = weight_at(at)
@@ -157,10 +167,10 @@ def _multiply(step, layer, which, epilogue, out, columns, counters, counters_at,
         step.products[weight.kind],
         (
             at, bias[0], bias[1], epilogue, out, columns, step.factors, step.sums, step.rows, counters_at,
-            np.int64(2 * phase), tile,
+            phase, tile, thread, step.threads,
         ),
     )  # fmt: skip
-    wait_for(counters, 2 * phase + 1, items_of(weight, step.rows))
+    wait_for(counters, phase, items_of(weight, step.rows))
 
 
 @_pasted
@@ -176,14 +186,14 @@ def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread):
                     here = floats_at(own.query + (row * own.query_row + head * dim) * 4, dim)
                     _norm_row(here, query_norm if head < q_heads else key_norm, step.eps, here)
         call_at(step.write, (step.attention, layer_address, first, last, thread))
-        fetch_add(counters, 2 * phase + 1)
+        fetch_add(counters, phase)
         first, last = _take_rows(counters, phase, rows)
     _wait_for_rows(counters, phase, rows)
 
 
 @_pasted
 def _attend(step, own, layer, layer_address, counters_at, thread):
-    own_at = counters_at + 8 * ATTENTION_AT
+    own_at = counters_at + 8 * _phase_counters(step.threads)
     call_at(step.attend, (step.attention, layer_address, own_at, thread))
     parts = plan_at(own.plans + layer.plan * _PLAN_BYTES).part_count
     wait_for(longs_at(own_at, FINISHED + 1), FINISHED, parts)
@@ -204,7 +214,7 @@ def _run_layers(address, thread):
         for which in range(DOWN + 1):
             source, columns, out, outputs = step.x, step.hidden, step.added, step.hidden
             addend, after, before = np.int64(0), _norm(previous, AFTER_MLP), _norm(layer, BEFORE_ATTENTION)
-            epilogue, phase = np.int64(PLAIN), which * _PHASES_OF_WEIGHT
+            epilogue, phase = np.int64(PLAIN), which * _PHASES_OF_WEIGHT * (1 + step.threads)
             if which == QKV:
                 addend, out, outputs = step.added if index > 0 else addend, own.query, all_heads
             elif which == OUT:
@@ -219,9 +229,11 @@ def _run_layers(address, thread):
             _prepare(step, source, columns, is_stream, addend, after, before, weight, counters, phase, values)
             if index == last:
                 break
-            _multiply(step, layer, which, epilogue, out, outputs, counters, counters_at, phase + 1, tile)
+            phase += 1 + step.threads
+            _multiply(step, layer, which, epilogue, out, outputs, counters, counters_at, phase, tile, thread)
             if which == QKV:
-                _rotate_and_write(step, own, layer, layer_address, counters, phase + 2, thread)
+                phase += 1 + step.threads
+                _rotate_and_write(step, own, layer, layer_address, counters, phase, thread)
                 _attend(step, own, layer, layer_address, counters_at, thread)
 
 

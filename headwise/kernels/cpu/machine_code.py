@@ -29,19 +29,6 @@ _numba: Any = numba
 _appdirs: Any = appdirs
 
 
-def entry(*signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` for functions that Python calls: their machine code is kept on disk.
-
-    With a signature the function is compiled, or loaded, at once; without one when first called with new types.
-    """
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        with kept_on_disk():
-            return _numba.njit(*signature, cache=True, **options)(function)
-
-    return compiled
-
-
 def unit(function: Callable[..., Any], integers: int, **options: Any) -> Any:
     """``function`` of some integers as a C function, compiled, or loaded, now; it has an ``address``.
 

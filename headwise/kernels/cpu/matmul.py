@@ -18,6 +18,7 @@ from headwise.kernels.cpu import matmul_jit, packing_jit, records
 from headwise.kernels.cpu.matmul_tiles import NATIVE, PANEL
 from headwise.kernels.cpu.memory import CACHE_LINE, Slabs
 from headwise.kernels.cpu.pool import pool_of_this_process
+from headwise.kernels.cpu.records import place_of
 from headwise.kernels.fused import Activation
 
 EPILOGUES = {
@@ -146,7 +147,7 @@ def repacked(
         and inputs <= depth
         and bool(groups) == dtype.startswith("int")
         and not depth % max(groups, 1)
-        and not any(array.ctypes.data % CACHE_LINE for array in (packed, *halves))
+        and not any(place_of(array) % CACHE_LINE for array in (packed, *halves))
     )
     if not fits:
         arrays = ", ".join(f"{array.dtype} {array.shape}" for array in (packed, *halves))
@@ -161,12 +162,12 @@ def _packed(dtype: str, numbers: NDArray[Any], order: NDArray[np.int64], depth: 
     packed = _weights.empty((len(order) // PANEL, depth // step, PANEL, *pair), element)
     numbers, counter = np.ascontiguousarray(numbers), np.zeros(1, np.int64)
     own = records.filled(
-        records.PACKING, kind=KINDS[dtype], source=numbers.ctypes.data, inputs=numbers.shape[1],
-        order=order.ctypes.data, panels=len(packed), turns=packed.shape[1], panel_bytes=packed[:1].nbytes,
-        packed=packed.ctypes.data, counter=counter.ctypes.data,
+        records.PACKING, kind=KINDS[dtype], source=place_of(numbers), inputs=numbers.shape[1],
+        order=place_of(order), panels=len(packed), turns=packed.shape[1], panel_bytes=packed[:1].nbytes,
+        packed=place_of(packed), counter=place_of(counter),
     )  # fmt: skip
     threads = min(len(packed), usable_cores())
-    pool_of_this_process().run(packing_jit.pack().ctypes, threads, own.ctypes.data)
+    pool_of_this_process().run(packing_jit.pack().address, threads, place_of(own))
     return packed
 
 
@@ -205,8 +206,8 @@ def _table(
     minima: NDArray[np.float16],
     numbers: Sequence[int],
 ) -> NDArray[np.int64]:
-    arrays = [number for array in (scales, minima) for number in (array.ctypes.data, array.size)]
-    return np.array([kind, packed.ctypes.data, packed.nbytes, *arrays, *numbers], np.int64)
+    arrays = [number for array in (scales, minima) for number in (place_of(array), array.size)]
+    return np.array([kind, place_of(packed), packed.nbytes, *arrays, *numbers], np.int64)
 
 
 def _order(outputs: int, gated: bool) -> NDArray[np.int64]:
@@ -259,15 +260,18 @@ def matmul(
         x if weight.dtype == "float32" else np.empty(rows * (weight.depth // 2 if NATIVE else weight.depth), np.uint32)
     )
     sums, tile_floats = np.empty(rows * weight.minima.shape[1], np.float32), matmul_jit.TILE + weight.depth
-    tiles, counters = np.empty(workers * tile_floats, np.float32), np.zeros(matmul_jit.PRODUCT_COUNTERS, np.int64)
+    tiles, counters = (
+        np.empty(workers * tile_floats, np.float32),
+        np.zeros(matmul_jit.PRODUCT_COUNTERS + workers, np.int64),
+    )
     own = records.filled(
-        records.PRODUCT, code=matmul_jit.product_of(KINDS[weight.dtype]).address, x=x.ctypes.data, rows=rows,
-        inputs=weight.inputs, weight=weight.table.ctypes.data, bias=0 if bias is None else bias.ctypes.data,
-        bias_length=0 if bias is None else bias.size, epilogue=EPILOGUES[activation], out=out.ctypes.data,
-        columns=outputs, factors=factors.ctypes.data, sums=sums.ctypes.data, tiles=tiles.ctypes.data,
-        tile_floats=tile_floats, counters=counters.ctypes.data,
+        records.PRODUCT, code=matmul_jit.product_of(KINDS[weight.dtype]).address, x=place_of(x), rows=rows,
+        inputs=weight.inputs, weight=place_of(weight.table), bias=0 if bias is None else place_of(bias),
+        bias_length=0 if bias is None else bias.size, epilogue=EPILOGUES[activation], out=place_of(out),
+        columns=outputs, factors=place_of(factors), sums=place_of(sums), tiles=place_of(tiles),
+        tile_floats=tile_floats, counters=place_of(counters), threads=workers,
     )  # fmt: skip
-    pool_of_this_process().run(matmul_jit.multiply().ctypes, workers, own.ctypes.data)
+    pool_of_this_process().run(matmul_jit.multiply().address, workers, place_of(own))
     return out
 
 
@@ -290,19 +294,26 @@ def panels_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | Non
 
 def take_rows(weight: PackedWeight, ids: NDArray[np.int32], threads: int = 1) -> NDArray[np.float32]:
     """Rows ``ids [n]`` of a packed weight, as float32 ``[n, inputs]``. Each of ``ids`` is less than its outputs."""
-    out, panels, columns = np.empty((len(ids), weight.inputs), np.float32), ids // PANEL, ids % PANEL
-    scales, minima = (numbers[panels, :, columns].astype(np.float32) for numbers in (weight.scales, weight.minima))
+    out = np.empty((len(ids), weight.inputs), np.float32)
+    scales, minima = (_scales_of(numbers, ids) for numbers in (weight.scales, weight.minima))
     groups, offset, counter = scales.shape[1], weight.offset, np.zeros(1, np.int64)
     own = records.filled(
-        records.TAKING, kind=KINDS[weight.dtype], packed=weight.packed.ctypes.data, panels=weight.packed.shape[0],
+        records.TAKING, kind=KINDS[weight.dtype], packed=place_of(weight.packed), panels=weight.packed.shape[0],
         turns=weight.packed.shape[1], ids=records.address_of(ids, np.int32), count=len(ids), inputs=weight.inputs,
-        scales=scales.ctypes.data, minima=minima.ctypes.data, groups=groups,
-        group_inputs=weight.depth // max(1, groups), offset=offset, has_minima=minima.size > 0, out=out.ctypes.data,
-        counter=counter.ctypes.data,
+        scales=place_of(scales), minima=place_of(minima), groups=groups,
+        group_inputs=weight.depth // max(1, groups), offset=offset, has_minima=minima.size > 0, out=place_of(out),
+        counter=place_of(counter),
     )  # fmt: skip
     threads = max(1, min(threads, len(ids) // THREAD_ROWS))
-    pool_of_this_process().run(packing_jit.take().ctypes, threads, own.ctypes.data)
+    pool_of_this_process().run(packing_jit.take().address, threads, place_of(own))
     return out
+
+
+def _scales_of(numbers: NDArray[np.float16], ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Those of rows ``ids``, ``[n, groups]``."""
+    if not numbers.size:
+        return np.empty((len(ids), 0), np.float32)
+    return numbers[ids // PANEL, :, ids % PANEL].astype(np.float32)
 
 
 def _padded(number: int, step: int) -> int:

@@ -2,7 +2,8 @@
 """The compiled half of `headwise.kernels.cpu.matmul`: products of some rows with a packed weight, by several threads.
 
 One packed copy of a weight serves one row and thousands. The work is cut into *items*: a panel of columns times a
-block of rows. Threads take items from a counter; an item is computed in tiles that stay in registers
+block of rows. Each thread begins with a run of items of its own, and helps with the others' when it is through
+(`threads.take_item`); an item is computed in tiles that stay in registers
 (`matmul_tiles`), into a scratch of the thread's own, from where an epilogue writes it: with a bias, or as the product
 of a gated MLP's two halves.
 
@@ -54,7 +55,7 @@ from headwise.kernels.cpu.matmul_tiles import (
 )
 from headwise.kernels.cpu.records import PRODUCT, WEIGHT
 from headwise.kernels.cpu.simd import LANES, Emitter
-from headwise.kernels.cpu.threads import fetch_add, wait_for
+from headwise.kernels.cpu.threads import fetch_add, take_item, wait_for
 from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
@@ -326,26 +327,30 @@ _float32_rows, _bfloat16_rows = _plain_rows(Float32()), _plain_rows(Bfloat16())
 _int8_rows, _int4_rows = _grouped_rows(Int8()), _grouped_rows(Int4())
 
 
-PRODUCT_INTEGERS = 12
+PRODUCT_INTEGERS = 14
 
 
 def _product(rows_of_kind: Any) -> Any:
     """Make the product with weights of a kind: one thread's share of ``out [rows, columns]``, items until none is left.
 
-    All arrays are given by their addresses. weight: a `WEIGHT`; counters: ``counters[counter]`` items have
-    been taken and ``counters[counter + 1]`` are done; tile: `TILE` floats of the thread's own
+    All arrays are given by their addresses. weight: a `WEIGHT`; counters: ``counters[counter]`` items are done, and
+    `take_item` counts in the ``threads`` behind it; tile: `TILE` floats of the thread's own
     """
 
     @_pasted
-    def product(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
+    def product(
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
+    ):
         weight, bias = weight_at(weight), floats_at(bias, bias_length)
         out, stride, groups = float_matrix_at(out, rows, columns), factor_stride(weight), groups_of(weight)
         factors, sums = words_at(factors, rows * stride), floats_at(sums, rows * groups)
-        tile, counters = floats_at(tile, TILE), longs_at(counters, counter + 2)
+        tile, counters = floats_at(tile, TILE), longs_at(counters, counter + 1 + threads)
         each, panel_bytes = _turns_at_once(weight, rows), weight.data_bytes // -(-weight.columns // PANEL)
-        blocks, count, item = -(-rows // ROW_BLOCK), items_of(weight, rows), fetch_add(counters, counter)
+        blocks, count = -(-rows // ROW_BLOCK), items_of(weight, rows)
+        item, share = take_item(counters, counter + 1, thread, threads, count)
         while item < count:
-            following = fetch_add(counters, counter)  # so that this thread knows what it will need next
+            # Taken beforehand, so that this thread knows what it will need next.
+            following, share = take_item(counters, counter + 1, share, threads, count)
             row, panel = item % blocks * ROW_BLOCK, item // blocks
             some = min(ROW_BLOCK, rows - row)
             ahead = (following // blocks - panel) * panel_bytes if some > MOST_ALONE and following < count else 0
@@ -353,7 +358,7 @@ def _product(rows_of_kind: Any) -> Any:
                 turns = min(each, weight.turns - turn)
                 rows_of_kind(weight, factors, stride, sums, row, some, panel, turn, turns, tile, ahead)
             _finish(tile, epilogue, bias, out, row, some, panel)
-            fetch_add(counters, counter + 1)
+            fetch_add(counters, counter)
             item = following
 
     return product
@@ -362,20 +367,36 @@ def _product(rows_of_kind: Any) -> Any:
 _of_float32, _of_bfloat16, _of_int8, _of_int4 = map(_product, (_float32_rows, _bfloat16_rows, _int8_rows, _int4_rows))
 
 
-def _float32(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
-    _of_float32(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile)
+def _float32(
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
+):
+    _of_float32(
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
+    )
 
 
-def _bfloat16(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
-    _of_bfloat16(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile)
+def _bfloat16(
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
+):
+    _of_bfloat16(
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
+    )
 
 
-def _int8(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
-    _of_int8(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile)
+def _int8(
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
+):
+    _of_int8(
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
+    )
 
 
-def _int4(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile):
-    _of_int4(weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile)
+def _int4(
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
+):
+    _of_int4(
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
+    )
 
 
 @cache
@@ -409,12 +430,14 @@ def items_of(weight, rows):
 
 # --- entry point -----------------------------------------------------------------------------------------------------
 
-PRODUCT_COUNTERS = 4
+PRODUCT_COUNTERS = 3
+"""Of a product of its own: rows taken, rows prepared, items done. Those of items taken are behind them, one for each of
+the threads."""
 
 
 def _multiply(address, thread):
     call = _product_at(address)
-    weight, counters, rows, inputs = weight_at(call.weight), longs_at(call.counters, 4), call.rows, call.inputs
+    weight, counters, rows, inputs = weight_at(call.weight), longs_at(call.counters, 2), call.rows, call.inputs
     if call.factors != call.x:
         factors, sums = (
             words_at(call.factors, rows * factor_stride(weight)),
@@ -436,7 +459,7 @@ def _multiply(address, thread):
         call.code,
         (
             call.weight, call.bias, call.bias_length, call.epilogue, call.out, call.columns, call.factors, call.sums,
-            rows, call.counters, np.int64(2), call.tiles + thread * call.tile_floats * 4,
+            rows, call.counters, np.int64(2), call.tiles + thread * call.tile_floats * 4, thread, call.threads,
         ),
     )  # fmt: skip
 

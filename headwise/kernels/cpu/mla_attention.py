@@ -7,6 +7,7 @@ values of some heads at a time are made of a sequence's latents, and are read li
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,9 @@ THREAD_WORK = 1 << 20
 """Multiplications that are worth waking a thread for."""
 
 Floats = NDArray[np.float32]
+
+_TAKE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+"""What the pool's threads call: Python, which lets go of the interpreter's lock within each of NumPy's products."""
 
 
 class NumbaLatentKernels:
@@ -166,10 +170,23 @@ class NumbaLatentKernels:
         """Call ``function(first, last)`` on all of ``count``, shared out among as many threads as the work is worth."""
         workers = max(1, min(self._threads, count, work // THREAD_WORK))
 
-        def run(thread: int) -> None:
-            function(count * thread // workers, count * (thread + 1) // workers)
+        if workers == 1:
+            function(0, count)
+            return
+        shares = iter([(count * share // workers, count * (share + 1) // workers) for share in range(workers)])
+        failures: list[BaseException] = []
 
-        pool_of_this_process().run(run, workers)
+        def take(argument: int, thread: int) -> None:
+            try:
+                for first, last in shares:  # one at a time: threads that have no core take none
+                    function(first, last)
+            except BaseException as error:
+                failures.append(error)
+
+        compiled = _TAKE(take)
+        pool_of_this_process().run(ctypes.cast(compiled, ctypes.c_void_p).value or 0, workers, 0)
+        if failures:
+            raise failures[0]
 
 
 @dataclass(frozen=True)

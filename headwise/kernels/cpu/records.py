@@ -6,7 +6,6 @@ records of one step hang together by such addresses, so that one call with one i
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,10 @@ offset:      taken off each code
 """
 
 PRODUCT = np.dtype(
-    _numbers("code x rows inputs weight bias bias_length epilogue out columns factors sums tiles tile_floats counters")
+    _numbers(
+        "code x rows inputs weight bias bias_length epilogue out columns factors sums tiles tile_floats counters"
+        " threads"
+    )
 )
 """A product of its own.
 
@@ -46,7 +48,7 @@ bias:     float32, of no length where there is none
 epilogue: `matmul_jit.PLAIN` to `matmul_jit.CLAMPED`
 out:      float32 ``[rows, columns]``
 tiles:    ``tile_floats`` for each thread: `matmul_jit.TILE`, and as many as the weight is deep
-counters: `matmul_jit.PRODUCT_COUNTERS` that are 0
+counters: `matmul_jit.PRODUCT_COUNTERS` and one for each of the ``threads``, that are 0
 """
 
 QKV, OUT, GATE_UP, DOWN = WEIGHTS = range(4)
@@ -70,7 +72,19 @@ LAYER = np.dtype(
 its heads lie, and of learned sinks' logits (0 where it has none); which rotation is its own, and which `PLAN`."""
 
 PLAN = np.dtype(_numbers("items item_count parts part_count rows is_tiled partial_rows"))
-"""A plan of attention: see `attention_plan.make_plan`."""
+"""A plan of attention: see `attention_plan.Plan`."""
+
+PLANNING = np.dtype(
+    _numbers(
+        "cu_seqlens seq_lens sequences windows sinks kv_heads share dim items item_room parts part_room"
+        " item_count part_count rows is_tiled partial_rows cost"
+    )
+)
+"""A plan of attention to be made, for heads of these windows and sinks.
+
+items, parts: where they go, with room for so many; if there are more, only their number is told
+item_count:   and what follows: results, see `attention_plan.Plan`
+"""
 
 CACHE = np.dtype(
     _numbers(
@@ -110,7 +124,7 @@ STEP = np.dtype(
         ("products", _N, (4,)),
         *_numbers(
             "x rows hidden layers layer_count epilogue widest intermediate added gated factors factors_length sums"
-            " sums_length tiles values counters counters_per_layer attention write attend"
+            " sums_length tiles values counters counters_per_layer threads attention write attend"
         ),
         ("eps", np.float32),
         ("padding", np.float32),
@@ -126,11 +140,30 @@ added, gated:  room for what is added to the stream, float32 ``[rows, hidden]``;
                intermediate]``
 factors, sums: room for what products multiply
 tiles, values: `matmul_jit.TILE` and ``widest`` floats for each thread
-counters:      that are 0, ``counters_per_layer`` of each layer, and as many behind them
+counters:      that are 0, ``counters_per_layer`` of each layer, and as many behind them; see
+               `decoder_jit.phase_counters`
+threads:       that take part
 attention:     a `PASS`, whose ``query``, ``key`` and ``value`` are where products write them, and ``out`` where
                they read it
 write, attend: addresses of what is compiled for this cache
 eps:           of norms
+"""
+
+JOB = np.dtype([*_numbers("state function argument thread"), ("semaphore", _N, (4,))])
+"""What a thread of the pool is to do: to call a C ``function`` of ``argument`` and its own number. A cache line.
+
+state:     see `pool_jit`
+function:  0: to end
+semaphore: a ``sem_t``, which C libraries of 64 bits give 32 bytes
+"""
+
+CALL = np.dtype(_numbers("function own layer counters rows piece"))
+"""A call of compiled KV write or attention for one layer, see `attention_calls_jit`.
+
+function:    address of what `kv_write_jit.write_of` or `attention_jit.attend_of` made
+own, layer:  a `PASS` and a `LAYER`
+counters:    that are 0
+rows, piece: to be written, and those that a thread takes at a time
 """
 
 PACKING = np.dtype(_numbers("kind source inputs order panels turns panel_bytes packed counter"))
@@ -166,22 +199,25 @@ def address_of(array: NDArray[Any], dtype: Any) -> int:
     """
     if array.dtype != dtype or not array.flags.c_contiguous:
         raise TypeError(f"need a contiguous array of {np.dtype(dtype)}, got {array.dtype} with strides {array.strides}")
-    return array.ctypes.data
+    return place_of(array)
 
 
-@cache
-def _empty(dtype: np.dtype[Any]) -> dict[str, Any]:
-    record = np.zeros(1, dtype)[0]
-    return {name: record[name] for name in dtype.names or ()}
+def place_of(array: NDArray[Any]) -> int:
+    """Where an array lies; ``array.ctypes.data`` is the same, and takes three times as long.
+
+    Not for arrays of records: NumPy would describe their fields first.
+    """
+    place: int = array.__array_interface__["data"][0]
+    return place
 
 
-def filled(dtype: np.dtype[Any], **fields: Any) -> NDArray[Any]:
-    """One record with these fields, the others 0.
+def filled(dtype: np.dtype[Any], **fields: Any) -> NDArray[np.int64]:
+    """One record with these fields, the others 0, as numbers of 8 bytes.
 
     Raises:
         TypeError: it has no such field.
     """
-    values = {**_empty(dtype), **fields}
-    if len(values) > len(_empty(dtype)):
-        raise TypeError(f"a record of {dtype.names} has no {sorted(values.keys() - _empty(dtype).keys())}")
-    return np.array([tuple(values.values())], dtype)
+    record = np.array([tuple([fields.pop(name, 0) for name in dtype.names or ()])], dtype)
+    if fields:
+        raise TypeError(f"a record of {dtype.names} has no {sorted(fields)}")
+    return record.view(np.int64)

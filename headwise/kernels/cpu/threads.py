@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -22,6 +23,66 @@ def fetch_add(typing, counters, index):
         return builder.atomic_rmw("add", builder.gep(counters, [index]), ir.IntType(64)(1), "acq_rel")
 
     return types.int64(counters, types.intp), emit
+
+
+@intrinsic
+def exchange_if(typing, counters, index, expected, value):
+    """Set ``counters[index]`` to ``value`` if it is ``expected``, as one atomic step; returns whether it was."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counters, index, expected, value = Emitter(context, builder, signature, args).args
+        place = builder.gep(counters, [index])
+        return builder.extract_value(builder.cmpxchg(place, expected, value, "acq_rel", "acquire"), 1)
+
+    return types.boolean(counters, types.intp, types.int64, types.int64), emit
+
+
+@intrinsic
+def publish(typing, counters, index, value):
+    """Set ``counters[index]``; who sees that, sees all that this thread has written before."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counters, index, value = Emitter(context, builder, signature, args).args
+        builder.store_atomic(value, builder.gep(counters, [index]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(counters, types.intp, types.int64), emit
+
+
+def _semaphore_call(name: str) -> Any:
+    """Make the call of a C function of a semaphore's address, which returns its result."""
+
+    @intrinsic
+    def call(typing, address):
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            word, long = ir.IntType(32), ir.IntType(64)
+            function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [long]), name)
+            return builder.call(function, args)
+
+        return types.int32(types.int64), emit
+
+    return call
+
+
+semaphore_wait, semaphore_post = map(_semaphore_call, ("sem_wait", "sem_post"))
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def take_item(counters, index, share, shares, count):
+    """Take one of ``count`` items that no thread has taken; returns it and its share, or ``count`` if there is none.
+
+    Items are dealt out in so many ``shares`` of neighbours, of each of which ``counters[index + share]`` are taken. A
+    thread that begins with a share of its own walks through memory in order, where the processor's prefetching follows
+    it; when that is through, it helps with the others'.
+    """
+    for _ in range(shares):
+        first, last = count * share // shares, count * (share + 1) // shares
+        if first + counters[index + share] < last:  # it need not be counted when nothing is left
+            item = first + fetch_add(counters, index + share)
+            if item < last:
+                return item, share
+        share = share + 1 if share + 1 < shares else 0
+    return count, share
 
 
 SPINS = 4_000

@@ -6,9 +6,11 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
-from headwise.kernels.cuda import block_copy, block_tables, elementwise, kv_write, sampling
+from headwise.kernels.cuda import block_copy, block_tables, elementwise, kv_write, logit_edits, sampling
 from headwise.kernels.cuda.attention import AttentionShape, check_supported, variants_of
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.programs import Defines, cubin_path
@@ -37,6 +39,9 @@ def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
     yield kv_write.SOURCE, kv_write.variant_of(layout, dtype)
     yield elementwise.SOURCE, elementwise.variant_of(dtype)
     yield sampling.SOURCE, elementwise.variant_of(dtype)
+    yield logit_edits.SOURCE, elementwise.variant_of(dtype)
+    if dtype != np.float32:  # of edited logits
+        yield sampling.SOURCE, elementwise.variant_of(np.dtype(np.float32))
     yield block_tables.SOURCE, {}
     yield block_copy.SOURCE, {}
 

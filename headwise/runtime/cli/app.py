@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -103,6 +103,10 @@ def generate(
         list[str] | None,
         typer.Option(help="End before this text; may be repeated."),
     ] = None,
+    sampling: Annotated[
+        str,
+        typer.Option(metavar="JSON", help="Other sampling parameters, as docs/sampling.md has them."),
+    ] = "{}",
 ) -> None:
     """Generate text from a prompt, streamed to stdout as it comes.
 
@@ -114,6 +118,7 @@ def generate(
       headwise generate --local --chat "What is a KV cache?"
       headwise generate --address 127.0.0.1:8700 --temperature 0 "The capital of France is"
       headwise generate --model ./model.gguf --seed 7 --stop "The end" "Once upon a time"
+      headwise generate --local --sampling '{"guided": {"regex": "[0-9]+"}}' "Two and two is "
     """
     from headwise.runtime.protocol.request import SamplingParams
 
@@ -123,19 +128,32 @@ def generate(
         )
     if system is not None and not chat:
         raise typer.BadParameter("a system prompt needs --chat", param_hint="--system")
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop=tuple(stop or ()),
+    params = SamplingParams.of(
+        SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=tuple(stop or ()),
+        ),
+        _json_object(sampling, "--sampling"),
     )
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     with _serving(options, address, local, relay) as server:
-        _print_stream(server, messages if chat else prompt, sampling)
+        _print_stream(server, messages if chat else prompt, params)
+
+
+def _json_object(text: str, option: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"it is no JSON: {error}", param_hint=option) from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter('it must be an object such as {"min_p": 0.1}', param_hint=option)
+    return value
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import plain_messages
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
+from headwise.runtime.protocol.request_checks import check_one_sample
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -55,14 +57,14 @@ class Client:
     ) -> GenerationResult | list[GenerationResult]:
         """Complete a prompt (text or token ids), or several at once, of which the first error cancels the others.
 
+        With ``n`` above 1 the result is a list: the samples of the first prompt, then those of the next.
+
         Control tokens in the text act as control tokens. So pass text of untrusted users to `chat` instead.
         """
-        if _is_one(prompt):
-            return self.stream(prompt, sampling, **options).read()  # type: ignore[arg-type]
         streams: list[TokenStream] = []
         try:
-            streams.extend(self.stream(one, sampling, **options) for one in prompt)  # type: ignore[arg-type]
-            return [stream.read() for stream in streams]
+            streams.extend(TokenStream(self._io, route) for route in _routes(prompt, sampling, options))
+            return _as_asked(prompt, [stream.read() for stream in streams])
         finally:
             for stream in streams:
                 stream.cancel()
@@ -155,12 +157,10 @@ class Client:
     async def agenerate(
         self, prompt: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Any
     ) -> GenerationResult | list[GenerationResult]:
-        if _is_one(prompt):
-            return await self.astream(prompt, sampling, **options).read()  # type: ignore[arg-type]
         streams: list[AsyncTokenStream] = []
         try:
-            streams.extend(self.astream(one, sampling, **options) for one in prompt)  # type: ignore[arg-type]
-            return list(await asyncio.gather(*(stream.read() for stream in streams)))
+            streams.extend(AsyncTokenStream(self._io, route) for route in _routes(prompt, sampling, options))
+            return _as_asked(prompt, list(await asyncio.gather(*(stream.read() for stream in streams))))
         finally:
             for stream in streams:
                 stream.cancel()
@@ -237,14 +237,31 @@ def _is_one(prompt: Any) -> bool:
     return len(prompt) == 0 or not (isinstance(prompt[0], str | Sequence) or hasattr(prompt[0], "__len__"))
 
 
+def _routes(prompt: Prompt | Sequence[Prompt], sampling: Sampling, options: dict[str, Any]) -> list[Route]:
+    """A message for each sample of each prompt."""
+    prompts: Any = [prompt] if _is_one(prompt) else prompt
+    names = {field.name for field in fields(SamplingParams)}
+    params = SamplingParams.of(sampling, {name: value for name, value in options.items() if name in names})
+    others = {name: value for name, value in options.items() if name not in names}
+    return [_route(one, None, sample, dict(others)) for one in prompts for sample in params.samples()]
+
+
+def _as_asked(
+    prompt: Prompt | Sequence[Prompt], results: list[GenerationResult]
+) -> GenerationResult | list[GenerationResult]:
+    """The result itself, where one sample of one prompt was asked for."""
+    return results[0] if _is_one(prompt) and len(results) == 1 else results
+
+
 def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Route:
     """The message for a call; raises `InvalidRequestError` for values that no deployment accepts."""
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
     session = as_string("session", options.pop("session", ""))
     text, token_ids, plain = _prompt(prompt, messages)
-    chosen = SamplingParams.of(sampling, options).to_wire()
-    return Route(0, text, token_ids, plain, chosen, priority, cache_salt, session)
+    chosen = SamplingParams.of(sampling, options)
+    check_one_sample(chosen)
+    return Route(0, text, token_ids, plain, chosen.to_wire(), priority, cache_salt, session)
 
 
 def _prompt(

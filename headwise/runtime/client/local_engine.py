@@ -56,12 +56,15 @@ class LocalEngine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **kwargs: Any,
     ) -> list[GenerationResult]:
-        """Run prompts (texts or token ids) as one batch; ``sampling`` is one for all, or one each."""
+        """Run prompts (texts or token ids) as one batch; ``sampling`` is one for all, or one each. With ``n`` above 1
+        the result has the samples of the first prompt, then those of the next.
+        """
         if isinstance(prompts, str):
             raise InvalidRequestError("prompts must be a list of texts or of token ids; for one prompt, a list of one")
         requests = [
-            self.preprocessor.prepare(prompt=prompt, sampling=params, **kwargs)
+            self.preprocessor.prepare(prompt=prompt, sampling=sample, **kwargs)
             for prompt, params in zip(prompts, sampling_of_each(sampling, len(prompts)), strict=True)
+            for sample in params.samples()
         ]
         results = {request.request_id: GenerationResult(request.request_id) for request in requests}
         for delta in self._calls.run(requests):

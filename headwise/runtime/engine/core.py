@@ -93,6 +93,7 @@ class EngineCore:
         length = len(request.prompt_token_ids) + (request.sampling.max_tokens or 1)
         self._check(request, length)
         self._arrivals += 1
+        output = OutputText(self._tokenizer, request.sampling)
         sequence = Sequence(
             request,
             hash_seed(self.card.identity, request.cache_salt, request.lora_id),
@@ -100,8 +101,8 @@ class EngineCore:
             max_length=length,
             arrived=self._clock(),
             output=list(request.output_token_ids),
+            ends=output.ends,
         )
-        output = OutputText(self._tokenizer, request.sampling)
         self._live[request.request_id], self._texts[request.request_id] = sequence, output
         text, reason = self._ending(sequence, *output.replay(request.output_token_ids))
         if reason is None:
@@ -117,7 +118,8 @@ class EngineCore:
             raise InvalidRequestError("the prompt is empty")
         if length > self.card.max_model_len:
             raise InvalidRequestError(f"{length} tokens were asked for; at most {self.card.max_model_len} fit")
-        highest = max(int(request.prompt_token_ids.max()), *request.output_token_ids, 0)
+        biased = request.sampling.logit_bias
+        highest = max(int(request.prompt_token_ids.max()), *request.output_token_ids, *biased, 0)
         if highest >= self.card.config.vocab_size:
             raise InvalidRequestError(
                 f"token id {highest} is not in the model's vocabulary of {self.card.config.vocab_size}"

@@ -9,21 +9,29 @@ from headwise.runtime.protocol.request import FinishReason, SamplingParams
 
 
 class OutputText:
-    """One request's text so far. Text that may turn out to begin a stop string is held back."""
+    """One request's text so far. Text that may turn out to begin a stop string is held back.
+
+    ends: the tokens that end the request
+    """
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
         self._detokenizer = tokenizer.detokenizer()
         self._sampling = sampling
-        self._ends = set(sampling.stop_token_ids)
+        self.ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
-            self._ends.update(tokenizer.eos_token_ids)
+            self.ends |= frozenset(tokenizer.eos_token_ids)
+        self._num_tokens = 0
         self._held = ""
 
     def push(self, token: int) -> tuple[str, FinishReason | None]:
         """The text that a token makes certain, and `FinishReason.STOP` if it ends the request."""
-        if token in self._ends:
+        self._num_tokens += 1
+        if token in self.ends:
             return self.flush(), FinishReason.STOP
-        return self._release(self._detokenizer.push([token]))
+        text = self._detokenizer.push([token])
+        if self._num_tokens <= self._sampling.min_tokens:
+            return text, None  # no stop string begins here
+        return self._release(text)
 
     def replay(self, tokens: Sequence[int]) -> tuple[str, FinishReason | None]:
         """Go on behind ``tokens``, whose text was told already: what the last of them, or the one that ends the

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.prefix_match import PrefixMatch
+from headwise.runtime.engine.introduction import introduction
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
@@ -245,8 +246,7 @@ class ResourceManager:
             sequence.first_scheduled = now
         bisect.insort(self.running, sequence, key=lambda other: other.order)
         self._running_rows = None
-        request = sequence.request
-        self._new.append(NewSequence(row, request.request_id, request.sampling, request.sampling.seed or 0))
+        self._new.append(introduction(sequence))
 
     # ---- steps ----
 

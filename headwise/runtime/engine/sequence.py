@@ -32,6 +32,7 @@ class Sequence:
     computed_from: the first token that it has computed itself, in any of its runs
     output:        sampled tokens, first those that the request came with
     hashes:        of the full blocks of the known tokens, as far as they were asked for
+    ends:          tokens that end it
     """
 
     request: GenerateRequest
@@ -49,6 +50,7 @@ class Sequence:
     first_token: float | None = None
     output: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
+    ends: frozenset[int] = frozenset()
 
     @property
     def id(self) -> str:

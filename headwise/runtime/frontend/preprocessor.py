@@ -19,9 +19,11 @@ from headwise.runtime.config.block_storage import storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.runtime.frontend.prompts import LocalPromptEncoder, PromptEncoder, TextLimits
+from headwise.runtime.loader.grammar import check_grammar
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_priority, as_string, as_token_ids
+from headwise.runtime.protocol.request_checks import check_one_sample
 
 if TYPE_CHECKING:
     from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
@@ -104,6 +106,7 @@ class Preprocessor:
             raise InvalidRequestError("give either a prompt or messages")
         sampling, priority = SamplingParams.of(sampling), as_priority(priority)
         cache_salt = as_string("cache_salt", cache_salt)
+        self._check_sampling(sampling)
         tokens = self._tokens(prompt, messages)
         room = self.card.max_model_len - len(tokens)
         if room < (sampling.max_tokens or 1):
@@ -117,6 +120,19 @@ class Preprocessor:
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         )
         return GenerateRequest(request_id or uuid.uuid4().hex, tokens, sampling, priority, cache_salt)
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise `InvalidRequestError` for parameters that no request of this model can have."""
+        check_one_sample(sampling)
+        biased, vocab_size = max(sampling.logit_bias, default=0), self.card.config.vocab_size
+        if biased >= vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias names token id {biased}, which is not in the model's vocabulary of {vocab_size}"
+            )
+        if sampling.guided is not None:
+            if not self.tokenizer.eos_token_ids:
+                raise InvalidRequestError("this model has no end token, so a guided output could not end")
+            check_grammar(*sampling.guided.form)
 
     def _tokens(
         self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None

@@ -92,6 +92,11 @@ class Tokenizer:
         """Number of entries, added tokens included; the model's embedding may have more rows."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def serialized(self) -> str:
+        """The ``tokenizers`` library's own form of it, as ``tokenizer.json`` has it."""
+        return str(self._backend.to_str())
+
     @cached_property
     def longest_token(self) -> int:
         """An upper bound of the bytes of text, in UTF-8, that can become one token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +170,6 @@ class PagedCache:
     wait_layer: Callable[[int], None] | None
 
 
-@runtime_checkable
 class PagedAttentionLayer(AttentionLayer, Protocol):
     """An `AttentionLayer` over a paged cache."""
 

@@ -15,7 +15,6 @@ from headwise.runtime.models.base import (
     AttentionLayer,
     Model,
     ModelConfig,
-    PagedAttentionLayer,
     PagedCache,
     RopeConfig,
     Rotation,
@@ -280,7 +279,7 @@ class Decoder(Model):
         angles = zip(self._frequencies, self._rotation_scales, strict=True)
         rotations = [self.ops.rotation(positions, inverse, scale) for inverse, scale in angles]
         x = self.embed(token_ids)
-        cache = attention.paged() if self._fused and isinstance(attention, PagedAttentionLayer) else None
+        cache = _cache_of(attention) if self._fused else None
         if self._fused and cache:
             self._run_fused(self._fused, x, rotations, cache)
             return self.norm(x, self._final_norm)
@@ -311,7 +310,8 @@ class Decoder(Model):
 
     def _run_fused(self, fused: FusedDecoder, x: Tensor, rotations: list[Rotation], cache: PagedCache) -> None:
         """Take the residual stream ``x`` through all layers, in place; layer by layer if the cache comes so."""
-        angles = np.stack([np.stack(rotation).reshape(2, len(x), -1) for rotation in rotations])
+        joined = np.concatenate([angles for rotation in rotations for angles in rotation])
+        angles = joined.reshape(len(rotations), 2, len(x), -1)
         step = 1 if cache.wait_layer else len(self._layers)
         for first in range(0, len(self._layers), step):
             if cache.wait_layer:
@@ -382,6 +382,12 @@ class Decoder(Model):
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         return self.ops.linear(x, linear.weight, linear.bias)
+
+
+def _cache_of(attention: AttentionLayer) -> PagedCache | None:
+    """The cache of a `PagedAttentionLayer` that shows it. To ask whether it is one would take longer than the rest."""
+    shown: Callable[[], PagedCache | None] | None = getattr(attention, "paged", None)
+    return None if shown is None else shown()
 
 
 def _fusible(layer: Layer, rotation: int) -> DecoderLayer:

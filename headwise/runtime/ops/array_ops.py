@@ -133,8 +133,7 @@ class ArrayOps(UnfusedOps):
     def greedy(self, logits: Array) -> tuple[Array, Array]:
         wide = self._wide(logits)
         tokens = wide.argmax(axis=1)
-        best = self.xp.take_along_axis(wide, tokens[:, None], axis=1)[:, 0]
-        return tokens.astype(np.int32), best
+        return tokens.astype(np.int32), wide[self.xp.arange(len(tokens)), tokens]
 
     @abstractmethod
     def host(self, array: Array) -> NDArray[Any]: ...

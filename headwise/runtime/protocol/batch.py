@@ -22,13 +22,33 @@ SLEEP, WAKE, RESET_STORAGE = "sleep", "wake", "reset_storage"
 
 
 @dataclass(frozen=True)
+class KnownTokens:
+    """What choosing a sequence's tokens needs to know besides logits; each part only where its parameters ask for it.
+
+    prompt:    ``[p]`` the distinct tokens of its prompt, ascending
+    output:    ``[m]`` the tokens sampled so far, in order
+    ends:      ``[e]`` the tokens that end its output
+    ends_from: the position from which on these may be sampled
+    """
+
+    prompt: NDArray[np.int32]
+    output: NDArray[np.int32]
+    ends: NDArray[np.int32]
+    ends_from: int
+
+
+@dataclass(frozen=True)
 class NewSequence:
-    """A request's first appearance on a row: what the worker must know until the row is given anew."""
+    """A request's first appearance on a row: what the worker must know until the row is given anew.
+
+    known: where its parameters change logits; a worker itself adds to it the tokens that it samples
+    """
 
     row: int
     request_id: str
     sampling: SamplingParams
     seed: int
+    known: KnownTokens | None = None
 
 
 @dataclass(frozen=True)

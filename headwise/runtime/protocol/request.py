@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -11,11 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol.guided import Guided
+from headwise.runtime.protocol.values import (
+    as_flag,
+    as_integer,
+    as_items,
+    as_number,
+    as_numbers_by_token,
+    as_optional_integer,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_SAMPLES = 128
 
 
 class FinishReason(str, Enum):
@@ -33,7 +45,7 @@ class FinishReason(str, Enum):
 class SamplingParams:
     """How to choose tokens. The defaults sample from the model's own distribution.
 
-    temperature: 0 is greedy; otherwise logits are divided by it
+    temperature: 0 takes the likeliest token; otherwise logits are divided by it
     top_k:       keep the k most likely tokens; 0 keeps all
     top_p:       keep the smallest set of tokens whose probability reaches p, in (0, 1]
     min_p:       drop tokens less likely than p times the most likely one, in [0, 1]
@@ -43,6 +55,17 @@ class SamplingParams:
     stop_token_ids: token ids that end the output, besides the model's own end tokens
     logprobs:    also return the log-probabilities of this many most likely tokens, and of the chosen one
     ignore_eos:  go on past the model's end tokens
+    presence_penalty:   subtracted from the logits of tokens that are in the output, in [-2, 2]
+    frequency_penalty:  subtracted from a token's logit once for each time that it is in the output, in [-2, 2]
+    repetition_penalty: logits of tokens in prompt or output are divided by it where positive, else multiplied; 1: off
+    logit_bias:  token id -> what is added to its logit, in [-100, 100]
+    min_tokens:  no end token, stop id or stop string ends the output before it has so many tokens
+    n:           samples of each prompt, with seeds derived from ``seed``: see `samples`
+    guided:      the form that the output must have: a `Guided`, or a mapping such as ``{"json_schema": {...}}``
+
+    First ``guided`` forbids tokens. Then come biases, then the penalties for repetition, frequency and presence, then
+    temperature and filters.
+    Log-probabilities are the model's own, before all of this.
     """
 
     temperature: float = 1.0
@@ -55,29 +78,47 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
+    n: int = 1
+    guided: Guided | None = None
 
     def __post_init__(self) -> None:
         """Convert every value to a plain Python type: the wire accepts no others."""
         given: Any = self.stop
         stop = (given,) if isinstance(given, str) else given
         values = {
-            "temperature": _number("temperature", self.temperature, 0.0, 100.0),
-            "top_p": _number("top_p", self.top_p, 0.0, 1.0, open_low=True),
-            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
+            "temperature": as_number("temperature", self.temperature, 0.0, 100.0),
+            "top_p": as_number("top_p", self.top_p, 0.0, 1.0, open_low=True),
+            "min_p": as_number("min_p", self.min_p, 0.0, 1.0),
             "top_k": as_integer("top_k", self.top_k, 0, 2**31 - 1),
-            "seed": _optional("seed", self.seed, 0, 2**63 - 1),
-            "max_tokens": _optional("max_tokens", self.max_tokens, 1, 2**31 - 1),
-            "logprobs": _optional("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            "stop": _tuple("stop", stop, "stop strings", MAX_STOP_STRINGS),
+            "seed": as_optional_integer("seed", self.seed, 0, 2**63 - 1),
+            "max_tokens": as_optional_integer("max_tokens", self.max_tokens, 1, 2**31 - 1),
+            "logprobs": as_optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "stop": as_items("stop", stop, "stop strings", MAX_STOP_STRINGS),
             "stop_token_ids": tuple(
                 as_integer("stop_token_ids", token, 0, 2**31 - 1)
-                for token in _tuple("stop_token_ids", self.stop_token_ids, "stop token ids", MAX_STOP_TOKEN_IDS)
+                for token in as_items("stop_token_ids", self.stop_token_ids, "stop token ids", MAX_STOP_TOKEN_IDS)
             ),
-            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
+            "ignore_eos": as_flag("ignore_eos", self.ignore_eos),
+            "presence_penalty": as_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": as_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "repetition_penalty": as_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
+            "logit_bias": as_numbers_by_token("logit_bias", self.logit_bias, -100.0, 100.0, MAX_LOGIT_BIASES),
+            "min_tokens": as_integer("min_tokens", self.min_tokens, 0, 2**31 - 1),
+            "n": as_integer("n", self.n, 1, MAX_SAMPLES),
+            "guided": Guided.of(self.guided),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check_stop()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if self.guided is not None and self.ignore_eos:
+            raise InvalidRequestError("guided output ends where its form does: leave ignore_eos out")
 
     def _check_stop(self) -> None:
         for text in self.stop:
@@ -90,7 +131,22 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Whether each token is the model's likeliest one: nothing is drawn, and no logit is changed."""
+        return self.temperature == 0.0 and not self.edits_logits
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen from them."""
+        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.guided is not None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far, besides by the model."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    def samples(self) -> list[SamplingParams]:
+        """The parameters of each of the ``n`` samples, as of requests of their own: the first has this one's seed."""
+        return [replace(self, n=1, seed=_derived_seed(self.seed, index)) for index in range(self.n)]
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -223,13 +279,6 @@ def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
     return array.astype(np.int32)
 
 
-def as_integer(name: str, value: Any, low: int, high: int) -> int:
-    """A Python or NumPy integer as a Python int; raises `InvalidRequestError` on anything else, or out of range."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, got {value!r:.80}")
-    return int(value)
-
-
 def as_priority(value: Any) -> int:
     """A request's priority; raises `InvalidRequestError`."""
     return as_integer("priority", value, -(2**31) + 1, 2**31 - 1)
@@ -242,29 +291,9 @@ def as_string(name: str, value: Any) -> str:
     return str(value)
 
 
-def _optional(name: str, value: Any, low: int, high: int) -> int | None:
-    return None if value is None else as_integer(name, value, low, high)
-
-
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    ok = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not ok or not low <= value <= high or (open_low and value == low):  # also catches NaN
-        bracket = "(" if open_low else "["
-        raise InvalidRequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r:.80}")
-    return float(value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise InvalidRequestError(f"{name} must be True or False, got {value!r:.80}")
-    return bool(value)
-
-
-def _tuple(name: str, value: Any, what: str, most: int) -> tuple[Any, ...]:
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if not isinstance(value, list | tuple):
-        raise InvalidRequestError(f"{name} must be a list, got {value!r:.80}")
-    if len(value) > most:
-        raise InvalidRequestError(f"{len(value)} {what} were given; at most {most} are allowed")
-    return tuple(str(each) if isinstance(each, str) else each for each in value)
+def _derived_seed(seed: int | None, index: int) -> int | None:
+    """The seed of the sample of that index: 63 bits, the same in every release."""
+    if seed is None or index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwise.errors import InvalidRequestError
-from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
 MAX_ID_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 1024
@@ -22,7 +22,17 @@ def check_request(request: GenerateRequest) -> None:
         raise InvalidRequestError(f"prompt_token_ids must not be negative, got {prompt.min()}")
     if output and not 0 <= min(output) <= max(output) < 2**31:
         raise InvalidRequestError("output_token_ids must be from 0 to 2**31 - 1")
+    check_one_sample(request.sampling)
     _check_identity(request)
+
+
+def check_one_sample(sampling: SamplingParams) -> None:
+    """Raise `InvalidRequestError` for parameters of several samples: those are as many requests."""
+    if sampling.n != 1:
+        raise InvalidRequestError(
+            f"n is {sampling.n}, but a chat or stream is one sample: call generate, or open a stream for each of "
+            "SamplingParams.samples()"
+        )
 
 
 def _check_identity(request: GenerateRequest) -> None:

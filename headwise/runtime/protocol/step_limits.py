@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headwise.runtime.protocol.batch import BatchRequest
 
@@ -35,12 +35,14 @@ class Work:
     pairs:    pairs of a token and an earlier one that it may attend to
     loads:    whether blocks are loaded from the host meanwhile
     is_whole: the step samples, so that none of its work is left for the next step
+    forms:    whether it waits for the first mask of a guided output: a tokenizer may be loaded for that
     """
 
     tokens: int = 0
     pairs: int = 0
     loads: bool = False
     is_whole: bool = True
+    forms: bool = False
 
     def then(self, batch: BatchRequest) -> Work:
         """The work of the next batch, with the work that is left from before."""
@@ -84,12 +86,13 @@ class StepLimits:
         self._sent = Work()
         self._measured: defaultdict[int, deque[tuple[Work, float]]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._spent_s = 0.0
+        self._new_forms: set[int] = set()  # rows of guided outputs that have no token yet
 
     def sent(self, batch: BatchRequest) -> tuple[Work, Limit]:
         """The work of a step, and how long it may take."""
-        work = self._sent = self._sent.then(batch)
+        work = self._sent = replace(self._sent.then(batch), forms=self._begins_forms(batch))
         known = self._measured[work.size]
-        if len(known) < MEASURED:
+        if len(known) < MEASURED or work.forms:
             return work, self._longest
         slowest = max(seconds * done.times(work) for done, seconds in known)
         limit = max(LEAST_S, FACTOR * slowest) + work.loads * self._loading_s
@@ -97,12 +100,22 @@ class StepLimits:
             return work, self._longest
         return work, Limit(limit, f"{limit:.3g} s, although such steps take at most {slowest:.2g} s,")
 
+    def _begins_forms(self, batch: BatchRequest) -> bool:
+        """Whether the first token of a guided output is sampled."""
+        for new in batch.new_sequences:
+            (self._new_forms.discard if new.sampling.guided is None else self._new_forms.add)(new.row)
+        begun = self._new_forms.intersection(batch.rows[batch.sample].tolist()) if self._new_forms else None
+        if begun:
+            self._new_forms -= begun
+        return bool(begun)
+
     def came_back(self, work: Work, compute_s: float) -> None:
-        """Note how long a step took. Steps with loads are not kept: their waiting says nothing about other steps."""
+        """Note how long a step took. Steps with loads, and those that begin a form, are not kept: their waiting
+        says nothing about other steps."""
         self._spent_s += compute_s
         if not work.is_whole:
             return
-        if not work.loads:
+        if not work.loads and not work.forms:
             self._measured[work.size].append((work, self._spent_s))
         self._spent_s = 0.0
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import HeadwiseError
-from headwise.runtime.protocol.batch import BatchRequest, NewSequence, StepResult
+from headwise.runtime.protocol.batch import BatchRequest, KnownTokens, NewSequence, StepResult
 from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
+from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.request import (
     GenerateRequest,
     OutputDelta,
@@ -32,7 +33,7 @@ from headwise.runtime.protocol.request import (
 )
 from headwise.transfer.stats import TransferStats
 
-VERSION = 1
+VERSION = 2
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")
@@ -243,7 +244,9 @@ def _scalar(hint: type) -> Convert:
 
 
 for _cls in (
+    Guided,
     SamplingParams,
+    KnownTokens,
     NewSequence,
     TokenLogprobs,
     Usage,

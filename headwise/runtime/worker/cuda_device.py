@@ -16,7 +16,6 @@ from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda
 from headwise.kernels.cuda.programs import CudaPrograms
-from headwise.kernels.cuda.sampling import CudaSampling
 from headwise.kernels.gqa import kv_dtype_of
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
@@ -51,7 +50,7 @@ class CudaDevice:
         with self.current():
             programs = CudaPrograms(self._cubins)
             self.ops: TensorOps = make_gpu_ops(config.tensor_ops, config.dtype_name, programs)
-            self.sampler = DeviceSampler(self.ops, CudaSampling(programs, numpy_dtype(config.dtype_name)))
+            self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
             launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get)
             self.kernels = CudaKernels(launcher, programs, self.ops.empty_bytes)

@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.kernels.cuda.sampling import CudaSampling, rows_of
-from headwise.runtime.ops.base import Tensor, TensorOps
+from headwise.kernels.cuda.logit_edits import CudaLogitEdits
+from headwise.kernels.cuda.programs import Programs
+from headwise.kernels.cuda.sampling import THREADS, CudaSampling, rows_of
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
+from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.sampler import Draws, only_usable
 
 
 class DeviceSampler:
     """`sampler.sample` on a GPU. Where rounding decides, it may draw a neighbour of what a host would."""
 
-    def __init__(self, ops: TensorOps, kernel: CudaSampling) -> None:
-        self._ops, self._kernel = ops, kernel
-        self._upload = ops.step_upload()
+    def __init__(self, ops: TensorOps, programs: Programs, dtype: np.dtype[Any], threads: int = THREADS) -> None:
+        """dtype: of scores; threads: of a block, see `CudaSampling`. Raises `ConfigError`: no kernel is for them."""
+        self._ops = ops
+        self._scores = CudaSampling(programs, dtype, threads)
+        self._logits = CudaSampling(programs, np.dtype(np.float32), threads)
+        self._edits = CudaLogitEdits(programs, dtype, threads)
+        self._upload, self._upload_edits = ops.step_upload(), ops.step_upload()
 
-    def sample(self, scores: Tensor, cap: float, draws: Draws) -> NDArray[np.int32] | None:
-        """A token for each row of ``scores [n, vocab]``; logits are these, capped at ``cap`` if it is not 0.
+    def sample(
+        self, scores: Tensor, cap: float, draws: Draws, edits: LogitEdits | None = None
+    ) -> NDArray[np.int32] | None:
+        """A token for each row of ``scores [n, vocab]``; logits are these, capped at ``cap`` if it is not 0, then
+        changed by ``edits``.
 
         `NO_TOKEN` for a row whose logits are not usable. None where the kernel does not take such scores: then the host
         is to draw.
         """
-        array = self._ops.kernel_array(scores)
-        if not self._kernel.takes(array):
+        array, kernel = self._ops.kernel_array(scores), self._scores
+        if not kernel.takes(array):
             return None
+        if edits is not None:
+            array, kernel, cap = self._edited(array, cap, edits), self._logits, 0.0
         count = len(draws.params)
         (rows,) = self._upload(_rows(draws).view(np.int32))
         drawn = self._ops.empty_bytes(8 * count).view(np.int32)
-        self._kernel.draw(array, rows, cap, drawn[:count], drawn[count:])
+        kernel.draw(array, rows, cap, drawn[:count], drawn[count:])
         tokens, best = np.split(self._ops.host(drawn), 2)
         return only_usable(tokens, best.view(np.float32))
+
+    def _edited(self, scores: KernelArray, cap: float, edits: LogitEdits) -> KernelArray:
+        """The edited logits, float32; ``scores`` stay as they are."""
+        count, vocab = scores.shape
+        logits = self._ops.empty_bytes(4 * count * vocab).view(np.float32).reshape(count, vocab)
+        columns = (
+            edits.mask_of, edits.masks, edits.biases.begins, edits.biases.tokens, edits.biases.values,
+            edits.seen.begins, edits.seen.tokens, edits.seen.values, edits.penalties,
+        )  # fmt: skip
+        self._edits.edit(scores, cap, logits, *self._upload_edits(*(column.view(np.int32) for column in columns)))
+        return logits
 
 
 def _rows(draws: Draws) -> NDArray[np.void]:

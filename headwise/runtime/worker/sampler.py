@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.protocol.request import SamplingParams, TokenLogprobs
+from headwise.runtime.worker.logit_edits import LogitEdits
 
 Logits = NDArray[np.float32]
 
@@ -33,16 +34,19 @@ class Draws:
     positions: NDArray[np.int64]
 
 
-def sample(logits: Logits, draws: Draws) -> NDArray[np.int32]:
-    """A token for each row of ``logits [n, vocab]``.
+def sample(logits: Logits, draws: Draws, edits: LogitEdits | None = None) -> NDArray[np.int32]:
+    """A token for each row of ``logits [n, vocab]``, as ``edits`` change them; they themselves stay as they are.
 
     A draw depends on seed, position and the row's own logits alone, never on the rest of the batch: where these are
     not usable, the row has `NO_TOKEN`. Filters and greedy choice take the lowest id of equally likely tokens.
     """
+    if edits is not None:
+        logits = logits.copy()
+        edits.apply(logits)
     tokens: NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)  # the position of a NaN, if there is one
     tokens = only_usable(tokens, logits[np.arange(len(tokens)), tokens])
     for row, param in enumerate(draws.params):
-        if not param.greedy and tokens[row] != NO_TOKEN:
+        if param.temperature > 0 and tokens[row] != NO_TOKEN:
             tokens[row] = draw(logits[row], param, uniform(int(draws.seeds[row]), int(draws.positions[row])))
     return tokens
 

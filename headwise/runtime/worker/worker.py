@@ -18,6 +18,8 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.config.threads import threads_per_worker
+from headwise.runtime.loader.grammar import Vocabulary
+from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import LayerCache
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import Model, PagedCache, Shard
@@ -36,7 +38,10 @@ from headwise.runtime.protocol.copies import NO_REPORT
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
+from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
+from headwise.runtime.worker.logit_editor import LogitEditor
+from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
 
@@ -94,6 +99,7 @@ class ModelWorker:
             self._collectives = self._device.collectives(comm)
             self._model = self._load_model()
             self._heads = [self._head_table(layer) for layer in range(self.card.config.num_layers)]
+        self._guides = Guides(lambda: Vocabulary(Tokenizer.from_directory(model_dir), self.card.config.vocab_size))
         self._graphs: DecodeGraphs | None = None
         self._copies: KVOffload | None = None
         self._is_asleep = False
@@ -167,6 +173,7 @@ class ModelWorker:
         self._graphs = self._make_graphs()
         self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}
+        self._editor = LogitEditor(card.config.vocab_size, self._guides)
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
@@ -181,6 +188,7 @@ class ModelWorker:
 
     def close(self) -> None:
         """Finish copies to and from the host, and let go of its memory. May be called again."""
+        self._guides.close()
         if self._copies is not None:
             with self._device.current():
                 self._copies.close()
@@ -288,23 +296,27 @@ class ModelWorker:
         self._cache.tables.open_rows(new.row for new in batch.new_sequences)
         self._cache.tables.apply(batch.table_updates)
         self._sequences.update({new.row: new for new in batch.new_sequences})
+        if self.rank == 0:  # which samples
+            self._editor.open(batch.new_sequences)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()
         token_ids = self._input_tokens(batch)
         if self._graphs is not None and self._is_plain_decode(batch):
             return self._sample(batch, self._decode(self._graphs, batch, token_ids))
         hidden = self._forward(batch, token_ids)
+        if _is_token_each(batch) and batch.sample.all():
+            return self._sample(batch, hidden)
         last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[batch.sample] - 1
         return self._sample(batch, self._ops.take_rows(hidden, last_rows) if len(last_rows) else None)
 
     def _is_plain_decode(self, batch: BatchRequest) -> bool:
         """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""
-        is_decode = len(batch.token_ids) == len(batch.rows) and bool(batch.sample.all())
+        is_decode = _is_token_each(batch) and bool(batch.sample.all())
         return is_decode and (self._copies is None or not self._copies.is_loading)
 
     def _input_tokens(self, batch: BatchRequest) -> NDArray[np.int32]:
         """The batch's tokens, with the worker's own last samples where the engine did not know them yet."""
-        rows = np.repeat(batch.rows, batch.query_lens)
+        rows = batch.rows if _is_token_each(batch) else np.repeat(batch.rows, batch.query_lens)
         return np.where(batch.token_ids == LAST_SAMPLED, self._last_sampled[rows], batch.token_ids)
 
     def _decode(self, graphs: DecodeGraphs, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Scored:
@@ -317,14 +329,8 @@ class ModelWorker:
 
     def _forward(self, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Tensor:
         seq_lens = batch.starts + batch.query_lens
-        cu_seqlens = np.zeros(len(batch.rows) + 1, dtype=np.int32)
-        np.cumsum(batch.query_lens, out=cu_seqlens[1:])
-        positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(
-            batch.starts - cu_seqlens[:-1], batch.query_lens
-        )
-        tokens, places, begins, lengths, rows = self._upload(
-            token_ids, positions.astype(np.int32), cu_seqlens, seq_lens, batch.rows
-        )
+        positions, cu_seqlens = _positions(batch)
+        tokens, places, begins, lengths, rows = self._upload(token_ids, positions, cu_seqlens, seq_lens, batch.rows)
         tables = self._cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()))
@@ -345,7 +351,9 @@ class ModelWorker:
         self._last_sampled[batch.rows[wanted]] = np.maximum(sampled, 0)
         token_ids[wanted] = sampled
         broken = wanted[sampled == NO_TOKEN].tolist()
-        return _Computed(token_ids, logprobs, dict.fromkeys(broken, NOT_FINITE))
+        return _Computed(
+            token_ids, logprobs, {index: self._editor.failure(int(batch.rows[index])) or NOT_FINITE for index in broken}
+        )
 
     def _draw(
         self, batch: BatchRequest, wanted: NDArray[np.int64], found: Tensor | Scored
@@ -365,7 +373,9 @@ class ModelWorker:
             return only_usable(tokens, best), {}
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
-        tokens = self._sample_scores(scores, Draws(params, seeds, positions))
+        edits = self._editor.edits(batch.rows[wanted], positions)
+        tokens = self._sample_scores(scores, Draws(params, seeds, positions), edits)
+        self._editor.sampled(batch.rows[wanted], tokens)
         wants = np.array([param.logprobs is not None for param in params])
         asked = np.flatnonzero(wants & (tokens != NO_TOKEN))
         if not len(asked):
@@ -376,10 +386,10 @@ class ModelWorker:
             for at, row in enumerate(asked.tolist())
         }
 
-    def _sample_scores(self, scores: Tensor, draws: Draws) -> NDArray[np.int32]:
+    def _sample_scores(self, scores: Tensor, draws: Draws, edits: LogitEdits | None) -> NDArray[np.int32]:
         sampler = self._device.sampler
-        tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws)
-        return sample(self._model.capped(self._ops.numpy(scores)), draws) if tokens is None else tokens
+        tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws, edits)
+        return sample(self._model.capped(self._ops.numpy(scores)), draws, edits) if tokens is None else tokens
 
     def attend(self, layer: int, step: AttentionBatch, projected: Sequence[Any]) -> Tensor:
         """A layer's attention over the cache, to which it writes what the step adds."""
@@ -413,6 +423,21 @@ class _PagedAttention:
 
     def paged(self) -> PagedCache | None:
         return self._worker.paged_cache(self._step)
+
+
+def _is_token_each(batch: BatchRequest) -> bool:
+    """Whether every sequence has one token in the step: as decodes do."""
+    return len(batch.token_ids) == len(batch.rows)
+
+
+def _positions(batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Positions of the step's tokens, ``[T]``; and which of them each sequence begins with, ``[n + 1]``."""
+    if _is_token_each(batch):
+        return batch.starts, np.arange(len(batch.rows) + 1, dtype=np.int32)
+    cu_seqlens = np.zeros(len(batch.rows) + 1, dtype=np.int32)
+    np.cumsum(batch.query_lens, out=cu_seqlens[1:])
+    offsets = np.repeat(batch.starts - cu_seqlens[:-1], batch.query_lens)
+    return np.arange(len(offsets), dtype=np.int32) + offsets, cu_seqlens
 
 
 def _trial(start: int, tokens: int, updates: NDArray[np.int32]) -> BatchRequest:

@@ -11,8 +11,10 @@ from support.engine.dense_oracle import DenseAttention
 from support.other_cpus import OTHER_CPUS, assert_passes
 from support.paged_steps import CacheShown, LayerByCall, PagedSequences, Step, only_shard
 from support.random_models import BASE, CONFIGS, random_weights
+from support.thread_pools import NoCoreForOthers
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.kernels.cpu import decoder as module
 from headwise.kernels.cpu.attention import NumbaKernels
 from headwise.runtime.models.base import Model, ModelConfig
 from headwise.runtime.models.registry import build_model, model_config
@@ -167,6 +169,15 @@ def test_a_sequence_has_the_same_result_alone_and_among_others_bit_by_bit(name: 
 def test_the_number_of_threads_changes_nothing_bit_by_bit(name: str) -> None:
     one, two = (model_of(pattern(config_of(name)), threads=threads) for threads in (1, 2))
     assert_equal(run(two, CacheShown), run(one, CacheShown))
+
+
+def test_threads_without_a_core_change_nothing_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (model_of(pattern(config_of("wide")), threads=threads) for threads in (1, 2))
+    expected = run(one, CacheShown)
+    monkeypatch.setattr(module, "LAYER_BYTES", 1)  # a second thread is woken for anything
+    assert_equal(run(two, CacheShown), expected)
+    monkeypatch.setattr(module, "pool_of_this_process", NoCoreForOthers)
+    assert_equal(run(two, CacheShown), expected)
 
 
 def test_a_decoder_takes_caches_of_several_dtypes_in_turn() -> None:

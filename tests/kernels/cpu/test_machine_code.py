@@ -14,7 +14,7 @@ import pytest
 from headwise.errors import ConfigError
 from headwise.kernels.cpu import attention_plan, machine_code
 
-COMPILES = "from headwise.kernels.cpu import attention_plan; print(attention_plan.__file__)"
+COMPILES = "from headwise.kernels.cpu import attention_plan as of; of.plan(); print(of.__file__)"
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_a_copy_of_the_sources_elsewhere_finds_the_machine_code_again(tmp_path: 
         assert str(copy) in told.stdout
         compiled[place] = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.nb[ci]")}
     assert compiled["one"] == compiled["two"]
-    assert len(compiled["one"]) > 2
+    assert compiled["one"]
 
 
-def test_entry_functions_are_kept_in_the_directory_of_these_sources() -> None:
-    assert machine_code.digest() in attention_plan.plan_items._cache.cache_path
+def test_compiled_functions_are_kept_in_the_directory_of_these_sources() -> None:
+    assert machine_code.digest() in attention_plan.plan()._cache.cache_path

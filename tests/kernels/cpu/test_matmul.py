@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.other_cpus import OTHER_CPUS, assert_passes
 from support.packed_weights import FORMS, RandomWeight, random_weight
+from support.thread_pools import NoCoreForOthers
 
 from headwise.kernels.cpu import matmul as module
 from headwise.kernels.cpu.matmul import (
@@ -113,6 +114,18 @@ def test_a_result_does_not_depend_on_the_number_of_threads(
     alone = matmul(x, weight, 1)
     for _ in range(5):
         np.testing.assert_array_equal(matmul(x, weight, 2), alone)
+
+
+@pytest.mark.parametrize("rows", [1, 97])
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_what_threads_without_a_core_would_have_taken_is_computed_by_the_others(
+    rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = random_weight("bfloat16", 520, 320).packed, normal(rows, 320)
+    alone = matmul(x, weight, 1)
+    monkeypatch.setattr(module, "THREAD_FLOPS", 1)
+    monkeypatch.setattr(module, "pool_of_this_process", NoCoreForOthers)
+    np.testing.assert_array_equal(matmul(x, weight, threads), alone)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, np.uint32(0x7F800001).view(np.float32)])

@@ -155,6 +155,8 @@ def test_a_model_that_does_not_fit_the_cache_says_what_would(model: Path) -> Non
         ["generate", "Hello", "--address", "127.0.0.1:1", "--local"],
         ["generate", "Hello", "--address", "127.0.0.1:1", "--block-size", "16"],
         ["generate", "Hello", "--system", "Be brief."],
+        ["generate", "Hello", "--sampling", "{"],
+        ["generate", "Hello", "--sampling", "[1]"],
         ["bench", "serve", "--concurrency", "2"],
         ["no-such-command"],
     ],
@@ -171,6 +173,9 @@ def test_bad_sampling_values_are_refused_before_anything_is_started() -> None:
     result = run("generate", "Hello", "--temperature", "-1")
     assert result.exit_code == 1
     assert result.stderr == "error: temperature must be a number in [0, 100], got -1.0\n"
+    result = run("generate", "Hello", "--sampling", '{"min_tokens": 500}')
+    assert result.exit_code == 1
+    assert result.stderr == "error: min_tokens 500 is more than max_tokens 128\n"
 
 
 def test_bench_serve_needs_one_kind_of_load() -> None:

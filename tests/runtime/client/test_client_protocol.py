@@ -101,6 +101,29 @@ def test_several_prompts_give_several_results_in_order(client: Client, prompts: 
     assert [result.text for result in results] == ["0 1 ", "0 1 "]
 
 
+def test_several_samples_are_requests_with_seeds_of_their_own(client: Client, core: ScriptedCore) -> None:
+    core.gate.clear()
+    with ThreadPoolExecutor(1) as thread:
+        calling = thread.submit(client.generate, ["a", "bcd"], n=3, seed=5, max_tokens=1, priority=1)
+        eventually(lambda: len(core.live) == 6)
+        requests = [request for request, _ in core.live.values()]
+        core.gate.set()
+        results = calling.result(PATIENCE_S)
+    assert [result.usage.prompt_tokens for result in results] == [1, 1, 1, 3, 3, 3]
+    seeds = [sample.seed for sample in SamplingParams(n=3, seed=5).samples()]
+    assert sorted(request.sampling.seed for request in requests) == sorted(seeds * 2)
+    assert {(request.sampling.n, request.priority) for request in requests} == {(1, 1)}
+    assert len(client.generate("abc", SamplingParams(n=2, max_tokens=1))) == 2
+    assert len(asyncio.run(client.agenerate("abc", n=2, max_tokens=1))) == 2
+
+
+def test_a_stream_or_chat_is_one_sample(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match="n is 2, but a chat or stream is one sample"):
+        client.stream("abc", n=2)
+    with pytest.raises(InvalidRequestError, match="n is 2, but a chat or stream is one sample"):
+        client.chat([{"role": "user", "content": "hi"}], n=2)
+
+
 def test_a_stream_gives_each_delta_and_the_result(client: Client) -> None:
     stream = client.stream("abc", {"max_tokens": 3}, temperature=0.0)
     assert [delta.text for delta in stream] == ["0 ", "1 ", "2 "]
@@ -473,6 +496,7 @@ def test_the_engine_itself_checks_what_hand_made_clients_send(deployment: Deploy
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), output_token_ids=(2**40,)),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), cache_salt="s" * 2000),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), lora_id="adapter"),
+        GenerateRequest("r", np.ones(1, np.int32), SamplingParams(n=2)),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h"),) * 2000),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 2, "h"),)),
         GenerateRequest("r", np.ones(1, np.int32), SamplingParams(), extra_keys=((0, 1, "h" * 200),)),

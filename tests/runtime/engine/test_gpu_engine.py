@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from headwise import LocalEngine
 from headwise.cache_controller.block_tables import TableShape
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
+from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.sampler import NOT_FINITE, Draws
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
@@ -105,14 +107,18 @@ def test_no_two_block_tables_take_the_devices_memory_at_once_and_none_does_aslee
     assert len(made) == 3
 
 
-def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
+def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(tmp_path: Path, libraries: Path) -> None:
     """Greedy and drawn together, and one that asks for log-probabilities, in one batch; by graphs and without."""
+    model = write_model(tmp_path, eos_token_id=2)
     params = [
         SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, seed=1),
         SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0),
         SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.5, top_k=20, top_p=0.9, seed=2, logprobs=2),
+        SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0, repetition_penalty=1.5, presence_penalty=1),
+        SamplingParams(max_tokens=6, ignore_eos=True, seed=3, frequency_penalty=2, logit_bias={7: 4, 8: 4}, logprobs=1),
+        SamplingParams(max_tokens=6, temperature=0.9, seed=4, guided={"regex": "[a-f]{5}[0-9]{3}"}),
     ]
-    prompts = [PROMPT[:30], PROMPT[:9], PROMPT[5:40]]
+    prompts = [PROMPT[:30], PROMPT[:9], PROMPT[5:40], PROMPT[:20], PROMPT[:20], PROMPT[:9]]
     with LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")) as engine:
         expected = engine.generate(prompts, params)
     gpu = EmulatedGpu(libraries, "float32")
@@ -120,10 +126,12 @@ def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(model: Pat
     with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
         found = engine.generate(prompts, params)
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
-    assert sum(seen) >= 18 - 3, "all but prompts that are done in steps of their own"
-    assert found[2].logprobs is not None
-    assert expected[2].logprobs is not None
-    for one, other in zip(found[2].logprobs, expected[2].logprobs, strict=True):
+    assert re.fullmatch("[a-f]{5}[0-9]", found[5].text)
+    assert sum(seen) >= 36 - 6, "all but prompts that are done in steps of their own"
+    assert len(found[2].logprobs) == len(found[4].logprobs) == 6
+    for one, other in zip(
+        found[2].logprobs + found[4].logprobs, expected[2].logprobs + expected[4].logprobs, strict=True
+    ):
         assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
@@ -156,8 +164,8 @@ def count_draws(gpu: EmulatedGpu) -> list[int]:
     seen: list[int] = []
     real = gpu.sampler.sample
 
-    def counted(scores: np.ndarray, cap: float, draws: Draws) -> np.ndarray | None:
-        tokens = real(scores, cap, draws)
+    def counted(scores: np.ndarray, cap: float, draws: Draws, edits: LogitEdits | None) -> np.ndarray | None:
+        tokens = real(scores, cap, draws, edits)
         seen.append(0 if tokens is None else len(tokens))
         return tokens
 

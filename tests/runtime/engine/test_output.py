@@ -70,3 +70,25 @@ def test_an_end_token_ends_the_text_and_releases_what_was_held() -> None:
 def test_ignore_eos_goes_on() -> None:
     output = OutputText(Letters(), SamplingParams(ignore_eos=True))
     assert output.push(EOS)[1] is None
+
+
+def test_a_stop_string_counts_only_behind_the_tokens_that_are_wanted_at_least() -> None:
+    output = OutputText(Letters(), SamplingParams(stop=("ab",), min_tokens=5))
+    pieces = [output.push(" abc".index(letter)) for letter in "abcabcabc"]
+    texts = [text for text, _ in pieces]
+    reasons = [reason for _, reason in pieces]
+    assert reasons.index(FinishReason.STOP) == 8, "letters come one token late"
+    assert "".join(texts[:9]) == "abcabc"
+
+
+def test_one_that_comes_with_output_counts_it_too() -> None:
+    """What a lost engine had said is not wanted again."""
+    output = OutputText(Letters(), SamplingParams(stop=("ab",), min_tokens=5))
+    output.replay([" abc".index(letter) for letter in "abcabc"])
+    pieces = [output.push(" abc".index(letter)) for letter in "abc"]
+    assert [reason for _, reason in pieces] == [None, None, FinishReason.STOP]
+
+
+def test_the_tokens_that_end_it_are_told() -> None:
+    assert OutputText(Letters(), SamplingParams(stop_token_ids=(3,))).ends == {EOS, 3}
+    assert OutputText(Letters(), SamplingParams(stop_token_ids=(3,), ignore_eos=True)).ends == {3}

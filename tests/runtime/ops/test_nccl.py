@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import sys
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -364,6 +366,26 @@ def test_a_row_without_numbers_fails_its_request_alone_and_all_ranks_go_on(
         expected[2].token_ids,
     ]
     assert len(found[1][0]) < 5
+
+
+def test_two_ranks_forbid_and_punish_the_same_tokens_as_one(nccl: HostNccl, tmp_path: Path) -> None:
+    """The rank that samples keeps what is known of the output; the others only hear of its tokens."""
+    model = write_model(tmp_path, eos_token_id=2)
+    params = [
+        SamplingParams(max_tokens=12, temperature=0.9, seed=2, guided={"regex": "[a-f]{3}-[0-9]{2,4}"}),
+        SamplingParams(max_tokens=12, seed=1, ignore_eos=True, repetition_penalty=1.4, frequency_penalty=0.5),
+        SamplingParams(max_tokens=12, temperature=0.0, min_tokens=9, logit_bias={2: 90}),
+    ]
+    config = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference", cpu_threads=1)
+    with LocalEngine(config) as alone:
+        expected = alone.generate(SHORT_PROMPTS, params)
+    engine, _, worker = two_ranks(nccl, None, replace(config, tp_size=2))
+    with engine:
+        found = engine.generate(SHORT_PROMPTS, params)
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert re.fullmatch("[a-f]{3}-[0-9]{2,4}", found[0].text)
+    assert found[2].usage.completion_tokens == 10, "its end token is likeliest from the first on"
+    assert [len(worker.workers[rank]._editor._rows) for rank in range(2)] == [3, 0]
 
 
 def test_a_rank_that_fails_within_a_step_ends_the_engine_for_its_peers_are_still_in_it(

@@ -3,17 +3,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.batch import BatchRequest, NewSequence
 from headwise.runtime.protocol.copies import SwapIn
+from headwise.runtime.protocol.guided import Guided
+from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.protocol.step_limits import FACTOR, KEPT, LEAST_S, MEASURED, StepLimits
 
 STEP_TIMEOUT_S, LOAD_TIMEOUT_S = 120.0, 5.0
 
 
 def step(
-    tokens: int, *, start: int = 0, rows: int = 1, samples: bool = True, loads: int = 0, command: str = ""
+    tokens: int,
+    *,
+    start: int = 0,
+    rows: int = 1,
+    samples: bool = True,
+    loads: int = 0,
+    command: str = "",
+    form: Guided | None = None,
 ) -> BatchRequest:
-    """``tokens`` of each of ``rows`` sequences that have ``start`` tokens already."""
+    """``tokens`` of each of ``rows`` sequences that have ``start`` tokens already. With a ``form`` the first is new."""
     return BatchRequest(
         step_id=0,
         rows=np.arange(rows, dtype=np.int32),
@@ -22,6 +31,7 @@ def step(
         token_ids=np.zeros(rows * tokens, np.int32),
         sample=np.full(rows, samples),
         table_updates=np.empty((0, 4), np.int32),
+        new_sequences=() if form is None else (NewSequence(0, "r", SamplingParams(guided=form), 0),),
         cache_swap_metadata=SwapIn(np.zeros((loads, 3), np.int32)),
         command=command,
     )
@@ -74,6 +84,15 @@ def test_steps_that_load_may_wait_for_each_load_and_say_nothing_of_others(limits
         takes(limits, step(1, start=50), 0.05)
     assert takes(limits, step(1, start=50, loads=4), 14.9) == LEAST_S + 3 * LOAD_TIMEOUT_S
     assert takes(limits, step(1, start=50), 0.05) == LEAST_S
+
+
+def test_a_step_that_begins_a_form_may_wait_for_its_tokenizer_and_says_nothing_of_others(limits: StepLimits) -> None:
+    for _ in range(MEASURED):
+        takes(limits, step(8, start=50), 0.05)
+    form = Guided(regex="a")
+    assert takes(limits, step(8, start=50, samples=False, form=form), 0.05) == LEAST_S, "it samples nothing"
+    assert takes(limits, step(8, start=50), 30.0) == STEP_TIMEOUT_S
+    assert takes(limits, step(8, start=50), 0.05) == LEAST_S
 
 
 def test_steps_that_compute_nothing_are_watched_too(limits: StepLimits) -> None:

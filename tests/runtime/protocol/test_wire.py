@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.batch import BatchRequest, NewSequence, StepResult
+from headwise.runtime.protocol.batch import BatchRequest, KnownTokens, NewSequence, StepResult
 from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
 from headwise.runtime.protocol.request import (
     FinishReason,
@@ -26,6 +26,8 @@ from headwise.runtime.protocol.request import (
 )
 from headwise.transfer.stats import TransferStats
 
+KNOWN = KnownTokens(*(np.arange(length, dtype=np.int32) for length in (3, 0, 1)), ends_from=7)
+
 
 def batch(rows: int) -> BatchRequest:
     return BatchRequest(
@@ -36,7 +38,10 @@ def batch(rows: int) -> BatchRequest:
         token_ids=np.full(rows, -1, dtype=np.int32),
         sample=np.ones(rows, dtype=np.bool_),
         table_updates=np.arange(rows * 4, dtype=np.int32).reshape(rows, 4),
-        new_sequences=(NewSequence(3, "r-1", SamplingParams(stop=("a", "β"), seed=2**63 - 1), 2**64 - 1),),
+        new_sequences=(
+            NewSequence(3, "r-1", SamplingParams(stop=("a", "β"), seed=2**63 - 1), 2**64 - 1),
+            NewSequence(4, "r-2", SamplingParams(logit_bias={5: -1.5, 9: 2}), 1, KNOWN),
+        ),
         cache_swap_metadata=SwapIn(np.arange(rows * 3, dtype=np.int32).reshape(rows, 3)),
         cache_evict_metadata=SwapOut(
             puts=NamedBlocks(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), (b"h" * 16,) * rows),
@@ -55,6 +60,9 @@ def assert_same(left: object, right: object) -> None:
             assert np.array_equal(a, b)
         elif dataclasses.is_dataclass(a):
             assert_same(a, b)
+        elif isinstance(a, tuple) and a and dataclasses.is_dataclass(a[0]):
+            for one, other in zip(a, b, strict=True):
+                assert_same(one, other)
         else:
             assert a == b
 

@@ -26,7 +26,6 @@ from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Kernel, Program
 from headwise.kernels.cuda.programs import Defines, Programs
-from headwise.kernels.cuda.sampling import CudaSampling
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
@@ -118,7 +117,7 @@ class EmulatedGpu:
         programs = SerialPrograms(libraries)
         self._tables = PoisonedTables(programs, threads=64)
         self.ops = EmulatedOps(dtype, programs)
-        self.sampler = DeviceSampler(self.ops, CudaSampling(programs, numpy_dtype(dtype), threads=64))
+        self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
         self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:

@@ -34,9 +34,10 @@ TINY = {
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 200, 70)]
 
 
-def write_model(directory: Path) -> Path:
+def write_model(directory: Path, **config: object) -> Path:
+    """``config``: of the model's, besides `TINY`."""
     write_tokenizer_directory(directory, byte_level_tokenizer())
-    (directory / "config.json").write_text(json.dumps(TINY))
+    (directory / "config.json").write_text(json.dumps(TINY | config))
     weights = random_weights(model_config(TINY))
     named = {name: weights.tensor(name) for name in weights.names if not name.endswith(".bias")}
     save_file(named, directory / "model.safetensors")
