@@ -77,13 +77,17 @@ class AttentionKernels(Protocol):
         scale: float,
         softcap: float,
         out: Array,
+        sink_logits: Array | None = None,
     ) -> None:
         """Causal attention of ``query [tokens, q_heads, head_dim]`` over the cached tokens into ``out``.
 
         ``q_heads`` is a multiple of ``kv_heads``; query heads ``[h * n, (h + 1) * n)`` share KV head ``h``.
         Query position ``p`` sees keys ``k <= p`` with ``window == 0 or p - k < window or k < sink``. Scores are
         ``scale * q.k``, then ``softcap * tanh(s / softcap)`` if ``softcap > 0``. The KV of this step's
-        own tokens was written by `write_kv` before. ``arena`` is ``uint8 [num_blocks * layout.block_bytes]``.
+        own tokens was written by `write_kv` before. ``sink_logits``, float32 ``[q_heads]``, if given, are scores of one
+        more key for each query head, which every query sees and whose value is 0: they take from the others' share
+        (attention sinks that a model has learned). A query that sees no key gets 0.
+        ``arena`` is ``uint8 [num_blocks * layout.block_bytes]``.
         """
 
 

@@ -9,7 +9,12 @@ from typing import Any, Literal, Protocol
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped"]
+"""Of a gated MLP. ``clamped`` is gpt-oss's: ``gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1)``, of a gate of at most
+`SWIGLU_LIMIT`, and an up of a magnitude of at most that."""
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
 Weight = Any
 """As the tensor operations made it that offer such a decoder."""
 

@@ -50,6 +50,7 @@ class ReferenceKernels:
         scale: float,
         softcap: float,
         out: NDArray[Any],
+        sink_logits: NDArray[np.float32] | None = None,
     ) -> None:
         """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible."""
         kv_heads = len(heads.group)
@@ -65,8 +66,9 @@ class ReferenceKernels:
                 queries = slice(head * share, (head + 1) * share)
                 key, value = _load(arena, layout, at)
                 out[rows, queries] = _softmax_attention(
-                    query[rows, queries], key, value, visible[:, seen], scale, softcap
-                )
+                    query[rows, queries], key, value, visible[:, seen], scale, softcap,
+                    None if sink_logits is None else sink_logits[queries].astype(np.float64),
+                )  # fmt: skip
 
 
 def _sequences(batch: AttentionBatch) -> Iterator[tuple[int, slice, Positions]]:
@@ -123,8 +125,11 @@ def _softmax_attention(
     visible: NDArray[np.bool_],
     scale: float,
     softcap: float,
+    sink_logits: NDArray[np.float64] | None,
 ) -> NDArray[np.float64]:
     """``query [T, n, D]`` over ``key`` and ``value [K, D]`` under ``visible [T, K]`` -> ``[T, n, D]``.
+
+    ``sink_logits`` are ``[n]``.
 
     A query that sees nothing gets zeros.
     """
@@ -133,8 +138,13 @@ def _softmax_attention(
         scores = softcap * np.tanh(scores / softcap)
     scores = np.where(visible[:, None, :], scores, -np.inf)
     highest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0.0))
+    if sink_logits is not None:
+        highest = np.maximum(highest, sink_logits[:, None])
+    reference = np.where(np.isfinite(highest), highest, 0.0)
+    weights = np.exp(scores - reference)
     total = weights.sum(axis=-1, keepdims=True)
+    if sink_logits is not None:
+        total = total + np.exp(sink_logits[:, None] - reference)
     mixed: NDArray[np.float64] = weights @ value.astype(np.float64)
     result: NDArray[np.float64] = np.divide(mixed, total, out=np.zeros_like(mixed), where=total != 0)
     return result

@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.engine.loaded_model import GREEDY, MODELS, LoadedModel, serve
+from support.engine.loaded_model import ALL_MODELS, DEMO_MODELS, GREEDY, LoadedModel, serve
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S
 
@@ -15,13 +15,11 @@ from headwise.errors import LayerSwapTimeoutError
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.request import GenerateRequest, GenerationResult
 
-pytestmark = pytest.mark.model
-
 TOKENS = 8
 SHORT = replace(GREEDY, max_tokens=TOKENS)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=ALL_MODELS)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return LoadedModel(request.param)
 
@@ -39,7 +37,7 @@ def run(engine: EngineCore, request: GenerateRequest) -> GenerationResult:
 
 
 def long_prompt(loaded: LoadedModel) -> Answer:
-    return next(answer for answer in answers(loaded.config.model) if answer.name == "long_700").first(TOKENS)
+    return next(answer for answer in answers(loaded.name) if answer.name == "long_700").first(TOKENS)
 
 
 def again(wanted: list[Answer]) -> list[Answer]:
@@ -48,7 +46,7 @@ def again(wanted: list[Answer]) -> list[Answer]:
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_prefixes_come_back_from_the_host(loaded: LoadedModel, policy: str) -> None:
-    if policy == "write_back" and loaded.config.model != "smollm2-135m":
+    if policy == "write_back" and loaded.name != "smollm2-135m":
         pytest.skip("a pool this small cannot keep six groups' blocks until they are copied")
     answer = long_prompt(loaded)
     card = loaded.preprocessor.card
@@ -61,7 +59,7 @@ def test_prefixes_come_back_from_the_host(loaded: LoadedModel, policy: str) -> N
         write_policy=policy,
         load_timeout_s=PATIENCE_S,
     )
-    others = [[1000 + 100 * other + i for i in range(400)] for other in range(2)]
+    others = [[3 + (7 * i + other) % 250 for i in range(400)] for other in range(2)]
     for turn in range(2):
         for other in others if turn else ():  # what the cache held before leaves the device
             run(engine, loaded.preprocessor.prepare(prompt=other, sampling=replace(GREEDY, max_tokens=2)))
@@ -79,7 +77,7 @@ def test_prefixes_come_back_from_the_host(loaded: LoadedModel, policy: str) -> N
 
 
 def test_a_host_of_a_few_blocks_and_many_requests_at_once(loaded: LoadedModel) -> None:
-    wanted = [a.first(TOKENS) for a in answers(loaded.config.model) if len(a.prompt_ids) < 400][:5]
+    wanted = [a.first(TOKENS) for a in answers(loaded.name) if len(a.prompt_ids) < 400][:5]
     sampling = {name: SHORT for a in wanted for name in (a.name, f"{a.name}/again")}
     card = loaded.preprocessor.card
     block = card.layout.block_bytes * 16 // card.layout.block_size
@@ -99,6 +97,7 @@ def test_a_host_of_a_few_blocks_and_many_requests_at_once(loaded: LoadedModel) -
     assert engine.stats()["host"]["evicted_blocks"] > 0
 
 
+@pytest.mark.parametrize("loaded", DEMO_MODELS, indirect=True)
 def test_a_load_that_comes_too_late_is_computed_anew(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = long_prompt(loaded)
     engine, executor = loaded.engine(

@@ -70,6 +70,7 @@ def cases(draw: st.DrawFn, of: Implementation) -> Case:
         head_dim=draw(st.sampled_from(of.head_dims)),
         block_size=draw(st.sampled_from(of.block_sizes)),
         softcap=draw(st.sampled_from([0.0, 5.0])),
+        has_sink_logits=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -106,6 +107,25 @@ def test_contexts_long_enough_to_be_split(implementation: Implementation) -> Non
     kernels, length = implementation.kernels, implementation.long_context
     assert_right(kernels, Case((1,), (length,), ((0, 0), (700, 4)), share=3, head_dim=64, block_size=64))
     assert_right(kernels, Case((75,), (length * 3 // 4,), ((0, 0),), share=3, head_dim=64, block_size=64))
+
+
+@pytest.mark.parametrize("queries", [1, 30])
+def test_learned_sinks_take_their_share_once_however_a_sequence_is_split(
+    implementation: Implementation, queries: int
+) -> None:
+    lengths, policies = (implementation.long_context, 40), ((0, 0), (60, 2))
+    case = Case((queries, 1), lengths, policies, share=4, head_dim=64, block_size=16, has_sink_logits=True)
+    assert_right(implementation.kernels, case)
+
+
+@pytest.mark.parametrize("logit", [-300.0, 300.0])
+def test_sinks_of_any_size_leave_numbers(kernels: AttentionKernels, logit: float) -> None:
+    scene = Scene(Case((1, 5), (90, 9), ((0, 0), (20, 4)), share=2, head_dim=64, has_sink_logits=True))
+    assert scene.sink_logits is not None
+    without = replace(scene.case, has_sink_logits=False)
+    scene.sink_logits[:] = logit
+    expected = Scene(without).expected() if logit < 0 else np.zeros(scene.query.shape)
+    np.testing.assert_allclose(scene.attend(kernels), expected, rtol=0, atol=2e-5)
 
 
 def test_batch_without_queries_leaves_the_output_alone(kernels: AttentionKernels) -> None:

@@ -24,6 +24,7 @@ class Case:
     head_dim: int = 16
     block_size: int = 4
     softcap: float = 0.0
+    has_sink_logits: bool = False
     seed: int = 0
     dtype: str = "float32"
 
@@ -42,6 +43,9 @@ class Scene:
         tokens = sum(case.query_lens)
         self.query = self.rng.standard_normal((tokens, heads * case.share, case.head_dim)).astype(np.float32)
         self.scale = case.head_dim**-0.5
+        self.sink_logits = None
+        if case.has_sink_logits:
+            self.sink_logits = self.rng.standard_normal(heads * case.share).astype(np.float32) * 2
         self._place_heads()
         self._fill_arena()
 
@@ -115,13 +119,16 @@ class Scene:
                 if self.case.softcap:
                     scores = self.case.softcap * np.tanh(scores / self.case.softcap)
                 weights = np.exp(scores) * self.visible(sequence, head)
-                out[first : first + queries, q_head] = weights / weights.sum(axis=1, keepdims=True) @ value
+                total = weights.sum(axis=1, keepdims=True)
+                if self.sink_logits is not None:
+                    total += np.exp(np.float64(self.sink_logits[q_head]))
+                out[first : first + queries, q_head] = weights / total @ value
         return out
 
     def attend(self, kernels: AttentionKernels) -> np.ndarray:
         out = np.full_like(self.query, np.nan)
         kernels.attend(
             self.query, self.arena, self.layout, self.batch, self.heads,
-            scale=self.scale, softcap=self.case.softcap, out=out,
+            scale=self.scale, softcap=self.case.softcap, out=out, sink_logits=self.sink_logits,
         )  # fmt: skip
         return out

@@ -76,7 +76,7 @@ class LayerByCall:
     sequences: PagedSequences
     batch: AttentionBatch
 
-    def __call__(self, layer: int, query: np.ndarray, key: np.ndarray, value: np.ndarray, rotation: Rotation):
+    def __call__(self, layer: int, query: np.ndarray, key: np.ndarray, value: np.ndarray, rotation: Rotation, *_: None):
         s = self.sequences
         queries, keys, values = (np.ascontiguousarray(array) for array in (query, key, value))
         where = s.arena, s.layout, self.batch, s.heads[layer]

@@ -38,7 +38,8 @@ class Answer:
 
 @cache
 def answers(model: str) -> tuple[Answer, ...]:
-    path = Path(__file__).parent.parent / "references" / f"{model}.json"
+    references = Path(__file__).parent.parent / "references"
+    path = next(path for path in (references / f"{model}.json", references / f"tiny-{model}.json") if path.exists())
     return tuple(Answer(**entry) for entry in json.loads(path.read_text())["prompts"])
 
 

@@ -47,12 +47,22 @@ def rope(ops: Any) -> Any:
     return ops.rope(ops.tensor(HEADS)[:, 2:], *angles)
 
 
+def scaled_rope(ops: Any) -> Any:
+    scale = np.array([1.5, 1.5, 1.0, 1.0], np.float32)
+    angles = ops.rotation(ops.upload(int32(0, 1, 500, 99999)), ops.upload(FREQUENCIES), ops.upload(scale))
+    return ops.rope(ops.tensor(HEADS)[:, 2:], *angles)
+
+
 def silu_mul(ops: Any) -> Any:
     return ops.silu_mul(ops.tensor(X))
 
 
 def gelu_tanh_mul(ops: Any) -> Any:
     return ops.gelu_tanh_mul(ops.tensor(X))
+
+
+def clamped_mul(ops: Any) -> Any:
+    return ops.clamped_mul(ops.tensor(4 * X))
 
 
 def take_rows(ops: Any) -> Any:
@@ -82,9 +92,10 @@ NARROW: list[Callable[[Any], Any]] = [
     rms_norm,
     rms_norm_of_heads,
     rope,
+    scaled_rope,
     gelu_tanh_mul,
     take_rows,
 ]
 """What Paddle computes on a CPU in float16 and bfloat16, too."""
 
-EVERY = [*NARROW, linear, linear_of_a_slice, silu_mul, scatter_add_rows, residual, normed_sum]
+EVERY = [*NARROW, linear, linear_of_a_slice, silu_mul, clamped_mul, scatter_add_rows, residual, normed_sum]

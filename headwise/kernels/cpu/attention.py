@@ -137,6 +137,7 @@ class NumbaKernels:
         scale: float,
         softcap: float,
         out: NDArray[np.float32],
+        sink_logits: NDArray[np.float32] | None = None,
     ) -> None:
         """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible.
 
@@ -146,11 +147,17 @@ class NumbaKernels:
         kv_heads = len(heads.group)
         if out.shape != query.shape or q_heads % kv_heads:
             raise ValueError(f"query {query.shape}, out {out.shape} and {kv_heads} KV heads do not fit each other")
+        if sink_logits is not None and sink_logits.shape != (q_heads,):
+            raise ValueError(f"sink_logits {sink_logits.shape} do not fit {q_heads} query heads")
         _check(rows, kv_heads, dim, layout, batch, heads)
         kernels, share = self._kernels_of(layout), q_heads // kv_heads
         plan = Planner(heads.window, heads.sink, share, dim).plan(batch)
         workers, plans = max(1, min(self._threads, len(plan.parts), plan.cost // THREAD_COST)), PlanTable.of([plan])
-        scratch, partials, layer = plans.scratch(workers, share, dim), plans.partials(dim), _layer_of(heads)
+        scratch, partials, layer = (
+            plans.scratch(workers, share, dim),
+            plans.partials(dim),
+            _layer_of(heads, sink_logits),
+        )
         counters = np.zeros(FIRST_ITEM + len(plan.items), np.int64)
         own = kernels.a_pass(
             arena, batch, rows=rows, q_heads=q_heads, kv_heads=kv_heads, dim=dim, **_rows("query", query),
@@ -183,9 +190,11 @@ def _check(rows: int, kv_heads: int, dim: int, layout: BlockLayout, batch: Atten
         raise ValueError(f"the head_dim is {dim}, larger than that of the block layout, {head_dim_of(layout)}")
 
 
-def _layer_of(heads: HeadTable) -> NDArray[Any]:
+def _layer_of(heads: HeadTable, sink_logits: NDArray[np.float32] | None = None) -> NDArray[Any]:
     arrays = (heads.group, heads.slot, heads.window, heads.sink)
-    return records.filled(records.LAYER, heads=[(address_of(array, np.int32), array.size) for array in arrays])
+    sinks = (0, 0) if sink_logits is None else (address_of(sink_logits, np.float32), sink_logits.size)
+    places = [(address_of(array, np.int32), array.size) for array in arrays]
+    return records.filled(records.LAYER, heads=places, sink_logits=sinks)
 
 
 def _rows(name: str, array: NDArray[np.float32]) -> dict[str, int]:

@@ -54,6 +54,7 @@ from headwise.kernels.cpu.attention_micro import (
 from headwise.kernels.cpu.attention_plan import ITEM, KEYS, span_of_part
 from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP, TURNED_STRIDE
 from headwise.kernels.cpu.attention_softmax import (
+    LOG2E,
     Scratch,
     Softmax,
     Step,
@@ -70,6 +71,9 @@ _items_at = array_at(numba.from_dtype(ITEM))
 _PLAN_BYTES = PLAN.itemsize
 _pasted = numba.njit(inline="always", fastmath=MATH, nogil=True, error_model="numpy")
 _compiled = numba.njit(fastmath=MATH, nogil=True, error_model="numpy")
+LARGEST_POWER = np.float32(126.0)
+"""Of 2, that a float32 holds: a sink so much above all scores leaves nothing of their values."""
+
 _load_token_query, _load_tile_query = load_query(is_tile=False), load_query(is_tile=True)
 
 # --- one part -----------------------------------------------------------------------------------------------------
@@ -200,7 +204,11 @@ def _store(step, item, softmax, first, out):
             row = first + token * step.share + h
             inverse = np.float32(0.0)
             if softmax.total[row] != 0.0:
-                inverse = np.float32(1.0) / softmax.total[row]
+                total = softmax.total[row]
+                if len(step.sink_logits) > 0:
+                    sink = step.sink_logits[head + h] * np.float32(LOG2E) - softmax.top[row]
+                    total += exp2(min(sink, LARGEST_POWER))
+                inverse = np.float32(1.0) / total
             row_times(softmax.acc, row * dim, row_of(out, item.token + token, head + h), 0, dim, inverse)
 
 
@@ -274,6 +282,7 @@ def _step_of(kv, own, layer):
         int_matrix_at(own.tables, own.sequences * own.groups, own.table_columns), own.groups,
         ints_at(heads[HEAD_GROUP, 0], heads[HEAD_GROUP, 1]), ints_at(heads[HEAD_SLOT, 0], heads[HEAD_SLOT, 1]),
         ints_at(heads[HEAD_WINDOW, 0], heads[HEAD_WINDOW, 1]), ints_at(heads[HEAD_SINK, 0], heads[HEAD_SINK, 1]),
+        floats_at(layer.sink_logits[0], layer.sink_logits[1]),
         own.factor, own.softcap, own.q_heads // own.kv_heads, dim,
     )  # fmt: skip
 

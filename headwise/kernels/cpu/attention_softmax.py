@@ -48,6 +48,7 @@ class Step(NamedTuple):
     scales:  the arena as ``float32``
     cache:   a `records.CACHE`
     tables:  ``int32 [batch * groups, max_blocks]``
+    sink_logits: ``float32 [q_heads]``, empty where there are none
     factor:  of queries
     share:   query heads per KV head
     """
@@ -62,6 +63,7 @@ class Step(NamedTuple):
     head_slot: Any
     head_window: Any
     head_sink: Any
+    sink_logits: Any
     factor: Any
     softcap: Any
     share: Any

@@ -21,7 +21,12 @@ from headwise.kernels.cpu.pool import pool_of_this_process
 from headwise.kernels.cpu.records import place_of
 from headwise.kernels.fused import Activation
 
-EPILOGUES = {None: matmul_jit.PLAIN, "silu": matmul_jit.SILU, "gelu_tanh": matmul_jit.GELU}
+EPILOGUES = {
+    None: matmul_jit.PLAIN,
+    "silu": matmul_jit.SILU,
+    "gelu_tanh": matmul_jit.GELU,
+    "clamped": matmul_jit.CLAMPED,
+}
 KINDS = dict(zip(("float32", "bfloat16", "int8", "int4"), matmul_jit.KINDS, strict=True))
 PACKED_VERSION = 1
 """Goes up when the same weight is packed differently: copies of packed weights on disk are then made again."""

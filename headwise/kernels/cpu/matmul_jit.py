@@ -56,6 +56,7 @@ from headwise.kernels.cpu.matmul_tiles import (
 from headwise.kernels.cpu.records import PRODUCT, WEIGHT
 from headwise.kernels.cpu.simd import LANES, Emitter
 from headwise.kernels.cpu.threads import fetch_add, take_item, wait_for
+from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 """Kinds of packed weights."""
@@ -73,7 +74,7 @@ TILE = ROW_BLOCK * PANEL
 """Floats of a thread's scratch."""
 
 KINDS = (FLOAT32, BFLOAT16, INT8, INT4)
-PLAIN, SILU, GELU = range(3)
+PLAIN, SILU, GELU, CLAMPED = range(4)
 """Epilogues: as it is; or ``act(gate) * up``, where a panel is half gate, half up."""
 
 _MATH = {"nsz", "arcp", "contract"}
@@ -166,22 +167,28 @@ def _rounded(typing, value):
 
 
 @intrinsic
-def _gate(typing, tile, gate_at, up_at, is_gelu):
+def _gate(typing, tile, gate_at, up_at, epilogue):
     """``tile[gate_at:] = act(tile[gate_at:]) * tile[up_at:]`` for LANES numbers.
 
     ``silu(g) = g / (1 + exp(-g))``; gelu with the tanh approximation is ``g / (1 + exp(-2 z))``,
-    ``z = sqrt(2 / pi) * (g + 0.044715 * g ** 3)``.
+    ``z = sqrt(2 / pi) * (g + 0.044715 * g ** 3)``. CLAMPED is that of `headwise.kernels.fused.Activation`.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         e = Emitter(context, builder, signature, args)
-        tile, gate_at, up_at, is_gelu = e.args
+        tile, gate_at, up_at, epilogue = e.args
         place = e.at(tile, gate_at)
         gate, up = e.load(place), e.load(e.at(tile, up_at))
+        is_gelu, is_clamped = (builder.icmp_signed("==", epilogue, epilogue.type(kind)) for kind in (GELU, CLAMPED))
+        most, least = e.fill(SWIGLU_LIMIT), e.fill(-SWIGLU_LIMIT)
+        gate = builder.select(is_clamped, _smaller(builder, gate, most), gate)
+        clamped = _smaller(builder, builder.select(builder.fcmp_ordered("<", up, least), least, up), most)
+        up = builder.select(is_clamped, builder.fadd(clamped, e.fill(1.0)), up)
         scaled = e.fill(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
         cube = e.multiply_add(builder.fmul(builder.fmul(gate, gate), gate), e.fill(0.044715), gate)
-        is_gelu = builder.icmp_signed("!=", is_gelu, is_gelu.type(0))
-        exponent = builder.select(is_gelu, builder.fmul(cube, scaled), builder.fmul(gate, e.fill(-math.log2(math.e))))
+        turned = builder.fmul(gate, e.fill(-math.log2(math.e)))
+        turned = builder.select(is_clamped, builder.fmul(turned, e.fill(SWIGLU_ALPHA)), turned)
+        exponent = builder.select(is_gelu, builder.fmul(cube, scaled), turned)
         limit = e.fill(126.0)
         exponent = builder.select(builder.fcmp_ordered(">", exponent, limit), limit, exponent)
         result = builder.fdiv(gate, builder.fadd(e.fill(1.0), e.exp2(exponent)))
@@ -190,6 +197,11 @@ def _gate(typing, tile, gate_at, up_at, is_gelu):
 
     n = types.intp
     return types.void(tile, n, n, n), emit
+
+
+def _smaller(builder: Any, x: Any, most: Any) -> Any:
+    """The smaller of two vectors' lanes; NaN stays NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, most), most, x)
 
 
 @_pasted
@@ -208,7 +220,7 @@ def _finish(tile, epilogue, bias, out, row, rows, panel):
                 source[c] += own[c]
         if epilogue != PLAIN:
             for c in range(0, half, LANES):
-                _gate(tile, r * PANEL + c, r * PANEL + half + c, epilogue == GELU)
+                _gate(tile, r * PANEL + c, r * PANEL + half + c, epilogue)
         for c in range(len(target)):
             target[c] = source[c]
 

@@ -45,7 +45,7 @@ code:     address of the compiled product with weights of this kind
 x:        float32 ``[rows, inputs]``; the same address as ``factors`` where those are the factors already
 weight:   a `WEIGHT`
 bias:     float32, of no length where there is none
-epilogue: `matmul_jit.PLAIN` to `matmul_jit.GELU`
+epilogue: `matmul_jit.PLAIN` to `matmul_jit.CLAMPED`
 out:      float32 ``[rows, columns]``
 tiles:    ``tile_floats`` for each thread: `matmul_jit.TILE`, and as many as the weight is deep
 counters: `matmul_jit.PRODUCT_COUNTERS` and one for each of the ``threads``, that are 0
@@ -64,11 +64,12 @@ LAYER = np.dtype(
         ("biases", _N, (len(WEIGHTS), 2)),
         ("norms", _N, (len(NORMS), 2)),
         ("heads", _N, (len(HEADS), 2)),
+        ("sink_logits", _N, (2,)),
         *_numbers("rotation plan"),
     ]
 )
-"""A layer: `WEIGHT` records; address and length of biases and norms (of those that it has not: 0), and of what says
-where its heads lie; which rotation is its own, and which `PLAN`."""
+"""A layer: `WEIGHT` records; address and length of biases and norms (of those that it has not: 0), of what says where
+its heads lie, and of learned sinks' logits (0 where it has none); which rotation is its own, and which `PLAN`."""
 
 PLAN = np.dtype(_numbers("items item_count parts part_count rows is_tiled partial_rows"))
 """A plan of attention: see `attention_plan.Plan`."""

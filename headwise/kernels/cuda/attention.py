@@ -63,14 +63,25 @@ class AttentionShape:
     q_dtype: str
     kv_dtype: str
     softcap: bool = False
+    sink_logits: bool = False
 
     @classmethod
-    def of(cls, layout: BlockLayout, q_heads: int, kv_heads: int, q_dtype: str, softcap: float) -> AttentionShape:
+    def of(
+        cls,
+        layout: BlockLayout,
+        q_heads: int,
+        kv_heads: int,
+        q_dtype: str,
+        softcap: float,
+        sink_logits: bool = False,
+    ) -> AttentionShape:
         """The shape of attention with ``q_heads`` of ``q_dtype`` over ``kv_heads`` in blocks of ``layout``."""
         if q_heads % kv_heads:
             raise ConfigError(f"{q_heads} query heads cannot share {kv_heads} KV heads evenly: give a multiple")
         share = q_heads // kv_heads
-        return cls(share, head_dim_of(layout), layout.block_size, q_dtype, kv_dtype_of(layout), softcap > 0)
+        return cls(
+            share, head_dim_of(layout), layout.block_size, q_dtype, kv_dtype_of(layout), softcap > 0, sink_logits
+        )
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,7 @@ class TritonAttention:
         scale: float,
         softcap: float,
         out: Array,
+        sink_logits: Array | None = None,
     ) -> None:
         """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible.
 
@@ -157,11 +169,14 @@ class TritonAttention:
             ValueError: the arrays do not fit each other, or ``scale`` is not positive.
         """
         q_heads, kv_heads = query.shape[1], heads.group.shape[0]
-        shape = AttentionShape.of(layout, q_heads, kv_heads, query.dtype.name, softcap)
+        has_sinks = sink_logits is not None
+        shape = AttentionShape.of(layout, q_heads, kv_heads, query.dtype.name, softcap, has_sinks)
         sequences = batch.cu_seqlens_q.shape[0] - 1
         if query.shape[0] == 0 or sequences == 0:
             return
         _check_arrays(query, out, shape, scale)
+        if sink_logits is not None and (sink_logits.shape != (q_heads,) or sink_logits.dtype != np.float32):
+            raise ValueError(f"sink_logits {sink_logits.shape} {sink_logits.dtype} are not float32 [{q_heads}]")
         plan = self._plan_of(shape)
         splits = self._splits(sequences * kv_heads, batch.block_tables.shape[1] * layout.block_size)
         partial, partial_lse = self._partials(shape)
@@ -170,6 +185,7 @@ class TritonAttention:
             "out": np.uint64(address_of(out)),
             "partial": np.uint64(partial),
             "partial_lse": np.uint64(partial_lse),
+            "sink_logits": np.uint64(partial if sink_logits is None else address_of(sink_logits)),
             **_arena_arguments(arena, layout),
             **_batch_arguments(batch, heads),
             "query_stride": np.int32(query.strides[0] // query.itemsize),
@@ -282,15 +298,15 @@ def _score_arguments(scale: float, softcap: float) -> dict[str, np.generic]:
 
 
 ATTEND_SIGNATURE = (
-    "query:q", "out:q", "partial:*fp32", "partial_lse:*fp32", "key:kv", "value:kv", "key_scale:*fp32",
-    "value_scale:*fp32", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32", "head_group:*i32",
-    "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "batch:i32", "kv_heads:i32", "groups:i32",
-    "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "out_stride:i32", "score_scale:fp32",
-    "cap:fp32", "splits:i32", "fewest_queries:i32",
+    "query:q", "out:q", "partial:*fp32", "partial_lse:*fp32", "sink_logits:*fp32", "key:kv", "value:kv",
+    "key_scale:*fp32", "value_scale:*fp32", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
+    "head_group:*i32", "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "batch:i32", "kv_heads:i32",
+    "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "out_stride:i32",
+    "score_scale:fp32", "cap:fp32", "splits:i32", "fewest_queries:i32",
 )  # fmt: skip
 MERGE_SIGNATURE = (
-    "partial:*fp32", "partial_lse:*fp32", "out:q", "cu_seqlens_q:*i32", "seq_lens:*i32", "head_window:*i32",
-    "head_sink:*i32", "out_stride:i32", "splits:i32",
+    "partial:*fp32", "partial_lse:*fp32", "sink_logits:*fp32", "out:q", "cu_seqlens_q:*i32", "seq_lens:*i32",
+    "head_window:*i32", "head_sink:*i32", "out_stride:i32", "splits:i32",
 )  # fmt: skip
 MULTIPLES = ("query", "out", "partial", "key", "value", "block_bytes", "slot_bytes")
 
@@ -300,7 +316,9 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
     decode = tuning.decode or decode_tile(shape.head_dim, shape.q_dtype, shape.kv_dtype, sm, shape.block_size)
     tokens = max(1, prefill.rows // shape.share)
     split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
-    merge = {"SHARE": shape.share, **_head_constants(shape), **split, "MAX_SPLITS": MAX_SPLITS}
+    merge = {
+        "SHARE": shape.share, **_head_constants(shape), **split, "MAX_SPLITS": MAX_SPLITS, "SINKS": shape.sink_logits,
+    }  # fmt: skip
     return _Plan(
         prefill=_attend_variant(shape, prefill, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),
         decode=_attend_variant(shape, decode, 1, DECODE=True, **split),
@@ -318,6 +336,7 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants:
         "BLOCK_M": max(tile.rows, _power_of_two(tokens * shape.share)),
         "KV_BYTES": numpy_dtype(shape.kv_dtype).itemsize,
         "SOFTCAP": shape.softcap,
+        "SINKS": shape.sink_logits,
         "QUANTISED": shape.kv_dtype in QUANTISED,
     }
     signature = _typed(ATTEND_SIGNATURE, shape)

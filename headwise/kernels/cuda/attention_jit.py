@@ -30,6 +30,8 @@ NEVER = tl.constexpr(1 << 30)
 SEARCHED = tl.constexpr(128)
 """Sequences looked at at once when a program finds its own."""
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 MERGED = tl.constexpr(16)
 """Splits merged at once."""
 
@@ -154,14 +156,21 @@ def attend_tile(
 
 
 @JITFunction
+def with_sink(total, highest, sink_logit):
+    """The softmax's sum with the sink's share: a key of this score, whose value is 0."""
+    return total + tl.exp2(sink_logit * LOG2E - highest)
+
+
+@JITFunction
 def attend(
-    query, out, partial, partial_lse, key, value, key_scale, value_scale,
+    query, out, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
     score_scale, cap, splits, fewest_queries,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
-    KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
+    KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
@@ -247,23 +256,26 @@ def attend(
             HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED,
         )  # fmt: skip
 
-    mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
     if DECODE:
         if used > 1:
+            mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
             at_split = ((sequence * kv_heads * SHARE + head) * splits + split).to(tl.int64)
             tl.store(partial + at_split[:, None] * HEAD_DIM + dims[None, :], mixed, mask=real)
             lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
             tl.store(partial_lse + at_split, lse, mask=real_row)
             return
+    if SINKS:  # once for a sequence: of splits, where they are merged
+        total = with_sink(total, highest, tl.load(sink_logits + head, mask=real_row, other=0.0))
+    mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
     at_out = (query_begin + token).to(tl.int64) * out_stride + head * HEAD_DIM
     tl.store(out + at_out[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=real)
 
 
 @JITFunction
 def merge_splits(
-    partial, partial_lse, out, cu_seqlens_q, seq_lens, head_window, head_sink, out_stride, splits,
+    partial, partial_lse, sink_logits, out, cu_seqlens_q, seq_lens, head_window, head_sink, out_stride, splits,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_SPLIT_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The splits of one query head of one sequence, grid (query heads, batch), into ``out``."""
     head, sequence = tl.program_id(0), tl.program_id(1)
@@ -285,6 +297,8 @@ def merge_splits(
     highest = tl.max(lse, 0)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.exp2(lse - highest), 0)
+    if SINKS:
+        total = with_sink(total, highest, tl.load(sink_logits + head))
     dims = tl.arange(0, BLOCK_D)
     mixed = tl.zeros([BLOCK_D], tl.float32)
     for at in range(0, used, MERGED):

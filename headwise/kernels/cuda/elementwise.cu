@@ -171,18 +171,29 @@ extern "C" __global__ void add_rms_norm(
 // ---- gated activations ----
 
 struct Silu {
-    static __device__ __forceinline__ float argument(float gate) { return gate; }
+    static __device__ __forceinline__ float of(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
 };
 
 // 0.5 * (1 + tanh(u)) is the sigmoid of 2 * u.
 struct GeluTanh {
-    static __device__ __forceinline__ float argument(float gate)
+    static __device__ __forceinline__ float of(float gate, float up)
     {
-        return 1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate));  // 2 * sqrt(2 / pi)
+        const float argument = 1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate));  // 2 * sqrt(2 / pi)
+        return gate / (1.0f + expf(-argument)) * up;
     }
 };
 
-// gate * sigmoid(argument(gate)) * up. A thread, a vector of the output.
+// See `Activation` in kernels/fused.py. Comparisons, not fminf: NaN stays NaN.
+struct Clamped {
+    static __device__ __forceinline__ float of(float gate, float up)
+    {
+        gate = gate > 7.0f ? 7.0f : gate;
+        up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+        return gate / (1.0f + expf(-1.702f * gate)) * (up + 1.0f);
+    }
+};
+
+// A thread, a vector of the output.
 template <class Activation>
 __device__ __forceinline__ void gated(
     const char* gate_up, char* out, long long token_stride, int count, int vectors)
@@ -195,7 +206,7 @@ __device__ __forceinline__ void gated(
     const Floats up = widened(right);
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++)
-        gate.at[i] = gate.at[i] / (1.0f + expf(-Activation::argument(gate.at[i]))) * up.at[i];
+        gate.at[i] = Activation::of(gate.at[i], up.at[i]);
     store(out + static_cast<long long>(index) * VECTOR, gate);
 }
 
@@ -210,6 +221,11 @@ extern "C" __global__ void silu_mul(const char* gate_up, char* out, long long to
 extern "C" __global__ void gelu_tanh_mul(const char* gate_up, char* out, long long token_stride, int count, int vectors)
 {
     gated<GeluTanh>(gate_up, out, token_stride, count, vectors);
+}
+
+extern "C" __global__ void clamped_mul(const char* gate_up, char* out, long long token_stride, int count, int vectors)
+{
+    gated<Clamped>(gate_up, out, token_stride, count, vectors);
 }
 
 // ---- embedding ----

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.launch import Grid, Kernel, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
+from headwise.kernels.fused import Activation
 
 Array = Any
 
@@ -68,7 +69,7 @@ class CudaElementwise:
         self._kernels[dtype] = _Kernels(
             rms_norm={threads: program.kernel("rms_norm", threads) for threads in NORM_THREADS},
             add_rms_norm={threads: program.kernel("add_rms_norm", threads) for threads in NORM_THREADS},
-            gated={name: program.kernel(f"{name}_mul", THREADS) for name in ("silu", "gelu_tanh")},
+            gated={name: program.kernel(f"{name}_mul", THREADS) for name in get_args(Activation)},
             gather_rows=program.kernel("gather_rows", THREADS),
         )
 
@@ -123,7 +124,7 @@ class CudaElementwise:
     def gated(self, gate_up: Array, out: Array, activation: str) -> bool:
         """``out [T, N] = activation(gate) * up`` of ``gate_up [T, 2 * N] = gate | up``.
 
-        ``activation`` is ``silu``, or ``gelu_tanh``: the tanh approximation.
+        ``activation`` is one of `Activation`; ``gelu_tanh`` is the tanh approximation.
         """
         tokens, width = out.shape
         vectors = width * out.dtype.itemsize // VECTOR_BYTES

@@ -28,13 +28,21 @@ class CudaKernels:
         self._attention = TritonAttention(launcher, allocate)
         self._write = CudaKvWrite(programs)
 
-    def prepare(self, layout: BlockLayout, q_heads: int, kv_heads: int, q_dtype: str, softcap: float) -> None:
+    def prepare(
+        self,
+        layout: BlockLayout,
+        q_heads: int,
+        kv_heads: int,
+        q_dtype: str,
+        softcap: float,
+        sink_logits: bool = False,
+    ) -> None:
         """Compile or load all that calls with such arguments need.
 
         Raises:
             ConfigError: they are not supported.
         """
-        self._attention.prepare([AttentionShape.of(layout, q_heads, kv_heads, q_dtype, softcap)])
+        self._attention.prepare([AttentionShape.of(layout, q_heads, kv_heads, q_dtype, softcap, sink_logits)])
         self._write.prepare(layout, numpy_dtype(q_dtype))
 
     def write_kv(
@@ -69,6 +77,9 @@ class CudaKernels:
         scale: float,
         softcap: float,
         out: Array,
+        sink_logits: Array | None = None,
     ) -> None:
         """See `AttentionKernels.attend`."""
-        self._attention.attend(query, arena, layout, batch, heads, scale=scale, softcap=softcap, out=out)
+        self._attention.attend(
+            query, arena, layout, batch, heads, scale=scale, softcap=softcap, out=out, sink_logits=sink_logits
+        )

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         q_dtype=options.dtype,
         kv_dtype=options.kv_dtype or options.dtype,
         softcap=options.softcap,
+        sink_logits=options.sink_logits,
     )
     targets = [Target(sm, cuda) for sm in options.sm for cuda in options.cuda]
     try:
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", help="of queries (default: bfloat16)")
     parser.add_argument("--kv-dtype", default=None, help="of cached keys and values (default: that of queries)")
     parser.add_argument("--softcap", action="store_true", help="the model caps its attention scores")
+    parser.add_argument("--sink-logits", action="store_true", help="the model has learned a sink for each query head")
     return parser
 
 

@@ -29,7 +29,7 @@ from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Rotation, Shard
 from headwise.runtime.models.registry import build_model
-from headwise.runtime.ops.base import Tensor, TensorOps
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.ops.select import make_ops
 
@@ -103,7 +103,15 @@ class SequenceAttention:
             groups=1,
         )
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation,
+        sink_logits: KernelArray | None = None,
+    ) -> Tensor:
         ops, kernels, config = self._model.ops, self._model.kernels, self._model.config
         heads = _head_table(self._policies[layer])
         query, key = ops.rope(query, *rotation), ops.rope(key, *rotation)
@@ -114,6 +122,7 @@ class SequenceAttention:
         kernels.attend(
             queries, self._arena, self._layout, self._batch, heads,
             scale=config.attention_scale, softcap=config.attention_softcap, out=out,
+            sink_logits=sink_logits,
         )  # fmt: skip
         return ops.from_kernel_array(out)
 
@@ -164,7 +173,15 @@ class MeasuringAttention:
         self._inner, self._model, self._rows, self._streaming = inner, model, rows, streaming
         self.mass: NDArray[np.float64] = np.zeros((model.config.num_layers, model.config.num_heads, len(rows)))
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation,
+        sink_logits: KernelArray | None = None,
+    ) -> Tensor:
         ops, config = self._model.ops, self._model.config
         queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
         queries = queries[self._rows]
@@ -175,7 +192,7 @@ class MeasuringAttention:
                 queries[:, heads], self._rows, keys[:, head], own, self._streaming,
                 config.attention_scale, config.attention_softcap,
             )  # fmt: skip
-        return self._inner(layer, query, key, value, rotation)
+        return self._inner(layer, query, key, value, rotation, sink_logits)
 
 
 def outside_mass(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from headwise.cache_controller.head_pattern import HeadPattern, Policies, parse_pattern, policies_from_scores
+from headwise.cache_controller.head_pattern import HeadPattern, parse_pattern, policies_from_scores
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
@@ -20,6 +20,7 @@ from headwise.runtime.loader.digest import digest_weights
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.select import resolve_ops_name
 
 NUMERICS_VERSION = 1
@@ -107,14 +108,15 @@ def read_model_card(
         pattern.check_fits((model.num_layers, model.num_kv_heads), config.model, weights)
         policies = policies_from_scores(pattern.scores, config.sparsity, config.sink, config.window, model.policies)
         model = replace(model, policies=policies)
-    identity = _identity(weights + blocks, model.policies, config) if identify else ""
+    asked = _asked_length(config, model)
+    model = served_up_to(model, asked)
+    identity = _identity(weights + blocks, model, config) if identify else ""
     try:
         plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _check_cached_heads(config, model)
     layout = gqa_layout(config.block_size, plan.slots, model.head_dim, config.kv_dtype_name)
-    asked = _asked_length(config, model)
     spec = _cache_spec(config, layout, asked)
     card = ModelCard(config.model, identity, model, plan, layout, spec, asked, config.recycling, weights, blocks)
     return card if config.kv_cache_bytes is None else with_pool(card, config, config.kv_cache_bytes)
@@ -229,10 +231,11 @@ def _check_blocks(config: EngineConfig, directory: Path) -> None:
         )
 
 
-def _identity(weights: str, policies: Policies, config: EngineConfig) -> str:
+def _identity(weights: str, model: ModelConfig, config: EngineConfig) -> str:
     """Keys and values depend on the weights, on what the layers below could see, and on how they are computed."""
-    table = ";".join(",".join(f"{policy.window}/{policy.sink}" for policy in row) for row in policies)
-    return sha256(f"{weights}:{table}:{_numerics(config)}".encode()).hexdigest()[:32]
+    table = ";".join(",".join(f"{policy.window}/{policy.sink}" for policy in row) for row in model.policies)
+    rotation = "/long" if any(rope.is_long for rope in model.ropes) else ""
+    return sha256(f"{weights}:{table}:{_numerics(config)}{rotation}".encode()).hexdigest()[:32]
 
 
 def _numerics(config: EngineConfig) -> str:

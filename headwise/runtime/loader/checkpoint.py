@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.loader.block_file import BLOCKS, BlockFile
-from headwise.runtime.loader.safetensors_file import SafetensorsFile
+from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile
 from headwise.runtime.ops.quantised import GroupQuantised
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {**FLOATS, "U8": INTEGERS["U8"]}
+"""Bytes are for models that have packed numbers of their own (MXFP4)."""
+
 MOST_JSON_BYTES = 64 << 20
 """The largest JSON file that is read. An index of 400,000 tensors is smaller."""
 
@@ -46,8 +49,8 @@ class Checkpoint:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements in all tensors together."""
-        return sum(prod(self.shape(name)) for name in self.names)
+        """Number of elements in all tensors together; bytes count as two numbers each."""
+        return sum(prod(self.shape(name)) * (2 if self._open(name).is_bytes(name) else 1) for name in self.names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -68,6 +71,14 @@ class Checkpoint:
         """``tensor(name)[:, start:stop]`` of a matrix, reading no more than that."""
         self._check_range(name, 1, start, stop)
         return self._open(name).read(name, columns=slice(start, stop))
+
+    def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """``[start:stop]`` of a tensor that is stored as U8, a read-only view of the mapped file."""
+        self._check_range(name, 0, start, stop)
+        stored = self._open(name).stored(name)
+        if stored.dtype != np.uint8:
+            raise ModelError(f"{name!r} of {self.directory} is stored as {stored.dtype}, not as bytes")
+        return stored[start:stop]
 
     def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
         """``rows(name, start, stop)`` of a matrix, quantised as in the GGUF file.
@@ -127,7 +138,7 @@ class Checkpoint:
 
     def _load(self, file_name: str) -> SafetensorsFile:
         if file_name not in self._files:
-            self._files[file_name] = SafetensorsFile(self.directory / file_name)
+            self._files[file_name] = SafetensorsFile(self.directory / file_name, _DTYPES)
         return self._files[file_name]
 
 

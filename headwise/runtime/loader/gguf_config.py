@@ -19,6 +19,7 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
 _GEMMA3_LOCAL_THETA = 10_000.0
 _GEMMA3_PATTERN = 6
 _GEMMA3_27B_LAYERS = 62
+_GEMMA2_27B_LAYERS = 46
 
 _GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -32,14 +33,17 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _LLAMA_NAMES = {**_LAYER_NAMES, "ffn_norm": "post_attention_layernorm"}
-_GEMMA3_NAMES = {
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA2_NAMES = {
     **_LAYER_NAMES,
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_PHI3_NAMES = {**_LLAMA_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_FACTORS = {kind: f"rope_factors_{kind}.weight" for kind in ("long", "short")}
+_IN_CONFIG = ("rope_freqs.weight", *_FACTORS.values())
+"""Tensors that become part of the config."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def hf_tensor_name(name: str, source: GgufFile) -> str | None:
     Raises:
         ModelError: the architecture has no such tensor.
     """
-    if name == "rope_freqs.weight":
+    if name in _IN_CONFIG:
         return None
     stem, _, kind = name.rpartition(".")
     if stem in _GLOBAL_NAMES:
@@ -148,6 +152,63 @@ def _llama(source: GgufFile) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": _llama3_scaling(source, theta, head_dim) or _rope_scaling(source, "llama"),
     }
+
+
+def _qwen(name: str, architecture: str) -> Callable[[GgufFile], dict[str, Any]]:
+    def config(source: GgufFile) -> dict[str, Any]:
+        return {
+            "architectures": [architecture],
+            "model_type": name,
+            "hidden_act": "silu",
+            "rope_theta": float(source.get(f"{name}.rope.freq_base", 10_000.0)),
+            "rope_scaling": _rope_scaling(source, name),
+            "use_sliding_window": False,
+        }
+
+    return config
+
+
+def _gemma2(source: GgufFile) -> dict[str, Any]:
+    layers, heads = _integer(source, "gemma2.block_count"), _integer(source, "gemma2.attention.head_count")
+    head_dim = _integer(source, "gemma2.attention.key_length", 256)
+    # As with Gemma 3, the largest model alone scales by its hidden size per head.
+    scalar = _integer(source, "gemma2.embedding_length") // heads if layers == _GEMMA2_27B_LAYERS else head_dim
+    return {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": _integer(source, "gemma2.attention.sliding_window"),
+        "rope_theta": float(source.get("gemma2.rope.freq_base", 10_000.0)),
+        "rope_scaling": _rope_scaling(source, "gemma2"),
+        "attn_logit_softcapping": source.get("gemma2.attn_logit_softcapping"),
+        "final_logit_softcapping": source.get("gemma2.final_logit_softcapping"),
+    }
+
+
+def _phi3(source: GgufFile) -> dict[str, Any]:
+    hidden, heads = _integer(source, "phi3.embedding_length"), _integer(source, "phi3.attention.head_count")
+    head_dim = hidden // heads
+    rotated = _integer(source, "phi3.rope.dimension_count", head_dim)
+    longest = _integer(source, "phi3.context_length")
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_act": "silu",
+        "partial_rotary_factor": rotated / head_dim,
+        "original_max_position_embeddings": _integer(source, "phi3.rope.scaling.original_context_length", longest),
+        "rope_theta": float(source.get("phi3.rope.freq_base", 10_000.0)),
+        "rope_scaling": _longrope_scaling(source),
+        "sliding_window": source.get("phi3.attention.sliding_window") or None,
+    }
+
+
+def _longrope_scaling(source: GgufFile) -> dict[str, Any] | None:
+    """The ``longrope`` scaling whose factors are tensors in a GGUF file; None without them."""
+    if not any(name in source.tensors for name in _FACTORS.values()):
+        return None
+    factors = {f"{kind}_factor": source.tensor(name).tolist() for kind, name in _FACTORS.items()}
+    return {"rope_type": "longrope", **factors, "attention_factor": source.get("phi3.rope.scaling.attn_factor")}
 
 
 def _gemma3(source: GgufFile) -> dict[str, Any]:
@@ -233,14 +294,22 @@ def _undo_llama(name: str, values: NDArray[Any], config: Mapping[str, Any]) -> N
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _undo_gemma3(name: str, values: NDArray[Any], config: Mapping[str, Any]) -> NDArray[Any]:
+def _undo_nothing(name: str, values: NDArray[Any], config: Mapping[str, Any]) -> NDArray[Any]:
+    return values
+
+
+def _undo_gemma(name: str, values: NDArray[Any], config: Mapping[str, Any]) -> NDArray[Any]:
     """Take 1 from the weights of norms. Gemma's norms multiply by ``1 + weight``, and GGUF stores that sum."""
     return values - np.float32(1.0) if name.endswith("norm.weight") else values
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(_llama, _LLAMA_NAMES, _undo_llama),
-    "gemma3": Architecture(_gemma3, _GEMMA3_NAMES, _undo_gemma3),
+    "gemma2": Architecture(_gemma2, _GEMMA2_NAMES, _undo_gemma),
+    "gemma3": Architecture(_gemma3, {**_GEMMA2_NAMES, **_HEAD_NORMS}, _undo_gemma),
+    "phi3": Architecture(_phi3, _PHI3_NAMES, _undo_nothing),
+    "qwen2": Architecture(_qwen("qwen2", "Qwen2ForCausalLM"), _LLAMA_NAMES, _undo_nothing),
+    "qwen3": Architecture(_qwen("qwen3", "Qwen3ForCausalLM"), {**_LLAMA_NAMES, **_HEAD_NORMS}, _undo_nothing),
 }
 
 

@@ -17,7 +17,8 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "smollm")
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_PRE_TOKENIZERS = ("gpt-2", "llama-bpe", "qwen2", "smollm")
 
 
 def build_tokenizer(source: GgufFile) -> Tokenizer:
@@ -58,7 +59,7 @@ def build_tokenizer_config(source: GgufFile) -> dict[str, Any]:
 
 
 def _byte_level(source: GgufFile) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     pre = source.get("tokenizer.ggml.pre", "gpt-2")
     merges = [tuple(merge.split(" ", 1)) for merge in source.require("tokenizer.ggml.merges")]
@@ -66,6 +67,8 @@ def _byte_level(source: GgufFile) -> Tokenizer:
     model = models.BPE(vocab=_vocabulary(source), merges=merges, ignore_merges=pre == "llama-bpe")
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, source)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -78,8 +81,8 @@ def _pre_tokenizer(pre: str, source: GgufFile) -> PreTokenizer:
     if pre == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if pre == "llama-bpe":
-        split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated")
+    if pre in ("llama-bpe", "qwen2"):
+        split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT if pre == "llama-bpe" else _QWEN2_SPLIT), "isolated")
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([split, plain])
     raise ModelError(

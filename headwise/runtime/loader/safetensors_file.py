@@ -79,11 +79,20 @@ class SafetensorsFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
+    def is_bytes(self, name: str) -> bool:
+        """Whether a tensor is stored as U8."""
+        return self._entries[name].dtype == "U8"
+
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> NDArray[np.float32]:
         """A tensor, or a part of it, as float32: of F32 a read-only view of the mapped file, else a copy.
 
         columns: None: all, and the tensor need not be a matrix
+
+        Raises:
+            ModelError: the tensor is not of floats.
         """
+        if self._entries[name].dtype not in FLOATS:
+            raise ModelError(_unreadable(self.path, name, self._entries[name].dtype, FLOATS))
         stored = self.stored(name)
         part = stored[rows] if columns is None else stored[rows, columns]
         if self._entries[name].dtype == "BF16":
@@ -111,13 +120,17 @@ class SafetensorsFile:
             tensor = file.get_slice(name)
             dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
             if dtype not in self._dtypes:
-                raise ModelError(
-                    f"{self.path}: tensor {name!r} is stored as {dtype}; {', '.join(self._dtypes)} can be read: "
-                    "use an unquantised version of the model"
-                )
+                raise ModelError(_unreadable(self.path, name, dtype, self._dtypes))
             entry = _Entry(dtype, shape, at, at + prod(shape) * _STORED[dtype].itemsize)
             entries[name], at = entry, entry.stop
         return entries
+
+
+def _unreadable(path: Path, name: str, dtype: str, readable: Iterable[str]) -> str:
+    return (
+        f"{path}: tensor {name!r} is stored as {dtype}; {', '.join(readable)} can be read: "
+        "use an unquantised version of the model"
+    )
 
 
 def write_safetensors(

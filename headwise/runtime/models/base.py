@@ -18,10 +18,17 @@ from headwise.runtime.ops.base import KernelArray, Tensor
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of some layers; ``scaling`` is the ``rope_scaling`` mapping of `config.json`, or None."""
+    """Rotary embedding of some layers.
+
+    scaling: the ``rope_scaling`` mapping of ``config.json``, or None
+    share:   of a head's elements, the first ones, that are rotated; `inverse_frequencies` puts their pairs first
+    is_long: LongRoPE for sequences longer than those that the model was first trained with
+    """
 
     theta: float
     scaling: Mapping[str, Any] | None = None
+    share: float = 1.0
+    is_long: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class MoeConfig:
     layers:             those layers, ascending; the others have a dense MLP of `ModelConfig.intermediate_size`
     expert_size:        intermediate size of one expert
     num_shared_experts: experts that every token goes through besides its routed ones
-    norm_min:           least sum that a token's routing weights are divided by
+    norm_min:           least sum that a token's routing weights are divided by; None: they are not divided
     """
 
     layers: tuple[int, ...]
@@ -39,7 +46,7 @@ class MoeConfig:
     experts_per_token: int
     expert_size: int
     num_shared_experts: int
-    norm_min: float
+    norm_min: float | None
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class ModelConfig:
     policies: ``[num_layers][num_kv_heads]``, what each KV head may see
     ropes:    per layer
     attention_scale: factor on q.k; softcaps are 0 where there is none
+    sink_logits:     whether every query head has learned the score of a sink, see `AttentionKernels.attend`
+    attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
     """
 
     architecture: str
@@ -68,7 +77,9 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     attention_bias: bool = False
+    out_bias: bool = False
     mlp_bias: bool = False
+    sink_logits: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     moe: MoeConfig | None = None
@@ -105,8 +116,18 @@ Rotation = tuple[KernelArray, KernelArray]
 class AttentionLayer(Protocol):
     """Given to `Model.forward` by the model runner: rotates, writes the KV, waits for loads, attends."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation,
+        sink_logits: KernelArray | None = None,
+    ) -> Tensor:
         """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``.
+
+        ``sink_logits`` are as for `AttentionKernels.attend`.
 
         Queries and keys are not rotated yet. Only the layer uses them, so it may rotate them in place.
         """

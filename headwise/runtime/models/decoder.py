@@ -21,14 +21,14 @@ from headwise.runtime.models.base import (
     Shard,
     valid_tp_sizes,
 )
-from headwise.runtime.models.rope import inverse_frequencies
+from headwise.runtime.models.rope import inverse_frequencies, rotation_scale
 from headwise.runtime.ops.base import FusingOps, KernelArray, Tensor, TensorOps, Weight
 from headwise.runtime.ops.comm import Collectives
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 
 
 class Weights(Protocol):
-    """Reads weights, or the parts that a rank needs: float32, by their Hugging Face names.
+    """Reads weights, or the parts that a rank needs: float32, by their Hugging Face names; `byte_rows` those of bytes.
 
     Where weights are to be computed from as a file has them quantised, `quantised_rows` and `quantised_columns` give
     the same part so; None: not this one.
@@ -42,6 +42,8 @@ class Weights(Protocol):
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]: ...
 
     def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]: ...
+
+    def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]: ...
 
     def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None: ...
 
@@ -78,13 +80,15 @@ class GatedMlp:
 class Layer:
     """One rank's weights of a decoder layer.
 
-    mlp:   what `Decoder.load_mlp` made and `Decoder.feed_forward` computes
+    mlp:         what `Decoder.load_mlp` made and `Decoder.feed_forward` computes
+    sink_logits: of this rank's query heads, float32; None where a model has none
     """
 
     qkv: Linear
     out: Linear
     mlp: Any
     norms: LayerNorms
+    sink_logits: KernelArray | None = None
 
 
 class Residual(NamedTuple):
@@ -107,6 +111,9 @@ class Decoder(Model):
         "before_mlp": "post_attention_layernorm",
     }
     """Those of `LayerNorms` that the model has, by their Hugging Face names."""
+    mlp_name: ClassVar[str] = "mlp"
+    mlp_parts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    """Hugging Face's names of what stands for a layer's MLP, and of a gated one's gate, up and down projections."""
     activation: Activation = "silu"
     norm_offset = 0.0
     """Added to every norm weight: 1 where a model stores it as its distance from 1."""
@@ -130,7 +137,7 @@ class Decoder(Model):
         self.ops = ops
         self._collectives = collectives
         self._shard = shard
-        self._weights, self._prepare = weights, prepare
+        self._weights, self._prepare = self.view(weights), prepare
         self.prefix = self._find_prefix(weights)
         self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
         self._layers = [self._load_layer(layer) for layer in range(config.num_layers)]
@@ -138,11 +145,17 @@ class Decoder(Model):
         self._lm_head = self._load_lm_head()
         ropes = _distinct(config.ropes)
         self._frequencies = [ops.upload(inverse_frequencies(rope, config.head_dim)) for rope in ropes]
+        scales = (rotation_scale(rope, config.head_dim) for rope in ropes)
+        self._rotation_scales = [None if scale is None else ops.upload(scale) for scale in scales]
         self._rope_of = [ropes.index(rope) for rope in config.ropes]
         del self._weights, self._prepare
         self._fused = self._fuse()
 
     # ---- weights ----
+
+    def view(self, weights: Weights) -> Weights:
+        """A checkpoint's weights by the names, and in the order of rows, that the rest of this class asks for."""
+        return weights
 
     def _find_prefix(self, weights: Weights) -> str:
         """The prefix of the decoder's weight names: multimodal checkpoints nest the decoder."""
@@ -172,15 +185,24 @@ class Decoder(Model):
         dim, share = config.head_dim, config.num_heads // config.num_kv_heads
         kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
         q = [(start * share, stop * share) for start, stop in kv]
-        attention, has_bias = at + "self_attn.", config.attention_bias
+        attention = at + "self_attn."
         return Layer(
             qkv=self._split_rows(
-                [(attention + "q_proj", q), (attention + "k_proj", kv), (attention + "v_proj", kv)], has_bias
+                [(attention + "q_proj", q), (attention + "k_proj", kv), (attention + "v_proj", kv)],
+                config.attention_bias,
             ),
-            out=self._split_columns(attention + "o_proj", q, has_bias),
-            mlp=self.load_mlp(layer, f"{at}mlp."),
+            out=self._split_columns(attention + "o_proj", q, config.out_bias),
+            mlp=self.load_mlp(layer, f"{at}{self.mlp_name}."),
             norms=LayerNorms(**{norm: self._norm(f"{at}{name}.weight") for norm, name in self.norm_names.items()}),
+            sink_logits=self._sink_logits(attention, layer) if config.sink_logits else None,
         )
+
+    def _sink_logits(self, at: str, layer: int) -> KernelArray:
+        share, every = self.config.num_heads // self.config.num_kv_heads, self._weights.tensor(f"{at}sinks")
+        if every.shape != (self.config.num_heads,):
+            raise ModelError(f"{at}sinks has the shape {every.shape}, config.json says {self.config.num_heads} heads")
+        own = every.reshape(-1, share)[list(self._shard.kv_heads[layer])]
+        return self.ops.upload(np.ascontiguousarray(own.reshape(-1), np.float32))
 
     def load_mlp(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` that stand for a layer's MLP."""
@@ -191,9 +213,10 @@ class Decoder(Model):
         shard, has_bias = self._shard, self.config.mlp_bias
         part = size // shard.size
         mine = [(shard.rank * part, (shard.rank + 1) * part)]
+        gate, up, down = (at + name for name in self.mlp_parts)
         return GatedMlp(
-            gate_up=self._split_rows([(f"{at}gate_proj", mine), (f"{at}up_proj", mine)], has_bias, gated=True),
-            down=self._split_columns(f"{at}down_proj", mine, has_bias),
+            gate_up=self._split_rows([(gate, mine), (up, mine)], has_bias, gated=True),
+            down=self._split_columns(down, mine, has_bias),
         )
 
     def _split_rows(
@@ -244,7 +267,8 @@ class Decoder(Model):
     # ---- computation ----
 
     def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
-        rotations = [self.ops.rotation(positions, inverse) for inverse in self._frequencies]
+        angles = zip(self._frequencies, self._rotation_scales, strict=True)
+        rotations = [self.ops.rotation(positions, inverse, scale) for inverse, scale in angles]
         x = self.embed(token_ids)
         cache = _cache_of(attention) if self._fused else None
         if self._fused and cache:
@@ -262,7 +286,7 @@ class Decoder(Model):
         config, shard, ops = self.config, self._shard, self.ops
         if not isinstance(ops, FusingOps) or shard.size > 1:
             return None
-        if not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers):
+        if config.sink_logits or not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers):
             return None
         shape = DecoderShape(
             q_heads=config.num_heads,
@@ -308,7 +332,7 @@ class Decoder(Model):
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
         """Self attention of the normed ``x [T, hidden]``, summed over the ranks."""
         query, key, value = self.query_key_value(index, layer, x)
-        heads = attention(index, query, key, value, rotation)
+        heads = attention(index, query, key, value, rotation, layer.sink_logits)
         return self.reduce(self._linear(heads.reshape([x.shape[0], -1]), layer.out))
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

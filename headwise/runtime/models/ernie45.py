@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,12 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig, Shard
-from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear, Prepare, Weights, make_anew
+from headwise.runtime.models.base import ModelConfig, MoeConfig, RopeConfig
+from headwise.runtime.models.decoder import Decoder, Weights
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
-from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
+from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
-from headwise.runtime.ops.base import Tensor, TensorOps
-from headwise.runtime.ops.comm import Collectives
-from headwise.runtime.ops.quantised import GroupQuantised
+from headwise.runtime.models.weight_view import WeightView
 
 DENSE = "Ernie4_5ForCausalLM"
 MOE = "Ernie4_5_MoeForCausalLM"
@@ -66,8 +63,7 @@ def _moe(config: HfConfig, num_layers: int) -> MoeConfig:
     interval = positive(config, "moe_layer_interval", default=1)
     stop = num_layers if end == -1 else min(end + 1, num_layers)
     experts, per_token = positive(config, "moe_num_experts", default=64), positive(config, "moe_k", default=6)
-    if per_token > experts:
-        raise ModelError(f"config.json: 'moe_k' {per_token} is more than 'moe_num_experts' {experts}")
+    check_routing(config, {"moe_k": per_token}, {"moe_num_experts": experts})
     return MoeConfig(
         layers=tuple(layer for layer in range(start, stop) if (layer + 1) % interval == 0),
         num_experts=experts,
@@ -140,7 +136,7 @@ def _windowed(config: HfConfig, num_layers: int) -> list[bool]:
 # ---- weights ----
 
 
-class ErnieWeights:
+class ErnieWeights(WeightView):
     """A checkpoint's weights in the shape that the shared decoder takes.
 
     Rotary embedding: ERNIE rotates neighbours ``(2i, 2i + 1)`` of a head by the angle ``i``, the rope operation
@@ -158,16 +154,9 @@ class ErnieWeights:
     _CORRECTION = ("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias")
 
     def __init__(self, source: Weights, head_dim: int) -> None:
-        self._source = source
+        super().__init__(source)
         self._known = frozenset(source.names)
         self._even_first = np.concatenate([np.arange(0, head_dim, 2), np.arange(1, head_dim, 2)])
-
-    @property
-    def names(self) -> Sequence[str]:
-        return self._source.names
-
-    def tensor(self, name: str) -> NDArray[np.float32]:
-        return self._source.tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         expert = self._fused_expert(name)
@@ -182,14 +171,6 @@ class ErnieWeights:
     def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         expert = self._fused_expert(name)
         return self._source.columns(name, start, stop) if expert is None else expert[:, start:stop]
-
-    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """None: no such files are read."""
-        return None
-
-    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """None: no such files are read."""
-        return None
 
     def correction(self, at: str) -> NDArray[np.float32]:
         """A router's ``e_score_correction_bias [num_experts]``."""
@@ -220,60 +201,12 @@ class Ernie45(Decoder):
 
     _weights: ErnieWeights
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        ops: TensorOps,
-        collectives: Collectives,
-        shard: Shard,
-        prepare: Prepare = make_anew,
-    ) -> None:
-        super().__init__(config, ErnieWeights(weights, config.head_dim), ops, collectives, shard, prepare)
+    def view(self, weights: Weights) -> ErnieWeights:
+        return ErnieWeights(weights, self.config.head_dim)
 
 
-class Ernie45Moe(Ernie45):
-    """Routed and shared experts for the MLP in most layers.
+class Ernie45Moe(MoeDecoder, Ernie45):
+    """Routed and shared experts for the MLP in most layers."""
 
-    Tensor parallel: every rank routes all tokens and computes its part of every expert, so that the sum over experts
-    and the sum over ranks are one all-reduce.
-    """
-
-    def load_mlp(self, layer: int, at: str) -> Any:
-        moe = self.config.moe
-        if moe is None or layer not in moe.layers:
-            return super().load_mlp(layer, at)
-        router, correction = self._weights.tensor(f"{at}gate.weight"), self._weights.correction(at)
-        expected = (moe.num_experts, self.config.hidden_size)
-        if router.shape != expected or len(correction) != moe.num_experts:
-            raise ModelError(
-                f"{at}gate.weight has the shape {router.shape} and its correction bias {len(correction)} experts, "
-                f"config.json says {expected}: weights and config.json do not belong together"
-            )
-        experts = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
-        shared_size = moe.num_shared_experts * moe.expert_size
-        return MoeMlp(
-            config=moe,
-            router=Linear(self._prepare(f"{at}gate.weight", lambda: self.ops.linear_weight(router))),
-            correction=correction,
-            experts=tuple(experts),
-            shared=self.gated_mlp(f"{at}shared_experts.", shared_size) if shared_size else None,
-        )
-
-    def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
-        if not isinstance(mlp, MoeMlp):
-            return super().feed_forward(mlp, x)
-        total = self._shared(mlp.shared, x)
-        for expert, tokens, weights in tokens_by_expert(*self._route(mlp, x)):
-            part = super().feed_forward(mlp.experts[expert], self.ops.take_rows(x, tokens))
-            self.ops.scatter_add_rows(total, tokens, part, weights)
-        return total
-
-    def _shared(self, shared: GatedMlp | None, x: Tensor) -> Tensor:
-        if shared is None:
-            return self.ops.tensor(np.zeros(x.shape, dtype=np.float32))
-        return super().feed_forward(shared, x)
-
-    def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        logits = self.ops.numpy(self._linear(x, mlp.router))
-        return route(logits, mlp.correction, mlp.config.experts_per_token, mlp.config.norm_min)
+    def correction(self, at: str) -> NDArray[np.float32]:
+        return self._weights.correction(at)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, RopeConfig
-from headwise.runtime.models.rope import inverse_frequencies
+from headwise.runtime.models.rope import inverse_frequencies, rotation_scale, scaling_kind
 from headwise.runtime.models.values import finite_number, shown
 
 HfConfig = Mapping[str, Any]
@@ -76,10 +77,31 @@ def rope(config: HfConfig, layer_type: str | None = None, default_theta: float =
     parameters = mapping(config, "rope_parameters")
     if layer_type is not None and layer_type in parameters:
         parameters = mapping(parameters, layer_type)
-    if parameters:
-        check_served(parameters)
-        return RopeConfig(number(parameters, "rope_theta", default_theta), parameters)
-    return RopeConfig(number(config, "rope_theta", default_theta), mapping(config, "rope_scaling") or None)
+    check_served(parameters)
+    theta = number(parameters, "rope_theta", number(config, "rope_theta", default_theta))
+    return RopeConfig(theta, _with_lengths(config, parameters or mapping(config, "rope_scaling")) or None)
+
+
+def _with_lengths(config: HfConfig, scaling: HfConfig) -> HfConfig:
+    """A scaling with the lengths that follow from fields outside of it, as Hugging Face has them follow."""
+    if scaling_kind(scaling) not in ("yarn", "longrope"):
+        return scaling
+    longest, key = positive(config, "max_position_embeddings"), "original_max_position_embeddings"
+    trained = positive(config, key, default=positive(scaling, key, default=longest))
+    factor = longest / trained if scaling.get("factor") is None else scaling["factor"]
+    return {**scaling, key: trained, "factor": factor}
+
+
+def named_layer_types(config: HfConfig, default: Callable[[int], str]) -> Callable[[int], str]:
+    """The type of each layer: as ``layer_types`` names them, or where that is missing ``default``."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return default
+    if not isinstance(kinds, list) or len(kinds) != config.get("num_hidden_layers"):
+        raise ModelError(
+            f"config.json: 'layer_types' must name {shown(config.get('num_hidden_layers'))} layers, got {shown(kinds)}"
+        )
+    return lambda layer: str(kinds[layer])
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -135,7 +157,9 @@ def decoder_config(
         raise ModelError(f"config.json: layer types {shown(unknown)} are not supported; known are {sorted(policies)}")
     rope_of = {kind: rope(config) if ropes is None else ropes(kind) for kind in set(types)}
     for rope_config in rope_of.values():
-        inverse_frequencies(rope_config, head_dim)  # raises on a scaling that cannot be computed
+        for is_long in (False, True):  # raises on a scaling that cannot be computed
+            inverse_frequencies(replace(rope_config, is_long=is_long), head_dim)
+            rotation_scale(rope_config, head_dim)
     values: dict[str, Any] = {
         "architecture": architecture,
         "hidden_size": hidden,
@@ -152,6 +176,7 @@ def decoder_config(
         "ropes": tuple(rope_of[kind] for kind in types),
         "attention_scale": head_dim**-0.5,
         "attention_bias": bool(config.get("attention_bias", False)),
+        "out_bias": bool(config.get("attention_bias", False)),
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "eos_token_ids": token_ids(config.get("eos_token_id")),
         "bos_token_id": next(iter(token_ids(config.get("bos_token_id"))), None),

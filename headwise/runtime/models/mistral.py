@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, positive
@@ -11,9 +13,14 @@ ARCHITECTURES = ("MistralForCausalLM",)
 
 def parse(config: HfConfig) -> ModelConfig:
     # Hugging Face's default is a window; only an explicit null means none.
-    window = 0 if config.get("sliding_window", 4096) is None else positive(config, "sliding_window", default=4096)
+    return decoder_config(config, "MistralForCausalLM", **window_everywhere({"sliding_window": 4096, **config}))
+
+
+def window_everywhere(config: HfConfig) -> dict[str, Any]:
+    """``layer_types`` and ``window`` for `decoder_config`: all layers slide if there is a ``sliding_window``."""
+    window = 0 if config.get("sliding_window") is None else positive(config, "sliding_window")
     kind = "sliding_attention" if window else "full_attention"
-    return decoder_config(config, "MistralForCausalLM", layer_types=lambda layer: kind, window=window)
+    return {"layer_types": lambda layer: kind, "window": window}
 
 
 class Mistral(Decoder):

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headwise.errors import ModelError
-from headwise.runtime.models import ernie45, gemma3, llama, mistral
+from headwise.runtime.models import ernie45, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, phi3, qwen
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder, Prepare, Weights, make_anew
 from headwise.runtime.models.hf_config import HfConfig
+from headwise.runtime.models.unsupported import what_is_missing
 from headwise.runtime.models.values import shown
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives
@@ -24,7 +25,14 @@ class _Entry:
 _MODELS = {
     **dict.fromkeys(llama.ARCHITECTURES, _Entry(llama.parse, llama.Llama)),
     **dict.fromkeys(mistral.ARCHITECTURES, _Entry(mistral.parse, mistral.Mistral)),
+    gemma2.ARCHITECTURE: _Entry(gemma2.parse, gemma2.Gemma2),
     **dict.fromkeys(gemma3.ARCHITECTURES, _Entry(gemma3.parse, gemma3.Gemma3)),
+    qwen.QWEN2: _Entry(qwen.parse_qwen2, qwen.Qwen2),
+    qwen.QWEN3: _Entry(qwen.parse_qwen3, qwen.Qwen3),
+    qwen.QWEN3_MOE: _Entry(qwen.parse_qwen3_moe, qwen.Qwen3Moe),
+    mixtral.ARCHITECTURE: _Entry(mixtral.parse, mixtral.Mixtral),
+    phi3.ARCHITECTURE: _Entry(phi3.parse, phi3.Phi3),
+    gpt_oss.ARCHITECTURE: _Entry(gpt_oss.parse, gpt_oss.GptOss),
     ernie45.DENSE: _Entry(ernie45.parse, ernie45.Ernie45),
     ernie45.MOE: _Entry(ernie45.parse_moe, ernie45.Ernie45Moe),
 }
@@ -38,8 +46,9 @@ def model_config(config: HfConfig) -> ModelConfig:
     entry = next((_MODELS[name] for name in names if name in _MODELS), None)
     if entry is None:
         named = ", ".join(name if name.isidentifier() and len(name) < 80 else shown(name) for name in names[:4])
+        missing = what_is_missing(names[0], _MODELS) if names and len(names[0]) < 80 else ""
         raise ModelError(
-            f"architecture {named or 'missing from config.json'} is not supported; "
+            f"architecture {named or 'missing from config.json'} is not supported{missing and f': {missing}'}; "
             f"supported are {', '.join(sorted(_MODELS))}"
         )
     return entry.parse(config)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
 from headwise.runtime.ops.base import StepUpload
 from headwise.runtime.ops.quantised import Matrix, as_float32
 from headwise.runtime.ops.unfused import UnfusedOps
@@ -90,9 +91,10 @@ class ArrayOps(UnfusedOps):
         total = x + addend
         return total, self.rms_norm(total, weight, eps)
 
-    def rotation(self, positions: Array, inverse: Array) -> tuple[Array, Array]:
+    def rotation(self, positions: Array, inverse: Array, scale: Array | None = None) -> tuple[Array, Array]:
         angles = positions.astype(np.float32)[:, None, None] * inverse
-        return self.xp.cos(angles), self.xp.sin(angles)
+        cosines, sines = self.xp.cos(angles), self.xp.sin(angles)
+        return (cosines, sines) if scale is None else (cosines * scale, sines * scale)
 
     def rope(self, x: Array, cos: Array, sin: Array) -> Array:
         xp, half = self.xp, x.shape[-1] // 2
@@ -113,6 +115,13 @@ class ArrayOps(UnfusedOps):
         gate, up = self._gate_up(gate_up)
         inner = _GELU_SCALE * (gate + np.float32(0.044715) * gate**3)
         return self._narrow(np.float32(0.5) * gate * (1 + self.xp.tanh(inner)) * up)
+
+    def clamped_mul(self, gate_up: Array) -> Array:
+        gate, up = self._gate_up(gate_up)
+        limit = np.float32(SWIGLU_LIMIT)
+        gate, up = self.xp.minimum(gate, limit), self.xp.clip(up, -limit, limit)
+        with np.errstate(over="ignore"):  # as in `silu_mul`
+            return self._narrow(gate / (1 + self.xp.exp(np.float32(-SWIGLU_ALPHA) * gate)) * (up + 1))
 
     def take_rows(self, x: Array, rows: NDArray[np.int64]) -> Array:
         return x[self.upload(rows)]

@@ -119,8 +119,10 @@ class TensorOps(Protocol):
     def add_rms_norm(self, x: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """``x + addend`` of ``[T, N]``, and `rms_norm` of it."""
 
-    def rotation(self, positions: KernelArray, inverse: KernelArray) -> tuple[KernelArray, KernelArray]:
-        """Cosine and sine of RoPE's angles, each float32 ``[T, 1, D / 2]``.
+    def rotation(
+        self, positions: KernelArray, inverse: KernelArray, scale: KernelArray | None = None
+    ) -> tuple[KernelArray, KernelArray]:
+        """Cosine and sine of RoPE's angles, each float32 ``[T, 1, D / 2]``, times ``scale float32 [D / 2]`` if given.
 
         The angles, in radians, are ``positions int32 [T]`` times the inverse frequencies ``inverse float32 [D / 2]``.
         """
@@ -136,6 +138,9 @@ class TensorOps(Protocol):
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
         """``gelu(gate) * up`` with the tanh approximation, of ``gate_up [T, 2 * N] = gate | up``."""
+
+    def clamped_mul(self, gate_up: Tensor) -> Tensor:
+        """``clamped(gate, up)`` of ``gate_up [T, 2 * N] = gate | up``: see `Activation`."""
 
     def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor:
         """Rows ``rows [R]`` of ``x [T, N]``, as a copy ``[R, N]``."""

@@ -55,6 +55,10 @@ class GpuOps(ArrayOps):
         out = self._gated(gate_up, "gelu_tanh")
         return super().gelu_tanh_mul(gate_up) if out is None else out
 
+    def clamped_mul(self, gate_up: Array) -> Array:
+        out = self._gated(gate_up, "clamped")
+        return super().clamped_mul(gate_up) if out is None else out
+
     def greedy(self, logits: Array) -> tuple[Array, Array]:
         if not self._sampling.takes(logits):
             return super().greedy(logits)

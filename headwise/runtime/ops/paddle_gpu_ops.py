@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.launch import address_of
+from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
 from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.cupy_lending import CupyLending
 from headwise.runtime.ops.paddle_import import paddle
@@ -124,10 +125,16 @@ class PaddleGpuOps(UnfusedOps):
         total = x + addend
         return total, self.rms_norm(total, weight, eps)
 
-    def rotation(self, positions: KernelArray, inverse: KernelArray) -> tuple[KernelArray, KernelArray]:
+    def rotation(
+        self, positions: KernelArray, inverse: KernelArray, scale: KernelArray | None = None
+    ) -> tuple[KernelArray, KernelArray]:
         places, frequencies = self.from_kernel_array(positions), self.from_kernel_array(inverse)
         angles = self._wide(places).reshape([-1, 1, 1]) * frequencies
-        return self.kernel_array(paddle.cos(angles)), self.kernel_array(paddle.sin(angles))
+        cosines, sines = paddle.cos(angles), paddle.sin(angles)
+        if scale is not None:
+            factors = self.from_kernel_array(scale)
+            cosines, sines = cosines * factors, sines * factors
+        return self.kernel_array(cosines), self.kernel_array(sines)
 
     def rope(self, x: paddle.Tensor, cos: KernelArray, sin: KernelArray) -> paddle.Tensor:
         cosines, sines = self.from_kernel_array(cos), self.from_kernel_array(sin)
@@ -141,6 +148,11 @@ class PaddleGpuOps(UnfusedOps):
     def gelu_tanh_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
         gate, up = paddle.chunk(self._wide(gate_up), 2, axis=-1)
         return self._narrow(_functional.gelu(gate, approximate=True) * up)
+
+    def clamped_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
+        gate, up = paddle.chunk(self._wide(gate_up), 2, axis=-1)
+        gate, up = paddle.clip(gate, max=SWIGLU_LIMIT), paddle.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return self._narrow(gate * _functional.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0))
 
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return _functional.embedding(self._on_device(rows), x)

@@ -143,9 +143,9 @@ class PaddleOps(UnfusedOps):
         return total, self.rms_norm(total, weight, eps)
 
     def rotation(
-        self, positions: NDArray[np.int32], inverse: NDArray[np.float32]
+        self, positions: NDArray[np.int32], inverse: NDArray[np.float32], scale: NDArray[np.float32] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        return _numpy.rotation(positions, inverse)
+        return _numpy.rotation(positions, inverse, scale)
 
     def rope(self, x: paddle.Tensor, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> paddle.Tensor:
         return self.from_kernel_array(_numpy.rope(self.numpy(x), cos, sin))
@@ -156,6 +156,9 @@ class PaddleOps(UnfusedOps):
     def gelu_tanh_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
         half = gate_up.shape[-1] // 2
         return paddle.nn.functional.gelu(gate_up[:, :half], approximate=True) * gate_up[:, half:]
+
+    def clamped_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
+        return self.from_kernel_array(_numpy.clamped_mul(self.numpy(gate_up)))
 
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return self.tensor(self.numpy(x)[rows])

@@ -30,6 +30,9 @@ class UnfusedOps(ABC):
     @abstractmethod
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor: ...
 
+    @abstractmethod
+    def clamped_mul(self, gate_up: Tensor) -> Tensor: ...
+
     def linear_bias(self, bias: NDArray[np.float32]) -> Tensor:
         return self.tensor(bias)
 
@@ -41,7 +44,8 @@ class UnfusedOps(ABC):
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
         gate_up = self.linear(x, weight, bias)
-        return self.silu_mul(gate_up) if activation == "silu" else self.gelu_tanh_mul(gate_up)
+        activations = {"silu": self.silu_mul, "gelu_tanh": self.gelu_tanh_mul, "clamped": self.clamped_mul}
+        return activations[activation](gate_up)
 
     def embedding_table(self, table: Matrix) -> Weight:
         return self.tensor(as_float32(table))

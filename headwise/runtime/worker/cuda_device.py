@@ -65,7 +65,14 @@ class CudaDevice:
         kv_heads = shape.num_kv_heads // config.tp_size
         share = shape.num_heads // shape.num_kv_heads
         with self.current():
-            self.kernels.prepare(layout, share * kv_heads, kv_heads, config.dtype_name, shape.attention_softcap)
+            self.kernels.prepare(
+                layout,
+                share * kv_heads,
+                kv_heads,
+                config.dtype_name,
+                shape.attention_softcap,
+                shape.sink_logits,
+            )
 
     def current(self) -> AbstractContextManager[Any]:
         return self._compute.current()

@@ -389,7 +389,14 @@ class ModelWorker:
         return sample(self._model.capped(self._ops.numpy(scores)), draws, edits) if tokens is None else tokens
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, step: AttentionBatch
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation,
+        sink_logits: KernelArray | None,
+        step: AttentionBatch,
     ) -> Tensor:
         """Rotate, write a layer's keys and values, then attend over the cache."""
         ops, cache, heads = self._ops, self._cache, self._heads[layer]
@@ -415,6 +422,7 @@ class ModelWorker:
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             out=out,
+            sink_logits=sink_logits,
         )
         return ops.from_kernel_array(out)
 
@@ -433,8 +441,16 @@ class _PagedAttention:
         self._worker = worker
         self._step = step
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation) -> Tensor:
-        return self._worker.attend(layer, query, key, value, rotation, self._step)
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation,
+        sink_logits: KernelArray | None = None,
+    ) -> Tensor:
+        return self._worker.attend(layer, query, key, value, rotation, sink_logits, self._step)
 
     def paged(self) -> PagedCache | None:
         return self._worker.paged_cache(self._step)

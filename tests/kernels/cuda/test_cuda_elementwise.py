@@ -124,7 +124,7 @@ def test_heads_of_a_fused_projection_are_normed(
     rounded_once(out.checked(), NumpyOps().rms_norm(wide(x), weight, 1e-6))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @examples
 @given(data=st.data(), seed=SEEDS, backwards=st.booleans())
@@ -181,6 +181,7 @@ def test_any_shape_is_computed_fused_or_not(
     rounded_once(normed, truth.rms_norm(wide(total), weight, 1e-5))
     rounded_once(ops.silu_mul(flat), truth.silu_mul(wide(flat)))
     rounded_once(ops.gelu_tanh_mul(flat), truth.gelu_tanh_mul(wide(flat)), slack=1e-5)
+    rounded_once(ops.clamped_mul(flat), truth.clamped_mul(wide(flat)))
     heads = numbers(rng, (tokens, 3 + first % 2, 2 * size), dtype)[:, first % 2 :]
     angles = rng.standard_normal((tokens, 1, size), dtype=np.float32)
     turn = np.cos(angles), np.sin(angles)
@@ -198,7 +199,7 @@ def test_any_shape_is_computed_fused_or_not(
 def test_models_shapes_are_fused(
     shim: ShimPrograms, monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int, heads: int, head_dim: int, mlp: int
 ) -> None:
-    for name in ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul"):
+    for name in ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "clamped_mul"):
         monkeypatch.delattr(ArrayOps, name)
     ops, number = EmulatedOps(dtype, shim), numpy_dtype(dtype)
     x = ops.embedding(np.ones((3, hidden), number), np.array([2], np.int32))
@@ -206,7 +207,7 @@ def test_models_shapes_are_fused(
     assert ops.add_rms_norm(x, x, np.ones(hidden, np.float32), 1e-5)[1].shape == (1, hidden)
     query = np.ones((1, heads + 2, head_dim), number)[:, :heads]
     assert ops.rms_norm(query, np.ones(head_dim, np.float32), 1e-5).shape == query.shape
-    for activation in (ops.silu_mul, ops.gelu_tanh_mul):
+    for activation in (ops.silu_mul, ops.gelu_tanh_mul, ops.clamped_mul):
         assert activation(np.ones((1, 2 * mlp), number)).shape == (1, mlp)
 
 
@@ -302,6 +303,7 @@ def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: st
         "add_rms_norm": (8 + 4 * floats, 8),
         "silu_mul": (2, 1),
         "gelu_tanh_mul": (2, 1),
+        "clamped_mul": (2, 1),
         "gather_rows": (1, 1),
     }
     assert accesses.keys() == expected.keys()

@@ -145,12 +145,22 @@ def test_window_layers_become_window_policies() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported are"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture GPT2LMHeadModel is not supported: it needs learned positions and layer norms; the nearest "
+            "that is served is LlamaForCausalLM; supported are",
+        ),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"]},
+            r"needs latents for keys and values \(MLA\) and routing by groups; the nearest that is served is Qwen3Moe",
+        ),
+        ({"architectures": ["Gemma9ForCausalLM"]}, "the nearest by name that is served is Gemma[23]ForCausalLM; supp"),
+        ({"architectures": ["Xyzzy"]}, "architecture Xyzzy is not supported; supported are"),
         ({"architectures": []}, "architecture missing from config.json is not supported"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive integer, got 0"),
         ({"hidden_size": "big"}, "'hidden_size' must be a positive integer, got 'big'"),
         ({"num_key_value_heads": 3}, "8 attention heads cannot share 3 key-value heads"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope scaling 'yarn' is not supported; supported are"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, "rope scaling 'ntk' is not supported; supported are"),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling needs a positive number 'factor'"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor 1 must be less than high_freq_factor"),
         ({"rope_scaling": "linear"}, "'rope_scaling' must be an object, got 'linear'"),

@@ -116,17 +116,30 @@ def test_gated_activations(ops) -> None:
         close(ops, ops.silu_mul(both), wide / (1 + np.exp(-wide)) * up)
     tanh = np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))
     np.testing.assert_allclose(ops.numpy(ops.gelu_tanh_mul(both)), 0.5 * wide * (1 + tanh) * up, rtol=1e-4, atol=1e-4)
+    gate, up = 5 * gate, 5 * up  # some beyond the limits
+    with np.errstate(over="ignore"):
+        close(ops, ops.clamped_mul(ops.tensor(np.concatenate([gate, up], axis=1))), clamped(gate, up))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """As transformers' gpt-oss has it."""
+    gate, up = np.minimum(gate.astype(np.float64), 7), np.clip(up.astype(np.float64), -7, 7)
+    return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_gated_weight_gives_the_activated_gate_times_the_rest(ops, activation: str, has_bias: bool) -> None:
-    x, weight, bias = normal(5, 24), normal(2 * 11, 24), normal(2 * 11) if has_bias else np.zeros(22, np.float32)
+    x, weight, bias = 2 * normal(5, 24), normal(2 * 11, 24), normal(2 * 11) if has_bias else np.zeros(22, np.float32)
     gate, up = np.split(x.astype(np.float64) @ weight.T.astype(np.float64) + bias, 2, axis=1)
-    inner = {"silu": gate, "gelu_tanh": np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)}[activation]
+    if activation == "clamped":
+        expected = clamped(gate, up)
+    else:
+        inner = gate if activation == "silu" else np.sqrt(8 / np.pi) * (gate + 0.044715 * gate**3)
+        expected = gate / (1 + np.exp(-inner)) * up
     prepared = ops.gated_bias(bias) if has_bias else None
     found = ops.numpy(ops.gated_linear(ops.tensor(x), ops.gated_weight(weight), prepared, activation))
-    np.testing.assert_allclose(found, gate / (1 + np.exp(-inner)) * up, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_by_index(ops) -> None:

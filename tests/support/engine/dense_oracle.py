@@ -42,7 +42,7 @@ class DenseAttention:
     def __init__(self, config: ModelConfig, shard: Shard, ops) -> None:
         self._config, self._shard, self._ops = config, shard, ops
 
-    def __call__(self, layer: int, query, key, value, rotation):
+    def __call__(self, layer: int, query, key, value, rotation, sink_logits=None):
         c, heads = self._config, self._shard.kv_heads[layer]
         query, key = (self._ops.rope(t, *rotation) for t in (query, key))
         q, k, v = (self._ops.kernel_array(t).astype(np.float64) for t in (query, key, value))
@@ -52,7 +52,11 @@ class DenseAttention:
             mask = visible(c.policies[layer][head], len(q))
             for index in range(local * share, (local + 1) * share):
                 scores = q[:, index] @ k[:, local].T * c.attention_scale
-                out[:, index] = softmax(capped(scores, c.attention_softcap), mask) @ v[:, local]
+                scores, seen = capped(scores, c.attention_softcap), mask
+                if sink_logits is not None:  # a column more, whose value is 0
+                    scores = np.column_stack([scores, np.full(len(q), sink_logits[index])])
+                    seen = np.column_stack([mask, np.ones(len(q), bool)])
+                out[:, index] = softmax(scores, seen)[:, : len(k)] @ v[:, local]
         return self._ops.from_kernel_array(out.astype(np.float32))
 
 
@@ -70,6 +74,9 @@ class DictWeights:
 
     def columns(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._tensors[name][:, start:stop]
+
+    def byte_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        return self._tensors[name][start:stop]
 
     def quantised_rows(self, name: str, start: int, stop: int) -> None:
         return None

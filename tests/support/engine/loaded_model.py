@@ -7,7 +7,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
+import pytest
 from support.reference import Answer
+from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
 from headwise.runtime.config.block_storage import open_lookup
 from headwise.runtime.config.engine_config import EngineConfig
@@ -21,18 +23,29 @@ from headwise.runtime.protocol.request import GenerationResult, SamplingParams
 from headwise.runtime.worker.worker import ModelWorker
 
 MODELS = ("smollm2-135m", "gemma3-270m")
+DEMO_MODELS = [pytest.param(name, marks=pytest.mark.model) for name in MODELS]
+ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
+"""Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 BASE = EngineConfig(dtype="float32", kv_cache="512MiB", max_batched_tokens=512, max_model_len=4096)
 
 
 class LoadedModel:
-    """One loaded model; engines of several configurations run on it one after the other."""
+    """One loaded model, a demo model or one of `TINY_CONFIGS`; several engines run on it one after the other."""
 
-    def __init__(self, model: str) -> None:
-        self.config = replace(BASE, model=model)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.config = replace(BASE, model=name)
+        if name in TINY_CONFIGS:
+            self.config = replace(BASE, model=str(checkpoint(name)), kv_cache="16MiB")
         self.preprocessor = Preprocessor.open(self.config)
-        directory = resolve_model(model, self.config.cache_path)
+        directory = resolve_model(self.config.model, self.config.cache_path)
         self.worker = ModelWorker(self.config, directory, 0, SingleRank())
+
+    def tokens(self, few: int) -> int:
+        """How many tokens of each answer to ask for: a few, but of a tiny model all of them."""
+        return 64 if self.name in TINY_CONFIGS else few
 
     def engine(self, **changes: object) -> tuple[EngineCore, LocalExecutor]:
         """An engine with a poisoned cache: a token read that was never written makes every logit NaN."""

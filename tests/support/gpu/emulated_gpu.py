@@ -122,7 +122,8 @@ class EmulatedGpu:
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         shape = card.config
-        self.kernels.prepare(card.layout, shape.num_heads, shape.num_kv_heads, self._dtype, shape.attention_softcap)
+        heads = shape.num_heads, shape.num_kv_heads
+        self.kernels.prepare(card.layout, *heads, self._dtype, shape.attention_softcap, shape.sink_logits)
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -1,0 +1,53 @@
+"""Architectures that are not served: what each needs that we have not, and which served one comes nearest."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Missing:
+    """what: is missing; nearest: architecture that is served"""
+
+    what: str
+    nearest: str
+
+
+_LATENTS = "latents for keys and values (MLA)"
+_STATES = "recurrent states beside attention"
+_POSITIONS = "learned positions and layer norms"
+
+MISSING = {
+    "DeepseekV2ForCausalLM": Missing(_LATENTS, "Qwen3MoeForCausalLM"),
+    "DeepseekV3ForCausalLM": Missing(f"{_LATENTS} and routing by groups", "Qwen3MoeForCausalLM"),
+    "DeepseekV32ForCausalLM": Missing(f"{_LATENTS} with an indexer", "Qwen3MoeForCausalLM"),
+    "KimiK2ForCausalLM": Missing(f"{_LATENTS} and routing by groups", "Qwen3MoeForCausalLM"),
+    "Glm4MoeForCausalLM": Missing("routing by sigmoid", "Qwen3MoeForCausalLM"),
+    "Qwen2MoeForCausalLM": Missing("a gated shared expert", "Qwen3MoeForCausalLM"),
+    "Qwen3NextForCausalLM": Missing(_STATES, "Qwen3MoeForCausalLM"),
+    "Qwen3_5ForCausalLM": Missing(_STATES, "Qwen3ForCausalLM"),
+    "Gemma4ForCausalLM": Missing("heads of two sizes", "Gemma3ForCausalLM"),
+    "Gemma3nForConditionalGeneration": Missing("layers that share a cache", "Gemma3ForCausalLM"),
+    "GemmaForCausalLM": Missing("a GELU MLP without post norms", "Gemma2ForCausalLM"),
+    "Llama4ForConditionalGeneration": Missing("chunked attention and vision", "LlamaForCausalLM"),
+    "Mistral3ForConditionalGeneration": Missing("vision", "MistralForCausalLM"),
+    "Phi3SmallForCausalLM": Missing("block-sparse attention", "Phi3ForCausalLM"),
+    "PhiMoEForCausalLM": Missing("layer norms and sparse mixing of experts", "MixtralForCausalLM"),
+    "PhiForCausalLM": Missing("layer norms and parallel blocks", "Phi3ForCausalLM"),
+    "FalconForCausalLM": Missing("layer norms and parallel blocks", "LlamaForCausalLM"),
+    "MambaForCausalLM": Missing("recurrent states in place of attention", "LlamaForCausalLM"),
+    "GPT2LMHeadModel": Missing(_POSITIONS, "LlamaForCausalLM"),
+    "OPTForCausalLM": Missing(_POSITIONS, "LlamaForCausalLM"),
+}
+"""Those that people are likely to ask for."""
+
+
+def what_is_missing(name: str, served: Iterable[str]) -> str:
+    """Half a sentence on an architecture that is not served; empty if nothing is known of it, nor alike."""
+    known = MISSING.get(name)
+    if known is not None:
+        return f"it needs {known.what}; the nearest that is served is {known.nearest}"
+    nearest = difflib.get_close_matches(name, list(served), n=1)
+    return f"the nearest by name that is served is {nearest[0]}" if nearest else ""

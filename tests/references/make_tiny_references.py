@@ -1,0 +1,103 @@
+"""Write what transformers computes in float32 for tiny random models: `tiny-NAME.json`.
+
+    PYTHONPATH=tests python tests/references/make_tiny_references.py [name ...]
+
+Needs torch and transformers, which nothing else here does. `support.tiny_checkpoints` has the configs and draws the
+weights, whose names and shapes transformers gives: those of the checkpoints that it writes. Each file holds:
+
+    config, shapes   `config.json`, and each weight's shape
+    prompts          as `make_references.py` writes them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from make_references import reference
+from support.tiny_checkpoints import TINY_CONFIGS, write_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
+
+from headwise.runtime.loader.safetensors_file import SafetensorsFile
+
+PROMPT_LENGTHS = {"one": 1, "few": 9, "some": 40, "more": 90, "many": 200, "long_300": 300, "long_700": 700}
+FIRST_ID, VOCABULARY = 3, 259
+
+
+def prompts() -> dict[str, list[int]]:
+    """Random tokens; the long ones begin alike."""
+    draw = np.random.default_rng(5)
+    found = {name: draw.integers(FIRST_ID, VOCABULARY, length).tolist() for name, length in PROMPT_LENGTHS.items()}
+    found["long_300"][:150] = found["long_700"][:150]
+    return found
+
+
+def published_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
+    """Names and shapes of a model's weights, as transformers saves them; with MXFP4, as they are published."""
+    config = dict(config)
+    is_mxfp4 = config.pop("quantization_config", None) is not None
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps(config))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(scratch), dtype=torch.float32)
+        model.save_pretrained(scratch)
+        saved = SafetensorsFile(Path(scratch) / "model.safetensors")
+        shapes = {name: list(saved.shape(name)) for name in saved.names}
+    return mxfp4_shapes(shapes) if is_mxfp4 else shapes
+
+
+def mxfp4_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    found = {}
+    for name, shape in shapes.items():
+        if len(shape) != 3:
+            found[name] = shape
+            continue
+        experts, inputs, outputs = shape
+        found[f"{name}_blocks"] = [experts, outputs, inputs // 32, 16]
+        found[f"{name}_scales"] = [experts, outputs, inputs // 32]
+    return found
+
+
+def load(directory: Path, is_mxfp4: bool) -> PreTrainedModel:
+    """The model that transformers makes of a directory, all of whose weights it must have found a use for."""
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+        **({"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4 else {}),
+    )
+    wrong = {kind: keys for kind, keys in loading.items() if keys}
+    assert not wrong, wrong
+    return model.eval()
+
+
+def make(name: str) -> None:
+    config = TINY_CONFIGS[name]
+    shapes = published_shapes(config)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = load(write_checkpoint(Path(scratch), config, shapes), "quantization_config" in config)
+    entries = [reference(model, prompt, ids) for prompt, ids in prompts().items()]
+    judged = [next((i for i, gap in enumerate(entry["gaps"]) if gap < 1e-3), 64) for entry in entries]
+    distinct = [len(set(entry["output_ids"])) for entry in entries]
+    print(name, f"judged {judged} of 64 tokens, {distinct} different ones", flush=True)
+    header = json.dumps({"transformers": transformers.__version__, "config": config, "shapes": shapes})[:-1]
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    Path(__file__).with_name(f"tiny-{name}.json").write_text(f'{header}, "prompts": [\n{lines}\n]}}\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(TINY_CONFIGS))
+    torch.set_num_threads(1)
+    for name in parser.parse_args().models:
+        make(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Tiny random models of many architectures compute what transformers does: on all operations, on one rank and two."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.engine.dense_oracle import run_rank, run_ranks
+from support.reference import CLOSE, Answer, answers
+from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
+
+from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.models.base import ModelConfig, valid_tp_sizes
+from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.rope import served_up_to
+from headwise.runtime.ops.comm import SingleRank
+
+
+def parsed(name: str) -> ModelConfig:
+    config = model_config(TINY_CONFIGS[name])
+    return served_up_to(config, config.max_position)
+
+
+def everything(name: str) -> tuple[Answer, np.ndarray]:
+    """An answer, and its prompt with all but the last token of its output."""
+    answer = next(answer for answer in answers(name) if answer.name == "more")
+    return answer, np.array(answer.prompt_ids + answer.output_ids[:-1], np.int32)
+
+
+def assert_right(answer: Answer, logits: np.ndarray | None) -> None:
+    assert logits is not None
+    after_prompt = logits[len(answer.prompt_ids) - 1]
+    np.testing.assert_allclose(after_prompt[answer.top_ids], answer.top_logits, atol=CLOSE, rtol=0)
+    np.testing.assert_allclose(after_prompt[answer.sample_ids], answer.sample_logits, atol=CLOSE, rtol=0)
+    likeliest = logits[len(answer.prompt_ids) - 1 :].argmax(axis=1).tolist()
+    assert likeliest[: len(answer.judged)] == answer.judged
+
+
+@pytest.mark.parametrize("ops_name", ["numpy", "numba", "paddle"])
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, ops_name: str) -> None:
+    if ops_name == "paddle":
+        pytest.importorskip("paddle")
+    answer, ids = everything(name)
+    assert_right(answer, run_rank(parsed(name), Checkpoint(checkpoint(name)), SingleRank(), ids, ops_name))
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_two_ranks_together_compute_the_same(name: str) -> None:
+    assert valid_tp_sizes(parsed(name)) == [1, 2]
+    answer, ids = everything(name)
+    assert_right(answer, run_ranks(parsed(name), Checkpoint(checkpoint(name)), 2, ids)[0])

@@ -1,0 +1,167 @@
+"""Tiny random models of many architectures, as Hugging Face directories.
+
+What transformers makes of them is in `tests/references/tiny-NAME.json`, with each model's config and the shapes of its
+weights. The weights themselves are drawn anew from a fixed seed, here and where the references were made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from support.tiny_models import byte_level_tokenizer, write_tokenizer_directory
+
+from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
+
+_REFERENCES = Path(__file__).parent.parent / "references"
+_BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 263,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+_ABSENT = "absent"
+
+
+def _config(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    merged = {**_BASE, "architectures": [architecture], "model_type": model_type, **fields}
+    return {key: value for key, value in merged.items() if value != _ABSENT}
+
+
+_LONG = [1 + pair / 4 for pair in range(24)]
+
+_GPT_OSS = _config(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=24,
+    rope_scaling={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 128,
+    },
+)
+
+TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
+    "qwen2": _config(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        hidden_size=256,
+        head_dim=_ABSENT,  # it follows from the hidden size
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=1,
+    ),
+    "qwen3": _config("Qwen3ForCausalLM", "qwen3"),
+    "qwen3-moe": _config(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+    "mixtral": _config(
+        "MixtralForCausalLM",
+        "mixtral",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        sliding_window=None,
+    ),
+    "phi3": _config("Phi3ForCausalLM", "phi3", hidden_size=256, head_dim=_ABSENT, sliding_window=24),
+    "phi3-long": _config(
+        "Phi3ForCausalLM",
+        "phi3",
+        hidden_size=256,
+        head_dim=_ABSENT,
+        num_hidden_layers=2,
+        original_max_position_embeddings=128,
+        partial_rotary_factor=0.75,
+        rope_scaling={"type": "longrope", "short_factor": _LONG, "long_factor": _LONG},
+    ),
+    "gemma2": _config(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        num_hidden_layers=4,
+        sliding_window=24,
+        query_pre_attn_scalar=48,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=20.0,
+    ),
+    "gpt-oss": _GPT_OSS,
+    "gpt-oss-mxfp4": {**_GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
+}
+"""Each model's ``config.json``."""
+
+
+def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
+    """Weights of these names and shapes, whose activations neither vanish nor grow, and whose logits lie apart."""
+    draw, found = np.random.default_rng(0), {}
+    centre = 0.0 if config["model_type"] == "gemma2" else 1.0  # of norms, as they are stored
+    for name, shape in sorted(shapes.items()):
+        if name.endswith(("_blocks", "_scales")):
+            low, high = (0, 256) if name.endswith("_blocks") else (122, 125)
+            found[name] = draw.integers(low, high, shape, dtype=np.uint8)
+            continue
+        values = draw.standard_normal(shape, dtype=np.float32)
+        if name.endswith("norm.weight"):
+            values = values * np.float32(0.2) + np.float32(centre)
+        elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            values *= np.float32(3 / config["hidden_size"] ** 0.5)
+        elif name.endswith("gate_up_proj_bias"):
+            values *= np.float32(5)  # some are beyond the limit of a clamped activation
+        elif len(shape) > 1:
+            values *= np.float32(1.5 / shape[1] ** 0.5)
+        found[name] = values
+    return found
+
+
+def write_checkpoint(directory: Path, config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> Path:
+    """A model's directory, with a tokenizer."""
+    write_tokenizer_directory(directory, byte_level_tokenizer())
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = draw_weights(config, shapes)
+    kinds = {"float32": "F32", "uint8": "U8"}
+    forms = {name: TensorForm(kinds[values.dtype.name], values.shape) for name, values in weights.items()}
+    write_safetensors(directory / "model.safetensors", forms, iter(weights.values()))
+    return directory
+
+
+def reference(name: str) -> dict[str, Any]:
+    """What was recorded of a tiny model: ``config``, ``shapes`` of its weights, and ``prompts``."""
+    found: dict[str, Any] = json.loads((_REFERENCES / f"tiny-{name}.json").read_text())
+    return found
+
+
+@cache
+def _scratch() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="headwise-tiny-")
+
+
+@cache
+def checkpoint(name: str) -> Path:
+    """The directory of a tiny model, written when it is first asked for and gone with this process."""
+    known = reference(name)
+    return write_checkpoint(Path(_scratch().name) / name, known["config"], known["shapes"])
