@@ -2,7 +2,8 @@
 
     python benchmarks/kernels.py [--quick] [--threads N] [--kv-dtype float32|bfloat16|int8]
 
-Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once.
+Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once, and
+each latent: of latent attention (MLA) they are given as a share of the most that grouped queries reached.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import latent_kernels
 import numpy as np
 from numpy.typing import NDArray
 
@@ -163,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     copy = memcpy_gb_s(budget_s)
     print(f"{args.threads} threads; kernels loaded in {load_s:.1f} s; memcpy {copy:.1f} GB/s\n")
     print(f"{'workload':34}{'attend ms':>10}{'KV GB/s':>9}{'gather ms':>11}{'speed-up':>9}{'write us':>9}")
-    results = []
+    results, rates = [], []
     for load in [w for w in WORKLOADS if w.name in QUICK] if args.quick else WORKLOADS:
         scene = Scene(load, args.kv_dtype)
         state = (scene.arena, scene.layout, scene.batch, scene.heads)
@@ -172,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gather_s = median_s(scene.gather_then_matmul, budget_s)
         write_s = median_s(partial(kernels.write_kv, scene.new, scene.new, *state), budget_s / 4)
         rate = load.visible_bytes(args.kv_dtype) / attend_s / 1e9
+        rates.append(rate)
         speed = f"{gather_s / attend_s:.1f}x"
         print(f"{load.name:34}{attend_s * 1e3:10.3f}{rate:9.1f}{gather_s * 1e3:11.2f}{speed:>9}{write_s * 1e6:9.1f}")
         results.append(
@@ -183,8 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "write_us": round(write_s * 1e6, 2),
             }
         )
+    latents = []
+    if args.kv_dtype not in QUANTISED:
+        for latent_load in latent_kernels.QUICK if args.quick else latent_kernels.WORKLOADS:
+            timed = partial(median_s, budget_s=budget_s)
+            latents.append(latent_kernels.measure(latent_load, args.kv_dtype, args.threads, timed, max(rates)))
+            print(latent_kernels.as_line(latents[-1]))
     report = {"benchmark": "kernels", "threads": args.threads, "kv_dtype": args.kv_dtype, "memcpy_gb_s": copy}
-    print(json.dumps({**report, "results": results}))
+    print(json.dumps({**report, "results": results, "latents": latents}))
 
 
 if __name__ == "__main__":

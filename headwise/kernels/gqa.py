@@ -57,7 +57,7 @@ def kv_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[Any
         ConfigError: the arena is not a whole number of blocks, or the layout is of another attention variant.
     """
     head_dim_of(layout)
-    return _view(arena, layout, layout.roles[0]), _view(arena, layout, layout.roles[1])
+    return role_view(arena, layout, layout.roles[0]), role_view(arena, layout, layout.roles[1])
 
 
 def bit_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
@@ -70,7 +70,7 @@ def bit_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np
     if kv_dtype_of(layout) != "bfloat16":
         raise ConfigError(f"a layout of dtype {kv_dtype_of(layout)} does not hold bfloat16: see its kv_views()")
     key, value = (replace(role, dtype="uint16") for role in layout.roles[:2])
-    return _view(arena, layout, key), _view(arena, layout, value)
+    return role_view(arena, layout, key), role_view(arena, layout, value)
 
 
 def scale_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -82,7 +82,7 @@ def scale_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[
     head_dim_of(layout)
     if kv_dtype_of(layout) not in QUANTISED:
         raise ConfigError(f"a layout of dtype {kv_dtype_of(layout)} has no scales: only {', '.join(QUANTISED)} have")
-    return _view(arena, layout, layout.roles[2]), _view(arena, layout, layout.roles[3])
+    return role_view(arena, layout, layout.roles[2]), role_view(arena, layout, layout.roles[3])
 
 
 def quantise(rows: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
@@ -99,7 +99,12 @@ def quantise(rows: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.f
     return (np.rint(scaled) if dtype == "int8" else scaled).astype(numpy_dtype(dtype)), scale
 
 
-def _view(arena: NDArray[np.uint8], layout: BlockLayout, role: Role) -> NDArray[Any]:
+def role_view(arena: NDArray[np.uint8], layout: BlockLayout, role: Role) -> NDArray[Any]:
+    """What an arena holds of a role, ``[num_blocks, slots, block_size, *shape]``, sharing its memory.
+
+    Raises:
+        ConfigError: the arena is not a whole number of blocks.
+    """
     if arena.nbytes % layout.block_bytes:
         raise ConfigError(f"an arena of {arena.nbytes} bytes is not a whole number of {layout.block_bytes}-byte blocks")
     dtype = numpy_dtype(role.dtype)

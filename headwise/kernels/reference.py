@@ -32,9 +32,9 @@ class ReferenceKernels:
         heads: HeadTable,
     ) -> None:
         """See `AttentionKernels.write_kv`."""
-        for sequence, rows, positions in _sequences(batch):
+        for sequence, rows, positions in sequences_of(batch):
             for head, (group, slot) in enumerate(zip(heads.group, heads.slot, strict=True)):
-                blocks = _blocks(batch, sequence, group, positions, layout.block_size)
+                blocks = blocks_of(batch, sequence, group, positions, layout.block_size)
                 mapped = blocks >= 0
                 at = (blocks[mapped], slot, positions[mapped] % layout.block_size)
                 _store(arena, layout, at, (key[rows, head][mapped], value[rows, head][mapped]))
@@ -55,23 +55,23 @@ class ReferenceKernels:
         """See `AttentionKernels.attend`. A visible token whose block is ``-1`` is treated as not visible."""
         kv_heads = len(heads.group)
         share = query.shape[1] // kv_heads
-        for sequence, rows, positions in _sequences(batch):
+        for sequence, rows, positions in sequences_of(batch):
             context = np.arange(positions[-1] + 1)
             for head in range(kv_heads):
-                visible = _visible(positions, context, int(heads.window[head]), int(heads.sink[head]))
+                visible = visible_to(positions, context, int(heads.window[head]), int(heads.sink[head]))
                 seen = context[visible.any(axis=0)]
-                blocks = _blocks(batch, sequence, heads.group[head], seen, layout.block_size)
+                blocks = blocks_of(batch, sequence, heads.group[head], seen, layout.block_size)
                 seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
                 at = (blocks, heads.slot[head], seen % layout.block_size)
                 queries = slice(head * share, (head + 1) * share)
                 key, value = _load(arena, layout, at)
-                out[rows, queries] = _softmax_attention(
+                out[rows, queries] = softmax_attention(
                     query[rows, queries], key, value, visible[:, seen], scale, softcap,
                     None if sink_logits is None else sink_logits[queries].astype(np.float64),
                 )  # fmt: skip
 
 
-def _sequences(batch: AttentionBatch) -> Iterator[tuple[int, slice, Positions]]:
+def sequences_of(batch: AttentionBatch) -> Iterator[tuple[int, slice, Positions]]:
     """(index, its query rows, their positions) of every sequence that has queries."""
     for sequence, length in enumerate(batch.seq_lens):
         first, last = int(batch.cu_seqlens_q[sequence]), int(batch.cu_seqlens_q[sequence + 1])
@@ -79,7 +79,7 @@ def _sequences(batch: AttentionBatch) -> Iterator[tuple[int, slice, Positions]]:
             yield sequence, slice(first, last), np.arange(int(length) - (last - first), int(length))
 
 
-def _blocks(
+def blocks_of(
     batch: AttentionBatch, sequence: int, group: int, positions: Positions, block_size: int
 ) -> NDArray[np.int32]:
     row: NDArray[np.int32] = batch.block_tables[sequence * batch.groups + int(group)]
@@ -109,7 +109,7 @@ def _load(arena: NDArray[np.uint8], layout: BlockLayout, at: Index) -> list[NDAr
     ]
 
 
-def _visible(queries: Positions, keys: Positions, window: int, sink: int) -> NDArray[np.bool_]:
+def visible_to(queries: Positions, keys: Positions, window: int, sink: int) -> NDArray[np.bool_]:
     """``bool [queries, keys]``: the rule of `HeadPolicy`."""
     distance = queries[:, None] - keys[None, :]
     causal = distance >= 0
@@ -118,14 +118,14 @@ def _visible(queries: Positions, keys: Positions, window: int, sink: int) -> NDA
     return causal & ((distance < window) | (keys < sink)[None, :])
 
 
-def _softmax_attention(
+def softmax_attention(
     query: NDArray[Any],
     key: NDArray[Any],
     value: NDArray[Any],
     visible: NDArray[np.bool_],
     scale: float,
     softcap: float,
-    sink_logits: NDArray[np.float64] | None,
+    sink_logits: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
     """``query [T, n, D]`` over ``key`` and ``value [K, D]`` under ``visible [T, K]`` -> ``[T, n, D]``.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy
+from headwise.kernels.mla_base import LatentKernels
+from headwise.kernels.mla_reference import ReferenceLatentKernels
 from headwise.kernels.reference import ReferenceKernels
 
 KERNELS = ("auto", "numba", "reference")
@@ -29,18 +31,37 @@ def make_kernels(name: str, threads: int, kv_dtype: str | None = None) -> Attent
         ConfigError: no such kernels, their package is not installed, ``threads`` cannot be had, or there are
             none for ``kv_dtype``.
     """
-    if name not in KERNELS:
-        raise ConfigError(f"unknown kernels {name!r}; choose one of {', '.join(KERNELS)}")
-    if name == "reference":
+    if _is_reference(name):
         return ReferenceKernels()
     try:
         from headwise.kernels.cpu.attention import NumbaKernels
     except ImportError as error:
-        raise ConfigError(
-            f"kernels {name!r} need numba, which cannot be imported ({error}): "
-            "`pip install numba`, or choose kernels 'reference' (slow)"
-        ) from error
+        raise _without_numba(name, error) from error
     return NumbaKernels(threads, kv_dtype)
+
+
+def make_latent_kernels(name: str, threads: int) -> LatentKernels:
+    """Those of latent attention, as `make_kernels`; they raise the same."""
+    if _is_reference(name):
+        return ReferenceLatentKernels()
+    try:
+        from headwise.kernels.cpu.mla_attention import NumbaLatentKernels
+    except ImportError as error:
+        raise _without_numba(name, error) from error
+    return NumbaLatentKernels(threads)
+
+
+def _is_reference(name: str) -> bool:
+    if name not in KERNELS:
+        raise ConfigError(f"unknown kernels {name!r}; choose one of {', '.join(KERNELS)}")
+    return name == "reference"
+
+
+def _without_numba(name: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"kernels {name!r} need numba, which cannot be imported ({error}): "
+        "`pip install numba`, or choose kernels 'reference' (slow)"
+    )
 
 
 def make_block_copy(name: str, threads: int) -> BlockCopy:

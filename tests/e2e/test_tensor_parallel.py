@@ -1,4 +1,4 @@
-"""SmolLM2 on three tensor-parallel workers says what it says on one, whichever tier its prefixes come from."""
+"""Models on several tensor-parallel workers say what they say on one, whichever tier their prefixes come from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.reference import answers, assert_same
+from support.reference import Answer, answers, assert_same
+from support.tiny_checkpoints import checkpoint
 from support.waiting import eventually
 
 from headwise.actors.deployment import Deployment
@@ -14,9 +15,7 @@ from headwise.runtime.client.client import Client
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.protocol.request import SamplingParams
 
-pytestmark = [pytest.mark.ray, pytest.mark.model]
-
-WANTED = [answer for answer in answers("smollm2-135m") if len(answer.prompt_ids) <= 800]
+pytestmark = pytest.mark.ray
 
 
 def engine(client: Client) -> dict[str, Any]:
@@ -29,12 +28,12 @@ def num_finished(stats: dict[str, Any]) -> int:
     return int(stats["requests"]["finished"]) if "requests" in stats else 0
 
 
-def serve(client: Client, tokens: int) -> dict[str, Any]:
+def serve(client: Client, wanted: list[Answer], tokens: int) -> dict[str, Any]:
     """Serve so many tokens of all prompts; the engine's statistics once all copies are where they should go."""
-    finished = num_finished(engine(client)) + len(WANTED)
+    finished = num_finished(engine(client)) + len(wanted)
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    results = client.generate([answer.prompt_ids for answer in WANTED], sampling)
-    for answer, result in zip(WANTED, results, strict=True):
+    results = client.generate([answer.prompt_ids for answer in wanted], sampling)
+    for answer, result in zip(wanted, results, strict=True):
         assert_same(answer.first(tokens), result.token_ids)
 
     def is_settled() -> bool:
@@ -47,11 +46,22 @@ def serve(client: Client, tokens: int) -> dict[str, Any]:
     return engine(client)
 
 
-@pytest.mark.parametrize("tokens", [4, pytest.param(24, marks=pytest.mark.soak)])
-def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restart(tmp_path: Path, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "tokens"),
+    [
+        pytest.param("smollm2-135m", 3, 4, marks=pytest.mark.model),
+        pytest.param("smollm2-135m", 3, 24, marks=[pytest.mark.model, pytest.mark.soak]),
+        pytest.param("deepseek-v3", 2, 24, marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restart(
+    tmp_path: Path, name: str, ranks: int, tokens: int
+) -> None:
+    wanted = [answer for answer in answers(name) if len(answer.prompt_ids) <= 800]
     config = EngineConfig(
+        model=name if name == "smollm2-135m" else str(checkpoint(name)),
         port=0,
-        tp_size=3,
+        tp_size=ranks,
         dtype="float32",
         block_size=16,
         kv_cache="64MiB",
@@ -67,10 +77,10 @@ def test_three_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restar
         front_timeout_s=120.0,
     )
     with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
-        assert serve(client, tokens)["storage"]["fetched_blocks"] == 0
+        assert serve(client, wanted, tokens)["storage"]["fetched_blocks"] == 0
         assert client.reset_cache("device")["engine-0"] > 0
-        stats = serve(client, tokens)
+        stats = serve(client, wanted, tokens)
         assert stats["cache"]["host_hit_tokens"] > 600
         assert stats["transfers"]["load"]["bytes"] > 0
     with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
-        assert serve(client, tokens)["storage"]["hit_tokens"] > 600
+        assert serve(client, wanted, tokens)["storage"]["hit_tokens"] > 600

@@ -62,6 +62,27 @@ _GPT_OSS = _config(
     },
 )
 
+_DEEPSEEK: dict[str, Any] = {
+    "head_dim": _ABSENT,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def _yarn(mscale: float, mscale_all_dim: float) -> dict[str, Any]:
+    lengths = {"factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32, "beta_slow": 1}
+    return {"type": "yarn", **lengths, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
+
+
 TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "qwen2": _config(
         "Qwen2ForCausalLM",
@@ -109,6 +130,30 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         query_pre_attn_scalar=48,
         attn_logit_softcapping=5.0,
         final_logit_softcapping=20.0,
+    ),
+    "deepseek-v2": _config(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        **_DEEPSEEK,
+        q_lora_rank=None,
+        topk_method="greedy",
+        scoring_func="softmax",
+        routed_scaling_factor=1.0,
+        norm_topk_prob=False,
+        rope_scaling=_yarn(0.707, 0.707),
+    ),
+    "deepseek-v3": _config(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        **_DEEPSEEK,
+        q_lora_rank=32,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        rope_scaling=_yarn(1.0, 0.6),
     ),
     "gpt-oss": _GPT_OSS,
     "gpt-oss-mxfp4": {**_GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},

@@ -15,7 +15,7 @@ from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP, CacheKernels, Pla
 from headwise.kernels.cpu.attention_plan import THREAD_COST, Planner
 from headwise.kernels.cpu.pool import check_threads, pool_of_this_process
 from headwise.kernels.cpu.records import address_of, place_of
-from headwise.kernels.gqa import gqa_layout, head_dim_of
+from headwise.kernels.gqa import gqa_layout
 
 THREAD_TOKENS = 32
 """Tokens to be written that are worth waking a thread for."""
@@ -111,8 +111,8 @@ class NumbaKernels:
             raise ValueError("cosines and sines do not fit each other")
         if key.shape != value.shape:
             raise ValueError("keys and values do not fit each other")
-        _check(rows, key.shape[1], dim, layout, batch, heads)
         kernels, layer = self._kernels_of(layout), _layer_of(heads)
+        _check(rows, key.shape[1], dim, kernels, batch, heads)
         tokens, scratch = int(batch.cu_seqlens_q[-1]), np.empty((self._threads, dim), np.float32)
         own = kernels.a_pass(
             arena, batch, rows=rows, q_heads=query.shape[1], kv_heads=key.shape[1], dim=dim, **_rows("query", query),
@@ -149,8 +149,8 @@ class NumbaKernels:
             raise ValueError(f"query {query.shape}, out {out.shape} and {kv_heads} KV heads do not fit each other")
         if sink_logits is not None and sink_logits.shape != (q_heads,):
             raise ValueError(f"sink_logits {sink_logits.shape} do not fit {q_heads} query heads")
-        _check(rows, kv_heads, dim, layout, batch, heads)
         kernels, share = self._kernels_of(layout), q_heads // kv_heads
+        _check(rows, kv_heads, dim, kernels, batch, heads)
         plan = Planner(heads.window, heads.sink, share, dim).plan(batch)
         workers, plans = max(1, min(self._threads, len(plan.parts), plan.cost // THREAD_COST)), PlanTable.of([plan])
         scratch, partials, layer = (
@@ -179,15 +179,15 @@ class NumbaKernels:
         return known
 
 
-def _check(rows: int, kv_heads: int, dim: int, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable) -> None:
+def _check(rows: int, kv_heads: int, dim: int, kernels: CacheKernels, batch: AttentionBatch, heads: HeadTable) -> None:
     """Raise ValueError where compiled code would read or write what is not there."""
     if int(batch.cu_seqlens_q[-1]) > rows or len(heads.group) != kv_heads:
         raise ValueError(
             f"{rows} rows of {kv_heads} KV heads, cu_seqlens_q up to {batch.cu_seqlens_q[-1]} and a table of "
             f"{len(heads.group)} heads do not fit each other"
         )
-    if dim > head_dim_of(layout):
-        raise ValueError(f"the head_dim is {dim}, larger than that of the block layout, {head_dim_of(layout)}")
+    if dim > kernels.dim:
+        raise ValueError(f"the head_dim is {dim}, larger than that of the block layout, {kernels.dim}")
 
 
 def _layer_of(heads: HeadTable, sink_logits: NDArray[np.float32] | None = None) -> NDArray[Any]:

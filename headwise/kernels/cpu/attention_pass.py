@@ -19,6 +19,7 @@ from headwise.kernels.cpu.attention_softmax import LOG2E
 from headwise.kernels.cpu.kv_write_jit import write_of
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.gqa import head_dim_of, kv_dtype_of
+from headwise.kernels.mla import is_latent, latent_width
 
 HEAD_DIM_STEP = 16
 """Head dimensions must be a multiple of this: rows of keys are read as whole vectors."""
@@ -31,10 +32,14 @@ STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": 
 class CacheKernels:
     """What is compiled for a cache of a layout's dtype, and what of the layout it needs to know.
 
+    A latent is its token's key and its value at once: to compiled code its values lie where its keys do.
+
+    dim:           numbers of a key
     write, attend: C functions, see `kv_write_jit.write_of` and `attention_jit.attend_of`
     """
 
     layout: BlockLayout
+    dim: int
     cache: tuple[int, ...]
     write: Any
     attend: Any
@@ -46,22 +51,22 @@ class CacheKernels:
         Raises:
             ConfigError: there are no kernels for the layout's dtype or head dimension.
         """
-        head_dim, dtype = head_dim_of(layout), kv_dtype_of(layout)
+        dim, dtype = latent_width(layout) if is_latent(layout) else head_dim_of(layout), kv_dtype_of(layout)
         if dtype not in STORED:
             raise ConfigError(
                 f"the numba kernels keep KV in {', '.join(STORED)}, got {dtype}: use one of these, or kernels "
                 "'reference'"
             )
-        if head_dim % HEAD_DIM_STEP:
+        if dim % HEAD_DIM_STEP:
             raise ConfigError(
-                f"the numba kernels need a head_dim that is a multiple of {HEAD_DIM_STEP}, got {head_dim}: "
+                f"the numba kernels need a head_dim that is a multiple of {HEAD_DIM_STEP}, got {dim}: "
                 "use kernels 'reference'"
             )
         at, size = layout.role_offsets, np.dtype(STORED[dtype]).itemsize
         cache = {
             "block_stride": layout.block_bytes // size,
             "slot_stride": layout.slot_bytes // size,
-            "value_offset": at["value"] // size,
+            "value_offset": at.get("value", 0) // size,
             "block_size": layout.block_size,
             "block_scales": layout.block_bytes // 4,
             "slot_scales": layout.slot_bytes // 4,
@@ -69,7 +74,7 @@ class CacheKernels:
             "value_scales": at.get("value_scale", 0) // 4,
         }
         numbers = tuple(cache[name] for name in (records.CACHE.names or ())[2:])  # behind the arena's
-        return CacheKernels(layout, numbers, write_of(dtype), attend_of(dtype))
+        return CacheKernels(layout, dim, numbers, write_of(dtype), attend_of(dtype))
 
     def a_pass(self, arena: NDArray[np.uint8], batch: AttentionBatch, **fields: Any) -> NDArray[np.int64]:
         """A `records.PASS` over this arena of this batch, with these fields besides."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.head_pattern import HeadPattern, Policies
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
-from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
-from headwise.kernels.gqa import gqa_layout
-from headwise.kernels.select import make_kernels
+from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.runtime.calibration.passkeys import PasskeyInput
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import read_model_card
@@ -27,6 +26,8 @@ from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.progress import Progress
 from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.models.attention.base import Kernels, LayerCache
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig, Rotation, Shard
 from headwise.runtime.models.registry import build_model
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
@@ -57,13 +58,16 @@ class DenseModel:
     config: ModelConfig
     model: Model
     ops: TensorOps
-    kernels: AttentionKernels
+    kernels: Kernels
     tokenizer: Tokenizer
 
     @classmethod
     def load(cls, config: EngineConfig, directory: Path) -> DenseModel:
         card = read_model_card(config, directory)
         geometry, ops = card.config, make_ops(config.tensor_ops)
+        variant = attention_of(geometry)
+        if variant.is_replicated:
+            raise ConfigError(f"{card.model} keeps no keys of single heads (MLA): there is no head pattern to measure")
         shard = Shard(0, 1, tuple(tuple(range(geometry.num_kv_heads)) for _ in range(geometry.num_layers)))
         return cls(
             card.model,
@@ -71,7 +75,7 @@ class DenseModel:
             geometry,
             build_model(geometry, Checkpoint(directory), ops, SingleRank(), shard),
             ops,
-            make_kernels(config.kernels, threads_per_worker(config)),
+            variant.host_kernels(config.kernels, threads_per_worker(config)),
             Tokenizer.from_directory(directory),
         )
 
@@ -92,9 +96,10 @@ class SequenceAttention:
     BLOCK_SIZE = 64
 
     def __init__(self, model: DenseModel, policies: Policies, tokens: int) -> None:
-        self._model, self._policies = model, policies
-        config, blocks = model.config, -(-tokens // self.BLOCK_SIZE)
-        self._layout = gqa_layout(self.BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self._policies = policies
+        variant, blocks = attention_of(model.config), -(-tokens // self.BLOCK_SIZE)
+        self._attention = variant.over_cache(model.ops, model.kernels)
+        self._layout = variant.layout(self.BLOCK_SIZE, model.config.num_kv_heads, "float32")
         self._arena = np.empty(blocks * self._layout.block_bytes, dtype=np.uint8)
         self._batch = AttentionBatch(
             cu_seqlens_q=np.array([0, tokens], dtype=np.int32),
@@ -103,28 +108,10 @@ class SequenceAttention:
             groups=1,
         )
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: Rotation,
-        sink_logits: KernelArray | None = None,
-    ) -> Tensor:
-        ops, kernels, config = self._model.ops, self._model.kernels, self._model.config
+    def __call__(self, layer: int, *projected: Any) -> Tensor:
         heads = _head_table(self._policies[layer])
-        query, key = ops.rope(query, *rotation), ops.rope(key, *rotation)
-        keys, values = ops.kernel_array(key), ops.kernel_array(value)
-        kernels.write_kv(keys, values, self._arena, self._layout, self._batch, heads)
-        queries = ops.kernel_array(query)
-        out = np.empty_like(queries)
-        kernels.attend(
-            queries, self._arena, self._layout, self._batch, heads,
-            scale=config.attention_scale, softcap=config.attention_softcap, out=out,
-            sink_logits=sink_logits,
-        )  # fmt: skip
-        return ops.from_kernel_array(out)
+        cache = LayerCache(self._arena, self._layout, self._batch, heads, wait=lambda: None)
+        return self._attention(cache, *projected)
 
 
 def measure_pattern(

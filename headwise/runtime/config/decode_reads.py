@@ -13,6 +13,7 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.block_file import BLOCKS, BlockFile
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.gguf_blocks import FORMATS
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.ops.quantised import INT8_GROUP
 
@@ -67,7 +68,7 @@ def _element_bytes(dtype: str) -> float:
 def _layer_elements(model: ModelConfig) -> int:
     """Numbers in all layers' matrices that a token is multiplied with."""
     hidden, moe = model.hidden_size, model.moe
-    attention = 2 * hidden * model.head_dim * (model.num_heads + model.num_kv_heads)
+    attention = attention_of(model).weight_elements()
     dense = 3 * hidden * model.intermediate_size
     if moe is None:
         return model.num_layers * (attention + dense)

@@ -15,6 +15,8 @@ from headwise.runtime.config.decode_reads import DecodeReads, decode_reads, kind
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.threads import threads_per_worker
+from headwise.runtime.models.attention.base import AttentionVariant
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.select import resolve_ops_name
 from headwise.units import format_bytes
 
@@ -31,16 +33,14 @@ def describe(
     model, plan, layout, spec = card.config, card.plan, card.layout, card.spec
     groups = len(plan.groups)
     yield "model", f"{card.model} ({model.architecture})"
-    yield (
-        "geometry",
-        f"{model.num_layers} layers, {model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}",
-    )
+    attention = attention_of(model)
+    yield "geometry", f"{model.num_layers} layers, {attention.geometry()}"
     yield "longest sequence", f"{card.max_model_len} tokens"
     yield (
         "head groups",
         f"{groups} x {plan.slots} slots per rank ({config.head_grouping}, padding {plan.padding:.1%})",
     )
-    for text, alike in groupby(enumerate(plan.groups), key=lambda entry: _group(entry[1])):
+    for text, alike in groupby(enumerate(plan.groups), key=lambda entry: _group(entry[1], attention)):
         first, *others = [index for index, _ in alike]
         yield (f"  groups {first} to {others[-1]}", f"{text} each") if others else (f"  group {first}", text)
     yield "block", f"{layout.block_size} tokens of one group, {format_bytes(layout.block_bytes)}"
@@ -130,9 +130,9 @@ def _usual_lengths(longest: int) -> list[int]:
     return [*(tokens for tokens in powers if tokens < longest), longest]
 
 
-def _group(group: HeadGroup) -> str:
-    heads = sum(map(len, group.members))
-    return f"{policy_name(group.policy)}, {heads} (layer, KV head) pairs"
+def _group(group: HeadGroup, attention: AttentionVariant) -> str:
+    ranks = group.members[:1] if attention.is_replicated else group.members
+    return f"{policy_name(group.policy)}, {attention.members(sum(map(len, ranks)))}"
 
 
 def policy_name(policy: HeadPolicy) -> str:

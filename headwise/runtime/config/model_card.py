@@ -12,12 +12,13 @@ from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.windows import GroupWindows
 from headwise.errors import ConfigError, ModelError
-from headwise.kernels.gqa import gqa_layout
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.loader.block_file import BLOCKS
 from headwise.runtime.loader.checkpoint import parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
 from headwise.runtime.loader.progress import Progress
+from headwise.runtime.models.attention.base import Serving
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import served_up_to
@@ -26,9 +27,6 @@ from headwise.runtime.ops.select import resolve_ops_name
 NUMERICS_VERSION = 1
 """Goes up with every change of ours by which the same tokens get other keys and values than before: older blocks in
 storage, and those of engines of another version, are then not mixed with ours."""
-
-CPU_INT8_HEAD_MULTIPLE = 16
-"""Of the head size, for the CPU's kernels to read int8 keys and values: the lanes of a vector."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +109,14 @@ def read_model_card(
     asked = _asked_length(config, model)
     model = served_up_to(model, asked)
     identity = _identity(weights + blocks, model, config) if identify else ""
+    attention = attention_of(model)
+    attention.check(Serving(config.model, config.tp_size, config.device, config.kernels, config.kv_dtype_name))
+    replicated = attention.is_replicated
     try:
-        plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping)
+        plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping, is_replicated=replicated)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    _check_cached_heads(config, model)
-    layout = gqa_layout(config.block_size, plan.slots, model.head_dim, config.kv_dtype_name)
+    layout = attention.layout(config.block_size, plan.slots, config.kv_dtype_name)
     spec = _cache_spec(config, layout, asked)
     card = ModelCard(config.model, identity, model, plan, layout, spec, asked, config.recycling, weights, blocks)
     return card if config.kv_cache_bytes is None else with_pool(card, config, config.kv_cache_bytes)
@@ -177,17 +177,6 @@ def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec)
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low * config.block_size
-
-
-def _check_cached_heads(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError if a CPU's kernels have no quantised cache for heads of this size."""
-    if config.device != "cpu" or config.kernels == "reference" or config.kv_dtype_name != "int8":
-        return
-    if model.head_dim % CPU_INT8_HEAD_MULTIPLE:
-        raise ConfigError(
-            f"kv_dtype int8 on a CPU takes heads of a multiple of {CPU_INT8_HEAD_MULTIPLE}, those of {config.model} "
-            f"have {model.head_dim}: choose kv_dtype bfloat16"
-        )
 
 
 def _asked_length(config: EngineConfig, model: ModelConfig) -> int:

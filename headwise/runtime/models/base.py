@@ -50,9 +50,34 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention: sizes of what heads and latents are made of.
+
+    rank:      numbers of a latent that keys and values are made of (``kv_lora_rank``)
+    rotated:   numbers of a key that carry its position, which heads share (``qk_rope_head_dim``)
+    plain:     those of a head's own key, without a position (``qk_nope_head_dim``)
+    value_dim: of a head's value
+    q_rank:    numbers that a token's queries are made of (``q_lora_rank``); None: of its whole hidden state
+    """
+
+    rank: int
+    rotated: int
+    plain: int
+    value_dim: int
+    q_rank: int | None
+
+    @property
+    def width(self) -> int:
+        """Numbers of a latent in the cache."""
+        return self.rank + self.rotated
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model's geometry, read from a Hugging Face ``config.json`` by its architecture's module.
 
+    num_kv_heads: members that a layer keeps: 1 with latents
+    head_dim: of keys and values; with latents, of what is rotated
     policies: ``[num_layers][num_kv_heads]``, what each KV head may see
     ropes:    per layer
     attention_scale: factor on q.k; softcaps are 0 where there is none
@@ -83,6 +108,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
+
+    @property
+    def dealt_heads(self) -> int:
+        """Heads of which tensor-parallel ranks have an equal share each: of keys and values, or else of queries."""
+        return self.num_kv_heads if self.mla is None else self.num_heads
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
@@ -91,9 +122,9 @@ class ModelConfig:
 
 
 def valid_tp_sizes(config: ModelConfig) -> list[int]:
-    """Tensor-parallel sizes that divide the KV heads and every MLP."""
-    sizes = range(1, config.num_kv_heads + 1)
-    return [n for n in sizes if not any(total % n for total in (config.num_kv_heads, *config.mlp_sizes))]
+    """Tensor-parallel sizes that divide the heads and every MLP."""
+    sizes = range(1, config.dealt_heads + 1)
+    return [n for n in sizes if not any(total % n for total in (config.dealt_heads, *config.mlp_sizes))]
 
 
 @dataclass(frozen=True)
@@ -114,22 +145,13 @@ Rotation = tuple[KernelArray, KernelArray]
 
 
 class AttentionLayer(Protocol):
-    """Given to `Model.forward` by the model runner: rotates, writes the KV, waits for loads, attends."""
+    """Given to `Model.forward` by the model runner: rotates, writes what is kept, waits for loads, attends."""
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: Rotation,
-        sink_logits: KernelArray | None = None,
-    ) -> Tensor:
-        """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``.
+    def __call__(self, layer: int, *projected: Any, **named: Any) -> Tensor:
+        """What this rank's heads see, ``[T, q_heads, size of a head's values]``.
 
-        ``sink_logits`` are as for `AttentionKernels.attend`.
-
-        Queries and keys are not rotated yet. Only the layer uses them, so it may rotate them in place.
+        ``projected`` is what the model made of its input for this layer, as its attention variant takes it; see
+        `headwise.runtime.models.attention`. Only the layer uses that, so it may rotate it in place.
         """
 
 

@@ -77,18 +77,25 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One rank's weights of a decoder layer.
-
-    mlp:         what `Decoder.load_mlp` made and `Decoder.feed_forward` computes
-    sink_logits: of this rank's query heads, float32; None where a model has none
-    """
+class QkvProjections:
+    """One rank's part of grouped-query attention. sink_logits: of its query heads, float32; None: it has none"""
 
     qkv: Linear
     out: Linear
+    sink_logits: KernelArray | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One rank's weights of a decoder layer.
+
+    attention: what `Decoder.load_attention` made and `Decoder.attend` computes
+    mlp:       what `Decoder.load_mlp` made and `Decoder.feed_forward` computes
+    """
+
+    attention: Any
     mlp: Any
     norms: LayerNorms
-    sink_logits: KernelArray | None = None
 
 
 class Residual(NamedTuple):
@@ -181,20 +188,22 @@ class Decoder(Model):
 
     def _load_layer(self, layer: int) -> Layer:
         at = f"{self.prefix}layers.{layer}."
-        config, shard = self.config, self._shard
-        dim, share = config.head_dim, config.num_heads // config.num_kv_heads
-        kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
-        q = [(start * share, stop * share) for start, stop in kv]
-        attention = at + "self_attn."
         return Layer(
-            qkv=self._split_rows(
-                [(attention + "q_proj", q), (attention + "k_proj", kv), (attention + "v_proj", kv)],
-                config.attention_bias,
-            ),
-            out=self._split_columns(attention + "o_proj", q, config.out_bias),
+            attention=self.load_attention(layer, f"{at}self_attn."),
             mlp=self.load_mlp(layer, f"{at}{self.mlp_name}."),
             norms=LayerNorms(**{norm: self._norm(f"{at}{name}.weight") for norm, name in self.norm_names.items()}),
-            sink_logits=self._sink_logits(attention, layer) if config.sink_logits else None,
+        )
+
+    def load_attention(self, layer: int, at: str) -> Any:
+        """The weights named ``at...`` of a layer's attention."""
+        config, shard = self.config, self._shard
+        dim, share, has_bias = config.head_dim, config.num_heads // config.num_kv_heads, config.attention_bias
+        kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
+        q = [(start * share, stop * share) for start, stop in kv]
+        return QkvProjections(
+            qkv=self._split_rows([(f"{at}q_proj", q), (f"{at}k_proj", kv), (f"{at}v_proj", kv)], has_bias),
+            out=self._split_columns(f"{at}o_proj", q, config.out_bias),
+            sink_logits=self._sink_logits(at, layer) if config.sink_logits else None,
         )
 
     def _sink_logits(self, at: str, layer: int) -> KernelArray:
@@ -286,7 +295,7 @@ class Decoder(Model):
         config, shard, ops = self.config, self._shard, self.ops
         if not isinstance(ops, FusingOps) or shard.size > 1:
             return None
-        if config.sink_logits or not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers):
+        if config.sink_logits or config.mla or not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers):
             return None
         shape = DecoderShape(
             q_heads=config.num_heads,
@@ -332,13 +341,13 @@ class Decoder(Model):
     def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
         """Self attention of the normed ``x [T, hidden]``, summed over the ranks."""
         query, key, value = self.query_key_value(index, layer, x)
-        heads = attention(index, query, key, value, rotation, layer.sink_logits)
-        return self.reduce(self._linear(heads.reshape([x.shape[0], -1]), layer.out))
+        heads = attention(index, query, key, value, rotation, layer.attention.sink_logits)
+        return self.reduce(self._linear(heads.reshape([x.shape[0], -1]), layer.attention.out))
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[T, q_heads, D]``, keys and values ``[T, kv_heads, D]``, as they are before they are rotated."""
         dim, kv_heads = self.config.head_dim, len(self._shard.kv_heads[index])
-        qkv = self._linear(x, layer.qkv).reshape([x.shape[0], -1, dim])
+        qkv = self._linear(x, layer.attention.qkv).reshape([x.shape[0], -1, dim])
         q_heads = qkv.shape[1] - 2 * kv_heads
         query, key = self.normed_heads(layer, qkv[:, :q_heads], qkv[:, q_heads : q_heads + kv_heads])
         return query, key, qkv[:, q_heads + kv_heads :]
@@ -383,13 +392,14 @@ def _cache_of(attention: AttentionLayer) -> PagedCache | None:
 
 def _fusible(layer: Layer, rotation: int) -> DecoderLayer:
     mlp: GatedMlp = layer.mlp
+    attention: QkvProjections = layer.attention
     return DecoderLayer(
-        qkv=layer.qkv.weight,
-        out=layer.out.weight,
+        qkv=attention.qkv.weight,
+        out=attention.out.weight,
         gate_up=mlp.gate_up.weight,
         down=mlp.down.weight,
-        qkv_bias=layer.qkv.bias,
-        out_bias=layer.out.bias,
+        qkv_bias=attention.qkv.bias,
+        out_bias=attention.out.bias,
         gate_up_bias=mlp.gate_up.bias,
         down_bias=mlp.down.bias,
         norms=layer.norms,

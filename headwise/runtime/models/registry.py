@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headwise.errors import ModelError
-from headwise.runtime.models import ernie45, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, phi3, qwen
+from headwise.runtime.models import deepseek, ernie45, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, phi3, qwen
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder, Prepare, Weights, make_anew
 from headwise.runtime.models.hf_config import HfConfig
@@ -23,6 +23,8 @@ class _Entry:
 
 
 _MODELS = {
+    deepseek.V2: _Entry(deepseek.parse_v2, deepseek.Deepseek),
+    deepseek.V3: _Entry(deepseek.parse_v3, deepseek.Deepseek),
     **dict.fromkeys(llama.ARCHITECTURES, _Entry(llama.parse, llama.Llama)),
     **dict.fromkeys(mistral.ARCHITECTURES, _Entry(mistral.parse, mistral.Mistral)),
     gemma2.ARCHITECTURE: _Entry(gemma2.parse, gemma2.Gemma2),

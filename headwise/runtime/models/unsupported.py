@@ -15,15 +15,11 @@ class Missing:
     nearest: str
 
 
-_LATENTS = "latents for keys and values (MLA)"
 _STATES = "recurrent states beside attention"
 _POSITIONS = "learned positions and layer norms"
 
 MISSING = {
-    "DeepseekV2ForCausalLM": Missing(_LATENTS, "Qwen3MoeForCausalLM"),
-    "DeepseekV3ForCausalLM": Missing(f"{_LATENTS} and routing by groups", "Qwen3MoeForCausalLM"),
-    "DeepseekV32ForCausalLM": Missing(f"{_LATENTS} with an indexer", "Qwen3MoeForCausalLM"),
-    "KimiK2ForCausalLM": Missing(f"{_LATENTS} and routing by groups", "Qwen3MoeForCausalLM"),
+    "DeepseekV32ForCausalLM": Missing("an indexer beside latents (DSA)", "DeepseekV3ForCausalLM"),
     "Glm4MoeForCausalLM": Missing("routing by sigmoid", "Qwen3MoeForCausalLM"),
     "Qwen2MoeForCausalLM": Missing("a gated shared expert", "Qwen3MoeForCausalLM"),
     "Qwen3NextForCausalLM": Missing(_STATES, "Qwen3MoeForCausalLM"),

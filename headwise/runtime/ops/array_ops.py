@@ -54,8 +54,8 @@ class ArrayOps(UnfusedOps):
     def from_kernel_array(self, array: Array) -> Array:
         return array
 
-    def empty_like(self, array: Array) -> Array:
-        return self.xp.empty_like(array)
+    def empty_like(self, array: Array, shape: tuple[int, ...] | None = None) -> Array:
+        return self.xp.empty(array.shape if shape is None else shape, array.dtype)
 
     def empty_bytes(self, num_bytes: int) -> Array:
         return self.xp.empty(num_bytes, dtype=np.uint8)

@@ -74,8 +74,8 @@ class TensorOps(Protocol):
     def from_kernel_array(self, array: KernelArray) -> Tensor:
         """The reverse of `kernel_array`, for arrays that these operations made. A whole tensor's is not copied."""
 
-    def empty_like(self, array: KernelArray) -> KernelArray:
-        """An uninitialised kernel array of the same shape and dtype."""
+    def empty_like(self, array: KernelArray, shape: tuple[int, ...] | None = None) -> KernelArray:
+        """An uninitialised kernel array of the same dtype, and of the same shape unless another is given."""
 
     def empty_bytes(self, num_bytes: int) -> KernelArray:
         """A kernel array ``uint8 [num_bytes]``, uninitialised."""

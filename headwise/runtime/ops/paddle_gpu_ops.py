@@ -90,8 +90,8 @@ class PaddleGpuOps(UnfusedOps):
         part = lender.reshape([-1])[start : start + array.size].reshape(array.shape)
         return cast("paddle.Tensor", part)
 
-    def empty_like(self, array: KernelArray) -> KernelArray:
-        return self.kernel_array(paddle.empty(array.shape, array.dtype.name))
+    def empty_like(self, array: KernelArray, shape: tuple[int, ...] | None = None) -> KernelArray:
+        return self.kernel_array(paddle.empty(array.shape if shape is None else shape, array.dtype.name))
 
     def empty_bytes(self, num_bytes: int) -> KernelArray:
         return self.kernel_array(paddle.empty([num_bytes], "uint8"))

@@ -98,8 +98,8 @@ class PaddleOps(UnfusedOps):
     def host(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
 
-    def empty_like(self, array: NDArray[Any]) -> NDArray[Any]:
-        return np.empty_like(array)
+    def empty_like(self, array: NDArray[Any], shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        return np.empty(array.shape if shape is None else shape, array.dtype)
 
     def empty_bytes(self, num_bytes: int) -> NDArray[np.uint8]:
         return np.empty(num_bytes, dtype=np.uint8)

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 from headwise.cache_controller.block_tables import BlockTables, HostBlockTables, TableShape
 from headwise.errors import ConfigError
-from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy
 from headwise.kernels.native_dtypes import multiplies_bfloat16
-from headwise.kernels.select import make_block_copy, make_kernels
+from headwise.kernels.select import make_block_copy
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.models.attention.base import Kernels
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.select import make_ops
@@ -38,7 +39,8 @@ class Device(Protocol):
     ops: TensorOps
 
     @property
-    def kernels(self) -> AttentionKernels: ...
+    def kernels(self) -> Kernels:
+        """Those of the model's attention variant, once `check` has seen the model."""
 
     @property
     def sampler(self) -> DeviceSampler | None: ...
@@ -82,13 +84,13 @@ class CpuDevice:
     sampler = None
 
     def __init__(self, config: EngineConfig, threads: int) -> None:
-        self._kernels_name = config.kernels
+        self._kernels_name, self._threads = config.kernels, threads
         self.name = f"cpu ({threads} threads)"
         self.ops = make_ops(config.tensor_ops, threads, config.dtype_name, config.weights_dtype_name)
-        self.kernels = make_kernels(config.kernels, threads)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
-        """Host memory grows as it is needed, and the kernels were made ready for any model."""
+        """See `Device.check`; host memory grows as it is needed."""
+        self.kernels: Kernels = attention_of(card.config).host_kernels(self._kernels_name, self._threads)
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
 from headwise.errors import EngineDiedError, first_line
-from headwise.kernels.base import AttentionBatch, HeadTable, RotatingKernels
+from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.loader.grammar import Vocabulary
 from headwise.runtime.loader.tokenizer import Tokenizer
-from headwise.runtime.models.base import Model, PagedCache, Rotation, Shard
+from headwise.runtime.models.attention.base import LayerCache
+from headwise.runtime.models.attention.select import attention_of
+from headwise.runtime.models.base import Model, PagedCache, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
 from headwise.runtime.protocol.batch import (
@@ -88,10 +90,11 @@ class ModelWorker:
         self.card: ModelCard = self._parts.read_card(config, model_dir)
         self._comm = comm
         self._device = device or open_device(config, threads_per_worker(config))
-        self._ops, self._kernels = self._device.ops, self._device.kernels
-        self._rotating = self._kernels if isinstance(self._kernels, RotatingKernels) else None
+        self._ops = self._device.ops
         self._upload = self._ops.step_upload()
         self._device.check(self.card, model_dir)
+        self._kernels = self._device.kernels
+        self._attention = attention_of(self.card.config).over_cache(self._ops, self._kernels)
         with self._device.current():
             self._collectives = self._device.collectives(comm)
             self._model = self._load_model()
@@ -388,43 +391,17 @@ class ModelWorker:
         tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws, edits)
         return sample(self._model.capped(self._ops.numpy(scores)), draws, edits) if tokens is None else tokens
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: Rotation,
-        sink_logits: KernelArray | None,
-        step: AttentionBatch,
-    ) -> Tensor:
-        """Rotate, write a layer's keys and values, then attend over the cache."""
-        ops, cache, heads = self._ops, self._cache, self._heads[layer]
-        if self._rotating is None:
-            query, key = ops.rope(query, *rotation), ops.rope(key, *rotation)
-        queries, keys, values = (ops.kernel_array(tensor) for tensor in (query, key, value))
-        where = cache.arena, cache.layout, step, heads
-        if self._rotating is None:
-            self._kernels.write_kv(keys, values, *where)
-        else:
-            cosines, sines = rotation
-            self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
+    def attend(self, layer: int, step: AttentionBatch, projected: Sequence[Any]) -> Tensor:
+        """A layer's attention over the cache, to which it writes what the step adds."""
+        cache = self._cache
+        return self._attention(
+            LayerCache(cache.arena, cache.layout, step, self._heads[layer], lambda: self._wait_layer(layer)),
+            *projected,
+        )
+
+    def _wait_layer(self, layer: int) -> None:
         if self._copies is not None:
             self._copies.wait_layer(layer)
-        out = ops.empty_like(queries)
-        config = self.card.config
-        self._kernels.attend(
-            queries,
-            cache.arena,
-            cache.layout,
-            step,
-            heads,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-            out=out,
-            sink_logits=sink_logits,
-        )
-        return ops.from_kernel_array(out)
 
     def paged_cache(self, step: AttentionBatch) -> PagedCache | None:
         """The cache, for models with kernels of their own over it: where others were asked for, there is none."""
@@ -441,16 +418,8 @@ class _PagedAttention:
         self._worker = worker
         self._step = step
 
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rotation: Rotation,
-        sink_logits: KernelArray | None = None,
-    ) -> Tensor:
-        return self._worker.attend(layer, query, key, value, rotation, sink_logits, self._step)
+    def __call__(self, layer: int, *projected: Any) -> Tensor:
+        return self._worker.attend(layer, self._step, projected)
 
     def paged(self) -> PagedCache | None:
         return self._worker.paged_cache(self._step)

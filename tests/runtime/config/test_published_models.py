@@ -11,6 +11,7 @@ from headwise.cache_controller.planner import plan_head_groups
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import describe
 from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.registry import model_config
 
@@ -28,7 +29,8 @@ def test_padding_is_small_for_all_ranks_that_divide_the_heads(published: Path) -
     sizes = [size for size in valid_tp_sizes(model) if size <= 8]
     assert sizes[:2] == [1, 2]
     for size in sizes:
-        assert plan_head_groups(model.policies, size).padding <= 0.05
+        plan = plan_head_groups(model.policies, size, is_replicated=attention_of(model).is_replicated)
+        assert plan.padding <= 0.05
 
 
 def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
@@ -37,12 +39,35 @@ def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
     card = read_model_card(config, tmp_path, identify=False)
     rows = dict(describe(config, card, tmp_path, [8192]))
     model = card.config
-    heads = f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
+    heads = attention_of(model).geometry()
+    if model.mla is None:
+        assert heads == f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
     assert rows["geometry"] == f"{model.num_layers} layers, {heads}"
     assert "padding" in rows["head groups"]
     windows = {policy.window for row in model.policies for policy in row if not policy.is_full}
     for window in windows:
         assert any(f"window of {window}" in value for value in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "geometry"),
+    [
+        ("deepseek-v2-lite", 27, "16 query heads of 128 + 64 over latents of 512 + 64, values of 128"),
+        ("deepseek-v3", 61, "128 query heads of 128 + 64 over latents of 512 + 64, values of 128"),
+        ("kimi-k2", 61, "64 query heads of 128 + 64 over latents of 512 + 64, values of 128"),
+    ],
+)
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_info_of_latents(tmp_path: Path, name: str, layers: int, geometry: str, tp_size: int) -> None:
+    source = next(path for path in PUBLISHED if path.stem == name)
+    (tmp_path / "config.json").write_bytes(source.read_bytes())
+    config = EngineConfig(model=str(tmp_path), kv_cache="64GiB", dtype="bfloat16", tp_size=tp_size)
+    card = read_model_card(config, tmp_path, identify=False)
+    rows = dict(describe(config, card, tmp_path, [8192]))
+    assert rows["geometry"] == f"{layers} layers, {geometry}"
+    assert rows["head groups"] == f"1 x {layers} slots per rank (auto, padding 0.0%)"
+    assert rows["  group 0"] == f"full attention, {layers} layers' latents"
+    assert card.bytes_per_token == layers * (512 + 64) * 2 * tp_size  # every rank keeps all of them
 
 
 def test_windows_of_every_other_layer_are_those_that_are_published() -> None:

@@ -151,8 +151,8 @@ def test_window_layers_become_window_policies() -> None:
             "that is served is LlamaForCausalLM; supported are",
         ),
         (
-            {"architectures": ["DeepseekV3ForCausalLM"]},
-            r"needs latents for keys and values \(MLA\) and routing by groups; the nearest that is served is Qwen3Moe",
+            {"architectures": ["DeepseekV32ForCausalLM"]},
+            r"needs an indexer beside latents \(DSA\); the nearest that is served is DeepseekV3ForCausalLM",
         ),
         ({"architectures": ["Gemma9ForCausalLM"]}, "the nearest by name that is served is Gemma[23]ForCausalLM; supp"),
         ({"architectures": ["Xyzzy"]}, "architecture Xyzzy is not supported; supported are"),

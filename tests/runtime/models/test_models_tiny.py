@@ -46,6 +46,6 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, ops_name:
 
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 def test_two_ranks_together_compute_the_same(name: str) -> None:
-    assert valid_tp_sizes(parsed(name)) == [1, 2]
+    assert valid_tp_sizes(parsed(name))[:2] == [1, 2]
     answer, ids = everything(name)
     assert_right(answer, run_ranks(parsed(name), Checkpoint(checkpoint(name)), 2, ids)[0])

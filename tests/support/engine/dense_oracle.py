@@ -8,6 +8,7 @@ import numpy as np
 
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import HeadPolicy
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig, Shard
 from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.registry import build_model
@@ -60,6 +61,25 @@ class DenseAttention:
         return self._ops.from_kernel_array(out.astype(np.float32))
 
 
+class DenseLatentAttention:
+    """The same for latents: every head's own keys and values, made of them."""
+
+    def __init__(self, config: ModelConfig, ops) -> None:
+        self._config, self._ops = config, ops
+
+    def __call__(self, layer: int, query, compressed, shared, up, rotation):
+        ops, mla, tokens = self._ops, self._config.mla, len(query)
+        turned = ops.kernel_array(ops.rope(query[:, :, mla.plain :], *rotation)).astype(np.float64)
+        rotated = ops.kernel_array(ops.rope(shared.reshape([tokens, 1, mla.rotated]), *rotation))[:, 0]
+        plain, latents = (ops.kernel_array(t).astype(np.float64) for t in (query[:, :, : mla.plain], compressed))
+        out = np.empty((tokens, query.shape[1], mla.value_dim))
+        for head in range(query.shape[1]):
+            scores = plain[:, head] @ (latents @ up.key[head].T).T + turned[:, head] @ rotated.T
+            mask = visible(self._config.policies[layer][0], tokens)
+            out[:, head] = softmax(scores * self._config.attention_scale, mask) @ (latents @ up.value[head])
+        return ops.from_kernel_array(out.astype(np.float32))
+
+
 class DictWeights:
     """Weights as `Checkpoint` gives them, out of a dictionary."""
 
@@ -89,11 +109,11 @@ def run_rank(
     config: ModelConfig, weights: Weights, comm: Communicator, ids: np.ndarray, ops_name: str = "numpy"
 ) -> np.ndarray | None:
     """One rank's logits of every token, with dense attention in place of the cache."""
-    plan = plan_head_groups(config.policies, comm.size)
+    plan = plan_head_groups(config.policies, comm.size, is_replicated=attention_of(config).is_replicated)
     shard = Shard(comm.rank, comm.size, plan.kv_heads(comm.rank))
     ops = make_ops(ops_name)
     model = build_model(config, weights, ops, comm, shard)
-    attention = DenseAttention(config, shard, ops)
+    attention = DenseAttention(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
     return model.logits(model.forward(ids, np.arange(len(ids), dtype=np.int32), attention))
 
 
@@ -117,6 +137,12 @@ class ThreadComm:
     def gather(self, x: np.ndarray) -> np.ndarray | None:
         everyone = self._exchange(x)
         return np.concatenate(everyone, axis=-1) if self.rank == 0 else None
+
+    def broadcast(self, x: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
+        return self._exchange(np.empty(shape, np.int32) if x is None else x)[0]
+
+    def close(self) -> None:
+        pass
 
 
 def run_ranks(config: ModelConfig, weights: Weights, size: int, ids: np.ndarray) -> dict[int, np.ndarray | None]:

@@ -97,6 +97,7 @@ class TokenKernels:
         scale: float,
         softcap: float,
         out: NDArray[np.float32],
+        sink_logits: NDArray[np.float32] | None = None,
     ) -> None:
         out[:] = -1
         blocks = _slots(arena, layout)

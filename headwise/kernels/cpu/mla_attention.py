@@ -1,0 +1,260 @@
+"""Latent attention (MLA) on CPU cores: the compiled walk over block tables, between products with up-projections.
+
+Absorbed, latents are keys and values of one KV head that all query heads share, so the kernels of grouped-query
+attention read them where they lie; what they make of the rotated part of the "values" is dropped. Expanded, keys and
+values of some heads at a time are made of a sequence's latents, and are read like any others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.bfloat16 import to_float32
+from headwise.kernels.cpu.attention import NumbaKernels
+from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP
+from headwise.kernels.cpu.pool import pool_of_this_process
+from headwise.kernels.gqa import gqa_layout
+from headwise.kernels.mla import latent_view
+from headwise.kernels.mla_base import UpProjections
+
+EXPANDED_QUERIES = 32
+"""Queries of a sequence that are worth expanding its latents for, whatever the arithmetic says."""
+
+EXPANSION_COST = 2
+"""Of a number that is expanded, by measurement, in those of a product: it is written to memory, and read again."""
+
+EXPANDED_BYTES = 64 << 20
+"""Of keys and values that are expanded at a time, unless those of one head are more."""
+
+THREAD_WORK = 1 << 20
+"""Multiplications that are worth waking a thread for."""
+
+Floats = NDArray[np.float32]
+
+_TAKE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+"""What the pool's threads call: Python, which lets go of the interpreter's lock within each of NumPy's products."""
+
+
+class NumbaLatentKernels:
+    """`LatentKernels` for float32 arrays in host memory, callable from any thread; latents are float32 or bfloat16.
+
+    Arrays are as `NumbaKernels` takes them, queries C-contiguous. Making the first one in a process loads or compiles
+    the kernels of what is expanded; those of latents are loaded when first called.
+
+    Raises:
+        ConfigError: ``threads`` is not between 1 and the number of cores this process may use.
+    """
+
+    name = "numba"
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._latents = NumbaKernels(threads, kv_dtype=None)
+        self._expanded = NumbaKernels(threads)
+
+    def write_latent(
+        self, latent: Floats, arena: NDArray[np.uint8], layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+    ) -> None:
+        """See `LatentKernels.write_latent`."""
+        rows = latent[:, None]
+        self._latents.write_kv(rows, rows, arena, layout, batch, heads)
+
+    def attend_latent(
+        self,
+        query: Floats,
+        up: UpProjections,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: Floats,
+    ) -> None:
+        """See `LatentKernels.attend_latent`. A visible token whose block is ``-1`` is treated as not visible.
+
+        A sequence's results do not depend on the batch that it is part of, nor on the number of threads.
+        """
+        _check(query, up, out)
+        spans = [_Span.of(batch, index, heads, layout.block_size) for index in range(len(batch.seq_lens))]
+        expanded = [span for span in spans if span.is_worth_expanding(up)]
+        for span in expanded:
+            latents = span.latents(arena, layout, heads)
+            self._attend_expanded(query[span.rows], up, latents, scale, out[span.rows])
+        if not expanded:
+            self._attend_absorbed(query, up, arena, layout, batch, heads, scale, out)
+            return
+        others = [span for span in spans if span not in expanded and span.queries > 0]
+        if others:
+            rows = np.concatenate([np.arange(span.rows.start, span.rows.stop) for span in others])
+            part = np.empty_like(out, shape=(len(rows), *out.shape[1:]))
+            where = arena, layout, _batch_of(batch, others), heads
+            self._attend_absorbed(query[rows], up, *where, scale, part)
+            out[rows] = part
+
+    def _attend_absorbed(
+        self,
+        query: Floats,
+        up: UpProjections,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        scale: float,
+        out: Floats,
+    ) -> None:
+        tokens = int(batch.cu_seqlens_q[-1])
+        _, plain, rank = up.key.shape
+        rotated = query[:tokens, :, plain:]
+        absorbed = np.empty((*query.shape[:2], rank + rotated.shape[2]), np.float32)
+        absorbed[:tokens, :, rank:] = rotated
+        self._multiply(query[:tokens, :, :plain], up.key, absorbed[:tokens, :, :rank])
+        mixed = np.empty_like(absorbed)
+        self._latents.attend(absorbed, arena, layout, batch, heads, scale=scale, softcap=0.0, out=mixed)
+        self._multiply(mixed[:tokens, :, :rank], up.value, out[:tokens])
+
+    def _multiply(self, x: Floats, weights: Floats, out: Floats) -> None:
+        """``x [tokens, heads, inputs]`` times each head's ``weights [heads, inputs, outputs]``."""
+        heads = weights.shape[0]
+
+        def multiply(first: int, last: int) -> None:
+            product = np.matmul(x[:, first:last].transpose(1, 0, 2), weights[first:last])
+            out[:, first:last] = product.transpose(1, 0, 2)
+
+        self._share_out(multiply, heads, len(x) * weights.size)
+
+    def _attend_expanded(self, query: Floats, up: UpProjections, latents: Floats, scale: float, out: Floats) -> None:
+        """Attention of a sequence's last tokens, ``query [tokens, heads, plain + rotated]``, to ``latents``."""
+        heads, context, value_dim = query.shape[1], len(latents), up.value.shape[2]
+        dim = -(-max(query.shape[2], value_dim) // HEAD_DIM_STEP) * HEAD_DIM_STEP
+        query = np.pad(query, ((0, 0), (0, 0), (0, dim - query.shape[2])))
+        batch = AttentionBatch(_int32([0, len(query)]), _int32([context]), _int32([[0]]), groups=1)
+        each = max(1, min(heads, EXPANDED_BYTES // (8 * context * dim)))
+        for first in range(0, heads, each):
+            some = slice(first, min(first + each, heads))
+            count = some.stop - first
+            arena = self._expand(UpProjections(up.key[some], up.value[some]), latents, dim)
+            layout, table = gqa_layout(context, count, dim), HeadTable(*(_int32([0] * count) for _ in range(4)))
+            table.slot[:] = np.arange(count)
+            part = np.empty((len(query), count, dim), np.float32)
+            self._expanded.attend(
+                query[:, some], arena, layout, batch, table, scale=scale, softcap=0.0, out=part
+            )  # fmt: skip
+            out[:, some] = part[..., :value_dim]
+
+    def _expand(self, up: UpProjections, latents: Floats, dim: int) -> NDArray[np.uint8]:
+        """Keys and values of some heads, as one block of `gqa_layout` with a slot for each head."""
+        heads, plain, rank = up.key.shape
+        compressed, rotated = latents[:, :rank], latents[:, rank:]
+        slots = np.zeros((heads, 2, len(latents), dim), np.float32)
+
+        def expand(first: int, last: int) -> None:
+            for head in range(first, last):
+                key, value = slots[head]
+                key[:, :plain] = compressed @ up.key[head].T
+                key[:, plain : plain + rotated.shape[1]] = rotated
+                value[:, : up.value.shape[2]] = compressed @ up.value[head]
+
+        self._share_out(expand, heads, len(latents) * (up.key.size + up.value.size))
+        return slots.reshape(-1).view(np.uint8)
+
+    def _share_out(self, function: Callable[[int, int], None], count: int, work: int) -> None:
+        """Call ``function(first, last)`` on all of ``count``, shared out among as many threads as the work is worth."""
+        workers = max(1, min(self._threads, count, work // THREAD_WORK))
+
+        if workers == 1:
+            function(0, count)
+            return
+        shares = iter([(count * share // workers, count * (share + 1) // workers) for share in range(workers)])
+        failures: list[BaseException] = []
+
+        def take(argument: int, thread: int) -> None:
+            try:
+                for first, last in shares:  # one at a time: threads that have no core take none
+                    function(first, last)
+            except BaseException as error:
+                failures.append(error)
+
+        compiled = _TAKE(take)
+        pool_of_this_process().run(ctypes.cast(compiled, ctypes.c_void_p).value or 0, workers, 0)
+        if failures:
+            raise failures[0]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A sequence of a batch.
+
+    index:  in the batch
+    rows:   its queries
+    blocks: that hold its latents; None where some are missing, or not all are seen
+    """
+
+    index: int
+    rows: slice
+    context: int
+    blocks: NDArray[np.int32] | None
+
+    @staticmethod
+    def of(batch: AttentionBatch, index: int, heads: HeadTable, block_size: int) -> _Span:
+        rows = slice(int(batch.cu_seqlens_q[index]), int(batch.cu_seqlens_q[index + 1]))
+        context, blocks = int(batch.seq_lens[index]), None
+        if heads.window[0] == 0 and rows.stop - rows.start >= EXPANDED_QUERIES:
+            table = batch.block_tables[index * batch.groups + heads.group[0]]
+            blocks = table[: -(-context // block_size)]
+        return _Span(index, rows, context, None if blocks is None or (blocks < 0).any() else blocks)
+
+    @property
+    def queries(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+    def is_worth_expanding(self, up: UpProjections) -> bool:
+        """Whether that is less arithmetic: products with up-projections are of queries, or of the whole context."""
+        if self.blocks is None:
+            return False
+        _, plain, rank = up.key.shape
+        value_dim = up.value.shape[2]
+        projecting = rank * (plain + value_dim)
+        saved = 2 * rank - plain - value_dim  # of each query's product with a key and a value
+        return bool(EXPANSION_COST * self.context * projecting < self.queries * (projecting + self.context * saved))
+
+    def latents(self, arena: NDArray[np.uint8], layout: BlockLayout, heads: HeadTable) -> Floats:
+        """All of the sequence's, ``[context, width]``."""
+        stored: NDArray[Any] = latent_view(arena, layout)[self.blocks, heads.slot[0]]
+        rows = stored.reshape(-1, stored.shape[-1])[: self.context]
+        return to_float32(rows) if rows.dtype == np.uint16 else rows
+
+
+def _batch_of(batch: AttentionBatch, spans: list[_Span]) -> AttentionBatch:
+    """The batch of some of its sequences."""
+    tables = batch.block_tables.reshape(-1, batch.groups, batch.block_tables.shape[1])
+    which = [span.index for span in spans]
+    return AttentionBatch(
+        cu_seqlens_q=np.cumsum([0, *(span.queries for span in spans)], dtype=np.int32),
+        seq_lens=batch.seq_lens[which],
+        block_tables=tables[which].reshape(-1, batch.block_tables.shape[1]),
+        groups=batch.groups,
+    )
+
+
+def _check(query: Floats, up: UpProjections, out: Floats) -> None:
+    """Raise ValueError where the arrays do not fit each other."""
+    heads, plain, rank = up.key.shape
+    fits = up.value.shape[:2] == (heads, rank) and query.shape[1] == heads and query.shape[2] >= plain
+    if not fits or out.shape != (len(query), heads, up.value.shape[2]):
+        raise ValueError(
+            f"query {query.shape}, out {out.shape} and up-projections {up.key.shape} and {up.value.shape} do not fit "
+            "each other"
+        )
+
+
+def _int32(numbers: Any) -> NDArray[np.int32]:
+    return np.array(numbers, dtype=np.int32)

@@ -1,0 +1,63 @@
+"""The contract of kernels of multi-head latent attention (MLA). What `headwise.kernels.base` says of kernels holds.
+
+Each query head has keys and values of its own, made of the cached latents by its up-projections ``K`` and ``V``: a key
+is ``[latent[:rank] @ K.T | latent[rank:]]``, a value ``latent[:rank] @ V``. There are two ways to the same numbers:
+
+expanded  make keys and values of the latents, then attend to them. Least arithmetic for many queries.
+absorbed  ``query @ key = [query @ K | rotated query] @ latent``, and the sum of values is the sum of latents times
+          ``V``: attend to the latents as they lie in the cache, which are read once for all heads. Least to read.
+
+Which one is taken, and for which sequences, is the implementation's choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import Array, AttentionBatch, HeadTable
+
+
+@dataclass(frozen=True)
+class UpProjections:
+    """What one rank's query heads of a layer make of a latent; both float32 and C-contiguous.
+
+    key:   ``[q_heads, plain, rank]``, the part of the keys that is not rotated
+    value: ``[q_heads, rank, value_dim]``
+    """
+
+    key: Array
+    value: Array
+
+
+class LatentKernels(Protocol):
+    """Latent write and attention. A layer has one member: its `HeadTable` has one entry."""
+
+    name: str
+
+    def write_latent(
+        self, latent: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+    ) -> None:
+        """Store this step's latents ``[tokens, width]``, whose part behind the rank is rotated, at their positions.
+
+        A token whose block is ``-1`` is skipped.
+        """
+
+    def attend_latent(
+        self,
+        query: Array,
+        up: UpProjections,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """Causal attention of ``query [tokens, q_heads, plain + rotated]`` into ``out [tokens, q_heads, value_dim]``.
+
+        The last ``width - rank`` numbers of a query are rotated. What a query sees is as for
+        `AttentionKernels.attend`; scores are ``scale * query @ key``.
+        """

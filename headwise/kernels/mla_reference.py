@@ -1,0 +1,67 @@
+"""Latent attention in plain NumPy: the definition that every other implementation is tested against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.mla import latent_view
+from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.reference import blocks_of, sequences_of, softmax_attention, visible_to
+
+
+class ReferenceLatentKernels:
+    """Clarity over speed: one (sequence, head) at a time, in the expanded form, in float64."""
+
+    name = "reference"
+
+    def write_latent(
+        self,
+        latent: NDArray[Any],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """See `LatentKernels.write_latent`."""
+        view = latent_view(arena, layout)
+        for sequence, rows, positions in sequences_of(batch):
+            blocks = blocks_of(batch, sequence, heads.group[0], positions, layout.block_size)
+            mapped = blocks >= 0
+            written = latent[rows][mapped]
+            at = (blocks[mapped], heads.slot[0], positions[mapped] % layout.block_size)
+            view[at] = to_bits(written) if view.dtype == np.uint16 else written
+
+    def attend_latent(
+        self,
+        query: NDArray[Any],
+        up: UpProjections,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: NDArray[Any],
+    ) -> None:
+        """See `LatentKernels.attend_latent`. A visible token whose block is ``-1`` is treated as not visible."""
+        view = latent_view(arena, layout)
+        for sequence, rows, positions in sequences_of(batch):
+            context = np.arange(positions[-1] + 1)
+            visible = visible_to(positions, context, int(heads.window[0]), int(heads.sink[0]))
+            seen = context[visible.any(axis=0)]
+            blocks = blocks_of(batch, sequence, heads.group[0], seen, layout.block_size)
+            seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
+            stored = view[blocks, heads.slot[0], seen % layout.block_size]
+            latents = (to_float32(stored) if view.dtype == np.uint16 else stored).astype(np.float64)
+            compressed, rotated = np.split(latents, [up.value.shape[1]], axis=1)
+            for head in range(query.shape[1]):
+                key = np.concatenate([compressed @ up.key[head].T.astype(np.float64), rotated], axis=1)
+                value = compressed @ up.value[head].astype(np.float64)
+                one = slice(head, head + 1)
+                out[rows, one] = softmax_attention(query[rows, one], key, value, visible[:, seen], scale, softcap=0.0)

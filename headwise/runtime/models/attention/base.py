@@ -1,0 +1,93 @@
+"""The contract of attention variants. Whoever serves a model asks its variant, and knows no variant by name.
+
+A model's layer projects its input, in whatever way the variant attends with, and calls the `AttentionLayer` that it was
+given with the result. Over a paged cache that call comes to the variant's `CachedAttention`, with the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
+
+
+class Kernels(Protocol):
+    """Some device's kernels of a variant. name: for logs"""
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """A layer's part of the cache, in one step.
+
+    heads: where the rank's members of the layer lie
+    wait:  to be called once the step's own tokens are written, before any are read: others may still be on their way
+    """
+
+    arena: KernelArray
+    layout: BlockLayout
+    batch: AttentionBatch
+    heads: HeadTable
+    wait: Callable[[], None]
+
+
+class CachedAttention(Protocol):
+    """A variant's attention over a paged cache."""
+
+    def __call__(self, cache: LayerCache, *projected: Any) -> Tensor:
+        """Write what is kept of the step's tokens, wait, and attend: ``[T, q_heads, size of a head's values]``.
+
+        ``projected`` is what the model's layer made of its input.
+        """
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a variant must know of a deployment to say whether it can be served so, as it is configured.
+
+    model: its name, for errors
+    """
+
+    model: str
+    tp_size: int
+    device: str
+    kernels: str
+    kv_dtype: str
+
+
+class AttentionVariant(Protocol):
+    """A model's attention.
+
+    is_replicated: every rank keeps all members, and query heads alone are dealt to the ranks; else ranks are dealt
+                   members, with the query heads that use them
+    """
+
+    @property
+    def is_replicated(self) -> bool: ...
+
+    def layout(self, block_size: int, slots: int, kv_dtype: str) -> BlockLayout:
+        """What lies in a block of ``slots`` members; raises ConfigError if they cannot be kept in this dtype."""
+
+    def check(self, serving: Serving) -> None:
+        """Raise ConfigError, with the remedy, if there are no kernels for this, or ranks cannot share it."""
+
+    def host_kernels(self, name: str, threads: int) -> Kernels:
+        """The kernels called ``name`` for host memory; see `headwise.kernels.select`."""
+
+    def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
+        """Attention by ``kernels`` that a device has for this variant, for tensors of ``ops``."""
+
+    def weight_elements(self) -> int:
+        """Numbers in the matrices of one layer's attention, over all ranks."""
+
+    def geometry(self) -> str:
+        """In words, its heads and their sizes."""
+
+    def members(self, count: int) -> str:
+        """In words, ``count`` of what layers keep."""

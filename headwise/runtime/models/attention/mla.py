@@ -1,0 +1,110 @@
+"""Multi-head latent attention (MLA): a layer's one member is a latent per token, which all query heads share.
+
+Tensor parallel: the latent is on every rank, and query heads are dealt out. Latents could be split by layers instead,
+but then ranks would have to send each other, in each layer, either the latents of the context or all queries and
+results; what every rank keeps is a sixteenth of what as many KV heads would be (DeepSeek-V2-Lite).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.mla import latent_layout
+from headwise.kernels.mla_base import LatentKernels, UpProjections
+from headwise.kernels.select import make_latent_kernels
+from headwise.runtime.models.attention.base import LayerCache, Serving
+from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
+from headwise.runtime.ops.base import Tensor, TensorOps
+
+CPU_WIDTH_MULTIPLE = 16
+"""Of a latent's numbers, for the CPU's kernels to read them: the lanes of a vector."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """`AttentionVariant` of a model of this geometry."""
+
+    config: ModelConfig
+    mla: MlaConfig
+    is_replicated = True
+
+    def layout(self, block_size: int, slots: int, kv_dtype: str) -> BlockLayout:
+        return latent_layout(block_size, slots, self.mla.width, kv_dtype)
+
+    def check(self, serving: Serving) -> None:
+        """See `AttentionVariant.check`."""
+        heads, width = self.config.num_heads, self.mla.width
+        if serving.device == "cuda":
+            raise ConfigError(
+                f"{serving.model} has latent attention (MLA), for which there are no GPU kernels yet: choose device cpu"
+            )
+        if heads % serving.tp_size:
+            fits = [size for size in range(1, heads + 1) if heads % size == 0]
+            raise ConfigError(f"tp_size {serving.tp_size} does not divide {heads} query heads; sizes that fit: {fits}")
+        if serving.kernels != "reference" and width % CPU_WIDTH_MULTIPLE:
+            raise ConfigError(
+                f"the kernels of a CPU take latents of a multiple of {CPU_WIDTH_MULTIPLE} numbers, those of "
+                f"{serving.model} have {width}: choose kernels reference"
+            )
+
+    def host_kernels(self, name: str, threads: int) -> LatentKernels:
+        return make_latent_kernels(name, threads)
+
+    def over_cache(self, ops: TensorOps, kernels: Any) -> LatentOverCache:
+        return LatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
+
+    def weight_elements(self) -> int:
+        m, hidden, heads = self.mla, self.config.hidden_size, self.config.num_heads
+        queries = heads * (m.plain + m.rotated)
+        into_queries = hidden * queries if m.q_rank is None else m.q_rank * (hidden + queries)
+        return into_queries + hidden * m.width + m.rank * heads * (m.plain + m.value_dim) + heads * m.value_dim * hidden
+
+    def geometry(self) -> str:
+        m = self.mla
+        return (
+            f"{self.config.num_heads} query heads of {m.plain} + {m.rotated} over latents of {m.rank} + {m.rotated}, "
+            f"values of {m.value_dim}"
+        )
+
+    def members(self, count: int) -> str:
+        return f"{count} layers' latents"
+
+
+class LatentOverCache:
+    """`CachedAttention` of queries and latents that are not rotated yet, with a layer's up-projections."""
+
+    def __init__(self, ops: TensorOps, kernels: LatentKernels, mla: MlaConfig, scale: float) -> None:
+        self._ops, self._kernels, self._mla, self._scale = ops, kernels, mla, scale
+
+    def __call__(
+        self,
+        cache: LayerCache,
+        query: Tensor,
+        compressed: Tensor,
+        shared: Tensor,
+        up: UpProjections,
+        rotation: Rotation,
+    ) -> Tensor:
+        """Of this rank's heads, ``[T, q_heads, value_dim]``.
+
+        query:      ``[T, q_heads, plain + rotated]``
+        compressed: ``[T, rank]``, the part of latents that is not rotated
+        shared:     ``[T, rotated]``, the part of keys that is, and that heads share
+        """
+        ops, mla = self._ops, self._mla
+        tokens, heads = query.shape[:2]
+        queries = ops.kernel_array(query)
+        queries[:, :, mla.plain :] = ops.kernel_array(ops.rope(query[:, :, mla.plain :], *rotation))
+        latents = ops.empty_like(queries, (tokens, mla.width))
+        latents[:, : mla.rank] = ops.kernel_array(compressed)
+        turned = ops.rope(shared.reshape([tokens, 1, mla.rotated]), *rotation)
+        latents[:, mla.rank :] = ops.kernel_array(turned)[:, 0]
+        where = cache.arena, cache.layout, cache.batch, cache.heads
+        self._kernels.write_latent(latents, *where)
+        cache.wait()
+        out = ops.empty_like(queries, (tokens, heads, mla.value_dim))
+        self._kernels.attend_latent(queries, up, *where, scale=self._scale, out=out)
+        return ops.from_kernel_array(out)

@@ -1,0 +1,235 @@
+"""DeepSeek-V2 and V3, and Kimi-K2, which is a V3: latent attention (MLA), routed and shared experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.policy import FULL
+from headwise.errors import ModelError
+from headwise.kernels.mla_base import UpProjections
+from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
+from headwise.runtime.models.decoder import Layer, Linear
+from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, route, v2_moe, v3_moe
+from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, positive, rope
+from headwise.runtime.models.moe import MoeMlp
+from headwise.runtime.models.moe_decoder import MoeDecoder
+from headwise.runtime.models.rope import scaling_kind
+from headwise.runtime.models.values import finite_number, shown
+from headwise.runtime.ops.base import Tensor
+
+V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
+
+MOST_RANK = 1 << 16
+"""No model has larger ranks or heads: a config that claims more would cost gigabytes."""
+
+_SERVED_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "rope_interleave": (None, True),
+}
+_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever ``rms_norm_eps`` says."""
+
+Floats = NDArray[np.float32]
+
+
+def parse_v2(config: HfConfig) -> ModelConfig:
+    return _parse(config, V2, v2_moe)
+
+
+def parse_v3(config: HfConfig) -> ModelConfig:
+    return _parse(config, V3, v3_moe)
+
+
+def _parse(config: HfConfig, architecture: str, read_moe: Callable[[HfConfig, int], GroupedMoeConfig]) -> ModelConfig:
+    check_served(config, _SERVED_VALUES)
+    if isinstance(config.get("quantization_config"), dict):
+        method = shown(config["quantization_config"].get("quant_method"))
+        raise ModelError(
+            f"config.json: the weights are quantised ({method}); {architecture} is served from bfloat16 or float32 "
+            "weights: convert the checkpoint first"
+        )
+    mla = _mla(config)
+    decoder = decoder_config({**config, "head_dim": mla.rotated, "num_key_value_heads": 1}, architecture)
+    moe = read_moe(config, decoder.num_layers) if config.get("n_routed_experts") is not None else None
+    return replace(
+        decoder,
+        policies=((FULL,),) * decoder.num_layers,
+        attention_scale=(mla.plain + mla.rotated) ** -0.5 * _yarn_factor(config) ** 2,
+        moe=moe,
+        mla=mla,
+    )
+
+
+def _mla(config: HfConfig) -> MlaConfig:
+    def size(key: str) -> int:
+        return positive(config, key, most=MOST_RANK)
+
+    rotated = size("qk_rope_head_dim")
+    if rotated % 2:
+        raise ModelError(f"config.json: 'qk_rope_head_dim' must be even, as its numbers turn in pairs, got {rotated}")
+    return MlaConfig(
+        rank=size("kv_lora_rank"),
+        rotated=rotated,
+        plain=size("qk_nope_head_dim"),
+        value_dim=size("v_head_dim"),
+        q_rank=None if config.get("q_lora_rank") is None else size("q_lora_rank"),
+    )
+
+
+def _yarn_factor(config: HfConfig) -> float:
+    """What queries, and keys, of all dimensions are multiplied with where YaRN has lengthened the context."""
+    scaling = rope(config).scaling or {}
+    weight = scaling.get("mscale_all_dim")
+    if scaling_kind(scaling) == "default" or not weight:
+        return 1.0
+    factor, weight = finite_number(scaling.get("factor")), finite_number(weight)
+    if factor is None or weight is None:
+        raise ModelError(
+            "config.json: 'factor' and 'mscale_all_dim' of 'rope_scaling' must be numbers, got "
+            f"{shown(scaling.get('factor'))} and {shown(scaling.get('mscale_all_dim'))}"
+        )
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+# ---- weights ----
+
+
+@dataclass(frozen=True)
+class LatentProjections:
+    """One rank's weights of a layer's latent attention.
+
+    into:       a token's queries and latent: ``[queries | latent]``; where queries have a rank of their own, what they
+                are made of: ``[q_rank | latent]``
+    into_heads: queries out of ``q_rank`` numbers, and the norm of these
+    up, out:    of this rank's heads
+    """
+
+    into: Linear
+    into_heads: tuple[Tensor, Linear] | None
+    latent_norm: Tensor
+    up: UpProjections
+    out: Linear
+
+
+class Deepseek(MoeDecoder):
+    """The shared decoder with latent attention.
+
+    Rotary embedding: DeepSeek rotates neighbours ``(2i, 2i + 1)`` by the angle ``i``, the rope operation the elements
+    ``(i, i + D / 2)``. So the rows of projections that make what is rotated are reordered when they are loaded, even
+    ones before odd ones: then the rope operation turns the pairs that DeepSeek turns, and queries and keys, being
+    reordered alike, have the same products.
+
+    Tensor parallel: query heads are dealt out, and what latents are made of is whole on every rank.
+    """
+
+    @property
+    def mla(self) -> MlaConfig:
+        mla = self.config.mla
+        assert mla is not None, "parsed so"
+        return mla
+
+    def _heads(self) -> tuple[int, int]:
+        """This rank's query heads, from and to."""
+        share = self.config.num_heads // self._shard.size
+        return self._shard.rank * share, (self._shard.rank + 1) * share
+
+    # ---- weights ----
+
+    def load_attention(self, layer: int, at: str) -> LatentProjections:
+        mla, ops, (first, last) = self.mla, self.ops, self._heads()
+        into = "q_proj" if mla.q_rank is None else "q_a_proj"
+        queries = self._queries if mla.q_rank is None else self._whole
+        return LatentProjections(
+            into=self._linear_weight(
+                f"{at}{into} + kv_a_proj_with_mqa",
+                lambda: np.concatenate([queries(f"{at}{into}"), self._latent_rows(f"{at}kv_a_proj_with_mqa")]),
+            ),
+            into_heads=None
+            if mla.q_rank is None
+            else (
+                self._norm(f"{at}q_a_layernorm.weight"),
+                self._linear_weight(f"{at}q_b_proj", lambda: self._queries(f"{at}q_b_proj")),
+            ),
+            latent_norm=self._norm(f"{at}kv_a_layernorm.weight"),
+            up=UpProjections(*map(ops.upload, self._up(f"{at}kv_b_proj"))),
+            out=self._split_columns(f"{at}o_proj", [(first * mla.value_dim, last * mla.value_dim)], has_bias=False),
+        )
+
+    def _linear_weight(self, name: str, make: Callable[[], Floats]) -> Linear:
+        first, last = self._heads()
+        made_of = f"{name}[heads {first}:{last}, pairs in halves]"
+        return Linear(self._prepare(made_of, lambda: self.ops.linear_weight(make())))
+
+    def _whole(self, name: str) -> Floats:
+        expected = (self.mla.q_rank, self.config.hidden_size)
+        return self._checked(name, self._weights.tensor(f"{name}.weight"), expected)
+
+    def _queries(self, name: str) -> Floats:
+        """Rows of this rank's queries, ``[heads * (plain + rotated), inputs]``."""
+        mla, (first, last) = self.mla, self._heads()
+        size = mla.plain + mla.rotated
+        inputs = self.config.hidden_size if mla.q_rank is None else mla.q_rank
+        rows = self._weights.rows(f"{name}.weight", first * size, last * size)
+        rows = self._checked(name, rows, ((last - first) * size, inputs))
+        heads = rows.reshape(last - first, size, inputs).copy()
+        heads[:, mla.plain :] = heads[:, mla.plain + _even_first(mla.rotated)]
+        return heads.reshape(rows.shape)
+
+    def _latent_rows(self, name: str) -> Floats:
+        mla = self.mla
+        rows = self._weights.tensor(f"{name}.weight")
+        rows = self._checked(name, rows, (mla.width, self.config.hidden_size)).copy()
+        rows[mla.rank :] = rows[mla.rank + _even_first(mla.rotated)]
+        return rows
+
+    def _up(self, name: str) -> tuple[Floats, Floats]:
+        """What this rank's heads make of a latent, as `UpProjections` has it."""
+        mla, (first, last) = self.mla, self._heads()
+        size = mla.plain + mla.value_dim
+        rows = self._weights.rows(f"{name}.weight", first * size, last * size)
+        rows = self._checked(name, rows, ((last - first) * size, mla.rank))
+        key, value = np.split(rows.reshape(last - first, size, mla.rank), [mla.plain], axis=1)
+        return np.ascontiguousarray(key, np.float32), np.ascontiguousarray(value.transpose(0, 2, 1), np.float32)
+
+    def _checked(self, name: str, rows: Floats, expected: tuple[int | None, int]) -> Floats:
+        if rows.shape != expected:
+            raise ModelError(
+                f"{name}.weight has the shape {rows.shape} where config.json says {expected}: weights and config.json "
+                "do not belong together"
+            )
+        return rows
+
+    def correction(self, at: str) -> Floats | np.float32:
+        moe = self.config.moe
+        assert isinstance(moe, GroupedMoeConfig), "parsed so"
+        return self._weights.tensor(f"{at}gate.e_score_correction_bias") if moe.has_correction else np.float32(0)
+
+    # ---- computation ----
+
+    def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
+        mla, weights, tokens = self.mla, layer.attention, x.shape[0]
+        made = self._linear(x, weights.into)
+        queries, compressed, shared = made[:, : -mla.width], made[:, -mla.width : -mla.rotated], made[:, -mla.rotated :]
+        if weights.into_heads is not None:
+            norm, into_heads = weights.into_heads
+            queries = self._linear(self.ops.rms_norm(queries, norm, _NORM_EPS), into_heads)
+        queries = queries.reshape([tokens, -1, mla.plain + mla.rotated])
+        latents = self.ops.rms_norm(compressed, weights.latent_norm, _NORM_EPS)
+        heads = attention(index, queries, latents, shared, weights.up, rotation)
+        return self.reduce(self._linear(heads.reshape([tokens, -1]), weights.out))
+
+    def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], Floats]:
+        assert isinstance(mlp.config, GroupedMoeConfig), "parsed so"
+        return route(self.ops.numpy(self._linear(x, mlp.router)), mlp.correction, mlp.config)
+
+
+def _even_first(count: int) -> NDArray[np.int64]:
+    """The even ones of ``count`` rows, then the odd ones."""
+    return np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)])
