@@ -59,6 +59,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=draw(st.sampled_from([16, 48, 64])),
         block_size=draw(st.sampled_from([1, 3, 16, 24, 64, 96])),
         softcap=draw(st.sampled_from([0.0, 5.0])),
+        has_sink_logits=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
 

@@ -58,7 +58,8 @@ class TypedScene(Scene):
     def answer(self, kernels: Any) -> np.ndarray:
         out = np.full_like(self.query, 7.0)
         arguments = (self.query, self.arena, self.layout, self.batch, self.heads)
-        kernels.attend(*arguments, scale=self.scale, softcap=self.case.softcap, out=out)
+        scores = {"scale": self.scale, "softcap": self.case.softcap, "sink_logits": self.sink_logits}
+        kernels.attend(*arguments, **scores, out=out)
         return out.astype(np.float64)
 
 
@@ -81,6 +82,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=64,
         block_size=draw(st.sampled_from([1, 4, 16, 64])),
         softcap=draw(st.sampled_from([0.0, 5.0])),
+        has_sink_logits=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
 

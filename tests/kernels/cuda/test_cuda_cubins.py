@@ -145,6 +145,13 @@ def test_decode_overlaps_its_loads_and_leaves_room_for_three_programs(sm: int) -
     assert compiled.shared_bytes * (2 if sm == 80 else 3) <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
 
 
+@pytest.mark.parametrize("kernel", [PREFILL, DECODE, MERGE])
+def test_learned_sinks_take_no_more_registers_than_there_are(kernel: int) -> None:
+    shape = AttentionShape(8, 64, 64, "bfloat16", "bfloat16", sink_logits=True)
+    compiled = compile_variant(variants_of(shape, 90)[kernel], Target(90, cuda=12))
+    assert compiled.spilled_bytes == 0
+
+
 @pytest.mark.parametrize(("sm", "kv_dtype"), [(80, "int8"), (90, "float8_e4m3fn")])
 def test_decode_of_quantised_blocks_smaller_than_a_tile_overlaps_its_loads(sm: int, kv_dtype: str) -> None:
     shape = AttentionShape(share=4, head_dim=128, block_size=16, q_dtype="bfloat16", kv_dtype=kv_dtype)
