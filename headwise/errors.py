@@ -32,6 +32,10 @@ class OverloadedError(HeadwiseError):
     """The deployment's queue is full; the request may be sent again later."""
 
 
+class NotReadyError(OverloadedError):
+    """No engine is there that could serve the request: all are starting, or were lost."""
+
+
 class EngineDiedError(HeadwiseError):
     """The engine, or one of its workers, died while it served the request."""
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
+from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, NotReadyError, OverloadedError
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.frontend.client_socket import listen
 from headwise.runtime.frontend.dispatcher import Dispatched, Dispatcher, PendingCall
@@ -328,7 +328,7 @@ class SchedulerServer:
             for call in self._dispatcher.clear():
                 self._close(call)
                 why = self._fleet.reason if self._fleet.number == 0 else "they are starting, or were lost"
-                self._fail(call, OverloadedError(f"no engine is ready: {why}; try again later"))
+                self._fail(call, NotReadyError(f"no engine is ready: {why}; try again later"))
         for outcome in self._dispatcher.dispatch():
             if isinstance(outcome, Dispatched):
                 self._send_ticket(outcome.call, outcome.choice)
@@ -426,7 +426,7 @@ class SchedulerServer:
                 self._close(call)
                 self._fail(
                     call,
-                    OverloadedError(
+                    NotReadyError(
                         f"no engine has reported for {self._hold_s:g} s: {self._router.describe(now)}; try again later"
                     ),
                 )

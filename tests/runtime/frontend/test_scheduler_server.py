@@ -591,7 +591,7 @@ def test_where_there_was_never_an_engine_the_error_says_so(make: Make, monkeypat
     monkeypatch.setattr(scheduler_server, "ENGINES_REPORT_S", 0.1)
     answer = make().peer().ask(route(1, "nobody is there"))
     assert isinstance(answer, Failed)
-    assert (answer.error, answer.message[:18]) == ("OverloadedError", "no engine is ready")
+    assert (answer.error, answer.message[:18]) == ("NotReadyError", "no engine is ready")
 
 
 def test_a_rerouted_request_goes_elsewhere_with_what_it_has_and_is_not_prepared_again(make: Make) -> None:
@@ -906,7 +906,7 @@ def test_requests_wait_for_the_first_engine_where_the_owner_says_that_one_comes(
         deployment.report("a")
         assert client.receive().endpoint == "tcp://a"
     else:
-        assert client.receive().error == "OverloadedError"
+        assert client.receive().error == "NotReadyError"
 
 
 def test_stats_tell_of_engines_that_do_not_report(make: Make) -> None:
