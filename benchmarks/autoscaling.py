@@ -57,10 +57,10 @@ TAKE_LOAD = 0.6
 STORAGES = (1.0, 4.0)
 """How large shared storage is there, over `routing.STORAGE_BYTES`."""
 SEARCH = {
-    "headwise": (2.0, 16.0),
-    "ray_ongoing": (1.0, 32.0),
+    "headwise": (2.0, 10.0),
+    "ray_ongoing": (1.0, 16.0),
     "ray_ttft": (1.0, 32.0),
-    "queue_length": (0.1, 6.4),
+    "queue_length": (0.2, 3.2),
     "foreseen": (9.0, 5.0),
 }
 """Where each policy's parameter is searched: towards the second one, fewer engines."""
@@ -93,7 +93,13 @@ def run(policy: str, parameter: float, setting: Setting) -> Outcome:
     chooser = None if policy == "headwise" else CHOOSERS[policy](parameter, setting)
     begin = int(parameter) if policy == "fixed" else setting.begin
     served = cluster(setting, chooser, parameter).serve(requests, begin)
-    return _outcome(policy, parameter, requests, served, setting)
+    found = _outcome(policy, parameter, requests, served, setting)
+    print(
+        f"from request {setting.part[0]:<6} {policy:14}{parameter:>6.2f}{found.hours:>9.3f} engine-hours, p90 TTFT "
+        f"{found.ttft_p90_s:.2f} s",
+        flush=True,
+    )
+    return found
 
 
 def _outcome(policy: str, parameter: float, requests: Sequence[Request], served: Served, setting: Setting) -> Outcome:
@@ -186,13 +192,11 @@ def print_outcomes(outcomes: Sequence[Outcome], ours: Outcome) -> None:
 
 
 def print_search(setting: Setting, found: dict[str, list[Outcome]]) -> dict[str, Outcome]:
-    """Show all runs of a part; the one of each policy that counts."""
+    """Show the run of each policy that counts, of one part."""
     chosen = {policy: best(outcomes, setting.goal_s) for policy, outcomes in found.items()}
     first, behind = setting.part
     print(f"\nrequests {first:,} to {behind - 1:,}")
     print_outcomes(list(chosen.values()), chosen["headwise"])
-    print("\nall runs of the search")
-    print_outcomes([one for outcomes in found.values() for one in outcomes], chosen["headwise"])
     return chosen
 
 
@@ -263,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--begin", type=int, default=4, help="engines that there are at first")
     parser.add_argument("--most", type=int, default=20, help="engines that there may be")
     parser.add_argument("--goal", type=float, default=5.0, help="p90 TTFT to be reached, in seconds")
-    parser.add_argument("--rounds", type=int, default=6, help="runs of each policy in search of its parameter")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each policy in search of its parameter")
     parser.add_argument("--take", type=int, nargs=2, default=(8, 6), help="engines before and after some are taken")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at a time")
     args = parser.parse_args(arguments)

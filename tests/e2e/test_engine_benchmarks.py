@@ -69,3 +69,11 @@ def test_replicas_are_measured_and_lose_no_stream(capsys: pytest.CaptureFixture[
     assert list(found["recovery"]) == ["store"]
     assert found["served"] > 0
     assert found["lost"] == 0
+
+
+@pytest.mark.ray
+def test_elastic_replicas_come_and_go_by_the_load_and_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("elastic_replicas", capsys)
+    assert found["lost_requests"] == found["different"] == 0
+    assert found["served"] > 0
+    assert [number for _, number in found["decisions"]] == [1, 2, 1]
