@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 from prompts import tokens
+from replicas import rounded
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
@@ -264,12 +265,6 @@ def show(phases: dict[str, dict[str, float]]) -> None:
             f"{name:12}{one['seconds']:>9.1f}{one['requests']:>10.0f}{one['ttft_p50_s']:>13.3f}"
             f"{one['ttft_p90_s']:>9.3f}{one['hit_rate']:>8.1%}"
         )
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
