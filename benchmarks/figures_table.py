@@ -55,6 +55,16 @@ def _routing(f: Figures) -> str:
     return f"{listed(*seconds)} ({f['requests']:,} requests)"
 
 
+def _kept(f: Figures) -> str:
+    ratios = (f"{one['hit_rate_kept']:.2f}, {one['hit_rate_of_few']:.2f}" for one in (f, f["larger_storage"]))
+    return listed(*ratios, f"{f['lost_requests']}")
+
+
+def _elastic(f: Figures) -> str:
+    p90 = ", ".join(f"{f['phases'][phase]['ttft_p90_s']:.1f} s" for phase in ("one", "growing", "all"))
+    return f"{f['hit_rate_kept']:.2f}; {p90}; {f['lost_requests']}, {f['different']} of {f['served']:,}"
+
+
 def _perplexity(f: Figures) -> str:
     variants = ("bfloat16", "int8", "gguf", "kv_int8")
     models = {"smollm2-135m": f["smollm2-135m"], **f}
@@ -170,8 +180,22 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
     "autoscaling": (
         Row(
             "Simulated: that trace in waves, elastic replicas: engine-hours over scaling by queue length for the same "
-            "p90 TTFT; hit rate after engines left over that before; requests lost",
-            lambda f: listed(f"{f['replica_hours_ratio']:.2f}", f"{f['hit_rate_kept']:.2f}", f"{f['lost_requests']}"),
+            "p90 TTFT; over a schedule that knows the waves",
+            lambda f: listed(
+                f"{f['replica_hours_ratio']:.2f}", f"{f['hours']['headwise'] / f['hours']['foreseen']:.2f}"
+            ),
+        ),
+        Row(
+            "Simulated: 8 engines become 6: hit rate over that where none goes; over that of 6 engines from the start; "
+            "the same with four times the storage; requests lost",
+            _kept,
+        ),
+    ),
+    "elastic_replicas": (
+        Row(
+            "Three real engines become one as the load goes: hit rate over that before; p90 TTFT of few users, of many "
+            "until all serve, of many with all; requests lost, or with other tokens than undisturbed",
+            _elastic,
         ),
     ),
     "index": (

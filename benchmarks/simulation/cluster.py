@@ -125,10 +125,19 @@ class Storage:
         new = [block for block in blocks if block not in self.blocks] if self._capacity else []
         self.blocks.update(dict.fromkeys(new, writer))
         if new:
-            self._index.apply(writer, "storage", b"".join(new), True)
+            self._index.apply(writer, "storage", in_path_order(new), True)
+        gone: dict[str, list[bytes]] = {}
         while len(self.blocks) > self._capacity:
             block, by = self.blocks.popitem(last=False)
-            self._index.apply(by, "storage", block, False)
+            gone.setdefault(by, []).append(block)
+        for by, theirs in gone.items():
+            self._index.apply(by, "storage", in_path_order(theirs), False)
+
+
+def in_path_order(evicted: Sequence[bytes]) -> bytes:
+    """Blocks that were evicted, a path's last ones first: the index takes neighbours together if a path's first ones
+    come first."""
+    return b"".join(reversed(evicted))
 
 
 class Cache:
@@ -182,7 +191,7 @@ class Cache:
         while self.used + len(self.free) > self._hardware.device:
             evicted.append(self.free.popitem(last=False)[0])
         if evicted:
-            self._index.apply(self._name, "device", b"".join(evicted), False)
+            self._index.apply(self._name, "device", in_path_order(evicted), False)
             self._to_host(evicted)
         return True
 
@@ -215,12 +224,12 @@ class Cache:
             self.host[block] = None
             self.host.move_to_end(block)
         if new:
-            self._index.apply(self._name, "host", b"".join(new), True)
+            self._index.apply(self._name, "host", in_path_order(new), True)
         gone = []
         while len(self.host) > self._hardware.host:
             gone.append(self.host.popitem(last=False)[0])
         if gone:
-            self._index.apply(self._name, "host", b"".join(gone), False)
+            self._index.apply(self._name, "host", in_path_order(gone), False)
             self._storage.put(gone, self._name)
 
 

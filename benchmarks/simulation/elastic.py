@@ -23,7 +23,7 @@ from simulation.cluster import BLOCK, Cache, Engine, Hardware, Request, Storage
 from headwise.runtime.frontend.routing import RoutedRequest, Router
 from headwise.runtime.frontend.scaling import Observation, Replica, ReplicaSet, ReplicaState, observe
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S
-from headwise.storage.index.messages import HASH_BYTES
+from headwise.storage.index.hash_runs import split
 from headwise.storage.index.prefix_index import PrefixIndex
 
 DECIDE_S = 1.0
@@ -76,6 +76,7 @@ class Served:
     engine_s: paid for
     counts:   engines that serve, at each decision
     kept:     of each engine that left: blocks that it wrote to storage, and all that only it had
+    sole:     the blocks that only engines had that were told to go
     moved:    requests that went on elsewhere
     changes:  when the number changed, and why
     """
@@ -83,6 +84,7 @@ class Served:
     engine_s: float = 0.0
     counts: list[int] = field(default_factory=list)
     kept: list[tuple[int, int]] = field(default_factory=list)
+    sole: set[bytes] = field(default_factory=set)
     moved: int = 0
     changes: list[tuple[float, str]] = field(default_factory=list)
 
@@ -226,6 +228,7 @@ class ElasticCluster:
 
     def _drain(self, now: float, member: Member) -> None:
         member.state, member.drained_at = ReplicaState.DRAINING, now
+        self.served.sole.update(*(split(each.hashes) for each in self._sole(member)))
         self._report_draining(now, member)
         self._at(now + self.replicas.policy.drain_timeout_s, self._hand_over, member)
         self._hand_over_when_done(now, member)
@@ -253,8 +256,7 @@ class ElasticCluster:
         """What could be written by now is in storage."""
         if self._members.get(member.name) is not member:
             return
-        sole = b"".join(each.hashes for each in self._sole(member))
-        blocks = [sole[at : at + HASH_BYTES] for at in range(0, len(sole), HASH_BYTES)]
+        blocks = [block for each in self._sole(member) for block in split(each.hashes)]
         seconds = now - member.drained_at + 1e-6
         written = int(seconds / (BLOCK * self.hardware.storage_token_s)) if self._handover else 0
         self.storage.put(reversed(blocks[:written]), member.name)  # the most asked for stay longest

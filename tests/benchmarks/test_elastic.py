@@ -9,6 +9,7 @@ import pytest
 from routing import hardware
 from simulation.cluster import BLOCK, Request
 from simulation.elastic import ElasticCluster, Served, View
+from simulation.scale_down import FEW, OURS, UNDISTURBED, Compared, Hits, Kept, compare
 
 from headwise.runtime.frontend.routing import Router, RouterOptions
 from headwise.runtime.frontend.scaling import ReplicaSet, ScalingPolicy
@@ -70,3 +71,28 @@ def test_from_nothing_requests_wait_for_the_first_engine() -> None:
 def test_engines_are_paid_for_from_the_order_to_their_end() -> None:
     _, found = served(requests(100, 1.0, output=2), {0.0: 1, 10.0: 2})
     assert found.engine_s == pytest.approx(100.0 + 90.0, abs=3.0)
+
+
+# ---- what a smaller cluster still has ----
+
+
+def kept(after: int, sole: set[int], asked_first: set[int]) -> Kept:
+    """40 of 100 tokens found before; ``after`` of 100 after."""
+    named = (frozenset((0.5, bytes([each])) for each in blocks) for blocks in (sole, asked_first))
+    return Kept(Hits(40, 100), Hits(after, 100), 1, 2, *named)
+
+
+def test_what_was_kept_is_compared_with_undisturbed_and_small_clusters_at_the_same_times() -> None:
+    cases = {OURS: kept(27, {1, 2}, set()), UNDISTURBED: kept(30, set(), {2, 3}), FEW: kept(20, set(), set())}
+    compared = Compared(1.0, cases)
+    assert compared.of_before() == pytest.approx(27 / 40)
+    assert compared.of_undisturbed() == pytest.approx(27 / 30)
+    assert compared.of_few() == pytest.approx(27 / 20)
+    assert compared.at_stake == pytest.approx(BLOCK / 30)
+
+
+def test_moments_add_up_by_case_and_size_of_storage() -> None:
+    runs = [(OURS, 1.0, 0.3), (OURS, 4.0, 0.3), (OURS, 1.0, 0.6)]
+    small, large = compare(runs, [kept(10, {1}, set()), kept(30, {2}, set()), kept(20, {3}, set())])
+    assert (small.storage, small.found[OURS].after, len(small.found[OURS].sole)) == (1.0, Hits(30, 200), 2)
+    assert (large.storage, large.found[OURS].after) == (4.0, Hits(30, 100))

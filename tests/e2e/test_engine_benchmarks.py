@@ -76,3 +76,11 @@ def test_what_http_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None
     found = quick_figures("openai_http", capsys)
     assert found["throughput_over_zmq"] > 0
     assert min(found["ttft_p50_ms"].values()) > 0
+
+
+@pytest.mark.ray
+def test_elastic_replicas_come_and_go_by_the_load_and_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("elastic_replicas", capsys)
+    assert found["lost_requests"] == found["different"] == 0
+    assert found["served"] > 0
+    assert [number for _, number in found["decisions"]] == [1, 2, 1]

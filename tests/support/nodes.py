@@ -12,10 +12,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +23,7 @@ from typing import Any
 
 import pytest
 import ray
+from support import ray_head
 from support.free_ports import free_ports
 from support.waiting import eventually
 
@@ -32,7 +32,6 @@ from headwise.errors import DeploymentError
 
 _ray: Any = ray
 
-OBJECT_STORE_BYTES = 80 << 20
 _HEAD_PORTS = ("port", "ray-client-server-port", "dashboard-agent-listen-port")
 """Which Ray gives fixed numbers. The head is beside whatever else this machine runs."""
 
@@ -152,7 +151,7 @@ class Nodes:
         run("ip", "link", "set", self._bridge, "up")
         ports = [f"--{name}={port}" for name, port in self._ports.items()]
         place = f"--node-ip-address={self.host}", f"--temp-dir={self._temp}"
-        self._head.append(self._ray([], "--head", "--num-cpus=0", "--include-dashboard=false", *ports, *place))
+        self._head.append(ray_head.start("--head", "--num-cpus=0", "--include-dashboard=false", *ports, *place))
         eventually(self._is_up)
 
     def _is_up(self) -> bool:
@@ -177,27 +176,16 @@ class Nodes:
         run(*inside, "link", "set", peer, "up")
         run(*inside, "link", "set", "lo", "up")
         node.processes.append(
-            self._ray(
-                ["ip", "netns", "exec", node.name],
+            ray_head.start(
                 f"--address={self.address}",
                 "--num-cpus=1",
                 f"--resources={json.dumps(resources)}",
                 f"--node-ip-address={node.address}",
+                prefix=["ip", "netns", "exec", node.name],
             )
         )
         eventually(lambda: node.address in (living_nodes(self.address) or {}).values())
         return node
-
-    def _ray(self, prefix: Sequence[str], *options: str) -> subprocess.Popen[bytes]:
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        return subprocess.Popen(
-            [*prefix, *ray, f"--object-store-memory={OBJECT_STORE_BYTES}", *options],
-            env={**environment, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
     def at(self, address: str) -> Node:
         """The node of this address."""
@@ -209,18 +197,6 @@ class Nodes:
             node.kill()
             subprocess.run(["ip", "netns", "delete", node.name], check=False, capture_output=True)
         for process in self._head:
-            self._end_head(process)
+            ray_head.end(process, self._temp)
         subprocess.run(["ip", "link", "delete", self._bridge], check=False, capture_output=True)
         shutil.rmtree(self._temp, ignore_errors=True)
-
-    def _end_head(self, process: subprocess.Popen[bytes]) -> None:
-        """Ray's processes of the head are in this namespace: they are known by the directory that they name."""
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
-        process.wait()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if str(self._temp).encode() in (entry / "cmdline").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)

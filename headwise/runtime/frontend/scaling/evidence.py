@@ -48,15 +48,17 @@ class Evidence:
         """What to rise to; None: nothing over ``number``."""
         if self._since is None or now - self._since < self._upscale_s:
             return None
-        least = min((one.up for one in self._samples if one.at >= now - self._upscale_s), key=_number)
-        return least if least.number > number else None
+        lately = (one.up for one in self._samples if one.at >= now - self._upscale_s)
+        least = min(lately, key=_number, default=None)  # none: the load was not measured in this time
+        return least if least is not None and least.number > number else None
 
     def fall(self, number: int, now: float) -> Need | None:
         """What to fall to; None: nothing under ``number``."""
         if self._since is None or now - self._since < self._downscale_s:
             return None
-        most = max((one.down for one in self._samples if one.at >= now - self._downscale_s), key=_number)
-        return most if most.number < number else None
+        lately = (one.down for one in self._samples if one.at >= now - self._downscale_s)
+        most = max(lately, key=_number, default=None)
+        return most if most is not None and most.number < number else None
 
 
 def _number(need: Need) -> int:

@@ -14,7 +14,7 @@ from support.elastic import DRAINING, LOST, RUNNING, STARTING, Deployment
 
 from headwise.runtime.frontend.routing import RouterOptions
 from headwise.runtime.frontend.routing.engines import Arrivals, EngineTable
-from headwise.runtime.frontend.scaling import Observation, Replica, ReplicaSet, ScalingPolicy, observe
+from headwise.runtime.frontend.scaling import EngineReport, Observation, Replica, ReplicaSet, ScalingPolicy, observe
 from headwise.runtime.protocol.messages import EngineLoad, EngineStatus
 
 POLICY = ScalingPolicy(1, 8, target_ttft_s=2.0, upscale_delay_s=10, downscale_delay_s=60, pending_timeout_s=100)
@@ -210,6 +210,20 @@ def test_engines_that_have_not_measured_their_speed_say_nothing_of_the_load() ->
         table.update(status, float(second))
         table.reserve(f"{second}", 0, 5000, float(second))
         decision = controller.decide(observe(table, options, second), [Replica("engine-0", RUNNING, 1)], second)
+    assert decision.reason == "1: the load is not measured yet"
+
+
+def test_an_engine_that_starts_and_then_waits_for_its_first_request_holds_the_number() -> None:
+    """While nothing runs, nothing is needed; once an engine runs, what is needed is not known until it has measured."""
+    controller, starting, running = (
+        ReplicaSet(POLICY),
+        *(Replica("engine-0", each, 1) for each in (STARTING, RUNNING)),
+    )
+    waits = EngineReport("engine-0", 0.1)
+    for second in range(20):
+        controller.decide(Observation((), Arrivals()), [starting], float(second))
+    for second in range(20, 200):
+        decision = controller.decide(Observation((waits,), Arrivals(), token_s=0.0), [running], float(second))
     assert decision.reason == "1: the load is not measured yet"
 
 

@@ -1,0 +1,189 @@
+"""What a smaller cluster still has: the hit rate when engines have gone, and what to compare it with.
+
+A third and two thirds through the trace, engines are ordered to go. Compared are the hit rates of the requests that
+arrive in the `WINDOW_S` before (``before``), and in as many seconds from the drain timeout on (``after``). Two things
+besides the drain move ``after``, and each has a run of its own, at the same times:
+
+    none goes              the trace itself: some minutes have more prompts that were seen before than others
+    as few from the start  fewer engines have less memory: what such a cluster has, no drain can keep more than
+
+So ``after`` over that of ``none goes`` is what scaling down costs, and over that of ``as few from the start`` how much
+of what can be kept is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from simulation.cluster import BLOCK, Request
+from simulation.elastic import View
+from simulation.scaling import Setting, cluster, requests_of
+
+WINDOW_S = 600.0
+MOMENTS = (1 / 3, 2 / 3)
+"""Of the trace's time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """handover: leaving engines write what only they have
+    by_worth: those go whose caches are worth least
+    """
+
+    handover: bool = True
+    by_worth: bool = True
+    is_few_from_start: bool = False
+    none_goes: bool = False
+
+
+CASES = {
+    "handover, least worth goes": Case(),
+    "handover, any goes": Case(by_worth=False),
+    "no handover, least worth goes": Case(handover=False),
+    "none goes": Case(none_goes=True),
+    "as few from the start": Case(is_few_from_start=True),
+}
+OURS, UNDISTURBED, FEW = "handover, least worth goes", "none goes", "as few from the start"
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Tokens of prompts, and those of them that some tier served."""
+
+    found: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Hits) -> Hits:
+        return Hits(self.found + other.found, self.tokens + other.tokens)
+
+    @property
+    def rate(self) -> float:
+        return self.found / max(1, self.tokens)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one case showed, over all moments.
+
+    written, last: blocks that leaving engines wrote, and all that only they had in the end
+    sole:        what only they had when they were told to go
+    asked_first: blocks that were served after, and had not been asked for between the order and then. A block that was
+        is no longer the leaving engines' alone
+    """
+
+    before: Hits = Hits()
+    after: Hits = Hits()
+    written: int = 0
+    last: int = 0
+    sole: frozenset[tuple[float, bytes]] = frozenset()
+    asked_first: frozenset[tuple[float, bytes]] = frozenset()
+    lost: int = 0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(
+            self.before + other.before,
+            self.after + other.after,
+            self.written + other.written,
+            self.last + other.last,
+            self.sole | other.sole,
+            self.asked_first | other.asked_first,
+            self.lost + other.lost,
+        )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All cases with one size of storage."""
+
+    storage: float
+    found: dict[str, Kept]
+
+    def of_before(self, what: str = OURS) -> float:
+        return _ratio(self.found[what].after.rate, self.found[what].before.rate)
+
+    def of_undisturbed(self, what: str = OURS) -> float:
+        return _ratio(self.found[what].after.rate, self.found[UNDISTURBED].after.rate)
+
+    def of_few(self, what: str = OURS) -> float:
+        return _ratio(self.found[what].after.rate, self.found[FEW].after.rate)
+
+    @property
+    def at_stake(self) -> float:
+        """Of all that was served where none went, the share that only the leaving engines had: what handing over can
+        save at most."""
+        undisturbed = self.found[UNDISTURBED]
+        theirs = BLOCK * len(undisturbed.asked_first & self.found[OURS].sole)
+        return theirs / max(1, undisturbed.after.found)
+
+
+def keep(run: tuple[str, float, float], setting: Setting, many: int, few: int) -> Kept:
+    """One case, size of storage and moment. The trace is left as it came: ``setting.swing`` should be 0."""
+    what, storage, moment = run
+    case, requests = CASES[what], requests_of(setting)
+    at = requests[-1].arrived * moment
+    after = at + setting.drain_timeout_s
+    requests = [each for each in requests if each.arrived < after + WINDOW_S]
+    begin = few if case.is_few_from_start else many
+
+    def choose(view: View, now: float) -> int:
+        return begin if case.none_goes or now < at else few
+
+    taken = cluster(replace(setting, storage=storage), choose, handover=case.handover, by_worth=case.by_worth)
+    served = taken.serve(requests, begin)
+    window = [each for each in requests if each.arrived >= after]
+    return Kept(
+        _hits([each for each in requests if at - WINDOW_S <= each.arrived < at]),
+        _hits(window),
+        sum(written for written, _ in served.kept),
+        sum(last for _, last in served.kept),
+        frozenset((moment, block) for block in served.sole),
+        frozenset((moment, block) for block in _asked_first(requests, at, after)),
+        sum(each.ended < 0 for each in requests),
+    )
+
+
+def compare(runs: Sequence[tuple[str, float, float]], kept: Sequence[Kept]) -> list[Compared]:
+    """By size of storage."""
+    found: dict[float, dict[str, Kept]] = {}
+    for (what, storage, _), each in zip(runs, kept, strict=True):
+        cases = found.setdefault(storage, {})
+        cases[what] = cases.get(what, Kept()) + each
+    return [Compared(storage, cases) for storage, cases in found.items()]
+
+
+def show(compared: Compared, many: int, few: int) -> None:
+    print(f"\n{many} -> {few} engines at once, storage {compared.storage:g} times as large: hit rate")
+    print(
+        f"{'':30}{'before':>8}{'after':>8}{'of before':>11}{'of none goes':>14}{'of as few':>11}{'blocks written':>18}"
+    )
+    for what, one in compared.found.items():
+        print(
+            f"{what:30}{one.before.rate:>8.1%}{one.after.rate:>8.1%}{compared.of_before(what):>11.3f}"
+            f"{compared.of_undisturbed(what):>14.3f}{compared.of_few(what):>11.3f}"
+            f"{f'{one.written:,} of {one.last:,}':>18}"
+        )
+    print(f"only the leaving engines had {compared.at_stake:.1%} of what is served where none goes")
+
+
+def _hits(requests: Sequence[Request]) -> Hits:
+    return Hits(sum(map(_found, requests)), sum(each.num_tokens for each in requests))
+
+
+def _found(request: Request) -> int:
+    return request.device + request.loaded_host + request.loaded_storage
+
+
+def _asked_first(requests: Sequence[Request], at: float, after: float) -> set[bytes]:
+    asked, found = set[bytes](), set[bytes]()
+    for request in requests:
+        if request.arrived < at:
+            continue
+        if request.arrived >= after:
+            found.update(block for block in request.path[: _found(request) // BLOCK] if block not in asked)
+        asked.update(request.path)
+    return found
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
