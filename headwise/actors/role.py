@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import ray
@@ -33,13 +34,20 @@ class Role:
     The actor's class has `ready`, which returns when the actor serves, and `ended`, which returns when it is stopped.
     Both raise why it does not serve. Its last argument is how many times the role was started before.
 
+    arguments: returns those of the next actor, but for the last one
     starts:   actors made so far
     error:    why the last actor did not start or ended, if headwise raised it
     leave_by: it is to end, and not to be started again; killed if it still lives then
     """
 
     def __init__(
-        self, deployment: str, name: str, actor_class: Any, arguments: tuple[Any, ...], site: Site, life: Life
+        self,
+        deployment: str,
+        name: str,
+        actor_class: Any,
+        arguments: Callable[[], tuple[Any, ...]],
+        site: Site,
+        life: Life,
     ) -> None:
         self.name = name
         self.site = site
@@ -64,11 +72,18 @@ class Role:
     def create(self) -> None:
         """Make the actor. Raises ValueError if its name is taken."""
         options = {"name": self._actor_name, "namespace": NAMESPACE, **self.site.options()}
-        handle = self._class.options(**options).remote(*self._arguments, self.starts)
+        handle = self._class.options(**options).remote(*self._arguments(), self.starts)
         self.starts += 1
         self.handle = handle
         self.cause, self.is_told = "", False
         self.is_ready = handle.ready.remote()
+
+    def adopt(self, handle: Any, now: float) -> None:
+        """Take over an actor that is there, whoever made it. Whether it serves it has yet to say."""
+        self.starts += 1
+        self.handle, self.has_served = handle, True
+        self.is_ready = handle.ready.remote()
+        self.life.created(now)
 
     def serves(self, now: float) -> None:
         """The actor is ready. From now on the supervisor waits for its end."""

@@ -37,15 +37,17 @@ def progress() -> Iterator[Progress]:
 
 
 @contextmanager
-def until_signal() -> Iterator[None]:
-    """Ends the block quietly at SIGINT or SIGTERM; what is inside is unwound as by Ctrl-C."""
+def until_signal() -> Iterator[list[int]]:
+    """Ends the block quietly at SIGINT or SIGTERM, which is then in the list; the inside is unwound as by Ctrl-C."""
+    caught = list[int]()
 
-    def interrupt(*_: object) -> None:
+    def interrupt(number: int, _: object) -> None:
+        caught.append(number)
         raise KeyboardInterrupt
 
     previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield caught
     except KeyboardInterrupt:
         pass
     finally:
