@@ -110,7 +110,7 @@ class EngineSite:
             return
         if self.group is not None:
             release([self.group])
-        self.group, self.node = self._request(target), target
+        self.group, self.node = _request(self._demand, target, self._name), target
 
     def is_alive(self) -> bool:
         """Whether the node lives, as far as Ray knows by now."""
@@ -122,7 +122,7 @@ class EngineSite:
             return False
         table = placement_group_table(self.group)
         if table.get("state") == "REMOVED":
-            self.group = self._request("")
+            self.group = _request(self._demand, "", self._name)
         if table.get("state") != "CREATED":
             return False
         self.node = str(table["bundles_to_node_id"][0])
@@ -133,19 +133,6 @@ class EngineSite:
         """Actor options of the engine."""
         assert self.group is not None
         return {**in_bundle(self.group, 0), **_lifetime(bool(self._name))}
-
-    def _request(self, node: str) -> PlacementGroup:
-        """A placement group for an engine and its ranks, on ``node`` if that has room; empty: wherever there is."""
-        bundles = self._demand.bundles()
-        group: PlacementGroup = placement_group(
-            bundles,
-            name=self._name,
-            strategy="STRICT_PACK",
-            _soft_target_node_id=node or None,
-            bundle_label_selector=[dict(self._demand.labels)] * len(bundles),
-            **_lifetime(bool(self._name)),
-        )
-        return group
 
     def needs(self) -> str:
         return str(self._demand)
@@ -211,6 +198,20 @@ def _lifetime(is_detached: bool) -> dict[str, Any]:
 
 def _has_address(node: dict[str, Any], address: str) -> bool:
     return bool(node["NodeManagerAddress"] == address)
+
+
+def _request(demand: Demand, node: str, name: str) -> PlacementGroup:
+    """A placement group for an engine and its ranks, on ``node`` if that has room; empty: wherever there is."""
+    bundles = demand.bundles()
+    group: PlacementGroup = placement_group(
+        bundles,
+        name=name,
+        strategy="STRICT_PACK",
+        _soft_target_node_id=node or None,
+        bundle_label_selector=[dict(demand.labels)] * len(bundles),
+        **_lifetime(bool(name)),
+    )
+    return group
 
 
 def _alive_nodes() -> set[str]:

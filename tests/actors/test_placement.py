@@ -40,7 +40,7 @@ def test_an_engine_asks_for_the_node_that_its_placement_prefers_among_those_with
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
     monkeypatch.setattr(placement, "draining_nodes", dict)
-    monkeypatch.setattr(placement, "_request", lambda demand, node: asked.append(node))
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name: asked.append(node))
     site = placement.EngineSite(EngineConfig(placement=way, node_labels="zone=x"), lambda: ["a", "b", "b"])
     site.choose(Life())
     assert asked == [target]
