@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import ray
+from support.commands import as_flags
 from support.endless_load import EndlessLoad
 from support.reference import answers
 from support.waiting import PATIENCE_S, eventually
@@ -62,15 +63,8 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout.strip(), (done.stderr.strip().splitlines() or [""])[-1]
 
 
-def flags(config: EngineConfig) -> list[str]:
-    """What is not as by default, as flags."""
-    default = EngineConfig()
-    changed = {name: value for name, value in config.to_dict().items() if value != getattr(default, name)}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in changed.items()]
-
-
 def serve(cluster: str, config: EngineConfig) -> tuple[int, str, str]:
-    return run("serve", "--detach", "--address", cluster, *flags(config))
+    return run("serve", "--detach", "--address", cluster, *as_flags(config))
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +109,7 @@ def test_it_outlives_its_command_and_a_second_one_tells_where_it_is(cluster: str
     assert code == 1
     assert address in error
     assert "replicas 2, not 1" in error
-    code, _, error = run("serve", "--address", cluster, *flags(CONFIG))
+    code, _, error = run("serve", "--address", cluster, *as_flags(CONFIG))
     assert code == 1
     assert "'headwise' is already running" in error
     assert "headwise stop --name headwise" in error
