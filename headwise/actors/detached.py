@@ -199,8 +199,9 @@ def _named_by(client_address: str, cluster: str) -> str:
 
 def _addresses() -> Iterator[tuple[str, str]]:
     for name in deployments():
-        if (owner := find_actor(name, OWNER)) is not None:
-            yield name, _state(owner, name).address
+        with contextlib.suppress(DeploymentError):  # its owner does not answer
+            if (owner := find_actor(name, OWNER)) is not None:
+                yield name, _state(owner, name).address
 
 
 def _nothing_to_stop(name: str, cluster: str) -> DeploymentError:

@@ -152,7 +152,8 @@ class Fleet:
             reason=self._decision.reason,
             replicas={role.name: _in_words(role) for role in engines},
             expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
-            is_awaited=self._controller.may_grow_from_nothing and not self._is_closing,
+            is_awaited=self._controller.may_grow_from_nothing,
+            is_closing=self._is_closing,
             wish=self._wishes.last,
             refusal=self._wishes.refusal,
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 10.0
+_ANSWER_S = 30.0
 """Longest wait for actors to say how they are. One that takes longer is replaced."""
 _GONE_S = 10.0
 """Longest wait for killed actors to be gone."""

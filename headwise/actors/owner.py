@@ -120,10 +120,9 @@ class Owner:
             try:
                 self._adopt_or_begin()
                 return
-            except (HeadwiseError, ray.exceptions.RayError) as error:
+            except Exception as error:
                 delay_s = restarts.ended(time.monotonic())
-                log.error("the deployment cannot be taken over: %s; tried again in %.0f s", error, delay_s)
-                self._deployment.stop()
+                log.exception("the deployment cannot be taken over: %s; tried again in %.0f s", error, delay_s)
                 self._stopping.wait(delay_s)
                 self._deployment = self._new_deployment()
         raise DeploymentError("it was stopped while it started")
@@ -133,8 +132,12 @@ class Owner:
         if found.front is None:
             log.warning("none is left: the deployment starts anew")
             end_all(self._config.name)
-            self._begin()
-        else:
+            try:
+                self._begin()
+            except BaseException:
+                self._deployment.stop()
+                raise
+        else:  # what runs is left alone, also where this fails
             log.warning("adopted: %s", ", ".join(sorted(found.actors)))
             self._deployment.adopt(found)
 

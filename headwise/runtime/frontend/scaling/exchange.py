@@ -39,6 +39,7 @@ class FleetState:
     replicas: by name, how far each is, in words
     expected: engines that have a node and are not leaving
     is_awaited: whether requests that no engine can take may wait for one
+    is_closing: whether the deployment ends, so that it takes no requests any more
     wish:     id of the last wish that was taken; empty: none yet
     refusal:  why that wish was refused; empty: it was not
     """
@@ -48,6 +49,7 @@ class FleetState:
     replicas: Mapping[str, str] = field(default_factory=dict)
     expected: int = 0
     is_awaited: bool = True
+    is_closing: bool = False
     wish: str = ""
     refusal: str = ""
 
