@@ -25,6 +25,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 CACHE = EngineConfig().cache_path
+SOURCE = Path(__file__).parents[2]
 TOKEN_OFF = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -180,6 +181,21 @@ def test_a_deployment_as_a_ray_job_serves_until_the_job_is_stopped(tmp_path: Pat
         head.ray("job", "stop", *job, "served")
         eventually(lambda: not is_open(port))
         eventually(lambda: "headwise/" not in head.ray(*alive))
+
+
+@pytest.mark.soak
+def test_a_detached_deployment_outlives_the_job_that_started_it_and_another_job_ends_it(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    headwise = [sys.executable, "-m", "headwise"]
+    options = ["--max-model-len=256", "--kv-cache=32MiB", "--cpu-threads=1", f"--port={port}"]
+    with ray_head(str(tmp_path)) as head:
+        submit = ("job", "submit", "--address", head.jobs, f"--working-dir={SOURCE}")
+        ends = head.ray(*submit, "--", *headwise, "serve", "--detach", *options)
+        assert f"serving smollm2-135m at tcp://127.0.0.1:{port}" in ends
+        with Client(f"127.0.0.1:{port}") as client:
+            assert client.generate("The capital of France is", temperature=0.0, max_tokens=4).text.startswith(" Paris")
+        assert "stopped headwise" in head.ray(*submit, "--", *headwise, "stop")
+        assert "headwise/" not in head.ray("list", "actors", "--address", head.jobs, "--filter", "state=ALIVE")
 
 
 @contextmanager
