@@ -47,16 +47,14 @@ def start_detached(config: EngineConfig, address: str, progress: Progress | None
     progress.stage(f"connecting to the Ray cluster at {address}")
     with connection(address):
         owner = find_actor(config.name, OWNER)
-        if owner is None and find_actor(config.name, "scheduler") is not None:
+        if owner is not None:
+            return _running(config, owner), True
+        if find_actor(config.name, "scheduler") is not None:
             raise DeploymentError(
                 f"a deployment named {config.name!r} already runs on this Ray cluster, and is not detached: end the "
                 "`headwise serve` that started it, or choose another --name"
             )
-        if owner is None:
-            with contextlib.suppress(ValueError):  # another one was faster
-                return _start(config, progress), False
-            owner = find_actor(config.name, OWNER)
-        return _running(config, owner), True
+        return _start(config, progress), False
 
 
 def stop_detached(name: str, cluster: str, client_address: str = "") -> None:
@@ -78,7 +76,6 @@ def stop_detached(name: str, cluster: str, client_address: str = "") -> None:
 
 
 def _start(config: EngineConfig, progress: Progress) -> str:
-    """Raises ValueError if there is an owner of the name."""
     resolved = resolve_device(config, cluster_gpus())
     options = {
         "name": actor_name(config.name, OWNER),
@@ -87,7 +84,12 @@ def _start(config: EngineConfig, progress: Progress) -> str:
         **on_node(this_node(), or_another=True),
     }
     owner_class: Any = Owner
-    owner = owner_class.options(**options).remote(config, resolved, Keys.generate(config))
+    try:
+        owner = owner_class.options(**options).remote(config, resolved, Keys.generate(config))
+    except ValueError:
+        raise DeploymentError(
+            f"a deployment named {config.name!r} is being started by another command; repeat this one for its address"
+        ) from None
     try:
         return _wait_until_it_serves(config.name, owner, progress)
     except BaseException:

@@ -199,7 +199,7 @@ class Fleet:
         if self._decision is not _CLOSING:
             self._decision, self._ask_at = _CLOSING, now  # the scheduler is to hear of it
         for role in self.engines:
-            if not role.is_leaving:
+            if not role.is_leaving and not role.is_adopted:
                 self._drain(role, now)
 
     def _replicas(self) -> list[Replica]:

@@ -18,6 +18,7 @@ from headwise.actors.front import Keys
 from headwise.actors.remote import remote
 from headwise.actors.restarts import Restarts
 from headwise.errors import DeploymentError, HeadwiseError
+from headwise.log_lines import show_log_lines
 from headwise.runtime.config.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Owner:
     """
 
     def __init__(self, given: EngineConfig, config: EngineConfig, keys: Keys) -> None:
-        _log_to_stderr()
+        show_log_lines()
         self._given = given
         self._config = config
         self._keys = keys
@@ -108,6 +109,7 @@ class Owner:
 
     def _begin(self) -> None:
         """The deployment's first start. If it fails, so does the command that waits for it."""
+        self._progress = _Stages()
         self._deployment.begin(self._progress)
 
     def _go_on(self) -> None:
@@ -174,12 +176,3 @@ def _end_soon() -> None:
     timer = threading.Timer(_LAST_WORDS_S, end)
     timer.daemon = True
     timer.start()
-
-
-def _log_to_stderr() -> None:
-    """headwise's log lines, as `serve` has them: Ray keeps an actor's stderr in a file."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    logger = logging.getLogger("headwise")
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)

@@ -37,6 +37,7 @@ class Role:
     arguments: returns those of the next actor, but for the last one
     starts:   actors made so far
     error:    why the last actor did not start or ended, if headwise raised it
+    is_adopted: the actor was taken over, and has not said yet whether it serves
     leave_by: it is to end, and not to be started again; killed if it still lives then
     """
 
@@ -57,7 +58,7 @@ class Role:
         self.is_over: Any = None
         self.cause = ""  # why it is being replaced, where Ray does not know
         self.error: HeadwiseError | None = None
-        self.is_told = False
+        self.is_told = self.is_adopted = False
         self.starts = 0
         self.has_served = False
         self.leave_by = math.inf
@@ -75,13 +76,13 @@ class Role:
         handle = self._class.options(**options).remote(*self._arguments(), self.starts)
         self.starts += 1
         self.handle = handle
-        self.cause, self.is_told = "", False
+        self.cause, self.is_told, self.is_adopted = "", False, False
         self.is_ready = handle.ready.remote()
 
     def adopt(self, handle: Any, now: float) -> None:
         """Take over an actor that is there, whoever made it. Whether it serves it has yet to say."""
         self.starts += 1
-        self.handle, self.has_served = handle, True
+        self.handle, self.has_served, self.is_adopted = handle, True, True
         self.is_ready = handle.ready.remote()
         self.life.created(now)
 
@@ -89,7 +90,7 @@ class Role:
         """The actor is ready. From now on the supervisor waits for its end."""
         assert self.handle is not None
         self.is_over = self.handle.ended.remote()
-        self.has_served = True
+        self.has_served, self.is_adopted = True, False
         self.life.ready(now)
 
     def kill(self) -> None:

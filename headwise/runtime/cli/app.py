@@ -66,7 +66,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    from headwise.runtime.cli.terminal import show_log_lines
+    from headwise.log_lines import show_log_lines
 
     show_log_lines()
 
