@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 CACHE = EngineConfig().cache_path
-SOURCE = Path(__file__).parents[2]
+SOURCE = Path(__file__).parents[2] / "headwise"
 TOKEN_OFF = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -189,7 +190,8 @@ def test_a_detached_deployment_outlives_the_job_that_started_it_and_another_job_
     headwise = [sys.executable, "-m", "headwise"]
     options = ["--max-model-len=256", "--kv-cache=32MiB", "--cpu-threads=1", f"--port={port}"]
     with ray_head(str(tmp_path)) as head:
-        submit = ("job", "submit", "--address", head.jobs, f"--working-dir={SOURCE}")
+        shutil.copytree(SOURCE, tmp_path / "source" / SOURCE.name, ignore=shutil.ignore_patterns("__pycache__"))
+        submit = ("job", "submit", "--address", head.jobs, f"--working-dir={tmp_path / 'source'}")
         ends = head.ray(*submit, "--", *headwise, "serve", "--detach", *options)
         assert f"serving smollm2-135m at tcp://127.0.0.1:{port}" in ends
         with Client(f"127.0.0.1:{port}") as client:

@@ -21,7 +21,7 @@ from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.cluster import Cluster
-from headwise.actors.found import deployments, find_actor, find_parts
+from headwise.actors.found import Found, deployments, find_actor, find_parts
 from headwise.actors.names import OWNER
 from headwise.errors import HeadwiseError
 
@@ -148,7 +148,7 @@ def test_to_stop_it_lets_a_stream_end_and_leaves_nothing(cluster: str, address: 
     assert (code, out) == (0, f"stopped {address}"), error
     assert stream.read().usage.completion_tokens == LONG.max_tokens
     assert deployments() == []
-    assert find_parts(NAME) == type(find_parts(NAME))()
+    assert find_parts(NAME) == Found()
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
     eventually(lambda: _ray.available_resources()["CPU"] == _ray.cluster_resources()["CPU"])
     with pytest.raises(HeadwiseError):
@@ -164,7 +164,19 @@ def test_one_that_cannot_start_is_an_error_of_the_command_and_leaves_nothing(clu
     assert error.startswith("error: ")
     assert "does not fit" in error
     assert deployments() == []
-    assert find_parts(NAME) == type(find_parts(NAME))()
+    assert find_parts(NAME) == Found()
+
+
+def test_one_that_is_interrupted_while_it_starts_leaves_nothing(cluster: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "headwise", "serve", "--detach", "--address", cluster, *as_flags(CONFIG)]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
+        eventually(lambda: "starting the scheduler" in log.read_text(), otherwise=log.read_text)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) != 0
+    assert deployments() == []
+    assert find_parts(NAME) == Found()
 
 
 def test_it_needs_a_cluster_that_outlives_the_command() -> None:
