@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
-from functools import partial
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from headwise.actors.addresses import check_free, free_ports, is_loopback
+from headwise.actors.addresses import check_free
 from headwise.actors.calls import get
 from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
-from headwise.actors.http_server import check_http_start, http_address, start_http
-from headwise.actors.names import NAMESPACE, actor_name
+from headwise.actors.found import Found, find_actor, wait_until_gone
+from headwise.actors.front import Front, Keys
+from headwise.actors.http_server import check_http_start, http_address
+from headwise.actors.names import actor_name
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.loader.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
     from headwise.actors.fleet import Fleet
+    from headwise.actors.frontend import Frontend
     from headwise.actors.frontend_watchdog import FrontendWatchdog
-    from headwise.actors.role import Role, Site
+    from headwise.actors.role import Role
     from headwise.actors.supervisor import Supervisor
-    from headwise.storage.index.encryption import CurveKeys
 
 __all__ = ["Deployment", "cluster_of_this_job", "resolve_client_address"]
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
-PORT_ATTEMPTS = 3
 LOCAL_RESOURCES_TIMEOUT_S = 5.0
 """Longest wait for room on a local Ray instance that is too small: it does not grow."""
 _SLOWEST_START = 2.0
@@ -46,22 +48,27 @@ _LOOK_S = 0.05
 class Deployment:
     """A running deployment: one scheduler, one attention store, and engines with their workers.
 
-    This process owns the actors: they end when it ends. It replaces actors that die and actors that hang. Made by
-    `start`.
+    This process owns the actors: they end when it ends, unless they are detached. It replaces actors that die and
+    actors that hang. Made by `start`.
+
+    keys:        of a detached deployment, whose actors another process may adopt
+    is_detached: whether the actors outlive this process
     """
 
-    def __init__(self, config: EngineConfig, cluster: Cluster) -> None:
+    def __init__(
+        self, config: EngineConfig, cluster: Cluster, keys: Keys | None = None, *, is_detached: bool = False
+    ) -> None:
         from headwise.actors.supervisor import Supervisor
 
         self.config = config
-        self.client_address = ""
-        self.http_address = ""
         self._cluster = cluster
-        self._namespace = ""  # whose cache blocks the scheduler asks for
-        self._frontend: dict[str, Role] = {}
+        self._keys = keys or Keys.generate(config)
+        self._is_detached = is_detached
+        self._frontend: Frontend | None = None
         self._supervisor: Supervisor = Supervisor()
         self._fleet: Fleet | None = None
         self._watchdog: FrontendWatchdog | None = None
+        self._followers: dict[str, tuple[Any, Front]] = {}  # by engine: its actor, and the front that it knows
         self._stopped = False
         self._over = threading.Event()
         self._failure: DeploymentError | None = None
@@ -84,12 +91,35 @@ class Deployment:
         deployment = cls(config, Cluster.connect(address) if address else Cluster.start())
         try:
             deployment._cluster.watch(deployment._on_lost)
-            deployment._choose(progress)
-            deployment._start_actors(progress)
+            deployment.begin(progress)
         except BaseException:
             deployment.stop()
             raise
         return deployment
+
+    def begin(self, progress: Progress) -> None:
+        """Start the actors, and wait as `start` does. Raises what that raises; `stop` then ends what was begun."""
+        from headwise.actors.frontend import Frontend
+
+        self._choose(progress)
+        progress.stage("starting the scheduler")
+        self._frontend = Frontend(self.config, self._keys, self._is_detached)
+        self._frontend.start()
+        self._supervise()
+        self._wait_for_engines(progress)
+
+    def adopt(self, found: Found) -> None:
+        """Go on with the actors of an owner that has died, which knew where scheduler and store are."""
+        from headwise.actors.frontend import Frontend
+        from headwise.runtime.frontend.scaling.leaving import number_of
+
+        assert found.front is not None
+        self._frontend = Frontend(self.config, self._keys, self._is_detached)
+        self._frontend.adopt(found.front, found.actors, self._supervisor.now())
+        names = {name for name in (*found.actors, *found.groups) if number_of(name) >= 0}
+        for name in found.actors.keys() - self._frontend.roles.keys() - names:
+            ray.kill(found.actors[name])  # whatever it is, nobody looks after it
+        self._supervise(found, sorted(names, key=number_of))
 
     def _choose(self, progress: Progress) -> None:
         """Resolve the settings that depend on the cluster (the device), and log what was chosen."""
@@ -107,39 +137,64 @@ class Deployment:
         if foreign := foreign_storage(self.config, card):
             log.warning(foreign)
 
-    def _start_actors(self, progress: Progress) -> None:
+    def _supervise(self, found: Found | None = None, engines: Sequence[str] = ()) -> None:
+        """From now on start, watch and replace actors; first of all take over the ``engines`` that were found."""
         from headwise.actors.fleet import Fleet
         from headwise.actors.frontend_watchdog import FrontendWatchdog
-        from headwise.storage.index.encryption import CurveKeys
 
-        config, secret = self.config, secrets.token_hex(16)
-        curve_keys = CurveKeys.generate() if config.secure else None
-        progress.stage("starting the scheduler")
-        scheduler, store_endpoint = self._start_frontend(secret, curve_keys)
-        self._start_http(scheduler[1])
-        supervisor = self._supervisor
+        assert self._frontend is not None
+        config, supervisor, frontend = self.config, self._supervisor, self._frontend
         self._watchdog = FrontendWatchdog(
-            list(self._frontend), supervisor.serving, config.front_timeout_s, supervisor.replace
+            list(frontend.roles), supervisor.serving, config.front_timeout_s, supervisor.replace
         )
-        for role in self._frontend.values():
+        for role in frontend.roles.values():
             supervisor.add(role)
-        arguments = scheduler, secret, store_endpoint, curve_keys, self._namespace
-        self._fleet = Fleet(config, supervisor, partial(self._engine_role, arguments))
-        supervisor.start(self._fleet.look)
+        number = None if found is None else len(set(engines) - found.leaving)
+        self._fleet = Fleet(config, supervisor, self._engine_role, number)
+        if found is not None:
+            self._take_over(found, engines)
+        supervisor.start(self._look)
         self._watchdog.start()
-        self._wait_for_engines(progress)
 
-    def _engine_role(self, arguments: tuple[Any, ...], name: str) -> Role:
+    def _take_over(self, found: Found, engines: Sequence[str]) -> None:
+        assert self._fleet is not None
+        for name in engines:
+            role = self._engine_role(name, found.groups.get(name))
+            role.starts = 1  # whatever is made next follows another one
+            if name in found.actors:
+                role.adopt(found.actors[name], self._supervisor.now())
+            self._fleet.adopt(role, name in found.leaving)
+        if found.wish is not None:
+            self._fleet.resume(found.wish)
+
+    def _look(self, now: float) -> None:
+        """On the supervisor's thread, several times a second."""
+        assert self._fleet is not None
+        assert self._frontend is not None
+        self._fleet.look(now)
+        front = self._frontend.front
+        for role in self._fleet.engines:
+            engine = self._supervisor.serving(role.name)
+            if engine is not None and self._followers.get(role.name) != (engine, front):
+                self._followers[role.name] = engine, front
+                engine.follow.remote(front)
+
+    def _engine_role(self, name: str, group: PlacementGroup | None = None) -> Role:
         from headwise.actors.engine import Engine
         from headwise.actors.placement import EngineSite
         from headwise.actors.role import Role
+
+        def arguments() -> tuple[Any, ...]:
+            assert self._frontend is not None
+            return self.config, name, self._frontend.front, self._keys
 
         def others() -> list[str]:
             assert self._fleet is not None
             return [role.site.node for role in self._fleet.engines if role.name != name and role.site.node]
 
-        site, life = EngineSite(self.config, others), Life(_SLOWEST_START * self.config.start_timeout_s)
-        return Role(self.config.name, name, Engine, (self.config, name, *arguments), site, life)
+        site = EngineSite(self.config, others, actor_name(self.config.name, name) if self._is_detached else "", group)
+        life = Life(_SLOWEST_START * self.config.start_timeout_s)
+        return Role(self.config.name, name, Engine, arguments, site, life)
 
     def _wait_for_engines(self, progress: Progress) -> None:
         """Wait until the deployment serves; raises what keeps it from it."""
@@ -163,82 +218,6 @@ class Deployment:
                 raise placement.no_room(self.config, room_timeout_s)
             time.sleep(_LOOK_S)
 
-    def _start_frontend(self, secret: str, curve_keys: CurveKeys | None) -> tuple[tuple[str, int], str]:
-        """Start the scheduler and the store. Returns the scheduler's node and port, and the store's endpoint.
-
-        Their addresses are chosen here, before the actors are made, so that a restarted actor keeps its address.
-        Another process may take a free port before it is bound: then other ports are tried.
-        """
-        from headwise.actors.placement import node_address
-
-        store_host = "127.0.0.1" if is_loopback(self.config.host) else node_address()
-        for attempt in range(1, PORT_ATTEMPTS + 1):
-            port, store_port = free_ports(self.config.host, store_host)
-            store_endpoint = f"tcp://{store_host}:{store_port}"
-            try:
-                return self._try_start_frontend(
-                    secret, self.config.port or port, store_endpoint, curve_keys
-                ), store_endpoint
-            except _PortTaken as taken:
-                if attempt == PORT_ATTEMPTS:
-                    raise taken.error from None
-                log.warning("%s; trying other ports", taken.error)
-                self._kill_actors()
-                self._wait_for_names()
-                self._frontend.clear()
-        raise AssertionError("the last attempt returns or raises")
-
-    def _try_start_frontend(
-        self, secret: str, port: int, store_endpoint: str, curve_keys: CurveKeys | None
-    ) -> tuple[str, int]:
-        from headwise.actors.placement import FrontendSite
-        from headwise.actors.scheduler import GlobalScheduler
-        from headwise.actors.store import AttentionStore
-
-        here, slowest_s = FrontendSite(), self.config.start_timeout_s
-        arguments: tuple[Any, ...] = self.config, secret, port, store_endpoint, curve_keys
-        scheduler = self._start_role("scheduler", GlobalScheduler, arguments, here, Life(slowest_s))
-        try:
-            address: tuple[str, int] = get(scheduler.is_ready)
-        except DeploymentError as error:
-            if self.config.port:
-                raise
-            raise _PortTaken(error) from None
-        assert scheduler.handle is not None
-        self.client_address = get(scheduler.handle.client_address.remote())
-        namespace = self._namespace = get(scheduler.handle.namespace.remote())
-        arguments = self.config, store_endpoint, namespace, curve_keys
-        store = self._start_role("store", AttentionStore, arguments, here, Life(slowest_s))
-        try:
-            get(store.is_ready)
-        except DeploymentError as error:
-            raise _PortTaken(error) from None
-        return address
-
-    def _start_http(self, scheduler_port: int) -> None:
-        from headwise.actors.placement import FrontendSite
-
-        def start(name: str, actor_class: Any, arguments: tuple[Any, ...]) -> Role:
-            return self._start_role(name, actor_class, arguments, FrontendSite(), Life(self.config.start_timeout_s))
-
-        start_http(self.config, scheduler_port, start)
-        self.http_address = http_address(self.config, self.client_address)
-
-    def _start_role(self, name: str, actor_class: Any, arguments: tuple[Any, ...], site: Site, life: Life) -> Role:
-        """Make an actor under the deployment's name; raises `DeploymentError` if there is one already."""
-        from headwise.actors.role import Role
-
-        role = Role(self.config.name, name, actor_class, arguments, site, life)
-        try:
-            role.create()
-        except ValueError:
-            raise DeploymentError(
-                f"a deployment named {self.config.name!r} is already running on this Ray cluster; "
-                "stop it, or choose another name"
-            ) from None
-        self._frontend[name] = role
-        return role
-
     # ---- while it runs ----
 
     def wait(self) -> None:
@@ -253,9 +232,20 @@ class Deployment:
         self._over.set()
 
     @property
+    def client_address(self) -> str:
+        """Where clients connect to: ``tcp://HOST:PORT``."""
+        assert self._frontend is not None
+        return self._frontend.client_address
+
+    @property
+    def http_address(self) -> str:
+        """Where OpenAI's API is served: ``http://HOST:PORT``; empty: nowhere."""
+        return http_address(self.config, self.client_address)
+
+    @property
     def _roles(self) -> dict[str, Role]:
         """All that there are, by name."""
-        return {**self._frontend, **self._supervisor.roles}
+        return {**(self._frontend.roles if self._frontend is not None else {}), **self._supervisor.roles}
 
     @property
     def _actors(self) -> dict[str, Any]:
@@ -283,6 +273,23 @@ class Deployment:
 
     # ---- the end ----
 
+    def drain(self) -> None:
+        """Have all engines end what they do, put into storage what only they have cached, and go. Returns when they
+        have, or a few seconds after ``drain_timeout_s``; then `stop`. Requests that come meanwhile are refused.
+        """
+        from headwise.actors.fleet import FAREWELL_S
+
+        if self._fleet is None:
+            return
+        self._fleet.close()
+        deadline = time.monotonic() + self.config.drain_timeout_s + FAREWELL_S
+        while self._fleet.engines and self._failure is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+    def abandon(self, error: DeploymentError) -> None:
+        """Have `begin`, on another thread, raise this."""
+        self._on_lost(error)
+
     def stop(self) -> None:
         """End all actors and give back what they hold; a Ray instance started for them ends too. Idempotent."""
         if self._stopped:
@@ -302,20 +309,11 @@ class Deployment:
         stopping = [actor.stop.remote() for actor in reversed(self._actors.values())]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT_S)
-        self._kill_actors()
-        for role in self._roles.values():
-            role.site.release()
-        self._wait_for_names()
-
-    def _kill_actors(self) -> None:
         for role in self._roles.values():
             role.kill()
-
-    def _wait_for_names(self) -> None:
-        """Wait until the killed actors are gone and their names are free again."""
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        while any(_exists(self.config.name, role) for role in self._roles) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        for role in self._roles.values():
+            role.site.release()
+        wait_until_gone(self.config.name, list(self._roles))
 
     def __enter__(self) -> Deployment:
         return self
@@ -326,37 +324,20 @@ class Deployment:
         self.stop()
 
 
-class _PortTaken(Exception):
-    """A port that was free a moment ago is taken; ``error`` says which address."""
-
-    def __init__(self, error: DeploymentError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 def resolve_client_address(cluster: str, name: str) -> str:
     """The client address (``tcp://HOST:PORT``) of the deployment ``name`` on a Ray cluster (``HOST:PORT`` or ``auto``).
 
     Raises `DeploymentError` if there is no such cluster or deployment.
     """
     with connection(cluster) as found:
-        try:
-            scheduler: Any = ray.get_actor(actor_name(name, "scheduler"), namespace=NAMESPACE)
-        except ValueError:
+        scheduler = find_actor(name, "scheduler")
+        if scheduler is None:
             raise DeploymentError(
                 f"no deployment named {name!r} runs on the Ray cluster at {found}; start one with `headwise serve`"
-            ) from None
+            )
         address: str = get(scheduler.client_address.remote())
         return address
 
 
 def _pid(actor: Any) -> int:
     return os.getpid()
-
-
-def _exists(name: str, role: str) -> bool:
-    try:
-        ray.get_actor(actor_name(name, role), namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True

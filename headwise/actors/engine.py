@@ -19,6 +19,8 @@ from headwise.actors.addresses import (
     ports_in_turn,
     scheduler_host,
 )
+from headwise.actors.ending import Ending
+from headwise.actors.front import About, Front, Keys
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.actors.restarts import Restarts
@@ -36,7 +38,6 @@ from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.worker.memory_check import check_memory
-from headwise.storage.index.encryption import CurveKeys
 from headwise.storage.index.flusher import Flusher
 from headwise.storage.index.messages import HASH_BYTES
 from headwise.storage.lookup import StorageLookup
@@ -50,7 +51,7 @@ _REACH_S = 10.0
 """How long an engine that is started for the first time tries to reach the scheduler."""
 
 
-@remote(max_concurrency=5)
+@remote(max_concurrency=8)
 class Engine:
     """Starts to serve as soon as it is made. `ended` raises when the engine cannot go on, and says why.
 
@@ -63,27 +64,20 @@ class Engine:
         self,
         config: EngineConfig,
         name: str,
-        scheduler: tuple[str, int],
-        secret: str,
-        store_endpoint: str,
-        curve_keys: CurveKeys | None,
-        namespace: str,
+        front: Front,
+        keys: Keys,
         start: int = 0,
     ) -> None:
         """
-        scheduler: the node and port of the scheduler
-        namespace: that the scheduler uses for the index; this engine's must be the same
-        start:     how many times this engine was started before
+        front: where scheduler and store are; the index's namespace must be this engine's, too
+        start: how many times this engine was started before
         """
         self._config = config
         self._name = name
         self._placement = ray.util.get_current_placement_group()
-        self._scheduler = scheduler
-        self._secret = secret
+        self._front = front
+        self._keys = keys
         self._start = start
-        self._store_endpoint = store_endpoint
-        self._curve_keys = curve_keys
-        self._namespace = namespace
         self._group: WorkerGroup | None = None
         self._server: EngineServer | None = None
         self._flusher: Flusher | None = None
@@ -93,7 +87,7 @@ class Engine:
         self._leaving = threading.Event()
         self._stopping = threading.Event()
         self._settled = threading.Event()
-        self._over = threading.Event()
+        self._ending = Ending()
         self._failure: HeadwiseError | None = None
         self._lost: EngineDiedError | None = None  # why the last group of workers is no more
         self._thread = threading.Thread(target=self._supervise, name="headwise-supervisor", daemon=True)
@@ -111,9 +105,21 @@ class Engine:
 
     def ended(self) -> None:
         """Return when it is stopped; raises why it cannot go on."""
-        self._over.wait()
+        self._ending.wait()
         if self._failure is not None:
             raise self._failure
+
+    def about(self) -> About:
+        return About(self._front, self._leaving.is_set())
+
+    def follow(self, front: Front) -> None:
+        """The scheduler and the store are there from now on. A second time changes nothing."""
+        if front == self._front:
+            return
+        log.warning("%s follows the scheduler to node %s", self._name, front.node)
+        self._front = front
+        if self._server is not None:
+            self._server.follow(self._scheduler_endpoint, front.store_endpoint)
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers, by rank; empty while they are being started."""
@@ -161,24 +167,23 @@ class Engine:
             if self._lookup is not None:
                 self._lookup.close()
             self._settled.set()
-            self._over.set()
+            self._ending.come()
 
     def _open(self) -> None:
         """Open everything that outlives the workers: model, flusher, server and its watchdog."""
-        node, port = self._scheduler
-        host, address = scheduler_host(self._config.host, node), engine_host(self._config.host, node_address())
-        self._check_scheduler_is_reachable(node, host, port)
+        address = engine_host(self._config.host, node_address())
+        self._check_scheduler_is_reachable()
         sweep(tempfile.gettempdir(), SOCKETS_PREFIX)
         self._preprocessor = Preprocessor.open(self._config)
-        check_agrees(f"{self._name} on node {address}", self._preprocessor.namespace, self._namespace)
+        check_agrees(f"{self._name} on node {address}", self._preprocessor.namespace, self._front.namespace)
         self._model_dir = resolve_model(self._config.model, self._config.cache_path)
         check_memory(self._config, self._preprocessor.card)
         self._lookup = open_lookup(self._config, self._preprocessor.card)
         epoch = time.time_ns()
-        lookup, namespace = self._lookup, self._namespace
+        lookup, front, keys = self._lookup, self._front, self._keys
         volume = str if lookup is None else lambda: lookup.volume
-        self._flusher = Flusher(self._name, epoch, self._store_endpoint, namespace, self._curve_keys, volume=volume)
-        reporting = Reporting(f"tcp://{host}:{port}", self._secret, self._name, self._config.advertise_host)
+        self._flusher = Flusher(self._name, epoch, front.store_endpoint, front.namespace, keys.curve, volume=volume)
+        reporting = Reporting(self._scheduler_endpoint, keys.secret, self._name, self._config.advertise_host)
         flusher = self._flusher
         self._server = listen_at_free_port(
             address,
@@ -195,11 +200,16 @@ class Engine:
         self._watchdog = Watchdog(lambda: server.loop_count, self._config.engine_timeout_s, self._exit_stuck)
         self._watchdog.start()
 
-    def _check_scheduler_is_reachable(self, node: str, host: str, port: int) -> None:
+    @property
+    def _scheduler_endpoint(self) -> str:
+        return f"tcp://{scheduler_host(self._config.host, self._front.node)}:{self._front.port}"
+
+    def _check_scheduler_is_reachable(self) -> None:
         """Raise `DeploymentError` if a starting deployment's scheduler cannot be reached from this node.
 
         An engine that is restarted does not check: the scheduler may be restarting too, and comes back.
         """
+        node, port, host = self._front.node, self._front.port, scheduler_host(self._config.host, self._front.node)
         if is_loopback(host) and node_address() != node:
             raise DeploymentError(
                 f"{self._name} was placed on node {node_address()}, which cannot reach {host} of node {node}: set host "
@@ -269,7 +279,7 @@ class Engine:
         if self._stopping.is_set():
             return
         self._give_up(DeploymentError(f"it has not got on for {self._config.engine_timeout_s:g} s"))
-        self._over.set()
+        self._ending.come()
         time.sleep(_LAST_WORDS_S)
         os._exit(1)
 

@@ -30,6 +30,7 @@ from headwise.runtime.frontend.scaling import (
     ReplicaState,
     ScalingPolicy,
     SchedulerNews,
+    Wish,
     Wishes,
 )
 from headwise.runtime.frontend.scaling.leaving import number_of
@@ -40,6 +41,7 @@ MOST_REPLICAS = 1024
 """Where ``max_replicas`` sets no limit."""
 FAREWELL_S = 5.0
 _ASK_S = 1.0
+_CLOSING = Decision(0, "the deployment is being stopped")
 
 
 class Fleet:
@@ -49,13 +51,22 @@ class Fleet:
     While the scheduler is away nothing is decided: the number holds. `look` is called on the supervisor's thread.
 
     make_role: makes the role of an engine, by its name
+    number:    of engines at the start, within what the policy allows; None: as configured
     """
 
-    def __init__(self, config: EngineConfig, supervisor: Supervisor, make_role: Callable[[str], Role]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        supervisor: Supervisor,
+        make_role: Callable[[str], Role],
+        number: int | None = None,
+    ) -> None:
         self._config = config
         self._supervisor = supervisor
         self._make_role = make_role
-        self._controller = ReplicaSet(policy_of(config), config.first_replicas)
+        policy = policy_of(config)
+        number = config.first_replicas if number is None else number
+        self._controller = ReplicaSet(policy, min(max(number, policy.min_replicas), policy.max_replicas))
         self._store = StoreWorth(lambda: supervisor.serving("store"))
         self._epochs = itertools.count(1)
         self._epoch: dict[str, int] = {}  # of each engine: one that comes back under an old name is another one
@@ -64,7 +75,22 @@ class Fleet:
         self._answer: Any = None  # of the scheduler: the call that is under way
         self._ask_at = self._now = 0.0
         self._serial = 0
-        self._has_begun = False
+        self._has_begun = self._is_closing = False
+
+    def adopt(self, role: Role, is_leaving: bool) -> None:
+        """Take over an engine of the owner before this one. Before the supervisor's thread is started."""
+        if is_leaving:
+            role.leave_by = self._supervisor.now() + self._config.drain_timeout_s + self._config.engine_timeout_s
+        self._epoch[role.name] = next(self._epochs)
+        self._supervisor.add(role)
+
+    def resume(self, wish: Wish) -> None:
+        """What clients asked for last still holds."""
+        self._wishes.resume(wish)
+
+    def close(self) -> None:
+        """Have all engines drained, and start no others. Callable from any thread."""
+        self._is_closing = True
 
     @property
     def engines(self) -> list[Role]:
@@ -87,6 +113,9 @@ class Fleet:
             self._decide(Observation((), Arrivals()), now)
             self._has_begun = True
         news = self._ask(now)
+        if self._is_closing:
+            self._close(now)
+            return
         if news is None:
             return
         self._replace_silent(news.silent, now)
@@ -124,6 +153,7 @@ class Fleet:
             replicas={role.name: _in_words(role) for role in engines},
             expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
             is_awaited=self._controller.may_grow_from_nothing,
+            is_closing=self._is_closing,
             wish=self._wishes.last,
             refusal=self._wishes.refusal,
         )
@@ -164,6 +194,13 @@ class Fleet:
             self._supervisor.retire(roles[name], "it is not needed any more")
         for name in decision.drain:
             self._drain(roles[name], now)
+
+    def _close(self, now: float) -> None:
+        if self._decision is not _CLOSING:
+            self._decision, self._ask_at = _CLOSING, now  # the scheduler is to hear of it
+        for role in self.engines:
+            if not role.is_leaving and not role.is_adopted:
+                self._drain(role, now)
 
     def _replicas(self) -> list[Replica]:
         return [Replica(role.name, _state_of(role), self._epoch[role.name]) for role in self.engines]

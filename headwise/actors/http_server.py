@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from headwise.actors.addresses import EVERY_INTERFACE, check_free, is_loopback
-from headwise.actors.calls import get
+from headwise.actors.addresses import check_free, is_loopback
+from headwise.actors.ending import Ending
+from headwise.actors.front import About
 from headwise.actors.remote import remote
-from headwise.actors.role import Role
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.http import read_keys
 
@@ -32,10 +31,12 @@ class HttpServerActor:
         self._scheduler = scheduler
         self._closing: list[Callable[[], None]] = []
         self._server: Any = None
-        self._stopped = threading.Event()
+        self._ending = Ending()
 
     def ready(self) -> int:
-        """Serve; the port. Raises `DeploymentError`, `ConfigError`."""
+        """Serve; the port. Raises `DeploymentError`, `ConfigError`. May be called again."""
+        if self._server is not None:
+            return self._config.http
         from headwise.runtime.client.client import Client
         from headwise.runtime.config.model_card import read_model_card
         from headwise.runtime.frontend.prompts import TextLimits
@@ -68,7 +69,11 @@ class HttpServerActor:
 
     def ended(self) -> None:
         """Return when it is stopped. A caller that waits here learns at once when the process dies."""
-        self._stopped.wait()
+        self._ending.wait()
+
+    def about(self) -> About:
+        """For an owner that finds this actor."""
+        return About()
 
     def loop_count(self) -> int:
         """See `HttpServer`."""
@@ -79,7 +84,7 @@ class HttpServerActor:
             self._server.stop()
         while self._closing:
             self._closing.pop()()
-        self._stopped.set()
+        self._ending.come()
 
 
 def check_http_start(config: EngineConfig) -> None:
@@ -95,15 +100,6 @@ def check_http_start(config: EngineConfig) -> None:
     check_free(host, config.http, "--http")
     if host != config.host and not is_loopback(config.host):
         log.warning("HTTP is served at %s only: give --api-key-file, or --insecure, for %s", host, config.host)
-
-
-def start_http(config: EngineConfig, scheduler_port: int, start: Callable[[str, Any, tuple[Any, ...]], Role]) -> None:
-    """Start the servers, each by ``start(name, actor class, arguments)``. Raises `DeploymentError`."""
-    host = "127.0.0.1" if config.host == EVERY_INTERFACE else config.host
-    scheduler = f"tcp://{host}:{scheduler_port}"
-    names = [f"http-{number}" for number in range(config.http_servers if config.http else 0)]
-    for role in [start(name, HttpServerActor, (config, name, scheduler)) for name in names]:
-        get(role.is_ready)
 
 
 def http_address(config: EngineConfig, client_address: str) -> str:

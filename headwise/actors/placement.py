@@ -11,11 +11,14 @@ from ray._private.state import available_resources_per_node, state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from headwise.actors.addresses import EVERY_INTERFACE
 from headwise.actors.demand import Demand, in_order
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 
+_HEAD = "node:__internal_head__"
+"""Resource that Ray gives to a cluster's head."""
 _ray: Any = ray
 """Ray's functions that have no types are called through this."""
 
@@ -59,10 +62,14 @@ def in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
     }
 
 
-def on_this_node() -> dict[str, Any]:
-    """Actor options: run where this process runs, taking no resources."""
-    node = ray.get_runtime_context().get_node_id()
-    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+def on_node(node: str, *, or_another: bool = False) -> dict[str, Any]:
+    """Actor options: run on this node, or if it is dead, on any, taking no resources."""
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=or_another)}
+
+
+def this_node() -> str:
+    """Ray's id of the node that this process runs on."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def node_address() -> str:
@@ -77,13 +84,23 @@ class EngineSite:
     node:    Ray's id of the node; while there is none, of the node that was asked for; empty: any
     address: the node's address
     others:  the nodes of the deployment's other engines
+    name:    by which the group is found again if it outlives this process; empty: it does not
+    group:   that there is; None: it is yet to be asked for
     """
 
-    def __init__(self, config: EngineConfig, others: Callable[[], Collection[str]] = lambda: ()) -> None:
-        self.group: PlacementGroup | None = None
+    def __init__(
+        self,
+        config: EngineConfig,
+        others: Callable[[], Collection[str]] = lambda: (),
+        name: str = "",
+        group: PlacementGroup | None = None,
+    ) -> None:
+        self.group = group
+        self._name = name
         self.node = self.address = ""
         self._demand, self._placement = Demand.of(config), config.placement
         self._others = others
+        self.is_placed()
 
     def choose(self, life: Life) -> None:
         """Keep the placement group, or ask Ray for one on the node to try next, if any has room."""
@@ -93,7 +110,7 @@ class EngineSite:
             return
         if self.group is not None:
             release([self.group])
-        self.group, self.node = _request(self._demand, target), target
+        self.group, self.node = _request(self._demand, target, self._name), target
 
     def is_alive(self) -> bool:
         """Whether the node lives, as far as Ray knows by now."""
@@ -105,7 +122,7 @@ class EngineSite:
             return False
         table = placement_group_table(self.group)
         if table.get("state") == "REMOVED":
-            self.group = _request(self._demand, "")
+            self.group = _request(self._demand, "", self._name)
         if table.get("state") != "CREATED":
             return False
         self.node = str(table["bundles_to_node_id"][0])
@@ -115,7 +132,7 @@ class EngineSite:
     def options(self) -> dict[str, Any]:
         """Actor options of the engine."""
         assert self.group is not None
-        return in_bundle(self.group, 0)
+        return {**in_bundle(self.group, 0), **_lifetime(bool(self._name))}
 
     def needs(self) -> str:
         return str(self._demand)
@@ -127,39 +144,72 @@ class EngineSite:
 
 
 class FrontendSite:
-    """Where the scheduler and the store run: always on the node of the process that started the deployment."""
+    """Where the scheduler and the store run: at first on this process's node. When that dies they move to another one:
+    the first, if it comes back under its address, else the cluster's head, else any. Where only this node has the
+    address at which they listen, they wait for it.
 
-    def __init__(self) -> None:
-        self.node = str(ray.get_runtime_context().get_node_id())
+    host: at which they listen
+    """
+
+    def __init__(self, host: str, is_detached: bool = False) -> None:
+        self.node = this_node()
         self.address = node_address()
+        self._may_move = host == EVERY_INTERFACE
+        self._is_detached = is_detached
+
+    def adopt(self, address: str) -> None:
+        """They are on the node of this address, or were."""
+        self.address = address
+        alive = (str(node["NodeID"]) for node in ray.nodes() if node["Alive"] and _has_address(node, address))
+        self.node = next(alive, "")
 
     def choose(self, life: Life) -> None:
-        pass
+        if self.is_alive():
+            return
+        leaving = draining_nodes()
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
+        if not self._may_move:
+            nodes = [node for node in nodes if _has_address(node, self.address)]
+        nodes.sort(key=lambda node: (not _has_address(node, self.address), _HEAD not in node["Resources"]))
+        if nodes:
+            self.node, self.address = str(nodes[0]["NodeID"]), str(nodes[0]["NodeManagerAddress"])
 
     def is_alive(self) -> bool:
-        return True  # this process runs there; `Cluster` watches whether Ray does
+        """Whether the node lives, as far as Ray knows by now."""
+        return self.node in _alive_nodes()
 
     def is_placed(self) -> bool:
-        return True
+        return self.is_alive()
 
     def options(self) -> dict[str, Any]:
-        return on_this_node()
+        return {**on_node(self.node), **_lifetime(self._is_detached)}
 
     def needs(self) -> str:
-        return "nothing"
+        return f"the address {self.address}"
 
     def release(self) -> None:
         pass
 
 
-def _request(demand: Demand, node: str) -> PlacementGroup:
+def _lifetime(is_detached: bool) -> dict[str, Any]:
+    """Options of actors and placement groups."""
+    return {"lifetime": "detached"} if is_detached else {}
+
+
+def _has_address(node: dict[str, Any], address: str) -> bool:
+    return bool(node["NodeManagerAddress"] == address)
+
+
+def _request(demand: Demand, node: str, name: str) -> PlacementGroup:
     """A placement group for an engine and its ranks, on ``node`` if that has room; empty: wherever there is."""
     bundles = demand.bundles()
     group: PlacementGroup = placement_group(
         bundles,
+        name=name,
         strategy="STRICT_PACK",
         _soft_target_node_id=node or None,
         bundle_label_selector=[dict(demand.labels)] * len(bundles),
+        **_lifetime(bool(name)),
     )
     return group
 

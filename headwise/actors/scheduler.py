@@ -6,6 +6,8 @@ import threading
 import time
 
 from headwise.actors.addresses import client_host
+from headwise.actors.ending import Ending
+from headwise.actors.front import About, Front
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.errors import DeploymentError
@@ -48,23 +50,31 @@ class GlobalScheduler:
         self._server: SchedulerServer | None = None
         self._tokenizers: TokenizerPool | None = None
         self._exchange = Exchange()
-        self._stopped = threading.Event()
+        self._ending = Ending()
+        self._starting = threading.Lock()
         self._patience_s = _BIND_TIMEOUT_S if start else 0.0
 
     def ready(self) -> tuple[str, int]:
-        """Open the model and serve; the node's address and the port. Raises `DeploymentError`, `ModelError`."""
+        """Open the model and serve, unless it does; the node's address and the port. Raises `DeploymentError`,
+        `ModelError`."""
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
-                return self._serve()
+                with self._starting:  # a new owner may ask before the one before it has an answer
+                    return self.address() if self._server is not None else self._serve()
             except DeploymentError:
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(0.1)
 
+    def about(self) -> About:
+        if self._server is None:
+            return About()
+        return About(Front(*self.address(), self._store_endpoint, self.namespace()), wish=self._exchange.agreed)
+
     def ended(self) -> None:
         """Return when it is stopped. A caller that waits here learns at once when the process dies."""
-        self._stopped.wait()
+        self._ending.wait()
 
     def _serve(self) -> tuple[str, int]:
         config = self._config
@@ -120,7 +130,7 @@ class GlobalScheduler:
             self._server.stop()
         if self._store is not None:
             self._store.close()
-        self._stopped.set()
+        self._ending.come()
 
     def exchange(self, fleet: FleetState) -> SchedulerNews:
         """See `Exchange.swap`: the process that started the deployment calls once a second."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from headwise.actors.ending import Ending
+from headwise.actors.front import About
 from headwise.actors.remote import remote
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.storage.index.encryption import CurveKeys
@@ -28,7 +29,7 @@ class AttentionStore:
         self, config: EngineConfig, endpoint: str, namespace: str, curve_keys: CurveKeys | None, start: int = 0
     ) -> None:
         options = {"max_blocks": config.index_blocks, "curve_keys": curve_keys}
-        self._stopped = threading.Event()
+        self._ending = Ending()
         self._server = _bind(endpoint, namespace, options)
         self._server.start()
 
@@ -38,7 +39,10 @@ class AttentionStore:
 
     def ended(self) -> None:
         """Return when it is stopped. A caller that waits here learns at once when the process dies."""
-        self._stopped.wait()
+        self._ending.wait()
+
+    def about(self) -> About:
+        return About()
 
     def stats(self) -> dict[str, Any]:
         return self._server.stats()
@@ -60,7 +64,7 @@ class AttentionStore:
 
     def stop(self) -> None:
         self._server.stop()
-        self._stopped.set()
+        self._ending.come()
 
 
 def _bind(endpoint: str, namespace: str, options: dict[str, Any]) -> StoreServer:

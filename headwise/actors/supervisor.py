@@ -57,9 +57,13 @@ class Supervisor:
         """All that are watched, by name; a copy."""
         return dict(self._roles)
 
+    def now(self) -> float:
+        """By the clock that the roles' lives go by."""
+        return self._clock()
+
     def add(self, role: Role) -> None:
-        """Watch this role from now on. If it has an actor, that serves; if it has none, it is started."""
-        if role.handle is not None:
+        """Watch this role from now on. If it was given an actor, that serves; if it has none, it is started."""
+        if role.handle is not None and role.life.phase is Phase.DOWN:
             role.serves(self._clock())
         self._roles[role.name] = role
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import ray
 
@@ -40,8 +42,40 @@ def test_an_engine_asks_for_the_node_that_its_placement_prefers_among_those_with
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(placement, "available_resources_per_node", lambda: free)
     monkeypatch.setattr(placement, "draining_nodes", dict)
-    monkeypatch.setattr(placement, "_request", lambda demand, node: asked.append(node))
+    monkeypatch.setattr(placement, "_request", lambda demand, node, name: asked.append(node))
     site = placement.EngineSite(EngineConfig(placement=way, node_labels="zone=x"), lambda: ["a", "b", "b"])
     site.choose(Life())
     assert asked == [target]
     assert site.node == target
+
+
+def node(name: str, alive: bool = True, head: bool = False) -> dict[str, Any]:
+    resources = {"node:__internal_head__": 1.0} if head else {}
+    return {"NodeID": f"id-{name}", "NodeManagerAddress": name, "Alive": alive, "Resources": resources}
+
+
+@pytest.mark.parametrize(
+    ("host", "others", "chosen"),
+    [
+        ("0.0.0.0", [node("b"), node("head", head=True)], "id-head"),
+        ("0.0.0.0", [node("b"), node("head", head=True), {**node("a"), "NodeID": "id-a-again"}], "id-a-again"),
+        ("0.0.0.0", [node("leaving", head=True), node("b")], "id-b"),
+        ("a", [node("b"), node("head", head=True)], ""),
+        ("a", [node("b"), {**node("a"), "NodeID": "id-a-again"}], "id-a-again"),
+    ],
+)
+def test_a_front_whose_node_has_died_goes_where_it_can_be_reached(
+    monkeypatch: pytest.MonkeyPatch, host: str, others: list[dict[str, Any]], chosen: str
+) -> None:
+    nodes = [node("a")]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "draining_nodes", lambda: {"id-leaving": 0.0})
+    monkeypatch.setattr(placement, "this_node", lambda: "id-a")
+    monkeypatch.setattr(placement, "node_address", lambda: "a")
+    site = placement.FrontendSite(host)
+    site.choose(Life())
+    assert (site.node, site.is_placed()) == ("id-a", True)
+    nodes[:] = [node("a", alive=False), *others]
+    site.choose(Life())
+    assert site.node == (chosen or "id-a")
+    assert site.is_placed() is bool(chosen)

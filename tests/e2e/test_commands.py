@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,11 +20,13 @@ from support.free_ports import free_ports
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, SamplingParams
+from headwise.errors import HeadwiseError
 from headwise.runtime.config.engine_config import EngineConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 CACHE = EngineConfig().cache_path
+SOURCE = Path(__file__).parents[2] / "headwise"
 TOKEN_OFF = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -179,3 +182,64 @@ def test_a_deployment_as_a_ray_job_serves_until_the_job_is_stopped(tmp_path: Pat
         head.ray("job", "stop", *job, "served")
         eventually(lambda: not is_open(port))
         eventually(lambda: "headwise/" not in head.ray(*alive))
+
+
+@pytest.mark.soak
+def test_a_detached_deployment_outlives_the_job_that_started_it_and_another_job_ends_it(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    headwise = [sys.executable, "-m", "headwise"]
+    options = ["--max-model-len=256", "--kv-cache=32MiB", "--cpu-threads=1", f"--port={port}"]
+    with ray_head(str(tmp_path)) as head:
+        shutil.copytree(SOURCE, tmp_path / "source" / SOURCE.name, ignore=shutil.ignore_patterns("__pycache__"))
+        submit = ("job", "submit", "--address", head.jobs, f"--working-dir={tmp_path / 'source'}")
+        ends = head.ray(*submit, "--", *headwise, "serve", "--detach", *options)
+        assert f"serving smollm2-135m at tcp://127.0.0.1:{port}" in ends
+        with Client(f"127.0.0.1:{port}") as client:
+            assert client.generate("The capital of France is", temperature=0.0, max_tokens=4).text.startswith(" Paris")
+        assert "stopped headwise" in head.ray(*submit, "--", *headwise, "stop")
+        assert "headwise/" not in head.ray("list", "actors", "--address", head.jobs, "--filter", "state=ALIVE")
+
+
+@contextmanager
+def serving(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], Client]]:
+    """``headwise serve`` with a Ray of its own, and a client of it."""
+    command = [sys.executable, "-m", "headwise", "serve", "--port=0", "--max-model-len=512", "--kv-cache=32MiB"]
+    output = directory / "output"
+    with output.open("w") as file:
+        process = subprocess.Popen([*command, "--cpu-threads=1", *options], env=environment(), stdout=file)
+        try:
+            eventually(lambda: "serving" in output.read_text(), 3 * PATIENCE_S)
+            with Client(output.read_text().split()[-1]) as client:
+                yield process, client
+        finally:
+            process.kill()
+            process.wait(PATIENCE_S)
+
+
+LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+
+
+def test_serve_that_is_told_to_end_lets_its_requests_end_and_takes_no_others(tmp_path: Path) -> None:
+    with serving(tmp_path, f"--drain-timeout-s={PATIENCE_S}") as (process, client):
+        stream = client.stream("Once upon a time", LONG)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        assert stream.read().usage.completion_tokens == LONG.max_tokens
+        with pytest.raises(HeadwiseError):
+            client.generate("Still there?", LONG)
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_serve_that_is_told_twice_ends_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, "--drain-timeout-s=100000", "--max-model-len=4096", "--kv-cache=256MiB") as (
+        process,
+        client,
+    ):
+        stream = client.stream("Once upon a time", max_tokens=4000, ignore_eos=True)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        eventually(lambda: client.stats()["fleet"]["replicas"]["engine-0"] == "draining", otherwise=client.stats)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(HeadwiseError):
+            stream.read()
+        assert process.wait(PATIENCE_S) == 0

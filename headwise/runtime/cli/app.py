@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,6 +13,7 @@ import typer
 
 from headwise import __version__
 from headwise.runtime.cli.calibrate import calibrate
+from headwise.runtime.cli.detached import serve_detached, stop
 from headwise.runtime.cli.operations import reset_cache, roll, scale, sleep, wake
 from headwise.runtime.cli.options import EngineOptions, RelayOption, command, config_reference
 from headwise.runtime.cli.status import index, status
@@ -44,6 +46,7 @@ app.command()(wake)
 app.command()(reset_cache)
 app.command()(scale)
 app.command()(roll)
+app.command()(stop)
 
 
 def main() -> None:
@@ -63,7 +66,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    from headwise.runtime.cli.terminal import show_log_lines
+    from headwise.log_lines import show_log_lines
 
     show_log_lines()
 
@@ -229,27 +232,40 @@ def serve(
         str | None,
         typer.Option(metavar="RAY_ADDRESS", help="Ray cluster to run on; 'auto' is the one this machine is part of."),
     ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Leave the deployment to the Ray cluster, until `headwise stop`.")
+    ] = False,
 ) -> None:
-    """Start a deployment and keep it until SIGINT or SIGTERM.
+    """Start a deployment and keep it until SIGINT or SIGTERM; or with --detach, until `headwise stop`.
 
     Inside a Ray job the job's cluster is used; otherwise, without --address, a local one is started for it. The
-    address that clients connect to is printed once the deployment answers.
+    address that clients connect to is printed once the deployment answers. SIGTERM lets requests end first
+    (drain_timeout_s); SIGINT, or a second SIGTERM, does not.
 
     \b
     Examples:
       headwise serve --model smollm2-135m --port 8700 --http 8000
       headwise serve --config deploy/gemma3.yaml --replicas 2
+      headwise serve --config deploy/smollm2.yaml --address auto --detach
       ray job submit --working-dir . -- python -m headwise serve --config deploy/smollm2.yaml
     """
     from headwise.actors.deployment import cluster_of_this_job
     from headwise.runtime.cli.terminal import until_signal
 
     config, cluster = options.load(), address or cluster_of_this_job()
-    with _deployment(config, cluster) as deployment, until_signal():  # Ray sets handlers of its own when it starts
-        typer.echo(f"serving {config.model} at {deployment.client_address}")
-        if deployment.http_address:
-            typer.echo(f"OpenAI's API is at {deployment.http_address}/v1")
-        deployment.wait()
+    if detach:
+        serve_detached(config, cluster)
+        return
+    with _deployment(config, cluster) as deployment:
+        with until_signal() as caught:  # Ray sets handlers of its own when it starts
+            typer.echo(f"serving {config.model} at {deployment.client_address}")
+            if deployment.http_address:
+                typer.echo(f"OpenAI's API is at {deployment.http_address}/v1")
+            deployment.wait()
+        if signal.SIGTERM in caught:
+            logger.info("stopping, once all requests have ended; a second signal ends them at once")
+            with until_signal():
+                deployment.drain()
 
 
 @app.command()

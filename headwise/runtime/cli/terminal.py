@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import time
@@ -37,27 +36,19 @@ def progress() -> Iterator[Progress]:
 
 
 @contextmanager
-def until_signal() -> Iterator[None]:
-    """Ends the block quietly at SIGINT or SIGTERM; what is inside is unwound as by Ctrl-C."""
+def until_signal() -> Iterator[list[int]]:
+    """Ends the block quietly at SIGINT or SIGTERM, which is then in the list; the inside is unwound as by Ctrl-C."""
+    caught = list[int]()
 
-    def interrupt(*_: object) -> None:
+    def interrupt(number: int, _: object) -> None:
+        caught.append(number)
         raise KeyboardInterrupt
 
     previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield caught
     except KeyboardInterrupt:
         pass
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def show_log_lines() -> None:
-    """Let headwise's log lines through to stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    logger = logging.getLogger("headwise")
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

@@ -7,6 +7,7 @@ import queue
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +30,8 @@ Sampling = SamplingParams | Mapping[str, Any] | None
 
 class Client:
     """Talks to the deployment at ``address``: ``HOST:PORT``, ``tcp://HOST:PORT``, or by way of its Ray cluster
-    ``ray:auto`` or ``ray:HOST:PORT``, with ``/NAME`` behind it for a deployment of another name than headwise.
+    ``ray:auto`` or ``ray:HOST:PORT``, with ``/NAME`` behind it for a deployment of another name than headwise. Only by
+    way of its cluster a client finds a deployment whose scheduler has moved to another node.
 
     Safe to use from several threads and event loops. Every call takes its sampling as a `SamplingParams`, or as
     keywords of that name, and ``priority`` and ``cache_salt`` (see `GenerateRequest`), and ``session``: requests of
@@ -43,7 +45,8 @@ class Client:
 
     def __init__(self, address: str, relay: RelayMode = "auto") -> None:
         self.address = _resolve(address)
-        self._io = ClientIO(self.address, relay=relay)
+        locate = partial(_resolve, address) if address.startswith("ray:") else None
+        self._io = ClientIO(self.address, relay=relay, locate=locate)
         try:
             self.stats()
         except HeadwiseError:

@@ -23,6 +23,7 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.client.locator import LOCATE_S, Locator
 from headwise.runtime.client.peers import Call, GatheredAnswers, Peer
 from headwise.runtime.client.ways import RelayMode, Ways
 from headwise.runtime.protocol import wire
@@ -70,11 +71,21 @@ class ClientIO:
     """
 
     def __init__(
-        self, endpoint: str, clock: Callable[[], float] = time.monotonic, *, relay: RelayMode = "auto"
+        self,
+        endpoint: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        relay: RelayMode = "auto",
+        locate: Callable[[], str] | None = None,
     ) -> None:
-        """Raises `ConfigError` if there is no such relay mode."""
+        """
+        locate: returns the scheduler's endpoint, which may move; None: it does not
+
+        Raises `ConfigError` if there is no such relay mode.
+        """
         self.endpoint = endpoint
         self._ways = Ways(endpoint, relay)
+        self._locator = None if locate is None else Locator(locate, self._found)
         self._clock = LivenessClock(clock)
         self._context = open_context()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -335,6 +346,27 @@ class ClientIO:
 
     # ---- peers ----
 
+    def _found(self, endpoint: str) -> None:
+        """The scheduler is there now. Called on any thread."""
+        self._command(lambda: self._follow(endpoint), needed=False)
+
+    def _follow(self, endpoint: str) -> None:
+        if endpoint == self._scheduler.endpoint:
+            return
+        log.warning("the scheduler has moved from %s to %s", self._scheduler.endpoint, endpoint)
+        self.endpoint = endpoint
+        self._ways.follow(endpoint)
+        self._scheduler.move(endpoint)
+        self._scheduler.ask_again()
+
+    def _look_for_scheduler(self, now: float) -> None:
+        """Whoever waits for a scheduler that is away finds out whether it has moved."""
+        scheduler = self._scheduler
+        if self._locator is None or not scheduler.awaiting or not scheduler.has_answered:
+            return
+        if max(scheduler.refused_s(now), now - scheduler.heard) > LOCATE_S:
+            self._locator.look(now)
+
     def _check_connection(self, peer: Peer) -> None:
         """An engine whose connection ends is lost at once. A scheduler comes back, but has forgotten all calls. If
         connections are refused, and no scheduler has answered yet or they have been for `REFUSED_S`, there is none.
@@ -351,8 +383,13 @@ class ClientIO:
             peer.ask_again()
         elif is_refused and not peer.has_answered:
             self._fail_peer(peer, self._absence_error("no connection could be made"))
-        elif is_refused and peer.refused_s(self._clock()) > REFUSED_S:
-            self._fail_peer(peer, self._absence_error(f"nothing has listened there for {REFUSED_S:g} s"))
+        elif is_refused and peer.refused_s(self._clock()) > self._refused_limit_s:
+            self._fail_peer(peer, self._absence_error(f"nothing has listened there for {self._refused_limit_s:g} s"))
+
+    @property
+    def _refused_limit_s(self) -> float:
+        """One that may move takes its time: its node must be known to be dead."""
+        return REFUSED_S if self._locator is None else RECONNECT_S
 
     def _forgive(self, scheduler: Peer) -> None:
         """The relay was lost with the scheduler: engines that were lost a moment before, and are reached through it, do
@@ -379,6 +416,7 @@ class ClientIO:
     def _check_silence(self) -> None:
         """Ping the peers from which something is awaited. One that stays silent for too long counts as dead."""
         now = self._clock()
+        self._look_for_scheduler(now)
         for peer in [self._scheduler, *self._engines.values()]:
             if not peer.awaiting:
                 continue

@@ -203,6 +203,12 @@ class Peer:
         self.instance = ""
         self._open()
 
+    def move(self, endpoint: str) -> None:
+        """The process that answers is at another endpoint now."""
+        self.endpoint = self._address = endpoint
+        self._refused_at = None
+        self.reconnect()
+
     def go_by(self, address: str) -> None:
         """Connect there instead, in a trial. Whatever was sent goes there, and nothing of it has gone elsewhere."""
         self.close(linger_ms=0)

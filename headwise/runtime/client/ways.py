@@ -43,6 +43,13 @@ class Ways:
             return Peer(context, endpoint, address=self._relayed(endpoint))
         return Peer(context, endpoint, is_trial=self._relay == "auto")
 
+    def follow(self, scheduler: str) -> None:
+        """The scheduler is there now, and the relay with it."""
+        self._scheduler = scheduler
+        if self._forwarder is not None:
+            self._forwarder.close()
+            self._forwarder = None
+
     def detour(self, peer: Peer) -> bool:
         """Lead a connection that could not be made through the relay. False: it was made, or led there, before."""
         if not peer.is_trial:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
@@ -45,17 +45,29 @@ class EngineReports:
     """Gathers what a status tells of the time since the last one, and sends it when it is due. Never blocks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], reporting: Reporting, clock: Callable[[], float]):
-        import zmq
-
         self.reporting = reporting
         self._clock = clock
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a scheduler that is away
-        self._socket.connect(reporting.endpoint)
+        self._context = context
+        self._socket = self._connected()
         self._due = clock()
         self._received: list[str] = []
         self._faults: list[str] = []
         self._is_away = False
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        import zmq
+
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a scheduler that is away
+        socket.connect(self.reporting.endpoint)
+        return socket
+
+    def follow(self, endpoint: str) -> None:
+        """Report to the scheduler there from now on."""
+        self._socket.close(linger=0)
+        self.reporting = replace(self.reporting, endpoint=endpoint)
+        self._socket = self._connected()
+        self.hurry()
 
     def received(self, request_id: str) -> None:
         if len(self._received) < MAX_RECEIVED:

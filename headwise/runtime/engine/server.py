@@ -189,6 +189,10 @@ class EngineServer:
         """Have the scheduler be told of something that went wrong."""
         self._commands.put(lambda: self._fault(text))
 
+    def follow(self, scheduler: str, store: str) -> None:
+        """The scheduler and the store have moved to these endpoints."""
+        self._commands.put(lambda: self._follow(scheduler, store))
+
     def leave(self, timeout_s: float, hashes: list[bytes] | None, on_left: Callable[[], None]) -> None:
         """Take no new requests from now on. Those that have not begun are sent away at once: other engines serve them.
         The others end here, or are sent away after ``timeout_s``. Meanwhile ``hashes``, the most valuable first, go to
@@ -287,6 +291,12 @@ class EngineServer:
             self._send(identity, failure(error, key))
         for request_id in list(self._owners):
             self._end_with(request_id, error)
+
+    def _follow(self, scheduler: str, store: str) -> None:
+        if self._reports is not None:
+            self._reports.follow(scheduler)
+        if self._flusher is not None:
+            self._flusher.follow(store)
 
     # ---- leaving ----
 

@@ -323,6 +323,10 @@ class SchedulerServer:
     # ---- requests out ----
 
     def _dispatch(self) -> None:
+        if self._fleet.is_closing:
+            for call in self._dispatcher.clear():
+                self._close(call)
+                self._fail(call, DeploymentError("the deployment is stopping"))
         may_wait = self._exchange.fleet is not None and self._exchange.fleet.is_awaited
         if not self._router.num_engines and not may_wait and self._clock() - self._started > ENGINES_REPORT_S:
             for call in self._dispatcher.clear():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from headwise.storage.index.connection import Connection
@@ -200,7 +201,8 @@ class Flusher:
     ) -> None:
         self.ledger = Ledger(node, epoch)
         self._endpoint = endpoint
-        self._channel = channel or Connection(endpoint, namespace, curve_keys, SEND_QUEUE)
+        self._connect = partial(Connection, namespace=namespace, curve_keys=curve_keys, send_queue=SEND_QUEUE)
+        self._channel = channel or self._connect(endpoint)
         self._clock = clock
         self._beat_at = self._warn_at = self._snapshot_at = clock()
         self._is_snapshot_wanted = False
@@ -221,6 +223,12 @@ class Flusher:
         """The cache is empty again. The store drops what it was told before when it hears of the new epoch."""
         self.ledger.restart(epoch)
         self._is_snapshot_wanted = False
+        self._beat_at = self._clock()
+
+    def follow(self, endpoint: str) -> None:
+        """Tell the store there from now on. It asks for all that this node holds."""
+        self._channel.close()
+        self._endpoint, self._channel = endpoint, self._connect(endpoint)
         self._beat_at = self._clock()
 
     def flush(self, updates: Iterable[IndexUpdate]) -> None:

@@ -608,6 +608,20 @@ def test_an_engine_reports_who_it_is_what_it_has_to_do_and_what_it_received(core
         server.stop()
 
 
+def test_an_engine_reports_to_a_scheduler_that_has_moved(core: ScriptedCore) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as before, context.socket(zmq.ROUTER) as after:
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (before, after)]
+        server = EngineServer(
+            "tcp://127.0.0.1:*", reporting=Reporting(f"tcp://127.0.0.1:{ports[0]}", SECRET, "engine-3")
+        )
+        server.start()
+        eventually(lambda: before.poll(0) > 0)
+        server.follow(f"tcp://127.0.0.1:{ports[1]}", "")
+        eventually(lambda: after.poll(0) > 0)
+        assert wire.decode(after.recv_multipart()[1], EngineStatus).engine == "engine-3"
+        server.stop()
+
+
 def test_a_request_the_engine_does_not_know_is_failed_by_the_next_ping(
     deployment: Deployment, core: ScriptedCore
 ) -> None:

@@ -587,6 +587,18 @@ def test_requests_wait_for_engines_that_a_new_scheduler_has_not_heard_of_yet(mak
     assert isinstance(client.receive(), Ticket)
 
 
+def test_a_deployment_that_ends_refuses_requests_while_engines_finish_theirs(make: Make) -> None:
+    deployment = make()
+    deployment.report("a", is_leaving=True)
+    client = deployment.peer()
+    client.send(route(1, "early"))
+    assert client.hears_nothing()
+    deployment.exchange.swap(FleetState(0, "", is_closing=True))
+    answer = client.receive()
+    assert isinstance(answer, Failed)
+    assert answer.message == "the deployment is stopping"
+
+
 def test_where_there_was_never_an_engine_the_error_says_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_server, "ENGINES_REPORT_S", 0.1)
     answer = make().peer().ask(route(1, "nobody is there"))

@@ -59,6 +59,14 @@ def eventually(condition: Callable[[], object], meanwhile: Callable[[], None] = 
         time.sleep(0.005)
 
 
+def test_a_store_that_has_moved_learns_all_that_its_nodes_hold(server: StoreServer) -> None:
+    with closing(Flusher("n", 1, "tcp://127.0.0.1:9", MODEL)) as flusher:  # where it was, nothing listens any more
+        flusher.flush([holds(0, 3)])
+        flusher.follow(server.endpoint)
+        flusher.flush([holds(3, 6)])
+        eventually(lambda: server.match(PATH) == {"n": (6, 6, 6)}, flusher.service)
+
+
 def test_flushes_reach_the_store_and_queries_are_answered(server: StoreServer) -> None:
     with (
         closing(Flusher("n", 1, server.endpoint, MODEL)) as flusher,

@@ -39,6 +39,7 @@ class FleetState:
     replicas: by name, how far each is, in words
     expected: engines that have a node and are not leaving
     is_awaited: whether requests that no engine can take may wait for one
+    is_closing: whether the deployment ends, so that it takes no requests any more
     wish:     id of the last wish that was taken; empty: none yet
     refusal:  why that wish was refused; empty: it was not
     """
@@ -48,6 +49,7 @@ class FleetState:
     replicas: Mapping[str, str] = field(default_factory=dict)
     expected: int = 0
     is_awaited: bool = True
+    is_closing: bool = False
     wish: str = ""
     refusal: str = ""
 
@@ -96,6 +98,13 @@ class Exchange:
         with self._lock:
             self._news = SchedulerNews(self._news.serial, (), self._news.observed, wish)
 
+    @property
+    def agreed(self) -> Wish | None:
+        """The last wish, if the owner has taken it."""
+        with self._lock:
+            wish = self._news.wish
+            return wish if wish is not None and self.fleet is not None and self.fleet.wish == wish.id else None
+
     def swap(self, fleet: FleetState) -> SchedulerNews:
         """The owner tells how the engines are, and gets the news."""
         with self._lock:
@@ -115,6 +124,11 @@ class Wishes:
         self.last = self.refusal = ""
         self._controller = controller
         self._roll = ""
+
+    def resume(self, wish: Wish) -> None:
+        """The owner before this one took it: a number still holds, and what was replaced is not replaced again."""
+        self._roll = wish.roll
+        self.take(wish)
 
     def take(self, wish: Wish) -> bool:
         """False: it was taken before."""

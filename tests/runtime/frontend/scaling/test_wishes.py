@@ -53,3 +53,13 @@ def test_a_refusal_is_that_of_the_last_wish() -> None:
     assert wishes.refusal == "the number of replicas must be from min_replicas 1 to max_replicas 4, got 9"
     wishes.take(Wish("one-2", 2))
     assert not wishes.refusal
+
+
+def test_an_owner_that_goes_on_for_another_keeps_the_number_and_rolls_nothing_again() -> None:
+    controller = Controller()
+    wishes = Wishes(controller)
+    wishes.resume(Wish("one-2", 3, roll="one-1"))
+    assert (controller.rolls, controller.numbers) == (0, [3])
+    assert not wishes.take(Wish("one-2", 3, roll="one-1"))
+    wishes.take(Wish("one-3", sets_number=False, roll="one-3"))
+    assert controller.rolls == 1

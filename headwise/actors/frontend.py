@@ -1,0 +1,160 @@
+"""The scheduler, the attention store and the HTTP servers of a deployment: where they are, and how each is made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headwise.actors.addresses import EVERY_INTERFACE, client_host, free_ports, is_loopback
+from headwise.actors.calls import get
+from headwise.actors.found import wait_until_gone
+from headwise.actors.front import Front, Keys
+from headwise.actors.placement import FrontendSite
+from headwise.actors.restarts import Life
+from headwise.errors import DeploymentError
+from headwise.runtime.config.engine_config import EngineConfig
+
+if TYPE_CHECKING:
+    from headwise.actors.role import Role
+
+log = logging.getLogger(__name__)
+
+PORT_ATTEMPTS = 3
+
+
+class Frontend:
+    """The actors' roles, by name, once `start` or `adopt` has made them.
+
+    Their ports are chosen here, before the actors are made, and kept: an actor that is started again keeps its address,
+    or where its node has died, its port.
+    """
+
+    def __init__(self, config: EngineConfig, keys: Keys, is_detached: bool) -> None:
+        self.roles: dict[str, Role] = {}
+        self._config = config
+        self._keys = keys
+        self._site = FrontendSite(config.host, is_detached)
+        self._port = self._store_port = 0
+        self._namespace = ""
+
+    @property
+    def front(self) -> Front:
+        """Where they are, or will be."""
+        host = "127.0.0.1" if is_loopback(self._config.host) else self._site.address
+        return Front(self._site.address, self._port, f"tcp://{host}:{self._store_port}", self._namespace)
+
+    @property
+    def client_address(self) -> str:
+        """Where clients connect to: ``tcp://HOST:PORT``."""
+        host = self._config.advertise_host or client_host(self._config.host, self._site.address)
+        return f"tcp://{host}:{self._port}"
+
+    def adopt(self, front: Front, actors: Mapping[str, Any], now: float) -> None:
+        """Take over what there is; what there is not is left to be started."""
+        self._site.adopt(front.node)
+        self._port, self._store_port = front.port, int(front.store_endpoint.rpartition(":")[2])
+        self._namespace = front.namespace
+        for role in (self._scheduler_role(), self._store_role(), *self._http_roles()):
+            self.roles[role.name] = role
+            role.starts = 1  # whatever is made next follows another one
+            if role.name in actors:
+                role.adopt(actors[role.name], now)
+
+    def start(self) -> None:
+        """Start all, and wait until they serve. Raises `DeploymentError`.
+
+        Another process may take a free port before it is bound: then other ports are tried.
+        """
+        self._start_scheduler_and_store()
+        for role in [self._create(role) for role in self._http_roles()]:
+            get(role.is_ready)
+
+    def _start_scheduler_and_store(self) -> None:
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            front = self.front
+            store_host = front.store_endpoint.removeprefix("tcp://").rpartition(":")[0]
+            port, self._store_port = free_ports(self._config.host, store_host)
+            self._port = self._config.port or port
+            try:
+                self._try_to_start()
+                return
+            except _PortTaken as taken:
+                if attempt == PORT_ATTEMPTS:
+                    raise taken.error from None
+                log.warning("%s; trying other ports", taken.error)
+                for role in self.roles.values():
+                    role.kill()
+                wait_until_gone(self._config.name, list(self.roles))
+                self.roles.clear()
+
+    def _try_to_start(self) -> None:
+        scheduler = self._create(self._scheduler_role())
+        try:
+            get(scheduler.is_ready)
+        except DeploymentError as error:
+            if self._config.port:
+                raise
+            raise _PortTaken(error) from None
+        assert scheduler.handle is not None
+        self._namespace = get(scheduler.handle.namespace.remote())
+        store = self._create(self._store_role())
+        try:
+            get(store.is_ready)
+        except DeploymentError as error:
+            raise _PortTaken(error) from None
+
+    def _create(self, role: Role) -> Role:
+        """Make an actor under the deployment's name; raises `DeploymentError` if there is one already."""
+        try:
+            role.create()
+        except ValueError:
+            raise DeploymentError(
+                f"a deployment named {self._config.name!r} is already running on this Ray cluster; stop it (`headwise "
+                f"stop --name {self._config.name}`, if it is detached), or choose another name"
+            ) from None
+        self.roles[role.name] = role
+        return role
+
+    def _scheduler_role(self) -> Role:
+        from headwise.actors.role import Role
+        from headwise.actors.scheduler import GlobalScheduler
+
+        def arguments() -> tuple[Any, ...]:
+            return self._config, self._keys.secret, self._port, self.front.store_endpoint, self._keys.curve
+
+        life = Life(self._config.start_timeout_s)
+        return Role(self._config.name, "scheduler", GlobalScheduler, arguments, self._site, life)
+
+    def _store_role(self) -> Role:
+        from headwise.actors.role import Role
+        from headwise.actors.store import AttentionStore
+
+        def arguments() -> tuple[Any, ...]:
+            return self._config, self.front.store_endpoint, self._namespace, self._keys.curve
+
+        life = Life(self._config.start_timeout_s)
+        return Role(self._config.name, "store", AttentionStore, arguments, self._site, life)
+
+    def _http_roles(self) -> list[Role]:
+        from headwise.actors.http_server import HttpServerActor
+        from headwise.actors.role import Role
+
+        def role(name: str) -> Role:
+            def arguments() -> tuple[Any, ...]:
+                host = "127.0.0.1" if self._config.host == EVERY_INTERFACE else self._config.host
+                return self._config, name, f"tcp://{host}:{self._port}"
+
+            return Role(
+                self._config.name, name, HttpServerActor, arguments, self._site, Life(self._config.start_timeout_s)
+            )
+
+        return [role(f"http-{number}") for number in range(self._config.http_servers if self._config.http else 0)]
+
+
+class _PortTaken(Exception):
+    """A port that was free a moment ago is taken; ``error`` says which address."""
+
+    def __init__(self, error: DeploymentError) -> None:
+        super().__init__(str(error))
+        self.error = error

@@ -1,0 +1,185 @@
+"""A deployment that is left to its Ray cluster: it outlives its command and its owner, and goes when it is told to."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from support.commands import as_flags
+from support.endless_load import EndlessLoad
+from support.reference import answers
+from support.waiting import PATIENCE_S, eventually
+
+from headwise import Client, EngineConfig, SamplingParams
+from headwise.actors.cluster import Cluster
+from headwise.actors.found import Found, deployments, find_actor, find_parts
+from headwise.actors.names import OWNER
+from headwise.errors import HeadwiseError
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+_ray: Any = ray
+
+CONFIG = EngineConfig(
+    port=0,
+    replicas=2,
+    max_model_len=512,
+    kv_cache="64MiB",
+    block_size=16,
+    cpu_threads=1,
+    tensor_ops="numpy",  # ready in a second
+    engine_timeout_s=60.0,
+    front_timeout_s=60.0,
+    index_timeout_s=5.0,  # a machine that is busy may keep it from answering
+    drain_timeout_s=PATIENCE_S,
+)
+NAME = CONFIG.name
+TOKENS = 16
+STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:4]
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster. Commands join it by the variables of this process."""
+    cluster = Cluster.start()
+    yield str(ray.get_runtime_context().gcs_address)
+    cluster.disconnect()
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and last error line of a command."""
+    command = [sys.executable, "-m", "headwise", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE_S)
+    return done.returncode, done.stdout.strip(), (done.stderr.strip().splitlines() or [""])[-1]
+
+
+def serve(cluster: str, config: EngineConfig) -> tuple[int, str, str]:
+    return run("serve", "--detach", "--address", cluster, *as_flags(config))
+
+
+@pytest.fixture(scope="module")
+def address(cluster: str) -> str:
+    """Of a deployment whose command has ended."""
+    code, out, error = serve(cluster, CONFIG)
+    assert code == 0, error
+    return re.fullmatch(rf"serving {CONFIG.model} at (tcp://\S+)", out)[1]
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[Client]:
+    with Client(address) as client:
+        yield client
+
+
+def pids() -> dict[str, int]:
+    """Of the deployment's actors, by role."""
+    handles = {**find_parts(NAME).actors, OWNER: find_actor(NAME, OWNER)}
+    return {role: ray.get(handle.__ray_call__.remote(lambda actor: os.getpid())) for role, handle in handles.items()}
+
+
+def owner_pid() -> int:
+    """0: it is being started again."""
+    try:
+        return pids()[OWNER]
+    except ray.exceptions.RayActorError:
+        return 0
+
+
+def serving(client: Client) -> list[str]:
+    """Engines that report, and that their owner says serve."""
+    stats = client.stats()
+    states = stats["fleet"]["replicas"]
+    return sorted(name for name in stats["engines"] if states.get(name, "").startswith("serves"))
+
+
+def test_it_outlives_its_command_and_a_second_one_tells_where_it_is(cluster: str, address: str, client: Client) -> None:
+    assert client.stream(STREAMS[0].prompt_ids, max_tokens=TOKENS, temperature=0.0).read().token_ids
+    assert serve(cluster, CONFIG)[:2] == (0, f"already serving {CONFIG.model} at {address}")
+    code, _, error = serve(cluster, replace(CONFIG, replicas=1))
+    assert code == 1
+    assert address in error
+    assert "replicas 2, not 1" in error
+    code, _, error = run("serve", "--address", cluster, *as_flags(CONFIG))
+    assert code == 1
+    assert "'headwise' is already running" in error
+    assert "headwise stop --name headwise" in error
+
+
+def test_an_owner_that_is_killed_disturbs_no_stream_and_the_next_one_mends_what_dies_then(
+    address: str, client: Client
+) -> None:
+    eventually(lambda: len(serving(client)) == 2, otherwise=client.stats)
+    client.scale(3)
+    eventually(lambda: len(serving(client)) == 3, otherwise=client.stats)
+    before = pids()
+    load = EndlessLoad(client, STREAMS, TOKENS)
+    load.goes_on()
+    os.kill(before[OWNER], signal.SIGKILL)
+    load.goes_on()
+    eventually(lambda: owner_pid() not in (0, before[OWNER]))
+    after = pids()
+    assert {**after, OWNER: 0} == {**before, OWNER: 0}, "nothing else was started anew"
+    os.kill(before["engine-0"], signal.SIGKILL)
+    os.kill(before["scheduler"], signal.SIGKILL)
+    load.goes_on()
+    eventually(lambda: len(serving(client)) == 3, otherwise=client.stats)
+    assert pids()["engine-0"] != before["engine-0"]
+    assert client.stats()["fleet"]["number"] == 3
+    assert load.end() > 0
+    assert client.scale(2) == "3 -> 2: set by hand"
+    eventually(lambda: len(client.stats()["fleet"]["replicas"]) == 2, otherwise=client.stats)
+
+
+def test_to_stop_it_lets_a_stream_end_and_leaves_nothing(cluster: str, address: str, client: Client) -> None:
+    left = list(pids().values())
+    stream = client.stream("Once upon a time", LONG)
+    next(stream)
+    code, out, error = run("stop", "--ray", cluster, "--address", address)
+    assert (code, out) == (0, f"stopped {address}"), error
+    assert stream.read().usage.completion_tokens == LONG.max_tokens
+    assert deployments() == []
+    assert find_parts(NAME) == Found()
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
+    eventually(lambda: _ray.available_resources()["CPU"] == _ray.cluster_resources()["CPU"])
+    with pytest.raises(HeadwiseError):
+        client.generate("Still there?")
+    code, out, error = run("stop", "--ray", cluster)
+    assert (code, out) == (1, "")
+    assert error == f"error: no deployment named 'headwise' runs on the Ray cluster at {cluster}"
+
+
+def test_one_that_cannot_start_is_an_error_of_the_command_and_leaves_nothing(cluster: str) -> None:
+    code, out, error = serve(cluster, replace(CONFIG, host_cache="10TiB"))
+    assert (code, out) == (1, "")
+    assert error.startswith("error: ")
+    assert "does not fit" in error
+    assert deployments() == []
+    assert find_parts(NAME) == Found()
+
+
+def test_one_that_is_interrupted_while_it_starts_leaves_nothing(cluster: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "headwise", "serve", "--detach", "--address", cluster, *as_flags(CONFIG)]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
+        eventually(lambda: "starting the scheduler" in log.read_text(), otherwise=log.read_text)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) != 0
+    assert deployments() == []
+    assert find_parts(NAME) == Found()
+
+
+def test_it_needs_a_cluster_that_outlives_the_command() -> None:
+    code, _, error = run("serve", "--detach")
+    assert code == 2
+    assert "--address" in error
