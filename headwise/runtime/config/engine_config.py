@@ -261,7 +261,7 @@ class EngineConfig:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
         parse_ports(self.engine_ports)
         check_advertised(self.advertise_host)
-        check_http(self.http_cert, self.http_key, parse_bytes(self.http_max_body))
+        check_http(self.http, self.port, self.http_cert, self.http_key, parse_bytes(self.http_max_body))
         self._check_scaling()
         self._check_device()
         self._check_placement()
@@ -456,7 +456,8 @@ def _check(f: Field[Any], hint: Any, value: Any) -> None:
     if get_origin(hint) in (Union, UnionType):
         expected = get_args(hint)
     if not isinstance(value, expected) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{f.name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+        got = repr(value) if f.repr else f"a secret {type(value).__name__}"
+        raise ConfigError(f"{f.name} must be {getattr(hint, '__name__', hint)}, got {got}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         low, high = f.metadata["low"], f.metadata["high"]
         if not low <= value <= high:  # also catches NaN

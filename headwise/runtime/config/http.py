@@ -12,8 +12,10 @@ _KEY = re.compile(r"[!-~]{8,512}")
 """Printable ASCII without spaces, as a header can bear."""
 
 
-def check_http(certificate: str, key: str, max_body: int) -> None:
+def check_http(port: int, other_port: int, certificate: str, key: str, max_body: int) -> None:
     """Raise `ConfigError` for values that do not go together."""
+    if port and port == other_port:
+        raise ConfigError(f"http and port are both {port}: they are two ports")
     if bool(certificate) != bool(key):
         raise ConfigError("http_cert and http_key go together: give both files, or none")
     if max_body < 1024:

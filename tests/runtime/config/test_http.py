@@ -22,6 +22,14 @@ def test_http_is_served_at_loopback_unless_there_are_keys_or_it_is_open_to_all()
 
 def test_a_configuration_does_not_show_its_key() -> None:
     assert KEY not in repr(EngineConfig(api_key=KEY))
+    with pytest.raises(ConfigError, match="api_key must be str, got a secret int") as error:
+        EngineConfig(api_key=1234567890)  # type: ignore[arg-type]
+    assert "1234567890" not in str(error.value)
+
+
+def test_http_has_a_port_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="both 8700"):
+        EngineConfig(http=8700)
 
 
 @pytest.mark.parametrize("files", [{"http_cert": "cert.pem"}, {"http_key": "key.pem"}])
