@@ -77,16 +77,19 @@ def check_reachable(host: str, port: int, patience_s: float) -> None:
         time.sleep(0.1)
 
 
-def check_free(host: str, port: int) -> None:
-    """Raise `DeploymentError` unless ``host`` is an address of this machine and the port is free; 0: any is."""
+def check_free(host: str, port: int, option: str = "--port (0 takes a free one)") -> None:
+    """Raise `DeploymentError` unless ``host`` is an address of this machine and the port is free; 0: any is.
+
+    option: sets the port
+    """
     with contextlib.ExitStack() as stack:
-        _listen(stack, host, port)
+        _listen(stack, host, port, option)
 
 
 def free_ports(*hosts: str) -> list[int]:
     """A free port for each of these addresses; raises `DeploymentError` for one that is not of this machine."""
     with contextlib.ExitStack() as stack:
-        return [_listen(stack, host, 0) for host in hosts]
+        return [_listen(stack, host, 0, "") for host in hosts]
 
 
 def ports_in_turn(ports: range, engine: str) -> list[int]:
@@ -118,11 +121,11 @@ def listen_at_free_port(host: str, node: str, ports: list[int], listen: Callable
     )
 
 
-def _listen(stack: contextlib.ExitStack, host: str, port: int) -> int:
+def _listen(stack: contextlib.ExitStack, host: str, port: int, option: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         taken = stack.enter_context(socket.create_server((host, port), family=family))
     except OSError as error:
-        at, remedy = (f"{host}:{port}", "--port (0 takes a free one) or --host") if port else (host, "--host")
+        at, remedy = (f"{host}:{port}", f"{option} or --host") if port else (host, "--host")
         raise DeploymentError(f"cannot listen on {at}: {error.strerror}; choose another {remedy}") from None
     return int(taken.getsockname()[1])

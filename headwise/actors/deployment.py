@@ -16,6 +16,7 @@ import ray
 from headwise.actors.addresses import check_free, free_ports, is_loopback
 from headwise.actors.calls import get
 from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
+from headwise.actors.http_server import check_http_start, http_address, start_http
 from headwise.actors.names import NAMESPACE, actor_name
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import DeploymentError
@@ -54,6 +55,7 @@ class Deployment:
 
         self.config = config
         self.client_address = ""
+        self.http_address = ""
         self._cluster = cluster
         self._namespace = ""  # whose cache blocks the scheduler asks for
         self._frontend: dict[str, Role] = {}
@@ -77,6 +79,7 @@ class Deployment:
         """
         progress = progress or SilentProgress()
         check_free(config.host, config.port)
+        check_http_start(config)
         progress.stage(f"connecting to the Ray cluster at {address}" if address else "starting a local Ray instance")
         deployment = cls(config, Cluster.connect(address) if address else Cluster.start())
         try:
@@ -113,6 +116,7 @@ class Deployment:
         curve_keys = CurveKeys.generate() if config.secure else None
         progress.stage("starting the scheduler")
         scheduler, store_endpoint = self._start_frontend(secret, curve_keys)
+        self._start_http(scheduler[1])
         supervisor = self._supervisor
         self._watchdog = FrontendWatchdog(
             list(self._frontend), supervisor.serving, config.front_timeout_s, supervisor.replace
@@ -210,6 +214,15 @@ class Deployment:
         except DeploymentError as error:
             raise _PortTaken(error) from None
         return address
+
+    def _start_http(self, scheduler_port: int) -> None:
+        from headwise.actors.placement import FrontendSite
+
+        def start(name: str, actor_class: Any, arguments: tuple[Any, ...]) -> Role:
+            return self._start_role(name, actor_class, arguments, FrontendSite(), Life(self.config.start_timeout_s))
+
+        start_http(self.config, scheduler_port, start)
+        self.http_address = http_address(self.config, self.client_address)
 
     def _start_role(self, name: str, actor_class: Any, arguments: tuple[Any, ...], site: Site, life: Life) -> Role:
         """Make an actor under the deployment's name; raises `DeploymentError` if there is one already."""

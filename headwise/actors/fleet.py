@@ -68,8 +68,8 @@ class Fleet:
 
     @property
     def engines(self) -> list[Role]:
-        """By their numbers."""
-        engines = [role for name, role in self._supervisor.roles.items() if number_of(name) >= 0]
+        """By their numbers. The supervisor has other roles, too."""
+        engines = [role for name, role in self._supervisor.roles.items() if name in self._epoch]
         return sorted(engines, key=lambda role: number_of(role.name))
 
     def starts(self) -> list[EngineStart] | None:

@@ -219,7 +219,7 @@ def serve(
 
     \b
     Examples:
-      headwise serve --model smollm2-135m --port 8700
+      headwise serve --model smollm2-135m --port 8700 --http 8000
       headwise serve --config deploy/gemma3.yaml --replicas 2
       ray job submit --working-dir . -- python -m headwise serve --config deploy/smollm2.yaml
     """
@@ -229,6 +229,8 @@ def serve(
     config, cluster = options.load(), address or cluster_of_this_job()
     with _deployment(config, cluster) as deployment, until_signal():  # Ray sets handlers of its own when it starts
         typer.echo(f"serving {config.model} at {deployment.client_address}")
+        if deployment.http_address:
+            typer.echo(f"OpenAI's API is at {deployment.http_address}/v1")
         deployment.wait()
 
 

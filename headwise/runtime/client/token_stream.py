@@ -89,6 +89,11 @@ class AsyncTokenStream(_StreamBase, AsyncIterator[OutputDelta]):
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         super().__init__(io, route, _into(self._events, asyncio.get_running_loop()))
 
+    @property
+    def unread(self) -> int:
+        """Deltas that have come and were not read yet: they are kept until they are."""
+        return self._events.qsize()
+
     async def __anext__(self) -> OutputDelta:
         delta = None if self._ended else self._take(await self._events.get())
         if delta is None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headwise.errors import ConfigError
 from headwise.runtime.config.addresses import check_advertised, parse_ports
+from headwise.runtime.config.http import check_http
 from headwise.units import parse_bytes, parse_pairs
 
 CPU_KV_CACHE = "512MiB"
@@ -30,8 +31,8 @@ _FLOAT32_OPS = ("paddle", "numpy")
 """Tensor operations that compute in nothing else on a CPU."""
 
 
-def _option(default: Any, text: str, low: float = -math.inf, high: float = math.inf) -> Any:
-    return field(default=default, metadata={"help": text, "low": low, "high": high})
+def _option(default: Any, text: str, low: float = -math.inf, high: float = math.inf, *, is_secret: bool = False) -> Any:
+    return field(default=default, repr=not is_secret, metadata={"help": text, "low": low, "high": high})
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,21 @@ class EngineConfig:
         "Address or name that clients are told instead of a node's own, where NAT or a mapping to the same ports lies "
         "between; empty: the node's own.",
     )
+    http: int = _option(
+        0,
+        "Port of OpenAI's API over HTTP: at host with API keys or insecure, at 127.0.0.1 otherwise; 0: none.",
+        0,
+        65535,
+    )
+    http_servers: int = _option(1, "Processes that serve HTTP, all at the same port.", 1, 64)
+    api_key: str = _option(
+        "", "A key that HTTP requests must bear; others on the machine can read it in the command line.", is_secret=True
+    )
+    api_key_file: str = _option("", "File of such keys, one a line; empty lines and those that begin with # are none.")
+    insecure: bool = _option(False, "Serve HTTP at host without API keys: whoever reaches the port may use it.")
+    http_cert: str = _option("", "PEM file of the certificate (chain) with which HTTP is encrypted; empty: it is not.")
+    http_key: str = _option("", "PEM file of its key.")
+    http_max_body: str = _option("16MiB", "Largest body of an HTTP request.")
     replicas: int = _option(
         1,
         "Number of engines at the start, each a whole copy of the model; at least min_replicas. It stays, unless there "
@@ -245,6 +261,7 @@ class EngineConfig:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
         parse_ports(self.engine_ports)
         check_advertised(self.advertise_host)
+        check_http(self.http, self.port, self.http_cert, self.http_key, parse_bytes(self.http_max_body))
         self._check_scaling()
         self._check_device()
         self._check_placement()
@@ -320,6 +337,11 @@ class EngineConfig:
             return {name: float(amount) for name, amount in pairs.items()}
         except ValueError:
             raise ConfigError(f"engine_resources {self.engine_resources!r} has no numbers; write {example}") from None
+
+    @property
+    def http_host(self) -> str:
+        """Where HTTP is served: only at loopback, unless there are keys, or it is said to be open to all."""
+        return self.host if self.api_key or self.api_key_file or self.insecure else "127.0.0.1"
 
     @property
     def on_gpu(self) -> bool:
@@ -434,7 +456,8 @@ def _check(f: Field[Any], hint: Any, value: Any) -> None:
     if get_origin(hint) in (Union, UnionType):
         expected = get_args(hint)
     if not isinstance(value, expected) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{f.name} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+        got = repr(value) if f.repr else f"a secret {type(value).__name__}"
+        raise ConfigError(f"{f.name} must be {getattr(hint, '__name__', hint)}, got {got}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         low, high = f.metadata["low"], f.metadata["high"]
         if not low <= value <= high:  # also catches NaN

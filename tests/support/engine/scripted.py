@@ -20,6 +20,7 @@ class ScriptedCore:
     waiting:          requests that it does not begin
     handed_over:      what it was told to put into storage; None: not told
     is_handing_over:  whether it is at it
+    fails:            why all its requests end with an error at the next step; empty: they do not
     """
 
     def __init__(self, max_requests: int = 100) -> None:
@@ -35,6 +36,7 @@ class ScriptedCore:
         self.waiting: set[str] = set()
         self.handed_over: list[bytes] | None = None
         self.is_handing_over = False
+        self.fails = ""
 
     def operate(self, action: str, tier: str) -> Operation:
         if tier == "storage":
@@ -73,6 +75,9 @@ class ScriptedCore:
             return []
         self.steps += 1
         time.sleep(self.pace_s)
+        if self.fails:
+            why, self.fails = self.fails, ""
+            return self.fail_all(why)
         waiting = self.not_begun()
         return [self._next(request_id) for request_id in list(self.live) if request_id not in waiting]
 

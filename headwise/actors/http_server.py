@@ -1,0 +1,116 @@
+"""The actors that serve HTTP."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from headwise.actors.addresses import EVERY_INTERFACE, check_free, is_loopback
+from headwise.actors.calls import get
+from headwise.actors.remote import remote
+from headwise.actors.role import Role
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.http import read_keys
+
+log = logging.getLogger(__name__)
+
+
+@remote(max_concurrency=5)
+class HttpServerActor:
+    """Holds an `HttpServer` with a client of the deployment. It keeps no state: one that is started again is at once
+    as good as its predecessor.
+
+    scheduler: the endpoint that its client connects to, on this node
+    start:     how many times it was started before
+    """
+
+    def __init__(self, config: EngineConfig, name: str, scheduler: str, start: int = 0) -> None:
+        self._config = config
+        self._name = name
+        self._scheduler = scheduler
+        self._closing: list[Callable[[], None]] = []
+        self._server: Any = None
+        self._stopped = threading.Event()
+
+    def ready(self) -> int:
+        """Serve; the port. Raises `DeploymentError`, `ConfigError`."""
+        from headwise.runtime.client.client import Client
+        from headwise.runtime.config.model_card import read_model_card
+        from headwise.runtime.frontend.prompts import TextLimits
+        from headwise.runtime.http.app import AppOptions, make_app
+        from headwise.runtime.http.guard import ApiKeys
+        from headwise.runtime.http.server import HttpServer, listen
+        from headwise.runtime.http.texts import ModelTexts
+        from headwise.runtime.loader.resolve import resolve_model
+        from headwise.runtime.loader.tokenizer import Tokenizer
+        from headwise.units import parse_bytes
+
+        config = self._config
+        directory = resolve_model(config.model, config.cache_path)
+        card, tokenizer = read_model_card(config, directory, identify=False), Tokenizer.from_directory(directory)
+        limits = TextLimits(card.max_model_len, tokenizer.longest_token)
+        texts = ModelTexts(directory, tokenizer, limits, card.config.vocab_size)
+        self._closing.append(texts.close)
+        client = Client(self._scheduler)
+        self._closing.append(client.close)
+        options = AppOptions(
+            config.model,
+            ApiKeys(read_keys(config.api_key, config.api_key_file)),
+            parse_bytes(config.http_max_body),
+            self._name,
+        )
+        tls = (config.http_cert, config.http_key) if config.http_cert else None
+        self._server = HttpServer(make_app(client, texts, options), listen(config.http_host, config.http), tls)
+        self._server.start()
+        return config.http
+
+    def ended(self) -> None:
+        """Return when it is stopped. A caller that waits here learns at once when the process dies."""
+        self._stopped.wait()
+
+    def loop_count(self) -> int:
+        """See `HttpServer`."""
+        return int(self._server.loop_count)
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+        while self._closing:
+            self._closing.pop()()
+        self._stopped.set()
+
+
+def check_http_start(config: EngineConfig) -> None:
+    """Raise what keeps HTTP from being served here, before anything is started; say where it is."""
+    if not config.http:
+        return
+    from headwise.runtime.http.server import check_certificate
+
+    read_keys(config.api_key, config.api_key_file)
+    if config.http_cert:
+        check_certificate(config.http_cert, config.http_key)
+    host = config.http_host
+    check_free(host, config.http, "--http")
+    if host != config.host and not is_loopback(config.host):
+        log.warning("HTTP is served at %s only: give --api-key-file, or --insecure, for %s", host, config.host)
+
+
+def start_http(config: EngineConfig, scheduler_port: int, start: Callable[[str, Any, tuple[Any, ...]], Role]) -> None:
+    """Start the servers, each by ``start(name, actor class, arguments)``. Raises `DeploymentError`."""
+    host = "127.0.0.1" if config.host == EVERY_INTERFACE else config.host
+    scheduler = f"tcp://{host}:{scheduler_port}"
+    names = [f"http-{number}" for number in range(config.http_servers if config.http else 0)]
+    for role in [start(name, HttpServerActor, (config, name, scheduler)) for name in names]:
+        get(role.is_ready)
+
+
+def http_address(config: EngineConfig, client_address: str) -> str:
+    """Where HTTP is served, for people: ``http://HOST:PORT``; empty: nowhere."""
+    if not config.http:
+        return ""
+    host = config.http_host
+    if host == config.host:
+        host = client_address.removeprefix("tcp://").rpartition(":")[0]
+    return f"{'https' if config.http_cert else 'http'}://{host}:{config.http}"

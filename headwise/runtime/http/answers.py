@@ -1,0 +1,116 @@
+"""The forms of answers: OpenAI's JSON objects and the events of their streams."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from headwise.runtime.protocol.request import GenerationResult
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Form:
+    """An answer's JSON. ``json.dumps`` escapes all that is not ASCII, so no event can be split within a character, nor
+    at what some readers take for the end of a line.
+
+    ident: names the answer
+    """
+
+    _prefix = ""
+    _whole = ""
+    _part = ""
+
+    def __init__(self, model: str, include_usage: bool = False) -> None:
+        self.ident = f"{self._prefix}-{secrets.token_hex(16)}"
+        self._created = int(time.time())
+        self._model = model
+        self._head = json.dumps(self._common(self._part))[:-1]
+        self._tail = ', "usage": null}\n\n' if include_usage else "}\n\n"
+
+    def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
+        """All at once: ``n`` results for each prompt, behind the prompt's text where there is one."""
+        choices = [
+            self._choice(index, echoed[index // n] if echoed else "", result) for index, result in enumerate(results)
+        ]
+        return {**self._common(self._whole), "choices": choices, "usage": usage_of(results, n)}
+
+    def begin(self, index: int, echoed: str) -> bytes:
+        """What a choice's stream begins with; may be nothing."""
+        raise NotImplementedError
+
+    def part(self, index: int, text: str, finish_reason: str | None) -> bytes:
+        """An event: what is new of a choice, or its end."""
+        raise NotImplementedError
+
+    def usage(self, results: Sequence[GenerationResult], n: int) -> bytes:
+        """The event that tells the usage."""
+        return event({**self._common(self._part), "choices": [], "usage": usage_of(results, n)})
+
+    def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _common(self, kind: str) -> dict[str, Any]:
+        return {"id": self.ident, "object": kind, "created": self._created, "model": self._model}
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return f'data: {self._head}, "choices": [{json.dumps(choice)}]{self._tail}'.encode()
+
+
+class Chat(Form):
+    _prefix, _whole, _part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": _reason(result)}
+
+    def begin(self, index: int, echoed: str) -> bytes:
+        return self._delta(index, {"role": "assistant", "content": ""}, None)
+
+    def part(self, index: int, text: str, finish_reason: str | None) -> bytes:
+        return self._delta(index, {"content": text} if text else {}, finish_reason)
+
+    def _delta(self, index: int, delta: dict[str, str], finish_reason: str | None) -> bytes:
+        return self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason})
+
+
+class Completion(Form):
+    _prefix, _whole, _part = "cmpl", "text_completion", "text_completion"
+
+    def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
+        return self._text(index, echoed + result.text, _reason(result))
+
+    def begin(self, index: int, echoed: str) -> bytes:
+        return self._event(self._text(index, echoed, None)) if echoed else b""
+
+    def part(self, index: int, text: str, finish_reason: str | None) -> bytes:
+        return self._event(self._text(index, text, finish_reason))
+
+    @staticmethod
+    def _text(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return f"data: {json.dumps(data)}\n\n".encode()
+
+
+def usage_of(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
+    """Tokens of all answers. A prompt counts once, as its first answer found it in the cache."""
+    prompts = [result.usage for result in results[::n]]
+    read = sum(usage.prompt_tokens for usage in prompts)
+    written = sum(result.usage.completion_tokens for result in results)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+    }
+
+
+def _reason(result: GenerationResult) -> str | None:
+    return None if result.finish_reason is None else result.finish_reason.value

@@ -1,0 +1,190 @@
+"""The ASGI application: which path is answered by what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from headwise import __version__
+from headwise.errors import HeadwiseError, InvalidRequestError
+from headwise.runtime.client.client import Client
+from headwise.runtime.http.answers import Chat, Completion
+from headwise.runtime.http.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    Wanted,
+    check_model,
+    parse,
+    wanted_chat,
+    wanted_completion,
+)
+from headwise.runtime.http.deployment_metrics import DeploymentMetrics, DeploymentView
+from headwise.runtime.http.errors import ApiError, invalid
+from headwise.runtime.http.generation import Generation
+from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard
+from headwise.runtime.http.metrics import RequestMetrics
+from headwise.runtime.http.texts import Texts
+
+MAX_BODY_BYTES = 16 << 20
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True)
+class AppOptions:
+    """model: its name, as clients give it
+    keys:     of which each request must bear one
+    max_body: most bytes of a request's body
+    server:   this server's name, a label of its metrics
+    """
+
+    model: str
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    max_body: int = MAX_BODY_BYTES
+    server: str = "http-0"
+
+
+def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
+    """The application over a deployment's client, which lives at least as long."""
+    api = _Api(client, texts, options)
+    routes: dict[str, tuple[str, Endpoint]] = {
+        "/v1/models": ("GET", api.models),
+        "/v1/chat/completions": ("POST", api.chat),
+        "/v1/completions": ("POST", api.completions),
+        "/tokenize": ("POST", api.tokenize),
+        "/detokenize": ("POST", api.detokenize),
+        "/health": ("GET", api.health),
+        "/ready": ("GET", api.ready),
+        "/version": ("GET", api.version),
+        "/metrics": ("GET", api.metrics),
+    }
+    starlette = Starlette(
+        routes=[
+            *(Route(path, endpoint, methods=[method]) for path, (method, endpoint) in routes.items()),
+            Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _not_found, ApiError: _answer, HeadwiseError: _answer, Exception: _answer},
+    )
+    starlette.router.redirect_slashes = False
+    return Guard(starlette, options.keys, api.counts, routes)
+
+
+class _Api:
+    """The endpoints. counts: what they count"""
+
+    def __init__(self, client: Client, texts: Texts, options: AppOptions) -> None:
+        self.counts = RequestMetrics(options.server)
+        self._client = client
+        self._texts = texts
+        self._model = options.model
+        self._bodies = BodyReader(options.max_body)
+        self._view = DeploymentView(client)
+        self._since = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        check_model(request.path_params["name"], self._model)
+        return JSONResponse(self._model_card())
+
+    async def chat(self, request: Request) -> Generation:
+        body = parse(ChatBody, await self._bodies.read(request))
+        check_model(body.model, self._model)
+        wanted = wanted_chat(body)
+        return Generation(self._client, wanted, Chat(self._model, wanted.include_usage), (), self.counts)
+
+    async def completions(self, request: Request) -> Generation:
+        body = parse(CompletionBody, await self._bodies.read(request))
+        check_model(body.model, self._model)
+        wanted = wanted_completion(body)
+        echoed = await self._echoed(wanted) if wanted.echo else ()
+        form = Completion(self._model, wanted.include_usage)
+        return Generation(self._client, wanted, form, echoed, self.counts)
+
+    async def _echoed(self, wanted: Wanted) -> list[str]:
+        try:
+            return [
+                prompt if isinstance(prompt, str) else await self._texts.decode(prompt) for prompt in wanted.prompts
+            ]
+        except InvalidRequestError as error:
+            raise invalid(str(error), "prompt") from None
+
+    async def tokenize(self, request: Request) -> Response:
+        body = parse(TokenizeBody, await self._bodies.read(request))
+        check_model(body.model, self._model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("give either prompt or messages", "prompt")
+        tokens = await self._texts.encode(body.prompt, body.messages)
+        return JSONResponse({"count": len(tokens), "max_model_len": self._texts.limits.tokens, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parse(DetokenizeBody, await self._bodies.read(request))
+        check_model(body.model, self._model)
+        try:
+            return JSONResponse({"prompt": await self._texts.decode(body.tokens)})
+        except InvalidRequestError as error:
+            raise invalid(str(error), "tokens") from None
+
+    async def health(self, request: Request) -> Response:
+        """This process answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Some engine takes requests."""
+        engines = await self._view.ready_engines()
+        if not engines:
+            raise ApiError(
+                503, "no engine is ready", kind="service_unavailable", code="no_engine", headers={"retry-after": "5"}
+            )
+        return JSONResponse({"status": "ready", "engines": engines})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """The server's own, and the deployment's where the scheduler answers. The connection ends with the answer, so
+        that who asks again may reach another server on the same port.
+        """
+        text = generate_latest(self.counts.registry)
+        try:
+            moment = CollectorRegistry(auto_describe=False)
+            moment.register(DeploymentMetrics(await self._view.stats(), self._view.restarts))
+            text += generate_latest(moment)
+        except HeadwiseError:
+            text += b"# the scheduler does not answer\n"
+        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4, "connection": "close"})
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "headwise",
+            "max_model_len": self._texts.limits.tokens,
+        }
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return ApiError.of(error).response()
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Starlette's own errors: no such path, or no such method."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method:.20} {request.url.path:.200}"
+    why = "there is no such path" if error.status_code == 404 else str(error.detail)
+    return ApiError(error.status_code, f"{what}: {why}", code="not_found", headers=error.headers).response()

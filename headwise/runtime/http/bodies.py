@@ -1,0 +1,173 @@
+"""What clients send, checked: from JSON to what is to be generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+
+from headwise.runtime.http.errors import ApiError, invalid
+from headwise.runtime.http.parameters import sampling_of
+from headwise.runtime.protocol.request import SamplingParams
+
+MAX_CHOICES = 128
+"""Most answers of one request: its prompts, each so often as ``n`` says."""
+COMPLETION_TOKENS = 16
+"""What OpenAI's completions produce if nothing is said."""
+
+Prompt = str | Sequence[int]
+# A body may have millions of wrong items, each of which would become an error: only the first is looked for. Messages
+# are checked by the client (`plain_messages`).
+_Tokens = Annotated[list[int], FailFast()]
+
+
+class _Body(BaseModel):
+    """Types are those of JSON: a string is no number. What is not declared here is in ``model_extra``."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """include_usage: whether a last event tells the usage
+    include_obfuscation: OpenAI's padding of events, which there is none of here
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Generate(_Body):
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    priority: int | None = Field(None, gt=-(2**31), lt=2**31)
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class ChatBody(_Generate):
+    messages: list[Any] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+
+
+class CompletionBody(_Generate):
+    prompt: Any
+    echo: bool | None = None
+
+
+class TokenizeBody(BaseModel):
+    """One of ``prompt`` and ``messages``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    tokens: _Tokens
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be generated: ``n`` answers to each prompt, or to one chat.
+
+    options: of each call of the client: priority, cache_salt, session
+    """
+
+    prompts: tuple[Prompt, ...]
+    messages: list[Any] | None
+    sampling: SamplingParams
+    options: dict[str, Any]
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+
+    @property
+    def num_prompts(self) -> int:
+        return 1 if self.messages is not None else len(self.prompts)
+
+    def sampling_of(self, choice: int) -> SamplingParams:
+        """That of a prompt's answer. A seed counts up, so that the answers differ, and are the same next time."""
+        seed = self.sampling.seed
+        return self.sampling if seed is None or not choice else replace(self.sampling, seed=(seed + choice) % 2**63)
+
+
+_AnyBody = TypeVar("_AnyBody", bound=BaseModel)
+
+
+def parse(body: type[_AnyBody], data: bytes) -> _AnyBody:
+    """Raises `ApiError` with the field at fault."""
+    try:
+        return body.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        message = f"{where}: {first['msg']}" if where else f"the body is not valid: {first['msg']}"
+        raise invalid(message, str(first["loc"][0])[:80] if first["loc"] else None) from None
+
+
+def wanted_chat(body: ChatBody) -> Wanted:
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return _wanted(body, (), body.messages, most, False)
+
+
+def wanted_completion(body: CompletionBody) -> Wanted:
+    most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    return _wanted(body, _prompts(body.prompt), None, most, bool(body.echo))
+
+
+def _wanted(
+    body: _Generate, prompts: tuple[Prompt, ...], messages: list[Any] | None, most: int | None, echo: bool
+) -> Wanted:
+    n, usage = body.n or 1, body.stream_options
+    if n * max(1, len(prompts)) > MAX_CHOICES:
+        raise invalid(f"{len(prompts)} prompts with n {n} are more than {MAX_CHOICES} answers: send less at once", "n")
+    if usage is not None and not body.stream:
+        raise invalid("stream_options are for streams: leave them out, or give stream: true", "stream_options")
+    options = {"priority": body.priority, "cache_salt": body.cache_salt, "session": body.prompt_cache_key}
+    return Wanted(
+        prompts,
+        messages,
+        sampling_of(body.model_extra or {}, most),
+        {name: value for name, value in options.items() if value is not None},
+        n,
+        bool(body.stream),
+        usage is not None and bool(usage.include_usage),
+        echo,
+    )
+
+
+def _prompts(given: Any) -> tuple[Prompt, ...]:
+    """The prompts in OpenAI's four forms: a text, token ids, a list of either."""
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, list) and given:
+        kinds = {type(each) for each in given}
+        if kinds == {int}:
+            return (given,)
+        if kinds <= {str, list} and all(
+            {type(token) for token in each} <= {int} for each in given if type(each) is list
+        ):
+            return tuple(given)
+    raise invalid("prompt must be a text, a list of token ids, or a list of texts or of lists of token ids", "prompt")
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raise `ApiError` for another model than the one that is served."""
+    if asked is not None and asked != served:
+        raise ApiError(
+            404, f"the model {asked!r:.200} is not served here: {served!r} is", param="model", code="model_not_found"
+        )

@@ -1,0 +1,168 @@
+"""Carries out one request for answers: starts its streams, and passes on what comes, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from headwise.errors import HeadwiseError, InvalidRequestError, OverloadedError
+from headwise.runtime.client.client import Client
+from headwise.runtime.client.token_stream import AsyncTokenStream
+from headwise.runtime.http.answers import DONE, Form, event
+from headwise.runtime.http.bodies import Wanted
+from headwise.runtime.http.errors import ApiError
+from headwise.runtime.http.metrics import AnswerClock, RequestMetrics
+from headwise.runtime.protocol.request import OutputDelta
+
+MAX_UNREAD = 2048
+"""Deltas of one answer that may wait for a client which reads more slowly than they come."""
+
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+
+
+class Generation:
+    """Answers one request, as an ASGI application of its own. When the connection ends, so do its streams, and the
+    engine frees what they held.
+
+    echoed: the prompts' texts, to be told before the answers; empty: they are not
+    """
+
+    def __init__(
+        self, client: Client, wanted: Wanted, form: Form, echoed: Sequence[str], metrics: RequestMetrics
+    ) -> None:
+        self._client = client
+        self._wanted = wanted
+        self._form = form
+        self._echoed = echoed
+        self._metrics = metrics
+        began = time.monotonic()
+        self._clocks = [AnswerClock(metrics, began) for _ in range(wanted.num_prompts * wanted.n)]
+        self._is_open = False  # whether the stream of events has begun
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._answer(scope, receive, send))
+        except HeadwiseError as error:
+            await self._tell(ApiError.of(error), scope, receive, send)
+        except ApiError as error:
+            await self._tell(error, scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams: list[AsyncTokenStream] = []
+        try:
+            self._start(streams)
+            async with aclosing(merged(streams)) as deltas:
+                if self._wanted.stream:
+                    await self._send_events(streams, deltas, send)
+                    return
+                async for index, delta in deltas:
+                    self._clocks[index].take(delta)
+            results = [stream.result for stream in streams]
+            await JSONResponse(self._form.whole(results, self._wanted.n, self._echoed))(scope, receive, send)
+        finally:
+            for stream in streams:
+                self._metrics.ended(stream.result.finish_reason)
+                stream.cancel()
+
+    def _start(self, streams: list[AsyncTokenStream]) -> None:
+        """Start all answers. The sampling was checked: what is refused here is the prompt."""
+        wanted = self._wanted
+        try:
+            for index in range(wanted.num_prompts * wanted.n):
+                prompt, choice = divmod(index, wanted.n)
+                sampling = wanted.sampling_of(choice)
+                if wanted.messages is not None:
+                    streams.append(self._client.astream_chat(wanted.messages, sampling, **wanted.options))
+                else:
+                    streams.append(self._client.astream(wanted.prompts[prompt], sampling, **wanted.options))
+        except InvalidRequestError as error:
+            raise ApiError.of(error, "prompt" if wanted.messages is None else "messages") from None
+
+    async def _send_events(
+        self, streams: Sequence[AsyncTokenStream], deltas: AsyncIterator[tuple[int, OutputDelta]], send: Send
+    ) -> None:
+        wanted, form = self._wanted, self._form
+        has_begun = [False] * len(streams)
+        async for index, delta in deltas:
+            self._clocks[index].take(delta)
+            data = b""
+            if not has_begun[index]:
+                has_begun[index] = True
+                data = form.begin(index, self._echoed[index // wanted.n] if self._echoed else "")
+            if delta.text or delta.finish_reason is not None:
+                data += form.part(index, delta.text, delta.finish_reason and delta.finish_reason.value)
+            await self._send(data, send)
+            _check_unread(streams[index], delta)
+        usage = form.usage([stream.result for stream in streams], wanted.n) if wanted.include_usage else b""
+        await self._send(usage + DONE, send, is_last=True)
+
+    async def _send(self, data: bytes, send: Send, is_last: bool = False) -> None:
+        """The first event comes with the status: until then an error can have one of its own."""
+        if not self._is_open:
+            self._is_open = True
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        if data or is_last:
+            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def _tell(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_open:
+            await self._send(event(error.body) + DONE, send, is_last=True)
+        else:
+            await error.response()(scope, receive, send)
+
+
+async def merged(streams: Sequence[AsyncTokenStream]) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    """The deltas of several streams as they come, with the stream's place; the first error ends it."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    waiting = {asyncio.ensure_future(_next(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, delta = waiting.pop(task), task.result()
+                if delta.finish_reason is None:
+                    waiting[asyncio.ensure_future(_next(streams[index]))] = index
+                yield index, delta
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _next(stream: AsyncTokenStream) -> OutputDelta:
+    return await stream.__anext__()
+
+
+def _check_unread(stream: AsyncTokenStream, delta: OutputDelta) -> None:
+    if stream.unread > MAX_UNREAD and delta.finish_reason is None:
+        raise OverloadedError(f"{stream.unread} pieces of the answer wait to be read: read faster, or ask for less")
+
+
+async def unless_gone(receive: Receive, work: Awaitable[Any]) -> None:
+    """Do the work, unless the connection ends first: then it is cancelled."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the connection has ended. The body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,155 @@
+"""What stands before every endpoint: keys, limits of heads and bodies, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import Collection, Iterable
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headwise.runtime.http.errors import ApiError
+from headwise.runtime.http.metrics import RequestMetrics
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 8 << 10
+"""Of a request's path and headers."""
+BODY_S = 60.0
+"""Longest time for a body to arrive."""
+MAX_BODIES_BYTES = 256 << 20
+"""Most bytes of bodies that a server holds at once."""
+
+_OPEN = frozenset(("/health", "/ready"))
+"""Paths that need no key: who probes has none."""
+
+
+class ApiKeys:
+    """The keys of which every request must bear one; none: anybody may ask. Keeps digests only."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accept(self, authorization: bytes | None) -> bool:
+        """Whether this header bears a key. Takes as long for any wrong one."""
+        if not self._digests:
+            return True
+        scheme, _, key = (authorization or b"").partition(b" ")
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+class Guard:
+    """Refuses what no endpoint should see, and answers for endpoints that fail.
+
+    paths: known ones, by which responses are counted
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: RequestMetrics, paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # nothing else is served
+            return
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        has_begun = False
+
+        async def counted(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                self._metrics.response(path, message["status"])
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, receive, counted)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log.exception("an HTTP request failed")
+            if has_begun:
+                raise
+            await ApiError.of(error).response()(scope, receive, counted)
+
+    def _check(self, scope: Scope) -> None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        size = len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
+        if size > MAX_HEAD_BYTES:
+            raise ApiError(431, f"path and headers have {size} bytes; at most {MAX_HEAD_BYTES} are taken")
+        if scope["path"] not in _OPEN and not self._keys.accept(dict(headers).get(b"authorization")):
+            raise ApiError(
+                401,
+                "this server wants an API key: send the header `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+
+class BodyReader:
+    """Reads JSON bodies of at most ``most`` bytes, and at most `MAX_BODIES_BYTES` at the same time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+
+    async def read(self, request: Request) -> bytes:
+        """Raises `ApiError`."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which a page of another origin cannot send without being asked for leave
+            raise ApiError(415, f"the body must be JSON: send `Content-Type: application/json`, not {kind!r:.80}")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._most):
+            raise self._too_large(f"{declared:.20}")
+        body = bytearray()
+        try:
+            await asyncio.wait_for(self._gather(request, body), BODY_S)
+            return bytes(body)
+        except ClientDisconnect:
+            raise ApiError(400, "the connection ended within the body") from None
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
+        finally:
+            self._held -= len(body)
+
+    async def _gather(self, request: Request, body: bytearray) -> None:
+        try:
+            async for part in request.stream():
+                self._check(len(body) + len(part), len(part))
+                body += part
+                self._held += len(part)
+        except BaseException:
+            self._held -= len(body)  # at once: what is given up here keeps no other body out
+            body.clear()
+            raise
+
+    def _check(self, size: int, more: int) -> None:
+        if size > self._most:
+            raise self._too_large(f"more than {self._most}")
+        if self._held + more > MAX_BODIES_BYTES:
+            raise ApiError(
+                429,
+                "too many large requests arrive at once; try again later",
+                kind="rate_limit_error",
+                code="overloaded",
+                headers={"retry-after": "1"},
+            )
+
+    def _too_large(self, size: str) -> ApiError:
+        return ApiError(
+            413, f"the body has {size} bytes; at most {self._most} are taken (http_max_body)", code="request_too_large"
+        )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,233 @@
+"""The official OpenAI client against a whole deployment with real weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+from support.free_ports import free_ports
+from support.waiting import eventually
+
+from headwise import Client, EngineConfig, SamplingParams
+from headwise.actors.deployment import Deployment
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+MODEL = "smollm2-135m"
+KEY = "sk-of-this-test"
+FAMILIES = "All happy families are alike; every unhappy family is unhappy in its own way. " * 4
+HARBOURS: list[Any] = [{"role": "user", "content": "Name three harbours."}]
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Two servers at one port, which want a key."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"# of tests\nsk-of-nobody\n{KEY}\n")
+    config = EngineConfig(
+        model=MODEL,
+        port=0,
+        http=free_ports(1)[0],
+        http_servers=2,
+        api_key_file=str(keys),
+        dtype="float32",
+        max_model_len=512,
+        kv_cache="64MiB",
+        block_size=16,
+        engine_timeout_s=120.0,  # nothing here hangs, but for a machine that is busy with something else
+        front_timeout_s=120.0,
+    )
+    with Deployment.start(config) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def base_url(deployment: Deployment) -> str:
+    return f"{deployment.http_address}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=base_url, api_key=KEY, timeout=120.0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ours(deployment: Deployment) -> Iterator[Client]:
+    with Client(deployment.client_address) as client:
+        yield client
+
+
+def test_a_completion_is_what_our_client_gets(client: openai.OpenAI, ours: Client) -> None:
+    prompt = "The capital of France is"
+    answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=8)
+    expected = ours.generate(prompt, temperature=0.0, max_tokens=8)
+    assert answer.choices[0].text == expected.text  # type: ignore[union-attr]
+    assert answer.choices[0].text.startswith(" Paris")
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+
+
+def test_a_chat_is_what_our_client_gets_whole_and_streamed(client: openai.OpenAI, ours: Client) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=24)
+    expected = ours.chat(HARBOURS, sampling).text  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model=MODEL, messages=HARBOURS, temperature=0, max_completion_tokens=24)
+    assert answer.choices[0].message.content == expected
+    with client.chat.completions.create(
+        model=MODEL,
+        messages=HARBOURS,
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    ) as stream:
+        chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+
+
+def test_the_asynchronous_client_has_many_streams_at_once(base_url: str, ours: Client) -> None:
+    prompts = ["One, two, three,", "The sky is", "Water boils at", "Once upon a time"]
+    expected = [ours.generate(prompt, temperature=0.0, max_tokens=12).text for prompt in prompts]
+
+    async def text(client: openai.AsyncOpenAI, prompt: str) -> str:
+        stream = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def texts() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, timeout=120.0) as client:
+            return list(await asyncio.gather(*(text(client, prompt) for prompt in prompts)))
+
+    assert asyncio.run(texts()) == expected
+
+
+def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model=MODEL, prompt="One, two, three,", temperature=0, max_tokens=16)
+    text = whole.choices[0].text
+    stop = text[len(text) // 2 :][:3]
+    answer = client.completions.create(
+        model=MODEL, prompt="One, two, three,", temperature=0, max_tokens=16, stop=[stop]
+    )
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_equal_seeds_give_equal_answers_and_answers_of_one_request_differ(client: openai.OpenAI) -> None:
+    def answers() -> list[str | None]:
+        answer = client.chat.completions.create(model=MODEL, messages=HARBOURS, seed=7, n=3, max_tokens=12)
+        return [choice.message.content for choice in answer.choices]
+
+    first = answers()
+    assert answers() == first
+    assert len(set(first)) > 1
+
+
+def test_a_second_request_says_what_the_cache_served(client: openai.OpenAI) -> None:
+    for _ in range(2):
+        answer = client.completions.create(model=MODEL, prompt=FAMILIES, temperature=0, max_tokens=4)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 48
+
+
+def test_token_ids_and_our_own_parameters_are_taken(client: openai.OpenAI, base_url: str) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=base_url.removesuffix("/v1"), headers=headers, timeout=120.0) as http:
+        tokens = http.post("/tokenize", json={"prompt": "The capital of France is"}).json()["tokens"]
+        assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "The capital of France is"
+    ours = {"top_k": 5, "ignore_eos": True, "priority": -1, "cache_salt": "tenant"}
+    answer = client.completions.create(
+        model=MODEL, prompt=tokens, temperature=0, max_tokens=4, echo=True, extra_body=ours
+    )
+    assert answer.choices[0].text.startswith("The capital of France is Paris")
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_errors_are_those_of_the_official_client(client: openai.OpenAI, base_url: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="a", temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="600 to generate"):
+        client.chat.completions.create(model=MODEL, messages=HARBOURS, max_tokens=600)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-5", prompt="a")
+    with (
+        openai.OpenAI(base_url=base_url, api_key="sk-wrong", timeout=120.0) as stranger,
+        pytest.raises(openai.AuthenticationError) as unknown,
+    ):
+        stranger.models.list()
+    assert unknown.value.code == "invalid_api_key"
+
+
+def test_a_stream_that_is_closed_frees_its_blocks(client: openai.OpenAI, ours: Client) -> None:
+    def engine() -> dict[str, Any]:
+        stats: dict[str, Any] = ours.stats()["engines"]["engine-0"]
+        return stats
+
+    before = engine()["requests"]["aborted"]
+    stream = client.completions.create(
+        model=MODEL, prompt="Once upon a time", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    eventually(lambda: engine()["requests"]["aborted"] == before + 1 and engine()["cache"]["held_blocks"] == 0)
+
+
+def test_metrics_tell_of_servers_and_engines(deployment: Deployment) -> None:
+    def metrics() -> str:
+        answer = httpx.get(f"{deployment.http_address}/metrics", headers={"authorization": f"Bearer {KEY}"})
+        assert answer.headers["connection"] == "close"
+        return answer.text
+
+    for name in (
+        'headwise_time_to_first_token_seconds_bucket{le="0.5",server="http-0"}',
+        'headwise_time_to_first_token_seconds_bucket{le="0.5",server="http-1"}',
+        'headwise_prefix_cache_hit_tokens_total{engine="engine-0",tier="device"}',
+        'headwise_kv_cache_blocks{engine="engine-0",state="free",tier="device"}',
+    ):
+        eventually(lambda name=name: name in metrics())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_is_killed_is_started_again_and_the_other_answers(
+    deployment: Deployment, client: openai.OpenAI, how: signal.Signals
+) -> None:
+    before = deployment.actor_pids()["http-0"]
+    os.kill(before, how)
+    assert client.models.list().data  # the client tries again where a connection ends
+
+    def is_back() -> bool:
+        try:
+            return deployment.actor_pids().get("http-0", before) != before
+        except Exception:  # the actor is just ending
+            return False
+
+    eventually(is_back)
+    assert client.completions.create(model=MODEL, prompt="a", max_tokens=2).choices[0].text
+
+
+def test_readiness_needs_no_key(deployment: Deployment) -> None:
+    assert httpx.get(f"{deployment.http_address}/ready").json()["engines"] == 1
+
+
+def test_keys_are_in_no_log(deployment: Deployment, client: openai.OpenAI) -> None:
+    assert client.models.list().data
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    texts = {path.name: path.read_bytes() for path in logs.rglob("*") if path.is_file()}
+    assert texts, "Ray writes logs"
+    assert [name for name, text in texts.items() if KEY.encode() in text] == []

@@ -1,0 +1,347 @@
+"""What one client can do to others, and to the server: keys, sizes, times; over real sockets, with a scripted model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+from support.engine.scripted import ScriptedCore
+from support.engine.scripted_deployment import Deployment
+from support.scripted_http import Served, serving
+from support.waiting import eventually
+
+from headwise.runtime.http import connections, generation, guard
+from headwise.runtime.http.bodies import ChatBody, DetokenizeBody, TokenizeBody
+from headwise.runtime.http.guard import MAX_HEAD_BYTES, ApiKeys
+from headwise.sockets import connection_limit
+
+KEY, OTHER = "sk-of-one-user", "sk-of-another"
+MANY = 100_000_000
+
+
+@pytest.fixture(scope="module")
+def served(deployment: Deployment, core: ScriptedCore) -> Iterator[Served]:
+    with serving(deployment, max_body=1 << 20) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def at_rest(core: ScriptedCore) -> Iterator[None]:
+    yield
+    core.gate.set()
+    core.pace_s = 0.0
+    eventually(lambda: not core.live)
+
+
+def works(served: Served) -> bool:
+    """Whether the server answers somebody else, on a connection of their own."""
+    answer = httpx.post(f"{served.base_url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=120.0)
+    return bool(answer.json()["choices"][0]["text"] == "0 ")
+
+
+def connect(served: Served) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", served.port), timeout=120.0)
+
+
+def head(body: bytes, length: int | None = None) -> bytes:
+    """Of a request whose body begins with this."""
+    size = len(body) if length is None else length
+    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    return b"POST /v1/completions HTTP/1.1\r\n" + fields.encode() + body
+
+
+def endless(**more: Any) -> bytes:
+    return head(json.dumps({"prompt": "a", "max_tokens": MANY, "stream": True, **more}).encode())
+
+
+def is_ended_under(sock: socket.socket, drop: bytes, pause_s: float = 0.0, most: int = 20_000) -> bool:
+    """Whether the server ends the connection while one such drop after the other is sent, so many at most."""
+    for _ in range(most):
+        try:
+            sock.sendall(drop)
+        except OSError:
+            return True
+        time.sleep(pause_s)
+    return False
+
+
+def is_ended_by_the_server(sock: socket.socket) -> bool:
+    """Whether the server closes the connection within the socket's timeout, whatever it says before."""
+    try:
+        while sock.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+# ---- keys ----
+
+
+@pytest.fixture(scope="module")
+def locked(deployment: Deployment, core: ScriptedCore) -> Iterator[Served]:
+    with serving(deployment, keys=ApiKeys([KEY, OTHER])) as served:
+        yield served
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER])
+def test_each_key_opens_every_path(locked: Served, key: str) -> None:
+    bearer = {"authorization": f"Bearer {key}"}
+    for path in ("/v1/models", "/version", "/metrics"):
+        assert locked.http.get(path, headers=bearer).status_code == 200
+    assert locked.http.post("/v1/completions", json={"prompt": "a"}, headers=bearer).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", ["", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer", KEY, f"Basic {KEY}", "Bearer k\xe9y"], ids=repr
+)
+def test_without_a_key_nothing_is_told_but_that_it_is_wanted(
+    locked: Served, header: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"authorization": header.encode("latin-1")} if header else {}
+    with caplog.at_level(logging.DEBUG, "headwise"):
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/no")):
+            response = locked.http.request(method, path, headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert KEY not in response.text
+    assert KEY not in caplog.text
+
+
+def test_probes_need_no_key(locked: Served) -> None:
+    assert locked.http.get("/health").status_code == 200
+    assert locked.http.get("/ready").json() == {"status": "ready", "engines": 1}
+
+
+# ---- sizes ----
+
+
+def test_a_body_beyond_the_limit_is_refused_before_it_is_sent(served: Served) -> None:
+    with connect(served) as sock:
+        sock.sendall(head(b"", 100 << 20))
+        assert sock.recv(65536).startswith(b"HTTP/1.1 413 ")
+    assert works(served)
+
+
+def test_a_body_of_100_megabytes_is_refused_whatever_it_says_of_its_length(served: Served) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * (1 << 20)
+
+    response = served.http.post("/v1/completions", content=parts(), headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+    response = served.http.post(
+        "/v1/completions", content=b" " * (100 << 20), headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 413
+    assert works(served)
+
+
+def test_bodies_that_arrive_at_once_have_a_bound_together(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "MAX_BODIES_BYTES", 3 << 19)
+    with connect(served) as first, connect(served) as second:
+        for sock in (first, second):
+            sock.sendall(head(b" " * (1 << 20))[:-1])
+        answers = {first: b"", second: b""}
+
+        def is_refused() -> bool:
+            for sock in answers:
+                sock.settimeout(0.01)
+                try:
+                    answers[sock] += sock.recv(65536)
+                except TimeoutError:
+                    continue
+            return any(answer.startswith(b"HTTP/1.1 429 ") for answer in answers.values())
+
+        eventually(is_refused)
+        assert sum(bool(answer) for answer in answers.values()) == 1, answers
+    eventually(lambda: works(served))
+
+
+def test_a_head_beyond_the_limit_is_refused(served: Served) -> None:
+    assert MAX_HEAD_BYTES < 10_000
+    for response in (
+        httpx.get(f"{served.base_url}/health", headers={"x": "y" * 10_000}, timeout=120.0),
+        httpx.get(f"{served.base_url}/{'y' * 10_000}", timeout=120.0),
+    ):
+        assert response.status_code in (400, 431)  # by how much of it came at once
+        assert "error" in response.json()
+    assert works(served)
+
+
+def test_a_head_that_never_ends_is_not_kept(served: Served) -> None:
+    with connect(served) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\n")
+        assert is_ended_under(sock, b"x: " + b"y" * 1000 + b"\r\n")
+    assert works(served)
+
+
+@pytest.mark.parametrize("line", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"\xff\x00\x00"])
+def test_what_is_no_http_is_told_and_ended(served: Served, line: bytes) -> None:
+    with connect(served) as sock:
+        sock.sendall(line + b"\r\n\r\n")
+        answer = sock.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert "error" in json.loads(answer.partition(b"\r\n\r\n")[2])
+        assert is_ended_by_the_server(sock)
+
+
+def test_of_a_million_wrong_items_in_a_body_one_is_told() -> None:
+    with pytest.raises(ValidationError) as told:
+        DetokenizeBody.model_validate_json(json.dumps({"tokens": ["wrong"] * 1000}))
+    assert told.value.error_count() == 1
+    for body in (ChatBody, TokenizeBody):  # theirs are looked at one after the other, later
+        body.model_validate_json(json.dumps({"messages": ["wrong"] * 1000}))
+
+
+# ---- times ----
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HT", head(b"", 5)[:-10]], ids=["nothing", "a line", "a head"])
+def test_a_connection_without_a_request_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    with connect(served) as sock:
+        sock.sendall(sent)
+        assert is_ended_by_the_server(sock)
+
+
+def test_drops_of_a_head_buy_no_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.5)
+    with connect(served) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\n")
+        assert is_ended_under(sock, b"x: y\r\n", pause_s=0.05, most=1000), "and not by their size"
+
+
+def test_a_body_that_does_not_come_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_S", 0.2)
+    with connect(served) as sock:
+        sock.sendall(head(b'{"prompt', 100))
+        assert sock.recv(65536).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_that_nobody_wants_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.5)
+    with connect(served) as sock:
+        sock.sendall(head(b"", 100 << 20))
+        assert is_ended_under(sock, b" ", pause_s=0.05, most=1000)
+
+
+# ---- many ----
+
+
+def test_a_thousand_idle_connections_keep_nobody_out(served: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(1000):
+            stack.enter_context(connect(served))
+        assert works(served)
+
+
+def test_connections_beyond_the_limit_are_closed_and_others_go_on(
+    deployment: Deployment, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 3)
+    with serving(deployment) as served, ExitStack() as stack:
+        core.pace_s = 0.001
+        first = stack.enter_context(connect(served))
+        first.sendall(endless())
+        assert first.recv(20).startswith(b"HTTP/1.1 200 ")
+        others = [stack.enter_context(connect(served)) for _ in range(2)]
+        assert is_ended_by_the_server(stack.enter_context(connect(served)))
+        assert first.recv(1)
+        others.pop().close()
+        eventually(lambda: _answers(served))
+
+
+def _answers(served: Served) -> bool:
+    try:
+        return httpx.get(f"{served.base_url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+# ---- readers ----
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_client_that_vanishes_has_its_requests_aborted(
+    served: Served, core: ScriptedCore, stream: bool, n: int
+) -> None:
+    core.pace_s = 0.001
+    before = len(core.aborted)
+    with connect(served) as sock:
+        sock.sendall(endless(stream=stream, n=n))
+        eventually(lambda: len(core.live) == n)
+        if stream:
+            assert sock.recv(20).startswith(b"HTTP/1.1 200 ")
+    eventually(lambda: len(core.aborted) == before + n)
+    assert works(served)
+
+
+def test_a_client_that_vanishes_before_an_engine_took_its_request_leaves_nothing(
+    served: Served, core: ScriptedCore
+) -> None:
+    core.gate.clear()
+    with connect(served) as sock:
+        sock.sendall(endless(stream=False))
+        eventually(lambda: bool(core.live))
+    core.gate.set()
+    eventually(lambda: not core.live)
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_others_go_on(
+    served: Served, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "STALL_S", 0.5)
+    before = len(core.aborted)
+    with connect(served) as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.sendall(endless(n=8))
+        eventually(lambda: bool(core.live))
+        assert works(served)
+        eventually(lambda: len(core.aborted) == before + 8)
+        assert works(served)
+
+
+def test_a_client_that_reads_too_slowly_is_told(
+    served: Served, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "MAX_UNREAD", 50)
+    with connect(served) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(endless())
+        said = b""
+        while b"[DONE]" not in said:
+            said = (said + slow.recv(256))[-4096:]
+    assert b"read faster" in said
+
+
+def test_the_server_stops_within_streams_and_under_a_client_that_does_not_read(
+    deployment: Deployment, core: ScriptedCore
+) -> None:
+    with ThreadPoolExecutor(1) as other, ExitStack() as stack, serving(deployment) as served:
+        stalled = stack.enter_context(connect(served))
+        stalled.sendall(endless())
+        stream = other.submit(lambda: b"".join(_read(served)))
+        eventually(lambda: len(core.live) == 2)
+    assert stream.result().startswith(b"data: ")
+
+
+def _read(served: Served) -> Iterator[bytes]:
+    """A stream until the server ends it, in whichever way."""
+    body = {"prompt": "a", "max_tokens": MANY, "stream": True}
+    try:
+        with httpx.stream("POST", f"{served.base_url}/v1/completions", json=body, timeout=120.0) as response:
+            yield from response.iter_raw()
+    except httpx.TransportError:
+        return

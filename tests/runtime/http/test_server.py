@@ -1,0 +1,219 @@
+"""A server's own parts: TLS, its port, its metrics, its end; the model's texts; what /ready says."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.engine.scripted import ScriptedCore
+from support.engine.scripted_deployment import Deployment
+from support.scripted_http import MODEL, ScriptedTexts, Served, serving
+from support.waiting import eventually
+
+from headwise.errors import ConfigError, DeploymentError, EngineDiedError, HeadwiseError, NotReadyError
+from headwise.runtime.client.client import Client
+from headwise.runtime.frontend import scheduler_server
+from headwise.runtime.http.app import AppOptions, make_app
+from headwise.runtime.http.errors import ApiError
+from headwise.runtime.http.metrics import AnswerClock, RequestMetrics
+from headwise.runtime.http.server import HttpServer, check_certificate, listen
+from headwise.runtime.protocol.request import FinishReason, OutputDelta, Timings, Usage
+
+
+@pytest.fixture
+def served(deployment: Deployment) -> Iterator[Served]:
+    with serving(deployment, server="http-7") as served:
+        yield served
+
+
+def metrics(served: Served) -> dict[str, float]:
+    """By name and labels, as Prometheus' own parser reads them."""
+    families = text_string_to_metric_families(served.http.get("/metrics").text)
+    return {
+        f"{sample.name}{sorted(sample.labels.values())}": sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+# ---- what is told of the deployment ----
+
+
+def test_without_an_engine_nothing_is_ready(served: Served) -> None:
+    """First of all tests: this deployment has none yet."""
+    response = served.http.get("/ready")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "no_engine"
+    assert int(response.headers["retry-after"]) > 0
+    assert served.http.get("/health").status_code == 200
+
+
+def test_who_asks_while_no_engine_comes_is_told_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a deployment that has none yet, as above."""
+    monkeypatch.setattr(scheduler_server, "ENGINES_REPORT_S", 0.0)
+    response = served.http.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "no_engine"
+    assert int(response.headers["retry-after"]) > 0
+
+
+def test_metrics_count_what_was_answered(core: ScriptedCore, served: Served) -> None:
+    eventually(lambda: served.http.get("/ready").status_code == 200)
+    before = metrics(served)
+    assert served.http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4}).status_code == 200
+    assert served.http.post("/v1/completions", json={"prompt": ""}).status_code == 400
+    assert served.http.get("/no/such/path").status_code == 404
+    after = metrics(served)
+    expected = {
+        "headwise_prompt_tokens_total['http-7']": 3,
+        "headwise_generation_tokens_total['http-7']": 4,
+        "headwise_time_to_first_token_seconds_count['http-7']": 1,
+        "headwise_inter_token_latency_seconds_count['http-7']": 3,
+        "headwise_e2e_request_latency_seconds_count['http-7']": 1,
+        "headwise_answers_total['http-7', 'length']": 1,
+        "headwise_answers_total['abort', 'http-7']": 1,
+        "headwise_http_responses_total['/v1/completions', '200', 'http-7']": 1,
+        "headwise_http_responses_total['/v1/completions', '400', 'http-7']": 1,
+        "headwise_http_responses_total['404', 'http-7', 'other']": 1,
+    }
+    assert {name: after[name] - before.get(name, 0) for name in expected} == expected
+    eventually(lambda: metrics(served)["headwise_scheduler_requests_total['routed']"] >= 1)
+    eventually(lambda: metrics(served)["headwise_engines['reporting']"] >= 1)
+
+
+def test_a_connection_for_metrics_ends_so_that_the_next_may_reach_another_server(served: Served) -> None:
+    assert served.http.get("/metrics").headers["connection"] == "close"
+
+
+def test_an_answer_is_timed_by_its_tokens() -> None:
+    counts, now = RequestMetrics("s"), [10.0]
+    clock = AnswerClock(counts, began=9.0, clock=lambda: now[0])
+    clock.take(OutputDelta("r", (1,)))
+    now[0] = 14.0
+    clock.take(OutputDelta("r", (2, 3)))
+    now[0] = 15.0
+    end = OutputDelta("r", finish_reason=FinishReason.STOP, usage=Usage(7, 5, 3), timings=Timings(queue_s=0.5))
+    clock.take(end)
+
+    def sample(name: str) -> float | None:
+        return counts.registry.get_sample_value(f"headwise_{name}", {"server": "s"})
+
+    assert sample("time_to_first_token_seconds_sum") == 1.0
+    assert (sample("inter_token_latency_seconds_count"), sample("inter_token_latency_seconds_sum")) == (2.0, 4.0)
+    assert sample("e2e_request_latency_seconds_sum") == 6.0
+    assert sample("request_queue_time_seconds_sum") == 0.5
+    assert (sample("prompt_tokens_total"), sample("prompt_cached_tokens_total")) == (7.0, 5.0)
+    assert sample("generation_tokens_total") == 3.0
+
+
+def test_without_a_scheduler_requests_are_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.runtime.client.io_thread.REFUSED_S", 0.1)
+    deployment = Deployment()
+    with serving(deployment) as served:
+        deployment.close()
+        response = served.http.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "no_scheduler"
+        assert served.http.get("/ready").status_code == 503
+        assert "the scheduler does not answer" in served.http.get("/metrics").text
+        assert served.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NotReadyError("no engine is ready"), 503),
+        (EngineDiedError("lost"), 503),
+        (HeadwiseError("odd"), 500),
+        (ValueError("secret"), 500),
+    ],
+)
+def test_errors_have_their_statuses_and_strangers_learn_nothing_of_others(error: Exception, status: int) -> None:
+    told = ApiError.of(error)
+    assert told.status == status
+    assert "secret" not in told.body["error"]["message"]
+
+
+# ---- the port ----
+
+
+def test_several_servers_share_a_port_and_go_on_without_each_other(deployment: Deployment, core: ScriptedCore) -> None:
+    with Client(deployment.address) as client:
+        app = make_app(client, ScriptedTexts(), AppOptions(MODEL))
+        first = HttpServer(app, listen("127.0.0.1", 0))
+        second = HttpServer(app, listen("127.0.0.1", first.port))
+        first.start()
+        second.start()
+        first.stop()
+        url = f"http://127.0.0.1:{first.port}/health"
+        assert all(httpx.get(url).status_code == 200 for _ in range(20))
+        second.stop()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url)
+
+
+def test_a_port_that_another_program_has_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(DeploymentError, match=rf"127\.0\.0\.1:{port}: .*--http"):
+            listen("127.0.0.1", port)
+
+
+def test_small_messages_are_not_held_back() -> None:
+    """With Nagle's algorithm every answer would wait 40 ms for its reader's acknowledgement."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_the_loop_count_grows(deployment: Deployment, core: ScriptedCore) -> None:
+    with Client(deployment.address) as client:
+        server = HttpServer(make_app(client, ScriptedTexts(), AppOptions(MODEL)), listen("127.0.0.1", 0))
+        server.start()
+        before = server.loop_count
+        eventually(lambda: server.loop_count > before)
+        server.stop()
+        server.stop()
+
+
+# ---- TLS ----
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    directory = tmp_path_factory.mktemp("tls")
+    certificate, key = str(directory / "cert.pem"), str(directory / "key.pem")
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*made.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
+
+
+def test_https_serves_who_trusts_the_certificate(
+    deployment: Deployment, core: ScriptedCore, certificate: tuple[str, str]
+) -> None:
+    check_certificate(*certificate)
+    with Client(deployment.address) as client:
+        app = make_app(client, ScriptedTexts(), AppOptions(MODEL))
+        server = HttpServer(app, listen("127.0.0.1", 0), certificate)
+        server.start()
+        trusting = ssl.create_default_context(cafile=certificate[0])
+        url = f"https://127.0.0.1:{server.port}/v1/completions"
+        answer = httpx.post(url, json={"prompt": "abc", "max_tokens": 2}, verify=trusting, timeout=120.0)
+        assert answer.json()["choices"][0]["text"] == "0 1 "
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url.replace("https", "http"))
+        server.stop()
+
+
+def test_certificates_that_cannot_be_used_are_told(certificate: tuple[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file .*absent\.pem"):
+        check_certificate(certificate[0], str(tmp_path / "absent.pem"))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        check_certificate(certificate[1], certificate[0])

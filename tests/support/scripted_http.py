@@ -1,0 +1,61 @@
+"""A real HTTP server over a real client of a deployment of this process; only the model and its texts are scripted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from support.engine.scripted_deployment import Deployment
+
+from headwise.errors import InvalidRequestError
+from headwise.runtime.client.client import Client
+from headwise.runtime.frontend.prompts import TextLimits
+from headwise.runtime.http.app import AppOptions, make_app
+from headwise.runtime.http.server import HttpServer, listen
+
+MODEL = "scripted"
+
+
+class ScriptedTexts:
+    """Tokens are characters."""
+
+    limits = TextLimits(1000, 4)
+
+    async def encode(self, prompt: str | None, messages: Any) -> list[int]:
+        text = prompt if prompt is not None else "".join(message["content"] for message in messages)
+        self.limits.size(text, None)
+        return [ord(character) for character in text]
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        if any(not 0 <= token < 0x110000 for token in tokens):
+            raise InvalidRequestError(f"token ids are from 0 to 1114111, got {tokens}")
+        return "".join(map(chr, tokens))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server's port, and who asks it."""
+
+    port: int
+    http: httpx.Client
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def serving(deployment: Deployment, **options: Any) -> Iterator[Served]:
+    """The deployment over HTTP, with these `AppOptions`."""
+    with Client(deployment.address) as client:
+        app = make_app(client, ScriptedTexts(), AppOptions(**{"model": MODEL, **options}))
+        server = HttpServer(app, listen("127.0.0.1", 0))
+        server.start()
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=120.0) as http:
+                yield Served(server.port, http)
+        finally:
+            server.stop()
