@@ -104,11 +104,13 @@ def test_every_pod_may_do_as_little_as_possible() -> None:
 @pytest.mark.parametrize("folder", ["base", "gpu"])
 def test_the_configuration_is_valid_and_fits_the_cluster(folder: str) -> None:
     config = served(folder)
-    (port,) = one(base(), "Service")["spec"]["ports"]
+    ports = {port["name"]: port for port in one(base(), "Service")["spec"]["ports"]}
     head = container(groups(cluster())["head"])
     assert config.host == "0.0.0.0"
-    assert config.port == port["port"] == port["targetPort"]
-    assert config.port in {it["containerPort"] for it in head["ports"]}
+    assert config.http_host == config.host, "HTTP is served to other pods, too"
+    for name, served_at in (("headwise", config.port), ("http", config.http)):
+        assert served_at == ports[name]["port"] == ports[name]["targetPort"]
+        assert served_at in {it["containerPort"] for it in head["ports"]}
     assert config.device == {"base": "cpu", "gpu": "cuda"}[folder]
     for group in groups(cluster()).values():
         assert "emptyDir" in volume(group, config.cache_dir)
