@@ -154,6 +154,13 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
         ),
         Row("Longest pause of a stream when a process is killed (hung: stopped)", _pauses),
     ),
+    "openai_http": (
+        Row(
+            "64 streams by OpenAI's API over HTTP: tokens per second over those of our client; p50 TTFT of one request "
+            "more than by our client",
+            lambda f: listed(f"{f['throughput_over_zmq']:.2f}", f"{f['ttft_extra_ms']:.1f} ms"),
+        ),
+    ),
     "routing": (
         Row(
             "Simulated: a trace of conversations on 8 engines, p90 TTFT by prefix; by load; in turn; one shared cache",

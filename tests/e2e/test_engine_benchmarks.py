@@ -69,3 +69,10 @@ def test_replicas_are_measured_and_lose_no_stream(capsys: pytest.CaptureFixture[
     assert list(found["recovery"]) == ["store"]
     assert found["served"] > 0
     assert found["lost"] == 0
+
+
+@pytest.mark.ray
+def test_what_http_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("openai_http", capsys)
+    assert found["throughput_over_zmq"] > 0
+    assert min(found["ttft_p50_ms"].values()) > 0

@@ -1,0 +1,159 @@
+"""What OpenAI's API over HTTP costs beside our own client: throughput of many streams, and the time to a first token.
+
+    python benchmarks/openai_http.py [--quick]
+
+One deployment, one process that asks: by `Client.astream` over ZeroMQ, and by HTTP over connections that stay open, of
+which every event is parsed. Both ask for the same prompts, which the cache has, and take turns.
+
+1. 64 streams at once, as many as the engine runs, each of 64 tokens: `throughput_over_zmq` is HTTP's rate of tokens
+   over ZeroMQ's (median of the rounds' ratios), `server_us_per_token` the time of a core that the server takes.
+2. One request at a time: `ttft_extra_ms` is the median time to the first token by HTTP less that by ZeroMQ.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from prompts import tokens
+
+from headwise import Client, EngineConfig, SamplingParams
+from headwise.actors.deployment import Deployment
+
+
+@dataclass(frozen=True)
+class Size:
+    """streams: at once; length: tokens of each; asked: requests one after the other, by each way"""
+
+    streams: int = 64
+    length: int = 64
+    rounds: int = 7
+    asked: int = 60
+
+
+FULL = Size()
+QUICK = Size(streams=4, length=8, rounds=1, asked=3)
+PROMPT_TOKENS = 32
+
+
+class Way(Protocol):
+    """One of the two ways to the deployment."""
+
+    async def ttft_s(self, place: int, prompt: list[int], length: int) -> float:
+        """Ask, read all, and tell when the first token was there. ``place``: of what asks at the same time."""
+
+
+class OverZmq:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def ttft_s(self, place: int, prompt: list[int], length: int) -> float:
+        began, first = time.perf_counter(), 0.0
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
+        async for delta in self._client.astream(prompt, sampling):
+            first = first or (time.perf_counter() if delta.token_ids else 0.0)
+        return first - began
+
+
+class OverHttp:
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+
+    async def ttft_s(self, place: int, prompt: list[int], length: int) -> float:
+        if place not in self._connections:
+            self._connections[place] = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._connections[place]
+        asked = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = json.dumps(asked).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        began, first = time.perf_counter(), 0.0
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        async for line in reader:
+            if line.startswith(b"data: [DONE]"):
+                break
+            if line.startswith(b"data: "):
+                first = first or time.perf_counter()
+                json.loads(line[6:])["choices"]
+        await reader.readuntil(b"0\r\n\r\n")
+        return first - began
+
+
+async def rate(way: Way, prompts: Sequence[list[int]], size: Size) -> float:
+    """Tokens per second of all streams together."""
+    began = time.perf_counter()
+    await asyncio.gather(*(way.ttft_s(place, prompt, size.length) for place, prompt in enumerate(prompts)))
+    return size.streams * size.length / (time.perf_counter() - began)
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of a core that a process has taken."""
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(ways: dict[str, Way], size: Size, server: int) -> dict[str, Any]:
+    """server: process id of the HTTP server"""
+    draw = np.random.default_rng(0)
+    prompts = [tokens(draw, PROMPT_TOKENS) for _ in range(size.streams)]
+    for way in ways.values():
+        await rate(way, prompts, size)  # fills the cache
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    used_s = 0.0
+    for number in range(size.rounds):
+        for name in sorted(ways, reverse=bool(number % 2)):
+            before_s = cpu_s(server)
+            rates[name].append(await rate(ways[name], prompts, size))
+            used_s += cpu_s(server) - before_s if name == "http" else 0.0
+        shown = ", ".join(f"{name} {rates[name][-1]:.0f} tokens/s" for name in ways)
+        print(f"round {number + 1}, {size.streams} streams: {shown}", flush=True)
+    ttft: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(size.asked):
+        for name in sorted(ways, reverse=bool(number % 2)):
+            ttft[name].append(await ways[name].ttft_s(0, prompts[number % size.streams], 2))
+    p50_ms = {name: 1e3 * statistics.median(ttft[name]) for name in ways}
+    print(f"one at a time, p50 TTFT: {', '.join(f'{name} {p50_ms[name]:.1f} ms' for name in ways)}", flush=True)
+    return {
+        "throughput_over_zmq": statistics.median(h / z for h, z in zip(rates["http"], rates["zmq"], strict=True)),
+        "ttft_extra_ms": p50_ms["http"] - p50_ms["zmq"],
+        "server_us_per_token": 1e6 * used_s / (size.rounds * size.streams * size.length),
+        "tokens_per_s": {name: statistics.median(rates[name]) for name in ways},
+        "ttft_p50_ms": p50_ms,
+        "streams": size.streams,
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; says little")
+    size = QUICK if parser.parse_args(arguments).quick else FULL
+    config = EngineConfig(
+        model="smollm2-135m", port=0, http=free_port(), max_num_seqs=size.streams, max_model_len=512, block_size=16
+    )
+    with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
+        ways: dict[str, Way] = {"zmq": OverZmq(client), "http": OverHttp(config.http)}
+        found = asyncio.run(measure(ways, size, deployment.actor_pids()["http-0"]))
+    print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}))
+
+
+if __name__ == "__main__":
+    main()
