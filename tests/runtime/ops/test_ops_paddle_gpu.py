@@ -258,7 +258,6 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
         "CupyLauncher",
         "CubinCache",
         "CudaKernels",
-        "CudaSampling",
         "CudaBlockTables",
         "DeviceSampler",
     ):
