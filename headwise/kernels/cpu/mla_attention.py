@@ -28,6 +28,9 @@ from headwise.kernels.mla_base import UpProjections
 EXPANDED_QUERIES = 32
 """Queries of a sequence that are worth expanding its latents for, whatever the arithmetic says."""
 
+MOST_EXPANDED = 1 << 15
+"""Tokens of a sequence whose latents are expanded: all of them are copied at once, and keys and values of one head."""
+
 EXPANSION_COST = 2
 """Of a number that is expanded, by measurement, in those of a product: it is written to memory, and read again."""
 
@@ -81,7 +84,8 @@ class NumbaLatentKernels:
     ) -> None:
         """See `LatentKernels.attend_latent`. A visible token whose block is ``-1`` is treated as not visible.
 
-        A sequence's results do not depend on the batch that it is part of, nor on the number of threads.
+        A sequence's results do not depend on the batch that it is part of, nor on the number of threads, but for the
+        rounding of products with up-projections, which NumPy computes.
         """
         _check(query, up, out)
         spans = [_Span.of(batch, index, heads, layout.block_size) for index in range(len(batch.seq_lens))]
@@ -145,9 +149,7 @@ class NumbaLatentKernels:
             layout, table = gqa_layout(context, count, dim), HeadTable(*(_int32([0] * count) for _ in range(4)))
             table.slot[:] = np.arange(count)
             part = np.empty((len(query), count, dim), np.float32)
-            self._expanded.attend(
-                query[:, some], arena, layout, batch, table, scale=scale, softcap=0.0, out=part
-            )  # fmt: skip
+            self._expanded.attend(query[:, some], arena, layout, batch, table, scale=scale, softcap=0.0, out=part)
             out[:, some] = part[..., :value_dim]
 
     def _expand(self, up: UpProjections, latents: Floats, dim: int) -> NDArray[np.uint8]:
@@ -169,7 +171,6 @@ class NumbaLatentKernels:
     def _share_out(self, function: Callable[[int, int], None], count: int, work: int) -> None:
         """Call ``function(first, last)`` on all of ``count``, shared out among as many threads as the work is worth."""
         workers = max(1, min(self._threads, count, work // THREAD_WORK))
-
         if workers == 1:
             function(0, count)
             return
@@ -189,7 +190,7 @@ class NumbaLatentKernels:
             raise failures[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Span:
     """A sequence of a batch.
 
@@ -218,7 +219,7 @@ class _Span:
 
     def is_worth_expanding(self, up: UpProjections) -> bool:
         """Whether that is less arithmetic: products with up-projections are of queries, or of the whole context."""
-        if self.blocks is None:
+        if self.blocks is None or self.context > MOST_EXPANDED:
             return False
         _, plain, rank = up.key.shape
         value_dim = up.value.shape[2]
