@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -16,7 +17,7 @@ import ray
 from headwise.actors.addresses import check_free, free_ports, is_loopback
 from headwise.actors.calls import get
 from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
-from headwise.actors.names import NAMESPACE, actor_name
+from headwise.actors.names import NAMESPACE, STANDBY, actor_name
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
@@ -107,6 +108,7 @@ class Deployment:
     def _start_actors(self, progress: Progress) -> None:
         from headwise.actors.fleet import Fleet
         from headwise.actors.frontend_watchdog import FrontendWatchdog
+        from headwise.actors.role import StandbyRole
         from headwise.storage.index.encryption import CurveKeys
 
         config, secret = self.config, secrets.token_hex(16)
@@ -114,9 +116,7 @@ class Deployment:
         progress.stage("starting the scheduler")
         scheduler, store_endpoint = self._start_frontend(secret, curve_keys)
         supervisor = self._supervisor
-        self._watchdog = FrontendWatchdog(
-            list(self._frontend), supervisor.serving, config.front_timeout_s, supervisor.replace
-        )
+        self._watchdog = FrontendWatchdog(supervisor, list(self._frontend), config)
         for role in self._frontend.values():
             supervisor.add(role)
         arguments = scheduler, secret, store_endpoint, curve_keys, self._namespace
@@ -124,6 +124,8 @@ class Deployment:
         supervisor.start(self._fleet.look)
         self._watchdog.start()
         self._wait_for_engines(progress)
+        if config.standby:
+            supervisor.add(StandbyRole(self._frontend["scheduler"]))
 
     def _engine_role(self, arguments: tuple[Any, ...], name: str) -> Role:
         from headwise.actors.engine import Engine
@@ -253,6 +255,11 @@ class Deployment:
         """Another thread may stop the deployment at any moment."""
         return self._stopped
 
+    @property
+    def has_standby(self) -> bool:
+        """Whether another scheduler stands by, ready to take the place of the one that serves."""
+        return self._supervisor.serving(f"scheduler{STANDBY}") is not None
+
     def worker_pids(self) -> list[list[int]]:
         """Process ids of the workers: per engine, by rank. An engine that is starting or has ended has none."""
         assert self._fleet is not None
@@ -327,14 +334,14 @@ def resolve_client_address(cluster: str, name: str) -> str:
     Raises `DeploymentError` if there is no such cluster or deployment.
     """
     with connection(cluster) as found:
-        try:
-            scheduler: Any = ray.get_actor(actor_name(name, "scheduler"), namespace=NAMESPACE)
-        except ValueError:
-            raise DeploymentError(
-                f"no deployment named {name!r} runs on the Ray cluster at {found}; start one with `headwise serve`"
-            ) from None
-        address: str = get(scheduler.client_address.remote())
-        return address
+        for role in ("scheduler", f"scheduler{STANDBY}"):  # either may have either name, and both know the address
+            with contextlib.suppress(ValueError):
+                scheduler: Any = ray.get_actor(actor_name(name, role), namespace=NAMESPACE)
+                address: str = get(scheduler.client_address.remote())
+                return address
+    raise DeploymentError(
+        f"no deployment named {name!r} runs on the Ray cluster at {found}; start one with `headwise serve`"
+    )
 
 
 def _pid(actor: Any) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 NAMESPACE = "headwise"
+STANDBY = "-standby"
+"""Ends the name of the role that stands by for another one."""
 
 
 def actor_name(deployment: str, role: str) -> str:
-    """``role`` is ``scheduler``, ``store`` or ``engine-N``."""
+    """``role`` is ``scheduler``, ``scheduler-standby``, ``store`` or ``engine-N``."""
     return f"{deployment}/{role}"

@@ -13,7 +13,7 @@ import ray
 
 from headwise.actors.calls import cause_of, error_of
 from headwise.actors.restarts import Phase
-from headwise.actors.role import Role
+from headwise.actors.role import Role, StandbyRole
 from headwise.errors import DeploymentError
 from headwise.liveness_clock import LivenessClock
 
@@ -75,7 +75,13 @@ class Supervisor:
             return
         log.error("%s %s: %s", role, "is ended" if role.is_leaving else "is replaced", cause)
         role.cause = cause
-        role.kill()
+        role.kill_at_once()
+
+    def can_fail_over(self, name: str) -> bool:
+        """Whether a standby would take the place of the role's actor at once. Callable from any thread."""
+        role = self._roles.get(name)
+        has_standby = role is not None and role.standby is not None and self.serving(role.standby.name) is not None
+        return role is not None and has_standby and role.life.can_be_replaced(self._clock())
 
     def retire(self, role: Role, why: str) -> None:
         """Forget a role, end its actor if it still lives, and give back its place. On the supervisor's thread."""
@@ -128,7 +134,7 @@ class Supervisor:
             again = " again" if role.has_served else ""
             role.serves(now)
             role.error = None
-            log.warning("%s serves%s", role, again)
+            log.warning("%s %s%s", role, "stands by" if isinstance(role, StandbyRole) else "serves", again)
         else:
             self._end(role, role.cause or "it has stopped", now)
 
@@ -154,7 +160,11 @@ class Supervisor:
         if life.is_late(now):
             role.error = DeploymentError(f"{role} takes too long to start: start_timeout_s is too short, or it hangs")
             self._end(role, "it takes too long to start", now)
-        if life.is_due(now):
+        if role.is_due(now):
+            if role.promote():
+                log.warning("the standby takes the place of %s", role)
+                life.created(now)
+                return
             role.site.choose(life)
             life.placing(now)
         if life.phase is not Phase.PLACING:

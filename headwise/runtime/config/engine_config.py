@@ -214,6 +214,15 @@ class EngineConfig:
     front_timeout_s: float = _option(
         15.0, "Seconds after which a scheduler or an index that is alive but does nothing is replaced.", 5.0
     )
+    standby: bool = _option(
+        True, "Keep a second scheduler ready, which takes the place of the first one when that dies or hangs."
+    )
+    failover_timeout_s: float = _option(
+        1.5,
+        "Seconds after which a scheduler that is alive but does nothing is replaced by the one that stands by, if that "
+        "answers meanwhile.",
+        0.5,
+    )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
     step_timeout_s: float = _option(
         120.0,
