@@ -103,6 +103,11 @@ class EngineConfig:
         "Nodes that engines go to: those with the fewest engines of this deployment, so that a lost node takes few "
         "of them, or those with the most, so that other nodes stay free.",
     )
+    rebalance: Literal["auto", "always", "never"] = _option(
+        "auto",
+        "Whether engines move, one at a time, when a node has come over which they spread better; auto is only where "
+        "engines of a node share its cores: on CPUs, without engine_cpus.",
+    )
     device: Literal["auto", "cpu", "cuda"] = _option(
         "auto", "Where workers compute: on a GPU each, or on CPU cores; auto is cuda where all ranks can have a GPU."
     )
