@@ -36,8 +36,6 @@ from headwise.runtime.frontend.scaling.leaving import choose_leaving, number_of
 
 log = logging.getLogger(__name__)
 
-MOST_REPLICAS = 1024
-"""Where ``max_replicas`` sets no limit."""
 FAREWELL_S = 5.0
 _ASK_S = 1.0
 _REBALANCE_S = 5.0
@@ -229,7 +227,7 @@ def policy_of(config: EngineConfig) -> ScalingPolicy:
     """How the number of a deployment's engines changes."""
     return ScalingPolicy(
         config.min_replicas,
-        config.max_replicas or MOST_REPLICAS,
+        config.most_replicas,
         target_ttft_s=config.target_ttft_s or None,
         target_queue_s=config.target_queue_s or None,
         upscale_delay_s=config.upscale_delay_s,

@@ -67,7 +67,11 @@ class EngineConfig:
         1, "Fewest engines; 0: none while there are no requests, and the first request waits for one.", 0, 1024
     )
     max_replicas: int = _option(
-        0, "Most engines; 0: as many as `headwise scale` says. A target needs a limit.", 0, 1024
+        0,
+        "Most engines, for `headwise scale`, too, which every client may use; 0: four times replicas, at least 8. A "
+        "target needs a limit.",
+        0,
+        1024,
     )
     target_ttft_s: float = _option(
         0.0,
@@ -309,6 +313,11 @@ class EngineConfig:
     def follows_load(self) -> bool:
         """Whether the number of engines follows the load."""
         return bool(self.target_ttft_s or self.target_queue_s)
+
+    @property
+    def most_replicas(self) -> int:
+        """The most engines that there may be: any client can ask for them."""
+        return self.max_replicas or min(1024, max(8, 4 * self.first_replicas))
 
     @property
     def first_replicas(self) -> int:
