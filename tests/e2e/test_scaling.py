@@ -116,6 +116,8 @@ def test_what_only_the_engine_that_goes_has_cached_is_in_storage_when_it_has_gon
     client.scale(1)
     eventually(lambda: len(serving(client)) == 1)
     prompt = [1000 + 7 * number for number in range(160)]
+    never_again = [2000 + 7 * number for number in range(160)]
+    client.stream(never_again, max_tokens=2).read()
     first = client.stream(prompt, max_tokens=2, temperature=0.0).read()
     client.scale(0)
     eventually(lambda: not fleet(client), otherwise=client.stats)
@@ -124,6 +126,13 @@ def test_what_only_the_engine_that_goes_has_cached_is_in_storage_when_it_has_gon
     assert second.token_ids == first.token_ids
     assert first.usage.cached_tokens == 0
     assert second.usage.cached_tokens >= 144
+
+    def stored() -> list[int]:
+        return [tiers["storage"] for tiers in client.find_prefix(never_again)["engines"].values()]
+
+    eventually(lambda: any(stored()), otherwise=stored)
+    client.reset_cache("storage")
+    eventually(lambda: stored() == [0], otherwise=stored)
 
 
 def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_not_come_back(
