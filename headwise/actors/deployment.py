@@ -116,7 +116,8 @@ class Deployment:
         progress.stage("starting the scheduler")
         scheduler, store_endpoint = self._start_frontend(secret, curve_keys)
         supervisor = self._supervisor
-        self._watchdog = FrontendWatchdog(supervisor, list(self._frontend), config)
+        have_standby = ["scheduler"] if config.standby else []
+        self._watchdog = FrontendWatchdog(supervisor, list(self._frontend), have_standby, config)
         for role in self._frontend.values():
             supervisor.add(role)
         arguments = scheduler, secret, store_endpoint, curve_keys, self._namespace
@@ -124,8 +125,8 @@ class Deployment:
         supervisor.start(self._fleet.look)
         self._watchdog.start()
         self._wait_for_engines(progress)
-        if config.standby:
-            supervisor.add(StandbyRole(self._frontend["scheduler"]))
+        for name in have_standby:
+            supervisor.add(StandbyRole(self._frontend[name]))
 
     def _engine_role(self, arguments: tuple[Any, ...], name: str) -> Role:
         from headwise.actors.engine import Engine

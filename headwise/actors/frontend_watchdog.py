@@ -26,13 +26,16 @@ class FrontendWatchdog:
     only one that replaces them, so an actor is not replaced twice.
 
     roles: of the actors to watch
+    have_standby: those of them for which another one stands by
     """
 
-    def __init__(self, supervisor: Supervisor, roles: Sequence[str], config: EngineConfig) -> None:
+    def __init__(
+        self, supervisor: Supervisor, roles: Sequence[str], have_standby: Sequence[str], config: EngineConfig
+    ) -> None:
         self._supervisor = supervisor
-        watched = [*roles, *(f"{role}{STANDBY}" for role in roles)]
+        watched = [*roles, *(f"{role}{STANDBY}" for role in have_standby)]
         self._watchdogs = [self._watchdog(role, config.front_timeout_s) for role in watched]
-        self._watchdogs += [self._failover_watchdog(role, config.failover_timeout_s) for role in roles]
+        self._watchdogs += [self._failover_watchdog(role, config.failover_timeout_s) for role in have_standby]
 
     def _watchdog(self, role: str, timeout_s: float) -> Watchdog:
         replace = partial(self._supervisor.replace, role, _silent_for(timeout_s))

@@ -75,11 +75,14 @@ class Life:
         self.start_timeout_s = start_timeout_s
         self._restarts = Restarts(policy)
         self._since = self._due = -math.inf
+        self._late_after_s = start_timeout_s
 
     def placing(self, now: float) -> None:
         self._enter(Phase.PLACING, now)
 
-    def created(self, now: float) -> None:
+    def created(self, now: float, timeout_s: float = math.inf) -> None:
+        """``timeout_s``: of this start, if it is to take less time than others."""
+        self._late_after_s = min(timeout_s, self.start_timeout_s)
         self._enter(Phase.STARTING, now)
 
     def ready(self, now: float) -> None:
@@ -111,7 +114,7 @@ class Life:
 
     def is_late(self, now: float) -> bool:
         """Whether its start takes too long. Waiting for a node does not count."""
-        return self.phase is Phase.STARTING and now - self._since > self.start_timeout_s
+        return self.phase is Phase.STARTING and now - self._since > self._late_after_s
 
     def has_waited_for(self, seconds: float, now: float) -> bool:
         """Whether it has waited for room for so long."""

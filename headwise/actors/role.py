@@ -85,6 +85,7 @@ class Role:
             return False
         self._actor_name, standby._actor_name = standby._actor_name, self._actor_name
         self._take(standby.handle)
+        self._process = standby._process
         standby.give_away()
         return True
 

@@ -19,6 +19,8 @@ from headwise.liveness_clock import LivenessClock
 
 log = logging.getLogger(__name__)
 
+TAKE_OVER_S = 8.0
+"""A standby that was to take over and does not serve by then hangs, and is replaced. Clients wait for 20 s."""
 _LOOK_S = 0.25
 _TELL_S = 5.0
 """After so long a wait for a node, the wait is logged."""
@@ -35,6 +37,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._roles: dict[str, Role] = {}
         self._clock = LivenessClock()
+        self._now = self._clock()  # for other threads
         self._beside: Callable[[float], None] = lambda now: None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-supervisor", daemon=True)
@@ -81,7 +84,7 @@ class Supervisor:
         """Whether a standby would take the place of the role's actor at once. Callable from any thread."""
         role = self._roles.get(name)
         has_standby = role is not None and role.standby is not None and self.serving(role.standby.name) is not None
-        return role is not None and has_standby and role.life.can_be_replaced(self._clock())
+        return role is not None and has_standby and role.life.can_be_replaced(self._now)
 
     def retire(self, role: Role, why: str) -> None:
         """Forget a role, end its actor if it still lives, and give back its place. On the supervisor's thread."""
@@ -112,7 +115,7 @@ class Supervisor:
         else:
             ended = []
             self._stopping.wait(_LOOK_S)
-        now = self._clock()
+        now = self._now = self._clock()
         if self._stopping.is_set():
             return
         for call in ended:
@@ -159,11 +162,12 @@ class Supervisor:
             return
         if life.is_late(now):
             role.error = DeploymentError(f"{role} takes too long to start: start_timeout_s is too short, or it hangs")
+            role.kill_at_once()
             self._end(role, "it takes too long to start", now)
         if role.is_due(now):
             if role.promote():
                 log.warning("the standby takes the place of %s", role)
-                life.created(now)
+                life.created(now, TAKE_OVER_S)
                 return
             role.site.choose(life)
             life.placing(now)

@@ -58,6 +58,13 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def answers_again(client: Client) -> bool:
+    try:
+        return bool(client.generate("Still there?", max_tokens=2).token_ids)
+    except DeploymentError:  # nothing has listened for so long that there seems to be no deployment
+        return False
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_one_that_stands_by_takes_over_and_no_stream_loses_a_token(
     deployment: Deployment, client: Client, number: int
@@ -74,6 +81,17 @@ def test_the_one_that_stands_by_takes_over_and_no_stream_loses_a_token(
         assert another.address == client.address
         assert another.generate("Still there?", max_tokens=2).token_ids
     assert schedulers(deployment)[1] not in (scheduler, standby)
+
+
+def test_one_that_stands_by_and_hangs_when_it_is_needed_is_replaced_in_turn(
+    deployment: Deployment, client: Client
+) -> None:
+    gone = schedulers(deployment)
+    os.kill(gone[1], signal.SIGSTOP)
+    os.kill(gone[0], signal.SIGKILL)
+    eventually(lambda: answers_again(client))
+    eventually(lambda: not any(map(is_there, gone)))
+    assert not {*gone} & {*schedulers(deployment)}
 
 
 def test_a_machine_that_stands_still_replaces_nobody(deployment: Deployment, client: Client) -> None:
