@@ -7,10 +7,11 @@
    differ in nothing else. The first turn, of which nothing can be cached, does not count. `hit_rate` is the share of
    prompt tokens that came from a cache, `ttft_*_s` the seconds to the first token as the client sees them,
    `ttft_*_ratio` those of `round_robin` over those of `cache_aware`.
-2. Streams run without end while the store, the scheduler, a worker and an engine are killed (SIGKILL), and an engine
-   is stopped (SIGSTOP), one at a time. `recovery`: the longest pause of a stream (`pause_s`), how long a request that
-   came right behind the fault waited for its first token (`new_request_s`), and how long it took until three engines
-   served and the index agreed with them (`whole_s`). `lost` counts streams that did not end as they do undisturbed.
+2. Streams run without end while the store, the scheduler, a worker and an engine are killed (SIGKILL), and others are
+   stopped (SIGSTOP: "hung"), one at a time. `recovery`: the longest pause of a stream (`pause_s`), how long a request
+   that came right behind the fault waited for its first token (`new_request_s`), and how long it took until three
+   engines served and the index agreed with them (`whole_s`). `lost` counts streams that did not end as they do
+   undisturbed.
 
 The last line is JSON.
 """
@@ -45,7 +46,7 @@ class Size:
 
     kv_cache: of each engine: half of what the conversations take
     users:    conversations that have a request under way at a time
-    faults:   how many of `FAULTS`
+    faults:   of `FAULTS`, in this order
     """
 
     policies: tuple[Literal["round_robin", "cache_aware"], ...] = ("round_robin", "cache_aware")
@@ -57,7 +58,15 @@ class Size:
     turns: int = 6
     users: int = 3
     streams: int = 9
-    faults: int = 5
+    faults: tuple[str, ...] = (
+        "store",
+        "scheduler",
+        "worker",
+        "engine",
+        "hung store",
+        "hung scheduler",
+        "hung engine",
+    )
 
 
 FULL = Size()
@@ -71,7 +80,7 @@ QUICK = Size(
     turns=2,
     users=2,
     streams=2,
-    faults=1,
+    faults=("store", "scheduler", "hung scheduler"),
 )
 QUESTION_TOKENS, ANSWER_TOKENS = 24, 8
 STREAM_TOKENS = 24
@@ -204,14 +213,20 @@ def is_whole(deployment: Deployment, client: Client) -> bool:
     )
 
 
+def frontend(role: str, number: int) -> Callable[[Deployment, Client], tuple[int, int]]:
+    return lambda deployment, client: (deployment.actor_pids()[role], number)
+
+
 def busiest(client: Client) -> int:
     work = {name: engine["work"] for name, engine in client.stats()["engines"].items()}
     return int(max(work, key=lambda name: int(work[name]["running"])).removeprefix("engine-"))
 
 
 FAULTS: dict[str, Callable[[Deployment, Client], tuple[int, int]]] = {
-    "store": lambda deployment, client: (deployment.actor_pids()["store"], signal.SIGKILL),
-    "scheduler": lambda deployment, client: (deployment.actor_pids()["scheduler"], signal.SIGKILL),
+    "store": frontend("store", signal.SIGKILL),
+    "hung store": frontend("store", signal.SIGSTOP),
+    "scheduler": frontend("scheduler", signal.SIGKILL),
+    "hung scheduler": frontend("scheduler", signal.SIGSTOP),
     "worker": lambda deployment, client: (deployment.worker_pids()[busiest(client)][0], signal.SIGKILL),
     "engine": lambda deployment, client: (deployment.actor_pids()[f"engine-{busiest(client)}"], signal.SIGKILL),
     "hung engine": lambda deployment, client: (deployment.actor_pids()[f"engine-{busiest(client)}"], signal.SIGSTOP),
@@ -221,8 +236,10 @@ FAULTS: dict[str, Callable[[Deployment, Client], tuple[int, int]]] = {
 
 def break_things(deployment: Deployment, client: Client, size: Size, seed: int) -> dict[str, Any]:
     load, recovery = Load(client, size.streams, seed), dict[str, Any]()
-    for fault in list(FAULTS)[: size.faults]:
+    for fault in size.faults:
         time.sleep(3.0)
+        while not deployment.has_standby:  # one is made some seconds after the last one was needed
+            time.sleep(0.1)
         pid, number = FAULTS[fault](deployment, client)
         os.kill(pid, number)
         since = time.perf_counter()
@@ -250,7 +267,7 @@ def rounded(value: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two engines, one policy, one fault: half a minute")
+    parser.add_argument("--quick", action="store_true", help="two engines, one policy, three faults: a minute")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     size = QUICK if options.quick else FULL

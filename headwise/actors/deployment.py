@@ -15,10 +15,10 @@ import ray
 from headwise.actors.addresses import check_free
 from headwise.actors.calls import get
 from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
-from headwise.actors.found import Found, find_actor, wait_until_gone
+from headwise.actors.found import Found, find_scheduler, wait_until_gone
 from headwise.actors.front import Front, Keys
 from headwise.actors.http_server import check_http_start, http_address
-from headwise.actors.names import actor_name
+from headwise.actors.names import SCHEDULER, STANDBY, actor_name
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
@@ -107,6 +107,7 @@ class Deployment:
         self._frontend.start()
         self._supervise()
         self._wait_for_engines(progress)
+        self._have_standby()
 
     def adopt(self, found: Found) -> None:
         """Go on with the actors of an owner that has died, which knew where scheduler and store are."""
@@ -115,11 +116,12 @@ class Deployment:
 
         assert found.front is not None
         self._frontend = Frontend(self.config, self._keys, self._is_detached)
-        self._frontend.adopt(found.front, found.actors, self._supervisor.now())
+        self._frontend.adopt(found, self._supervisor.now())
         names = {name for name in (*found.actors, *found.groups) if number_of(name) >= 0}
-        for name in found.actors.keys() - self._frontend.roles.keys() - names:
-            ray.kill(found.actors[name])  # whatever it is, nobody looks after it
+        for name in found.actors.keys() - set(map(found.name_of, self._frontend.roles)) - names:
+            ray.kill(found.actors[name])  # one that stood by, or whatever it is: nobody looks after it
         self._supervise(found, sorted(names, key=number_of))
+        self._have_standby()
 
     def _choose(self, progress: Progress) -> None:
         """Resolve the settings that depend on the cluster (the device), and log what was chosen."""
@@ -144,9 +146,8 @@ class Deployment:
 
         assert self._frontend is not None
         config, supervisor, frontend = self.config, self._supervisor, self._frontend
-        self._watchdog = FrontendWatchdog(
-            list(frontend.roles), supervisor.serving, config.front_timeout_s, supervisor.replace
-        )
+        have_standby = [SCHEDULER] if config.standby else []
+        self._watchdog = FrontendWatchdog(supervisor, list(frontend.roles), have_standby, config)
         for role in frontend.roles.values():
             supervisor.add(role)
         number = None if found is None else len(set(engines) - found.leaving)
@@ -155,6 +156,14 @@ class Deployment:
             self._take_over(found, engines)
         supervisor.start(self._look)
         self._watchdog.start()
+
+    def _have_standby(self) -> None:
+        """Once all serve: until then they need the processors."""
+        from headwise.actors.role import StandbyRole
+
+        assert self._frontend is not None
+        if self.config.standby:
+            self._supervisor.add(StandbyRole(self._frontend.roles[SCHEDULER]))
 
     def _take_over(self, found: Found, engines: Sequence[str]) -> None:
         assert self._fleet is not None
@@ -256,6 +265,11 @@ class Deployment:
         """Another thread may stop the deployment at any moment."""
         return self._stopped
 
+    @property
+    def has_standby(self) -> bool:
+        """Whether another scheduler stands by, ready to take the place of the one that serves."""
+        return self._supervisor.serving(f"{SCHEDULER}{STANDBY}") is not None
+
     def worker_pids(self) -> list[list[int]]:
         """Process ids of the workers: per engine, by rank. An engine that is starting or has ended has none."""
         assert self._fleet is not None
@@ -330,7 +344,7 @@ def resolve_client_address(cluster: str, name: str) -> str:
     Raises `DeploymentError` if there is no such cluster or deployment.
     """
     with connection(cluster) as found:
-        scheduler = find_actor(name, "scheduler")
+        scheduler = find_scheduler(name)
         if scheduler is None:
             raise DeploymentError(
                 f"no deployment named {name!r} runs on the Ray cluster at {found}; start one with `headwise serve`"

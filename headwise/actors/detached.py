@@ -13,7 +13,7 @@ import ray
 
 from headwise.actors.calls import cause_of, error_of, get
 from headwise.actors.cluster import connection
-from headwise.actors.found import deployments, end_all, find_actor, wait_until_gone
+from headwise.actors.found import deployments, end_all, find_actor, find_scheduler, wait_until_gone
 from headwise.actors.front import Keys
 from headwise.actors.names import NAMESPACE, OWNER, actor_name
 from headwise.actors.owner import Owner, OwnerState
@@ -51,7 +51,7 @@ def start_detached(config: EngineConfig, address: str, progress: Progress | None
         owner = find_actor(config.name, OWNER)
         if owner is not None:
             return _running(config, owner), True
-        if find_actor(config.name, "scheduler") is not None:
+        if find_scheduler(config.name) is not None:
             raise DeploymentError(
                 f"a deployment named {config.name!r} already runs on this Ray cluster, and is not detached: end the "
                 "`headwise serve` that started it, or choose another --name"
@@ -209,7 +209,7 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def _nothing_to_stop(name: str, cluster: str) -> DeploymentError:
-    if find_actor(name, "scheduler") is None:
+    if find_scheduler(name) is None:
         return DeploymentError(f"no deployment named {name!r} runs on the Ray cluster at {cluster}")
     return DeploymentError(
         f"the deployment {name!r} is not detached: it ends with the `headwise serve` that started it, by SIGTERM or "

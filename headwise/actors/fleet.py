@@ -12,8 +12,9 @@ from typing import Any
 
 import ray
 
-from headwise.actors import placement
+from headwise.actors import placement, rebalance
 from headwise.actors.first_start import EngineStart
+from headwise.actors.names import SCHEDULER
 from headwise.actors.restarts import Phase
 from headwise.actors.role import Role
 from headwise.actors.store_worth import StoreWorth
@@ -33,15 +34,15 @@ from headwise.runtime.frontend.scaling import (
     Wish,
     Wishes,
 )
-from headwise.runtime.frontend.scaling.leaving import number_of
+from headwise.runtime.frontend.scaling.leaving import choose_leaving, number_of
 
 log = logging.getLogger(__name__)
 
-MOST_REPLICAS = 1024
-"""Where ``max_replicas`` sets no limit."""
 FAREWELL_S = 5.0
 _ASK_S = 1.0
 _CLOSING = Decision(0, "the deployment is being stopped")
+_REBALANCE_S = 5.0
+"""How often nodes are looked at that may be better for an engine."""
 
 
 class Fleet:
@@ -75,6 +76,9 @@ class Fleet:
         self._answer: Any = None  # of the scheduler: the call that is under way
         self._ask_at = self._now = 0.0
         self._serial = 0
+        self._rebalancer = rebalance.Rebalancer()
+        self._rebalance_at = 0.0 if rebalance.is_wanted(config) else math.inf
+        self._moved = ""
         self._has_begun = self._is_closing = False
 
     def adopt(self, role: Role, is_leaving: bool) -> None:
@@ -131,7 +135,7 @@ class Fleet:
     def _ask(self, now: float) -> SchedulerNews | None:
         """Tell the scheduler how the engines are, now and then; its news, once they have come."""
         if self._answer is None:
-            scheduler = self._supervisor.serving("scheduler")
+            scheduler = self._supervisor.serving(SCHEDULER)
             if scheduler is not None and now >= self._ask_at:
                 self._answer = scheduler.exchange.options(enable_task_events=False).remote(self._state())
                 self._ask_at = now + _ASK_S
@@ -149,7 +153,7 @@ class Fleet:
         engines = self.engines
         return FleetState(
             number=self._decision.number,
-            reason=self._decision.reason,
+            reason=self._decision.reason + self._moved,
             replicas={role.name: _in_words(role) for role in engines},
             expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
             is_awaited=self._controller.may_grow_from_nothing,
@@ -178,8 +182,34 @@ class Fleet:
                 log.warning("%s has to go: Ray drains its node", role)
                 self._controller.drain(role.name, self._epoch[role.name])
 
+    def _rebalance(self, observed: Observation, now: float) -> None:
+        """Have an engine go whose node has too many, if there is a better one for the engine that takes its place."""
+        if now < self._rebalance_at:
+            return
+        self._rebalance_at = now + _REBALANCE_S
+        engines = self.engines
+        if any(role.is_leaving or role.life.phase is not Phase.RUNNING for role in engines):
+            move = self._rebalancer.look(None, (), now)
+        else:
+            self._moved = ""
+            homes = {role.name: role.site.node for role in engines}
+            is_shared = len(set(homes.values())) < len(homes)
+            with_room = placement.nodes_with_room(self._config) if is_shared else ()
+            move = self._rebalancer.look(homes, with_room, now)
+        if move is None:
+            return
+        (chosen,) = choose_leaving(move.engines, 1, observed, self._store)
+        role = self._supervisor.roles[chosen.name]
+        better = (
+            f"a node of {len(move.engines)} engines, while node {placement.address_of(move.target)} has {move.there}"
+        )
+        log.warning("%s has to go: it is on %s", role, better)
+        self._moved = f"; {chosen.name} was moved: it was on {better}"
+        self._controller.drain(chosen.name, self._epoch[chosen.name])
+
     def _decide(self, observed: Observation, now: float) -> None:
         self._leave_draining_nodes()
+        self._rebalance(observed, now)
         before = self._decision
         decision = self._controller.decide(observed, self._replicas(), now, self._store)
         if before is None or (before.number, before.overdue) != (decision.number, decision.overdue):
@@ -235,7 +265,7 @@ def policy_of(config: EngineConfig) -> ScalingPolicy:
     """How the number of a deployment's engines changes."""
     return ScalingPolicy(
         config.min_replicas,
-        config.max_replicas or MOST_REPLICAS,
+        config.most_replicas,
         target_ttft_s=config.target_ttft_s or None,
         target_queue_s=config.target_queue_s or None,
         upscale_delay_s=config.upscale_delay_s,

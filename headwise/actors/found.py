@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from headwise.actors.front import About, Front
-from headwise.actors.names import NAMESPACE, OWNER, actor_name
+from headwise.actors.names import NAMESPACE, OWNER, SCHEDULER, STANDBY, actor_name
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -36,6 +36,7 @@ class Found:
     front:   where scheduler and store are, or were; None: nobody knows, so there is nothing to go on with
     leaving: engines that are being drained
     wish:    what clients asked for last, and the owner before did
+    scheduler: the role whose name the scheduler has that serves: it may have stood by once
     """
 
     actors: dict[str, Any] = field(default_factory=dict)
@@ -43,6 +44,11 @@ class Found:
     front: Front | None = None
     leaving: frozenset[str] = frozenset()
     wish: Wish | None = None
+    scheduler: str = SCHEDULER
+
+    def name_of(self, role: str) -> str:
+        """The role whose name the actor of ``role`` has."""
+        return self.scheduler if role == SCHEDULER else role
 
 
 def find_actor(deployment: str, role: str) -> Any | None:
@@ -50,6 +56,11 @@ def find_actor(deployment: str, role: str) -> Any | None:
     with contextlib.suppress(ValueError):
         return ray.get_actor(actor_name(deployment, role), namespace=NAMESPACE)
     return None
+
+
+def find_scheduler(deployment: str) -> Any | None:
+    """The handle of a scheduler, or of one that stands by: either may have either name, and both know the address."""
+    return find_actor(deployment, SCHEDULER) or find_actor(deployment, SCHEDULER + STANDBY)
 
 
 def deployments() -> list[str]:
@@ -78,8 +89,9 @@ def find_parts(deployment: str) -> Found:
             fronts[role] = about.front
         leaving |= {role} if about.is_leaving else set()
         wish = about.wish or wish
-    front = fronts.get("scheduler") or next(iter(fronts.values()), None)
-    return Found(actors, _groups(deployment), front, frozenset(leaving), wish)
+    scheduler = next((role for role in (SCHEDULER, SCHEDULER + STANDBY) if role in fronts), SCHEDULER)
+    front = fronts.get(scheduler) or next(iter(fronts.values()), None)
+    return Found(actors, _groups(deployment), front, frozenset(leaving), wish, scheduler)
 
 
 def end_all(deployment: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headwise.actors.addresses import EVERY_INTERFACE, client_host, free_ports, is_loopback
 from headwise.actors.calls import get
-from headwise.actors.found import wait_until_gone
+from headwise.actors.found import Found, find_scheduler, wait_until_gone
 from headwise.actors.front import Front, Keys
+from headwise.actors.names import SCHEDULER
 from headwise.actors.placement import FrontendSite
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
@@ -50,22 +50,27 @@ class Frontend:
         host = self._config.advertise_host or client_host(self._config.host, self._site.address)
         return f"tcp://{host}:{self._port}"
 
-    def adopt(self, front: Front, actors: Mapping[str, Any], now: float) -> None:
+    def adopt(self, found: Found, now: float) -> None:
         """Take over what there is; what there is not is left to be started."""
+        front = found.front
+        assert front is not None
         self._site.adopt(front.node)
         self._port, self._store_port = front.port, int(front.store_endpoint.rpartition(":")[2])
         self._namespace = front.namespace
         for role in (self._scheduler_role(), self._store_role(), *self._http_roles()):
             self.roles[role.name] = role
             role.starts = 1  # whatever is made next follows another one
-            if role.name in actors:
-                role.adopt(actors[role.name], now)
+            name = found.name_of(role.name)
+            if name in found.actors:
+                role.adopt(found.actors[name], now, name)
 
     def start(self) -> None:
         """Start all, and wait until they serve. Raises `DeploymentError`.
 
         Another process may take a free port before it is bound: then other ports are tried.
         """
+        if find_scheduler(self._config.name) is not None:
+            raise self._name_taken()
         self._start_scheduler_and_store()
         for role in [self._create(role) for role in self._http_roles()]:
             get(role.is_ready)
@@ -109,12 +114,16 @@ class Frontend:
         try:
             role.create()
         except ValueError:
-            raise DeploymentError(
-                f"a deployment named {self._config.name!r} is already running on this Ray cluster; stop it (`headwise "
-                f"stop --name {self._config.name}`, if it is detached), or choose another name"
-            ) from None
+            raise self._name_taken() from None
         self.roles[role.name] = role
         return role
+
+    def _name_taken(self) -> DeploymentError:
+        name = self._config.name
+        return DeploymentError(
+            f"a deployment named {name!r} is already running on this Ray cluster; stop it (`headwise stop --name "
+            f"{name}`, if it is detached), or choose another name"
+        )
 
     def _scheduler_role(self) -> Role:
         from headwise.actors.role import Role
@@ -124,7 +133,7 @@ class Frontend:
             return self._config, self._keys.secret, self._port, self.front.store_endpoint, self._keys.curve
 
         life = Life(self._config.start_timeout_s)
-        return Role(self._config.name, "scheduler", GlobalScheduler, arguments, self._site, life)
+        return Role(self._config.name, SCHEDULER, GlobalScheduler, arguments, self._site, life)
 
     def _store_role(self) -> Role:
         from headwise.actors.role import Role

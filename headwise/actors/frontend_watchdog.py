@@ -3,40 +3,51 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import ray
 
+from headwise.actors.failover import Answers, FailoverWatchdog
+from headwise.actors.names import STANDBY
+from headwise.actors.supervisor import Supervisor
 from headwise.actors.watchdog import RemoteProgress, Watchdog
+from headwise.runtime.config.engine_config import EngineConfig
 
 
 class FrontendWatchdog:
     """Asks each actor for its server's loop count, and has an actor replaced whose count stands still for
-    ``timeout_s``: its process may be suspended, or the server's thread may hang.
+    ``front_timeout_s``: its process may be suspended, or the server's thread may hang. Where another one stands by and
+    answers meanwhile, ``failover_timeout_s`` are enough.
 
-    Runs in the process that started the deployment. That process is on the same node as both actors, and it is the
+    Runs in the process that started the deployment. That process is on the same node as these actors, and it is the
     only one that replaces them, so an actor is not replaced twice.
 
-    roles:    of the actors to watch
-    current:  the handle of a role's actor; None while no actor of that role serves
-    on_stuck: called with the role and the cause, on a thread of the watchdog
+    roles: of the actors to watch
+    have_standby: those of them for which another one stands by
     """
 
     def __init__(
-        self,
-        roles: Sequence[str],
-        current: Callable[[str], Any | None],
-        timeout_s: float,
-        on_stuck: Callable[[str, str], None],
+        self, supervisor: Supervisor, roles: Sequence[str], have_standby: Sequence[str], config: EngineConfig
     ) -> None:
-        cause = f"it has done nothing for {timeout_s:g} s"
-        self._watchdogs = [
-            Watchdog(RemoteProgress(partial(_ask, current, role)), timeout_s, partial(on_stuck, role, cause))
-            for role in roles
-        ]
+        self._supervisor = supervisor
+        watched = [*roles, *(f"{role}{STANDBY}" for role in have_standby)]
+        self._watchdogs = [self._watchdog(role, config.front_timeout_s) for role in watched]
+        self._watchdogs += [self._failover_watchdog(role, config.failover_timeout_s) for role in have_standby]
+
+    def _watchdog(self, role: str, timeout_s: float) -> Watchdog:
+        replace = partial(self._supervisor.replace, role, _silent_for(timeout_s))
+        return Watchdog(RemoteProgress(partial(self._ask, role)), timeout_s, replace)
+
+    def _failover_watchdog(self, role: str, timeout_s: float) -> Watchdog:
+        def fail_over() -> None:
+            if self._supervisor.can_fail_over(role):
+                self._supervisor.replace(role, _silent_for(timeout_s))
+
+        witness = Answers(partial(self._ask, f"{role}{STANDBY}"))
+        return FailoverWatchdog(RemoteProgress(partial(self._ask, role)), witness, timeout_s, fail_over)
 
     def start(self) -> None:
         for watchdog in self._watchdogs:
@@ -49,11 +60,14 @@ class FrontendWatchdog:
         for watchdog in self._watchdogs:
             watchdog.stop()
 
+    def _ask(self, role: str) -> Future[int] | None:
+        """None if no actor serves, or if this process has left the cluster: a call would start a new Ray instance."""
+        actor: Any | None = self._supervisor.serving(role)
+        if actor is None or not ray.is_initialized():
+            return None
+        question: Future[int] = actor.loop_count.options(enable_task_events=False).remote().future()
+        return question
 
-def _ask(current: Callable[[str], Any | None], role: str) -> Future[int] | None:
-    """None if no actor serves, or if this process has left the cluster: a call would then start a new Ray instance."""
-    actor = current(role)
-    if actor is None or not ray.is_initialized():
-        return None
-    question: Future[int] = actor.loop_count.options(enable_task_events=False).remote().future()
-    return question
+
+def _silent_for(timeout_s: float) -> str:
+    return f"it has done nothing for {timeout_s:g} s"

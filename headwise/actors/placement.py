@@ -77,6 +77,16 @@ def node_address() -> str:
     return str(_ray.util.get_node_ip_address())
 
 
+def nodes_with_room(config: EngineConfig) -> set[str]:
+    """Nodes that have room for one more engine, and are not about to be taken away."""
+    return _nodes_with_room(Demand.of(config))
+
+
+def address_of(node: str) -> str:
+    """The address of the node of this id of Ray's; empty: there is no such node any more."""
+    return next((str(each["NodeManagerAddress"]) for each in ray.nodes() if each["NodeID"] == node), "")
+
+
 class EngineSite:
     """Where an engine runs: a placement group. It is replaced by one on another node when its node is dead or bad.
     While no node has room for it the group is pending, so that Ray's autoscaler adds a node.
@@ -126,7 +136,7 @@ class EngineSite:
         if table.get("state") != "CREATED":
             return False
         self.node = str(table["bundles_to_node_id"][0])
-        self.address = next((node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self.node), "")
+        self.address = address_of(self.node)
         return True
 
     def options(self) -> dict[str, Any]:

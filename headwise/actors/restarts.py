@@ -42,6 +42,10 @@ class Restarts:
             return 0.0
         return float(min(self.policy.longest_delay_s, self.policy.first_delay_s * 2.0 ** (beyond - 1)))
 
+    def has_one_to_spare(self, now: float) -> bool:
+        """Whether one more end would be followed by a start at once."""
+        return self.recent(now) + 1.0 <= self.policy.at_once
+
     def recent(self, now: float) -> float:
         """Ends that are not forgotten yet, the oldest of them in part."""
         return max(0.0, self._ends - (now - self._at) / self.policy.refill_s)
@@ -68,14 +72,17 @@ class Life:
     def __init__(self, start_timeout_s: float = math.inf, policy: RestartPolicy | None = None) -> None:
         self.phase = Phase.DOWN
         self.avoided: set[str] = set()
-        self._start_timeout_s = start_timeout_s
+        self.start_timeout_s = start_timeout_s
         self._restarts = Restarts(policy)
         self._since = self._due = -math.inf
+        self._late_after_s = start_timeout_s
 
     def placing(self, now: float) -> None:
         self._enter(Phase.PLACING, now)
 
-    def created(self, now: float) -> None:
+    def created(self, now: float, timeout_s: float = math.inf) -> None:
+        """``timeout_s``: of this start, if it is to take less time than others."""
+        self._late_after_s = min(timeout_s, self.start_timeout_s)
         self._enter(Phase.STARTING, now)
 
     def ready(self, now: float) -> None:
@@ -97,13 +104,17 @@ class Life:
         self._due = now
         self._enter(Phase.DOWN, now)
 
+    def can_be_replaced(self, now: float) -> bool:
+        """Whether it serves, and would be started again at once if it ended."""
+        return self.phase is Phase.RUNNING and self._restarts.has_one_to_spare(now)
+
     def is_due(self, now: float) -> bool:
         """Whether it is to be started."""
         return self.phase is Phase.DOWN and now >= self._due
 
     def is_late(self, now: float) -> bool:
         """Whether its start takes too long. Waiting for a node does not count."""
-        return self.phase is Phase.STARTING and now - self._since > self._start_timeout_s
+        return self.phase is Phase.STARTING and now - self._since > self._late_after_s
 
     def has_waited_for(self, seconds: float, now: float) -> bool:
         """Whether it has waited for room for so long."""

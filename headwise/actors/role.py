@@ -9,9 +9,13 @@ from typing import Any, Protocol
 
 import ray
 
-from headwise.actors.names import NAMESPACE, actor_name
+from headwise.actors.names import NAMESPACE, STANDBY, actor_name
+from headwise.actors.process import Process, process_of
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import HeadwiseError
+
+CALM_S = 5.0
+"""A standby is made so long after the actor whose place it may take began to serve."""
 
 
 class Site(Protocol):
@@ -39,6 +43,7 @@ class Role:
     error:    why the last actor did not start or ended, if headwise raised it
     is_adopted: the actor was taken over, and has not said yet whether it serves
     leave_by: it is to end, and not to be started again; killed if it still lives then
+    standby:  takes the actor's place when it ends, if it is ready
     """
 
     def __init__(
@@ -62,6 +67,9 @@ class Role:
         self.starts = 0
         self.has_served = False
         self.leave_by = math.inf
+        self.standby: StandbyRole | None = None
+        self._deployment = deployment
+        self._process: Any = None
         self._actor_name = actor_name(deployment, name)
         self._class = actor_class
         self._arguments = arguments
@@ -70,17 +78,43 @@ class Role:
     def is_leaving(self) -> bool:
         return self.leave_by < math.inf
 
+    def is_due(self, now: float) -> bool:
+        """Whether it is to be started."""
+        return self.life.is_due(now)
+
     def create(self) -> None:
         """Make the actor. Raises ValueError if its name is taken."""
         options = {"name": self._actor_name, "namespace": NAMESPACE, **self.site.options()}
-        handle = self._class.options(**options).remote(*self._arguments(), self.starts)
-        self.starts += 1
-        self.handle = handle
-        self.cause, self.is_told, self.is_adopted = "", False, False
-        self.is_ready = handle.ready.remote()
+        self._take(self._class.options(**options).remote(*self._arguments(), self.starts))
 
-    def adopt(self, handle: Any, now: float) -> None:
-        """Take over an actor that is there, whoever made it. Whether it serves it has yet to say."""
+    def promote(self) -> bool:
+        """Have the standby's actor take the place of this one's, which has ended. False: none is ready."""
+        standby = self.standby
+        if standby is None or standby.handle is None or standby.life.phase is not Phase.RUNNING:
+            return False
+        self._actor_name, standby._actor_name = standby._actor_name, self._actor_name
+        self._take(standby.handle)
+        self._process = standby._process
+        standby.give_away()
+        return True
+
+    def _take(self, handle: Any) -> None:
+        self.starts += 1
+        self.handle, self._process = handle, None
+        self.cause, self.is_told, self.is_adopted = "", False, False
+        self.is_ready = self._begin(handle)
+
+    def _begin(self, handle: Any) -> Any:
+        """The call that returns when the actor serves."""
+        return handle.ready.remote()
+
+    def adopt(self, handle: Any, now: float, known_as: str = "") -> None:
+        """Take over an actor that is there, whoever made it. Whether it serves it has yet to say.
+
+        known_as: the role whose name it has, if that is another one: it stood by
+        """
+        if known_as:
+            self._actor_name = actor_name(self._deployment, known_as)
         self.starts += 1
         self.handle, self.has_served, self.is_adopted = handle, True, True
         self.is_ready = handle.ready.remote()
@@ -90,6 +124,7 @@ class Role:
         """The actor is ready. From now on the supervisor waits for its end."""
         assert self.handle is not None
         self.is_over = self.handle.ended.remote()
+        self._process = self.handle.__ray_call__.remote(process_of)
         self.has_served, self.is_adopted = True, False
         self.life.ready(now)
 
@@ -100,9 +135,55 @@ class Role:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 ray.kill(handle)
 
+    def kill_at_once(self) -> None:
+        """As `kill`, also a process that does nothing, for which Ray takes five seconds: if it is on this node."""
+        process = self._process_here()
+        if process is None or not process.kill():
+            self.kill()
+
+    def _process_here(self) -> Process | None:
+        """The actor's process, if that runs on this node and has said which it is."""
+        is_here = self.site.node == ray.get_runtime_context().get_node_id()
+        if not is_here or self._process is None or not ray.wait([self._process], timeout=0)[0]:
+            return None
+        with contextlib.suppress(ray.exceptions.RayError):
+            process: Process | None = ray.get(self._process)
+            return process
+        return None
+
     def awaited(self) -> Any | None:
         """The call whose return must be handled next; None: there is none."""
         return {Phase.STARTING: self.is_ready, Phase.RUNNING: self.is_over}.get(self.life.phase)
 
     def __str__(self) -> str:
         return f"{self.name} on node {self.site.address}" if self.site.address else self.name
+
+
+class StandbyRole(Role):
+    """The next actor of a role: it has loaded all it needs, and waits to be told to serve.
+
+    Its actor's class has `prepare`, which returns when it is ready for that, and it runs where the role's actor runs.
+    Two names go to and fro between both, so that the actor that serves has one of them.
+    """
+
+    def __init__(self, role: Role) -> None:
+        """The standby of this role, from now on."""
+        life = Life(role.life.start_timeout_s)
+        super().__init__(role._deployment, f"{role.name}{STANDBY}", role._class, role._arguments, role.site, life)
+        if self._actor_name == role._actor_name:  # that of an adopted role's actor, which stood by once
+            self._actor_name = actor_name(role._deployment, role.name)
+        self.starts = 1  # none of its actors is the first of the role
+        self._role = role
+        role.standby = self
+
+    def is_due(self, now: float) -> bool:
+        """Not while the role's actor is starting, nor just after: that needs the processors first."""
+        return super().is_due(now) and self._role.life.has_run_for(CALM_S, now)
+
+    def give_away(self) -> None:
+        """Its actor serves now, and another one is to be made."""
+        self.handle = self._process = None
+        self.life.displaced(-math.inf)
+
+    def _begin(self, handle: Any) -> Any:
+        return handle.prepare.remote()

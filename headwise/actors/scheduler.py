@@ -22,6 +22,7 @@ from headwise.storage.index.store_client import StoreClient
 
 _BIND_TIMEOUT_S = 10.0
 """How long a restarted scheduler waits for its predecessor's process to free the port."""
+_BIND_RETRY_S = 0.02
 
 
 @remote(max_concurrency=5)
@@ -46,10 +47,12 @@ class GlobalScheduler:
         self._store_endpoint = store_endpoint
         self._curve_keys = curve_keys
         self._preprocessor: Preprocessor | None = None
+        self._tokenising: Preprocessor | None = None
         self._store: StoreClient | None = None  # used by the server's thread while it runs
         self._server: SchedulerServer | None = None
         self._tokenizers: TokenizerPool | None = None
         self._exchange = Exchange()
+        self._asked = 0
         self._ending = Ending()
         self._starting = threading.Lock()
         self._patience_s = _BIND_TIMEOUT_S if start else 0.0
@@ -65,7 +68,11 @@ class GlobalScheduler:
             except DeploymentError:
                 if time.monotonic() >= deadline:
                     raise
-            time.sleep(0.1)
+            time.sleep(_BIND_RETRY_S)
+
+    def prepare(self) -> None:
+        """Open the model, and start all that `ready` needs but the port. Raises `ModelError`."""
+        self._open()
 
     def about(self) -> About:
         if self._server is None:
@@ -77,10 +84,8 @@ class GlobalScheduler:
         self._ending.wait()
 
     def _serve(self) -> tuple[str, int]:
-        config = self._config
-        preprocessor = self._preprocessor = self._preprocessor or Preprocessor.open(config)
+        config, (preprocessor, tokenising) = self._config, self._open()
         store = self._store = StoreClient(self._store_endpoint, preprocessor.namespace, self._curve_keys)
-        tokenising, self._tokenizers = preprocessor.with_pool(config)
         try:
             self._server = SchedulerServer(
                 tokenising,
@@ -99,11 +104,17 @@ class GlobalScheduler:
                 tokenizers=config.tokenizer_processes,
             )
         except DeploymentError:
-            self._tokenizers.close()
             store.close()
             raise
         self._server.start()
         return self.address()
+
+    def _open(self) -> tuple[Preprocessor, Preprocessor]:
+        """The model's preprocessor, and one that tokenises in other processes: made once."""
+        if self._preprocessor is None or self._tokenising is None:
+            self._preprocessor = Preprocessor.open(self._config)
+            self._tokenising, self._tokenizers = self._preprocessor.with_pool(self._config)
+        return self._preprocessor, self._tokenising
 
     def namespace(self) -> str:
         """The namespace of the index: which model and cache layout its blocks belong to."""
@@ -119,8 +130,10 @@ class GlobalScheduler:
         return f"tcp://{self._config.advertise_host or client_host(self._config.host, host)}:{port}"
 
     def loop_count(self) -> int:
-        """See `SchedulerServer`."""
-        assert self._server is not None
+        """See `SchedulerServer`. A standby counts how often it is asked."""
+        if self._server is None:
+            self._asked += 1
+            return self._asked
         return self._server.loop_count
 
     def stop(self) -> None:

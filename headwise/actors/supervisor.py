@@ -13,12 +13,14 @@ import ray
 
 from headwise.actors.calls import cause_of, error_of
 from headwise.actors.restarts import Phase
-from headwise.actors.role import Role
+from headwise.actors.role import Role, StandbyRole
 from headwise.errors import DeploymentError
 from headwise.liveness_clock import LivenessClock
 
 log = logging.getLogger(__name__)
 
+TAKE_OVER_S = 8.0
+"""A standby that was to take over and does not serve by then hangs, and is replaced. Clients wait for 20 s."""
 _LOOK_S = 0.25
 _TELL_S = 5.0
 """After so long a wait for a node, the wait is logged."""
@@ -35,6 +37,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._roles: dict[str, Role] = {}
         self._clock = LivenessClock()
+        self._now = self._clock()  # for other threads
         self._beside: Callable[[float], None] = lambda now: None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-supervisor", daemon=True)
@@ -79,7 +82,13 @@ class Supervisor:
             return
         log.error("%s %s: %s", role, "is ended" if role.is_leaving else "is replaced", cause)
         role.cause = cause
-        role.kill()
+        role.kill_at_once()
+
+    def can_fail_over(self, name: str) -> bool:
+        """Whether a standby would take the place of the role's actor at once. Callable from any thread."""
+        role = self._roles.get(name)
+        has_standby = role is not None and role.standby is not None and self.serving(role.standby.name) is not None
+        return role is not None and has_standby and role.life.can_be_replaced(self._now)
 
     def retire(self, role: Role, why: str) -> None:
         """Forget a role, end its actor if it still lives, and give back its place. On the supervisor's thread."""
@@ -110,7 +119,7 @@ class Supervisor:
         else:
             ended = []
             self._stopping.wait(_LOOK_S)
-        now = self._clock()
+        now = self._now = self._clock()
         if self._stopping.is_set():
             return
         for call in ended:
@@ -132,7 +141,7 @@ class Supervisor:
             again = " again" if role.has_served else ""
             role.serves(now)
             role.error = None
-            log.warning("%s serves%s", role, again)
+            log.warning("%s %s%s", role, "stands by" if isinstance(role, StandbyRole) else "serves", again)
         else:
             self._end(role, role.cause or "it has stopped", now)
 
@@ -157,8 +166,13 @@ class Supervisor:
             return
         if life.is_late(now):
             role.error = DeploymentError(f"{role} takes too long to start: start_timeout_s is too short, or it hangs")
+            role.kill_at_once()
             self._end(role, "it takes too long to start", now)
-        if life.is_due(now):
+        if role.is_due(now):
+            if role.promote():
+                log.warning("the standby takes the place of %s", role)
+                life.created(now, TAKE_OVER_S)
+                return
             role.site.choose(life)
             life.placing(now)
         if life.phase is not Phase.PLACING:

@@ -17,6 +17,8 @@ class Watchdog:
     When this process itself was suspended, the time starts again.
     """
 
+    interval_s = INTERVAL_S
+
     def __init__(
         self,
         progress: Callable[[], int],
@@ -43,9 +45,9 @@ class Watchdog:
             self._thread.join()
 
     def is_stuck(self) -> bool:
-        """Call it every `INTERVAL_S`. After it returned True, the time starts again."""
+        """Call it every ``interval_s``. After it returned True, the time starts again."""
         now, progress = self._clock(), self._progress()
-        was_suspended = now - self._checked > 4 * INTERVAL_S
+        was_suspended = now - self._checked > 4 * self.interval_s
         self._checked = now
         is_stuck = progress == self._seen and not was_suspended and now - self._since > self._timeout_s
         if progress != self._seen or was_suspended or is_stuck:
@@ -53,7 +55,7 @@ class Watchdog:
         return is_stuck
 
     def _run(self) -> None:
-        while not self._stopping.wait(INTERVAL_S):
+        while not self._stopping.wait(self.interval_s):
             if self.is_stuck():
                 self._on_stuck()
 

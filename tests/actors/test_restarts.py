@@ -43,6 +43,31 @@ def test_what_ended_is_due_after_its_wait() -> None:
     assert not life.is_due(START + 2.0)
 
 
+def test_a_start_that_is_to_take_less_time_than_others_is_late_sooner_and_the_next_one_is_not() -> None:
+    life = running(start_timeout_s=100.0)
+    life.ended(START, "a")
+    life.created(START, timeout_s=15.0)
+    assert not life.is_late(START + 15.0)
+    assert life.is_late(START + 16.0)
+    life.ended(START + 16.0, "a")
+    life.created(START + 16.0)
+    assert not life.is_late(START + 116.0)
+    assert life.is_late(START + 117.0)
+
+
+def test_what_ended_too_often_lately_cannot_be_replaced_for_its_silence_until_that_is_forgotten() -> None:
+    life = running()
+    for _ in range(POLICY.at_once):
+        assert life.can_be_replaced(START)
+        life.ended(START, "a")
+        assert not life.can_be_replaced(START), "it does not serve"
+        life.ready(START)
+    assert not life.can_be_replaced(START)
+    assert not life.can_be_replaced(START + POLICY.refill_s - 1)
+    assert life.can_be_replaced(START + POLICY.refill_s)
+    assert life.ended(START + POLICY.refill_s, "a") == 0.0
+
+
 def test_waiting_for_a_node_is_neither_late_nor_silent_nor_an_end() -> None:
     life = running(start_timeout_s=100.0)
     life.ended(START, "a")

@@ -66,7 +66,7 @@ def test_the_roofline_counts_every_weight_that_a_step_reads(capsys: pytest.Captu
 def test_replicas_are_measured_and_lose_no_stream(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("replicas", capsys)
     assert found["hit_rate"]["cache_aware"] > 0
-    assert list(found["recovery"]) == ["store"]
+    assert list(found["recovery"]) == ["store", "scheduler", "hung scheduler"]
     assert found["served"] > 0
     assert found["lost"] == 0
 

@@ -8,13 +8,17 @@ from contextlib import suppress
 
 
 class PortForward:
-    """Listens at ``address`` (``tcp://127.0.0.1:PORT``) and passes connections on to ``host:port``."""
+    """Listens at ``address`` (``tcp://127.0.0.1:PORT``) and passes connections on to ``host:port``.
 
-    def __init__(self, host: str, port: int) -> None:
+    at: listen at this address, an IPv6 one in brackets
+    """
+
+    def __init__(self, host: str, port: int, at: str = "127.0.0.1") -> None:
         self._target = (host, port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        family = socket.AF_INET6 if ":" in at else socket.AF_INET
+        self._listener = socket.create_server((at.strip("[]"), 0), family=family)
         self._sockets: list[socket.socket] = []
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"tcp://{at}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -174,7 +175,8 @@ def _serving(
         with Client(address, relay) as client:
             yield client
         return
-    with _deployment(options.load(), None) as deployment, Client(deployment.client_address) as client:
+    config = replace(options.load(), standby=False)  # nobody waits for it
+    with _deployment(config, None) as deployment, Client(deployment.client_address) as client:
         yield client
 
 
@@ -320,7 +322,8 @@ def demo(options: EngineOptions) -> None:
     from headwise.runtime.client.client import Client
 
     options.overrides.setdefault("port", 0)  # whatever else is served on this machine is left alone
-    with _deployment(options.load(), None) as deployment, Client(deployment.client_address) as client:
+    config = replace(options.load(), standby=False)  # nobody waits for it
+    with _deployment(config, None) as deployment, Client(deployment.client_address) as client:
         run_demo(client)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import queue
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -209,10 +210,17 @@ def _resolve(address: str) -> str:
 
         cluster, _, name = address.removeprefix("ray:").partition("/")
         return resolve_client_address(cluster, name or "headwise")
-    match = re.fullmatch(r"(?:tcp://)?([^/:\s]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
-    if match is None or not 0 < int(match[2]) < 65536:
+    match = re.fullmatch(r"(?:tcp://)?([^/:\s\[\]]+|\[([0-9a-fA-F:.]+)\]):(\d{1,5})", address)
+    if match is None or not 0 < int(match[3]) < 65536 or (match[2] and not _is_ipv6(match[2])):
         raise _no_address(address)
-    return f"tcp://{match[1]}:{match[2]}"
+    return f"tcp://{match[1]}:{match[3]}"
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
 def _no_address(address: object) -> DeploymentError:

@@ -124,6 +124,7 @@ class Peer:
         self.socket.setsockopt(zmq.LINGER, 100)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.IPV6, "[" in self._address)  # not for names: they may lead to both, and one listens
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         self.monitor = self.socket.get_monitor_socket(events | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.socket.connect(self._address)

@@ -83,7 +83,11 @@ class EngineConfig:
         1, "Fewest engines; 0: none while there are no requests, and the first request waits for one.", 0, 1024
     )
     max_replicas: int = _option(
-        0, "Most engines; 0: as many as `headwise scale` says. A target needs a limit.", 0, 1024
+        0,
+        "Most engines, for `headwise scale`, too, which every client may use; 0: four times replicas, at least 8. A "
+        "target needs a limit.",
+        0,
+        1024,
     )
     target_ttft_s: float = _option(
         0.0,
@@ -118,6 +122,11 @@ class EngineConfig:
         "spread",
         "Nodes that engines go to: those with the fewest engines of this deployment, so that a lost node takes few "
         "of them, or those with the most, so that other nodes stay free.",
+    )
+    rebalance: Literal["auto", "always", "never"] = _option(
+        "auto",
+        "Whether engines move, one at a time, when a node has come over which they spread better; auto is only where "
+        "engines of a node share its cores: on CPUs, without engine_cpus.",
     )
     device: Literal["auto", "cpu", "cuda"] = _option(
         "auto", "Where workers compute: on a GPU each, or on CPU cores; auto is cuda where all ranks can have a GPU."
@@ -230,6 +239,15 @@ class EngineConfig:
     front_timeout_s: float = _option(
         15.0, "Seconds after which a scheduler or an index that is alive but does nothing is replaced.", 5.0
     )
+    standby: bool = _option(
+        True, "Keep a second scheduler ready, which takes the place of the first one when that dies or hangs."
+    )
+    failover_timeout_s: float = _option(
+        1.5,
+        "Seconds after which a scheduler that is alive but does nothing is replaced by the one that stands by, if that "
+        "answers meanwhile.",
+        0.5,
+    )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
     step_timeout_s: float = _option(
         120.0,
@@ -312,6 +330,11 @@ class EngineConfig:
     def follows_load(self) -> bool:
         """Whether the number of engines follows the load."""
         return bool(self.target_ttft_s or self.target_queue_s)
+
+    @property
+    def most_replicas(self) -> int:
+        """The most engines that there may be: any client can ask for them."""
+        return self.max_replicas or min(1024, max(8, 4 * self.first_replicas))
 
     @property
     def first_replicas(self) -> int:

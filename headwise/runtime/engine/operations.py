@@ -33,12 +33,14 @@ class Operation:
     """One thing that was asked for.
 
     blocks: how many blocks a reset has forgotten, once it is done
+    has_emptied_storage: all of it, also of what other engines put there
     """
 
     action: str
     tier: str = EVERY_TIER
     blocks: int = 0
     is_done: bool = False
+    has_emptied_storage: bool = False
 
 
 class Operations:
@@ -147,4 +149,5 @@ class Operations:
             self._cache.reset((STORAGE_TIER,))  # of what came to be known of it while it was emptied
         self.state = {SLEEP: State.ASLEEP, WAKE: State.AWAKE}.get(command, self.state)
         operation.blocks += result.forgotten
+        operation.has_emptied_storage = command == RESET_STORAGE
         operation.is_done = True

@@ -404,6 +404,8 @@ class EngineServer:
         done = [entry for entry in self._operations if entry[2].is_done]
         for identity, key, operation in done:
             self._operations.remove((identity, key, operation))
+            if operation.has_emptied_storage and self._flusher is not None:
+                self._flusher.emptied()
             self._send(identity, Operated(key, operation.blocks))
         if done and self._reports is not None:
             self._reports.hurry()

@@ -74,8 +74,8 @@ DELAY_S = 0.2
 
 _IDLE_MS, _ASKING_MS = 100, 10
 _WATCH_S, _SWEEP_S = 0.25, 1.0
-_BURST = 256
-"""Most messages handled before anything else is done."""
+_BURST, _BURST_S = 256, 0.1
+"""Most messages, and seconds, before anything else is done: a round that takes long looks like a thread that hangs."""
 
 
 class SchedulerServer:
@@ -189,6 +189,7 @@ class SchedulerServer:
             self._send(identity, failure(stopping))
 
     def _receive(self) -> None:
+        until = self._clock() + _BURST_S
         for identity, frames in self._listener.receive(_BURST):
             self._heard[identity] = self._clock()
             try:
@@ -198,6 +199,8 @@ class SchedulerServer:
             except HeadwiseError as error:
                 self._counts["malformed"] += 1
                 self._send(identity, failure(error))
+            if self._clock() > until:
+                break
         if ended := self._listener.ended():
             self._forget_peers(frozenset(ended))
 

@@ -16,6 +16,7 @@ from headwise.errors import DeploymentError
 from headwise.runtime.frontend.relay import Relay
 from headwise.sockets import socks
 from headwise.sockets.connection_limit import ConnectionLimit
+from headwise.sockets.endpoint import Endpoint
 from headwise.sockets.streams import PORTION, Stream, StreamThread, join, say_last
 
 HELLO_S = 30.0
@@ -94,10 +95,10 @@ class TcpProxy(StreamThread):
 
 def _line(first: bytes, writer: StreamWriter) -> bytes:
     """What to say to somebody who speaks another protocol."""
-    host, port = writer.get_extra_info("sockname")[:2]
+    address = str(Endpoint.of(*writer.get_extra_info("sockname")[:2])).removeprefix("tcp://")
     line = (
-        f'headwise serves here, over ZeroMQ and not HTTP: connect with headwise.Client("{host}:{port}"), or try '
-        f'`headwise generate --address {host}:{port} "Hello"`\n'
+        f'headwise serves here, over ZeroMQ and not HTTP: connect with headwise.Client("{address}"), or try '
+        f'`headwise generate --address {address} "Hello"`\n'
     ).encode()
     if not _HTTP.match(first):
         return line

@@ -6,7 +6,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwise.storage.index.messages import HASH_BYTES, TIERS, Farewell, Flush, Gone, Heartbeat, NodeMessage, Snapshot
+from headwise.storage.index.messages import (
+    HASH_BYTES,
+    TIERS,
+    Emptied,
+    Farewell,
+    Flush,
+    Gone,
+    Heartbeat,
+    NodeMessage,
+    Snapshot,
+)
 from headwise.storage.index.prefix_index import MAX_BLOCKS, PrefixIndex
 
 MAX_AHEAD = 1024
@@ -56,12 +66,16 @@ class AttentionStore:
         self._behind: set[str] = set()
         self.applied = self._snapshots = 0
 
-    def apply(self, message: NodeMessage | Gone | Farewell) -> bool:
+    def apply(self, message: NodeMessage | Gone | Farewell | Emptied) -> bool:
         """Apply one message. One of an old epoch is ignored (False); a newer epoch drops what the node said before."""
         if isinstance(message, Gone | Farewell):
             self._void(message)
             return True
         node = self._nodes.get(message.node)
+        if isinstance(message, Emptied):
+            if node is not None and node.epoch == message.epoch:
+                self._index.disinherit(message.node)
+            return True
         if node is None or message.epoch > node.epoch:
             if message.epoch <= self._gone.get(message.node, -1):
                 return False

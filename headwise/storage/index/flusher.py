@@ -14,6 +14,7 @@ from headwise.storage.index.messages import (
     TIERS,
     Accepted,
     Digest,
+    Emptied,
     Farewell,
     Flush,
     Heartbeat,
@@ -237,6 +238,10 @@ class Flusher:
         for first in range(0, len(flushes), MAX_FRAMES):
             if not self._channel.send(flushes[first : first + MAX_FRAMES]):
                 self._beat_at = min(self._beat_at, self._clock() + RETRY_S)
+
+    def emptied(self) -> None:
+        """All of the storage was emptied, also of what others put there. Not repeated: the index only advises."""
+        self._channel.send([Emptied(self.ledger.node, self.ledger.epoch)])
 
     def service(self) -> None:
         """Answer the store and send the heartbeat when it is due; call it often."""

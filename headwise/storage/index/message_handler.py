@@ -11,6 +11,7 @@ from headwise.liveness_clock import LivenessClock
 from headwise.storage.index.attention_store import AttentionStore
 from headwise.storage.index.messages import (
     Accepted,
+    Emptied,
     Farewell,
     Flush,
     GetIndexStats,
@@ -126,7 +127,7 @@ class MessageHandler:
             self._send(identity, Matches(message.key, self.store.match(message.block_hashes)))
         elif isinstance(message, GetIndexStats):
             self._send(identity, IndexStats(message.key, self.stats()))
-        elif isinstance(message, Gone):
+        elif isinstance(message, Gone | Emptied):
             self.store.apply(message)
         elif isinstance(message, Farewell):
             self.store.apply(message)

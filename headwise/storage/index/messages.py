@@ -90,6 +90,16 @@ class Farewell:
 
 
 @dataclass(frozen=True)
+class Emptied:
+    """From a node: its storage was emptied. So what nodes that left had put there is gone. The others speak for
+    themselves.
+    """
+
+    node: str
+    epoch: int
+
+
+@dataclass(frozen=True)
 class SnapshotRequest:
     """From the store: "I missed something of yours; send me a snapshot." """
 
@@ -160,6 +170,7 @@ Message = (
     NodeMessage
     | Gone
     | Farewell
+    | Emptied
     | SnapshotRequest
     | Accepted
     | Outdated

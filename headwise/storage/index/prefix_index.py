@@ -174,6 +174,13 @@ class PrefixIndex:
             if run.nodes[_STORAGE] & known.bit:
                 self._state(heir, _STORAGE, run, True, bool(run.nodes[_STORAGE + len(TIERS)] & either))
 
+    def disinherit(self, node: str) -> None:
+        """What nodes that left have put into this node's volume is not there any more. Goes through all runs."""
+        known = self._nodes.get(node)
+        heir = None if known is None else self._heirs.pop(self._volumes.of(known.bit), None)
+        if heir is not None:
+            self._erase(heir)
+
     def drop(self, node: str) -> None:
         """The node holds nothing; unknown nodes are ignored. Goes through all runs: about 0.3 us each."""
         gone = self._nodes.pop(node, None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import zmq
 from support.engine.scripted import ScriptedCore
 from support.engine.scripted_deployment import SECRET, Deployment, ScriptedPreprocessor
+from support.passing_on import PortForward
 from support.skipping_clock import SkippingClock
 from support.waiting import PATIENCE_S, eventually
 from typer.testing import CliRunner
@@ -34,6 +37,7 @@ from headwise.runtime.client import client as client_module
 from headwise.runtime.client import io_thread as client_io
 from headwise.runtime.client.client import Client
 from headwise.runtime.client.io_thread import ClientIO
+from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend import scheduler_server
@@ -755,10 +759,33 @@ def test_an_address_where_nothing_listens_is_told_at_once(patient: None) -> None
         Client("127.0.0.1:9")
 
 
-@pytest.mark.parametrize("address", ["", "localhost", "http://a:1", "a:99999", "a:0", "a b:80", None, 8700])
+@pytest.mark.parametrize(
+    "address",
+    ["", "localhost", "http://a:1", "a:99999", "a:0", "a b:80", "[::1]", "[1:2]:80", "[a]:80", None, 8700],
+)
 def test_what_is_no_address_is_said_to_be_none(address: Any) -> None:
     with pytest.raises(DeploymentError, match=r"write HOST:PORT"):
         Client(address)
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("relay", ["auto", "always"])
+def test_a_deployment_is_reached_at_an_address_of_version_six(
+    deployment: Deployment, core: ScriptedCore, relay: RelayMode
+) -> None:
+    with (
+        closing(PortForward("127.0.0.1", deployment.scheduler.port, at="[::1]")) as forward,
+        Client(forward.address.removeprefix("tcp://"), relay) as client,
+    ):
+        assert client.generate("abc", max_tokens=4).text == "0 1 2 3 "
 
 
 def test_an_address_where_nothing_answers_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,23 @@ def test_a_deployment_starts_with_its_replicas_but_no_fewer_than_the_fewest() ->
     assert EngineConfig(replicas=3).first_replicas == 3
     assert EngineConfig(min_replicas=2).first_replicas == 2
     assert EngineConfig(replicas=0, min_replicas=0).first_replicas == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 8),
+        ({"replicas": 0, "min_replicas": 0}, 8),
+        ({"replicas": 16}, 64),
+        ({"replicas": 1024}, 1024),
+        ({"max_replicas": 3}, 3),
+        ({"max_replicas": 1024}, 1024),
+    ],
+)
+def test_clients_can_ask_for_a_few_times_as_many_engines_where_no_bound_is_given(
+    options: dict[str, int], most: int
+) -> None:
+    assert EngineConfig(**options).most_replicas == most
     assert not EngineConfig(replicas=3).follows_load
 
 

@@ -185,6 +185,7 @@ def test_a_reset_forgets_a_tier_and_leaves_the_others() -> None:
     for tier in ("device", "host", "storage", "all"):
         operation = engine.operate("reset_cache", tier)
         finish(engine, operation)
+        assert operation.has_emptied_storage == (tier in ("storage", "all"))
         stats = engine.stats()
         blocks[tier] = operation.blocks, stats["cache"]["cached_blocks"], stats["host"]["cached_blocks"], len(storage)
     assert blocks == {"device": (3, 0, 3, 3), "host": (3, 0, 0, 3), "storage": (3, 0, 0, 0), "all": (0, 0, 0, 0)}

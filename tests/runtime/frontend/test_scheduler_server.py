@@ -715,6 +715,25 @@ def test_a_scheduler_that_was_suspended_gives_nobody_up(make: Make) -> None:
     assert stats["scheduler"]["queued"] == 1
 
 
+def test_messages_that_take_long_do_not_make_a_round_of_the_loop_long(make: Make) -> None:
+    """Else a scheduler that clients keep busy would seem to hang, and be replaced."""
+    now, rounds, may_go_on = [1e9], list[int](), threading.Event()
+
+    def size(prompt: Any, messages: Any) -> int:
+        may_go_on.wait(PATIENCE_S)
+        now[0] += 1.0
+        rounds.append(deployment.server.loop_count)
+        return 1
+
+    deployment = make(clock=lambda: now[0], size=size)
+    client = deployment.peer()
+    for key in range(1, 9):
+        client.send(route(key, "waits"))
+    may_go_on.set()
+    assert client.hears_nothing()
+    assert len(set(rounds)) == 8
+
+
 def test_a_client_that_was_silent_for_too_long_is_told_that_it_is_forgotten(make: Make) -> None:
     now = [1e9]
     deployment = make(clock=lambda: now[0])

@@ -6,12 +6,12 @@ from contextlib import closing
 
 import pytest
 from support.index.truth import Update, block
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
 from headwise.storage.index.attention_store import AttentionStore
 from headwise.storage.index.flusher import Flusher
 from headwise.storage.index.message_handler import MessageHandler
-from headwise.storage.index.messages import Farewell, Flush, Heartbeat, Message, Outdated
+from headwise.storage.index.messages import Emptied, Farewell, Flush, Heartbeat, Message, Outdated
 from headwise.storage.index.prefix_index import MAX_HEIRS, PrefixIndex
 from headwise.storage.index.store_server import StoreServer
 from headwise.storage.index.wire import decode, encode
@@ -162,3 +162,44 @@ def test_a_flusher_waits_until_its_farewell_was_heard_and_no_longer() -> None:
         assert server.stats()["nodes"] == {}
         server.stop()
         assert not flusher.leave(timeout_s=0.1)
+
+
+def test_a_storage_that_was_emptied_has_nothing_of_nodes_that_left_either() -> None:
+    store = AttentionStore()
+    for node, volume in (("a", "files"), ("b", "files"), ("c", "others"), ("d", "others")):
+        store.apply(Heartbeat(node, 1, -1, (0,) * 6, volume))
+    for node in ("a", "c"):
+        store.apply(Flush(node, 1, 0, "storage", 0, RUN, True))
+        store.apply(Farewell(node, 1))
+    assert store.match(RUN) == {"b": (0, 0, 8), "d": (0, 0, 8)}
+    store.apply(Emptied("b", 0))
+    store.apply(Emptied("unknown", 1))
+    assert store.match(RUN) == {"b": (0, 0, 8), "d": (0, 0, 8)}, "an epoch that is over, and nobody"
+    store.apply(Emptied("b", 1))
+    store.apply(Emptied("b", 1))
+    assert store.match(RUN) == {"d": (0, 0, 8)}
+    store.check_integrity()
+
+
+def test_a_flusher_tells_that_its_storage_was_emptied() -> None:
+    server = StoreServer("tcp://127.0.0.1:*", "model")
+    server.start()
+    flushers = [Flusher(name, 1, server.endpoint, "model", volume=lambda: "files") for name in ("a", "b")]
+    first, second = flushers
+    try:
+        first.flush([Update("storage", 0, tuple(PATH), True)])
+
+        def serve() -> bool:
+            for flusher in flushers:
+                flusher.service()
+            return server.match(PATH) == {"a": (0, 0, 8), "b": (0, 0, 8)}
+
+        eventually(serve)
+        assert first.leave(PATIENCE_S)
+        assert server.match(PATH) == {"b": (0, 0, 8)}
+        second.emptied()
+        eventually(lambda: server.match(PATH) == {})
+    finally:
+        for flusher in flushers:
+            flusher.close()
+        server.stop()

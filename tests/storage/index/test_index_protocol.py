@@ -12,6 +12,7 @@ from support.index.truth import block
 
 from headwise.storage.index.messages import (
     Accepted,
+    Emptied,
     Farewell,
     Flush,
     GetIndexStats,
@@ -39,6 +40,7 @@ MESSAGES: list[Message] = [
     Heartbeat("n", 1, 4, (2**127 + 1, 0, 0, 5, 0, 0), "volume"),
     Gone("n", 2),
     Farewell("n", 3),
+    Emptied("n", 3),
     SnapshotRequest("n"),
     Accepted("n", 2**62),
     Outdated("n", 7, True),

@@ -1,0 +1,129 @@
+"""A scheduler that dies or hangs has a successor at once: the one that stands by. There is never more than one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.endless_load import EndlessLoad
+from support.reference import answers
+from support.waiting import PATIENCE_S, eventually
+
+from headwise import Client, EngineConfig
+from headwise.actors.deployment import Deployment
+from headwise.errors import DeploymentError
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+CONFIG = EngineConfig(
+    port=0,
+    max_model_len=512,
+    kv_cache="64MiB",
+    block_size=16,
+    cpu_threads=1,
+    tensor_ops="numpy",  # ready in a second
+    engine_timeout_s=PATIENCE_S,
+    front_timeout_s=PATIENCE_S,  # too long to be what a test waits for
+    index_timeout_s=5.0,
+)
+TOKENS = 16
+STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:3]
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    with Deployment.start(CONFIG) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Deployment) -> Iterator[Client]:
+    with Client(deployment.client_address) as client:
+        yield client
+
+
+def schedulers(deployment: Deployment) -> tuple[int, int]:
+    """Process ids of the scheduler and of the one that stands by, once there is one."""
+    eventually(lambda: deployment.has_standby)
+    pids = deployment.actor_pids()
+    return pids["scheduler"], pids["scheduler-standby"]
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def answers_again(client: Client) -> bool:
+    try:
+        return bool(client.generate("Still there?", max_tokens=2).token_ids)
+    except DeploymentError:  # nothing has listened for so long that there seems to be no deployment
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_one_that_stands_by_takes_over_and_no_stream_loses_a_token(
+    deployment: Deployment, client: Client, number: int
+) -> None:
+    scheduler, standby = schedulers(deployment)
+    load = EndlessLoad(client, STREAMS, TOKENS)
+    load.goes_on()
+    os.kill(scheduler, number)
+    load.goes_on()
+    assert load.end() > 0
+    assert deployment.actor_pids()["scheduler"] == standby
+    eventually(lambda: not is_there(scheduler))  # one that hangs could go on later, and answer beside its successor
+    with Client("ray:auto") as another:
+        assert another.address == client.address
+        assert another.generate("Still there?", max_tokens=2).token_ids
+    assert schedulers(deployment)[1] not in (scheduler, standby)
+
+
+def test_one_that_stands_by_and_hangs_when_it_is_needed_is_replaced_in_turn(
+    deployment: Deployment, client: Client
+) -> None:
+    gone = schedulers(deployment)
+    os.kill(gone[1], signal.SIGSTOP)
+    os.kill(gone[0], signal.SIGKILL)
+    eventually(lambda: answers_again(client))
+    eventually(lambda: not any(map(is_there, gone)))
+    assert not {*gone} & {*schedulers(deployment)}
+
+
+def test_a_machine_that_stands_still_replaces_nobody(deployment: Deployment, client: Client) -> None:
+    """The one that stands by is as silent as the scheduler, which goes on last."""
+    scheduler, standby = schedulers(deployment)
+    for pid in (scheduler, standby):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * CONFIG.failover_timeout_s)
+    for pid in (standby, scheduler):
+        os.kill(pid, signal.SIGCONT)
+    assert client.generate("Still there?", max_tokens=2).token_ids
+    assert schedulers(deployment) == (scheduler, standby)
+
+
+def test_one_that_stands_by_and_dies_is_replaced_and_the_scheduler_serves_on(
+    deployment: Deployment, client: Client
+) -> None:
+    scheduler, standby = schedulers(deployment)
+    os.kill(standby, signal.SIGKILL)
+    assert client.generate("Still there?", max_tokens=2).token_ids
+
+    def has_another() -> bool:
+        try:
+            return standby not in schedulers(deployment)
+        except DeploymentError:  # nobody knows yet that it is dead
+            return False
+
+    eventually(has_another)
+    assert schedulers(deployment)[0] == scheduler
+
+
+def test_a_deployment_whose_scheduler_was_replaced_keeps_its_name(deployment: Deployment, client: Client) -> None:
+    with pytest.raises(DeploymentError, match="'headwise' is already running"):
+        Deployment.start(replace(CONFIG, standby=False), address="auto")
+    assert client.generate("Still there?", max_tokens=2).token_ids
