@@ -22,7 +22,7 @@ from support.waiting import PATIENCE_S, eventually
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.cluster import Cluster
 from headwise.actors.found import Found, deployments, find_actor, find_parts
-from headwise.actors.names import OWNER
+from headwise.actors.names import OWNER, SCHEDULER, STANDBY
 from headwise.errors import HeadwiseError
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -82,9 +82,18 @@ def client(address: str) -> Iterator[Client]:
 
 
 def pids() -> dict[str, int]:
-    """Of the deployment's actors, by role."""
-    handles = {**find_parts(NAME).actors, OWNER: find_actor(NAME, OWNER)}
+    """Of the deployment's actors, by role, but for a scheduler that stands by."""
+    found = find_parts(NAME)
+    roles = {role.removesuffix(STANDBY) for role in found.actors}
+    handles = {**{role: found.actors[found.name_of(role)] for role in roles}, OWNER: find_actor(NAME, OWNER)}
     return {role: ray.get(handle.__ray_call__.remote(lambda actor: os.getpid())) for role, handle in handles.items()}
+
+
+def standby_is_ready() -> bool:
+    standby = find_actor(NAME, SCHEDULER + STANDBY)
+    if standby is not None:
+        ray.get(standby.prepare.remote())
+    return standby is not None
 
 
 def owner_pid() -> int:
@@ -129,11 +138,17 @@ def test_an_owner_that_is_killed_disturbs_no_stream_and_the_next_one_mends_what_
     eventually(lambda: owner_pid() not in (0, before[OWNER]))
     after = pids()
     assert {**after, OWNER: 0} == {**before, OWNER: 0}, "nothing else was started anew"
+    eventually(standby_is_ready)
     os.kill(before["engine-0"], signal.SIGKILL)
-    os.kill(before["scheduler"], signal.SIGKILL)
+    os.kill(before[SCHEDULER], signal.SIGKILL)
     load.goes_on()
     eventually(lambda: len(serving(client)) == 3, otherwise=client.stats)
-    assert pids()["engine-0"] != before["engine-0"]
+    mended = pids()
+    assert mended["engine-0"] != before["engine-0"]
+    os.kill(mended[OWNER], signal.SIGKILL)  # the next one finds a scheduler that stood by once
+    load.goes_on()
+    eventually(lambda: owner_pid() not in (0, mended[OWNER]))
+    assert {**pids(), OWNER: 0} == {**mended, OWNER: 0}
     assert client.stats()["fleet"]["number"] == 3
     assert load.end() > 0
     assert client.scale(2) == "3 -> 2: set by hand"
