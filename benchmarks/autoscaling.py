@@ -216,17 +216,20 @@ def report(settings: Sequence[Setting], rounds: int, jobs: int, storages: Sequen
         show(compared, many, few)
     lost = sum(run.lost for part in found for outcomes in part.values() for run in outcomes)
     lost += sum(case.lost for compared in kept for case in compared.found.values())
-    print(json.dumps({**hours_of(chosen), **kept_of(kept), "lost_requests": lost, "goal_s": one.goal_s}))
+    print(json.dumps({**hours_of(chosen, one.goal_s), **kept_of(kept), "lost_requests": lost}))
 
 
-def hours_of(parts: Sequence[dict[str, Outcome]]) -> dict[str, Any]:
-    """Engine-hours of all parts; of each part, their ratio and the p90 TTFT."""
+def hours_of(parts: Sequence[dict[str, Outcome]], goal_s: float) -> dict[str, Any]:
+    """Engine-hours of all parts; of each part, their ratio and the p90 TTFT. Hours of a policy that missed the goal say
+    nothing."""
     hours = {policy: sum(part[policy].hours for part in parts) for policy in parts[0]}
     return {
         "replica_hours_ratio": round(hours["headwise"] / hours["queue_length"], 4),
         "ratio_of_parts": [round(part["headwise"].hours / part["queue_length"].hours, 4) for part in parts],
         "hours": {policy: round(value, 4) for policy, value in hours.items()},
         "ttft_p90_s": {policy: [round(part[policy].ttft_p90_s, 3) for part in parts] for policy in hours},
+        "goal_s": goal_s,
+        "goal_missed": [policy for policy in hours if any(part[policy].ttft_p90_s > goal_s for part in parts)],
     }
 
 

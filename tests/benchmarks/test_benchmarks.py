@@ -71,6 +71,7 @@ def test_elastic_replicas_are_compared_over_a_trace(tmp_path: Path, capsys: pyte
     assert found["replica_hours_ratio"] == pytest.approx(
         found["hours"]["headwise"] / found["hours"]["queue_length"], 1e-2
     )
+    assert found["goal_missed"] == []
     assert len(found["ratio_of_parts"]) == len(found["ttft_p90_s"]["headwise"]) == 2
     assert 0 < found["larger_storage"]["hit_rate_kept"] <= 1.5
 
