@@ -99,13 +99,13 @@ def test_both_forms_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(absorbed[70:], expanded[70:])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 def test_a_context_that_would_take_too_much_memory_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla_attention, "MOST_EXPANDED", 89)
     monkeypatch.setattr(mla_attention.NumbaLatentKernels, "_attend_expanded", None)  # to be called by none
     assert_right(make_latent_kernels("numba", threads=1), LatentCase((70,), (90,)))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 def test_a_sequence_says_the_same_in_any_company(threads: int) -> None:
     numba_kernels = make_latent_kernels("numba", threads)
     scene = LatentScene(LatentCase((70, 1, 40), (90, 300, 40), heads=8, rank=64))

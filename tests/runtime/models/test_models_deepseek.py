@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.engine.dense_oracle import DictWeights, run_rank
-from support.tiny_checkpoints import TINY_CONFIGS, checkpoint, draw_weights, reference
+from support.tiny_checkpoints import TINY_CONFIGS, draw_weights, reference
 
-from headwise.errors import ConfigError, ModelError
-from headwise.runtime.calibration.calibrate import DenseModel
-from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.model_card import read_model_card
+from headwise.errors import ModelError
 from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, route
 from headwise.runtime.models.registry import model_config
@@ -118,34 +112,3 @@ def test_weights_of_other_ranks_are_refused(name: str) -> None:
     weights[at] = weights[at][:, :-1]
     with pytest.raises(ModelError, match=rf"layers.1.self_attn.{name}.*do not belong together"):
         run_rank(model_config(V3), DictWeights(weights), SingleRank(), np.arange(3, dtype=np.int32))
-
-
-CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"device": "cuda", "dtype": "bfloat16"}, r"latent attention \(MLA\).*no GPU kernels yet.*device cpu"),
-        ({"tp_size": 3}, r"tp_size 3 does not divide 4 query heads; sizes that fit: \[1, 2, 4\]"),
-        ({"kv_dtype": "int8"}, "kv_dtype int8 cannot hold latents.*bfloat16"),
-    ],
-)
-def test_a_deployment_that_cannot_be_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
-    directory = checkpoint("deepseek-v3")
-    with pytest.raises(ConfigError, match=message):
-        read_model_card(replace(CONFIG, model=str(directory), **changes), directory, identify=False)
-
-
-def test_latents_of_no_whole_vectors_need_the_reference_kernels(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**V3, "kv_lora_rank": 40}))
-    with pytest.raises(ConfigError, match=r"multiple of 16.*56.*kernels reference"):
-        read_model_card(replace(CONFIG, model=str(tmp_path)), tmp_path, identify=False)
-    card = read_model_card(replace(CONFIG, model=str(tmp_path), kernels="reference"), tmp_path, identify=False)
-    assert card.layout.roles[0].shape == (56,)
-
-
-def test_there_is_no_head_pattern_of_latents_to_measure() -> None:
-    directory = checkpoint("deepseek-v2")
-    with pytest.raises(ConfigError, match=r"MLA.*no head pattern"):
-        DenseModel.load(replace(CONFIG, model=str(directory)), directory)
