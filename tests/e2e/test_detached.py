@@ -183,8 +183,8 @@ def test_one_that_cannot_start_is_an_error_of_the_command_and_leaves_nothing(clu
 
 
 def test_one_that_is_interrupted_while_it_starts_leaves_nothing(cluster: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    command = [sys.executable, "-m", "headwise", "serve", "--detach", "--address", cluster, *as_flags(CONFIG)]
+    log, never = tmp_path / "log", replace(CONFIG, engine_resources="of_no_node=1")
+    command = [sys.executable, "-m", "headwise", "serve", "--detach", "--address", cluster, *as_flags(never)]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
         eventually(lambda: "starting the scheduler" in log.read_text(), otherwise=log.read_text)
