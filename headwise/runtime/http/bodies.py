@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
@@ -99,10 +100,10 @@ class Wanted:
     def num_prompts(self) -> int:
         return 1 if self.messages is not None else len(self.prompts)
 
-    def sampling_of(self, choice: int) -> SamplingParams:
-        """That of a prompt's answer. A seed counts up, so that the answers differ, and are the same next time."""
-        seed = self.sampling.seed
-        return self.sampling if seed is None or not choice else replace(self.sampling, seed=(seed + choice) % 2**63)
+    @cached_property
+    def samples(self) -> list[SamplingParams]:
+        """Those of each answer to a prompt."""
+        return replace(self.sampling, n=self.n).samples()
 
 
 _AnyBody = TypeVar("_AnyBody", bound=BaseModel)

@@ -76,7 +76,7 @@ class Generation:
         try:
             for index in range(wanted.num_prompts * wanted.n):
                 prompt, choice = divmod(index, wanted.n)
-                sampling = wanted.sampling_of(choice)
+                sampling = wanted.samples[choice]
                 if wanted.messages is not None:
                     streams.append(self._client.astream_chat(wanted.messages, sampling, **wanted.options))
                 else:

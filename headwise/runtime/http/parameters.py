@@ -7,6 +7,7 @@ from typing import Any
 
 from headwise.errors import InvalidRequestError
 from headwise.runtime.http.errors import invalid
+from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.request import SamplingParams
 
 
@@ -23,8 +24,47 @@ SAMPLING: dict[str, Callable[[Any], Any]] = {
     "stop": _same,
     "stop_token_ids": _same,
     "ignore_eos": _same,
+    "presence_penalty": _same,
+    "frequency_penalty": _same,
+    "repetition_penalty": _same,
+    "logit_bias": _same,
+    "min_tokens": _same,
 }
 """Fields that are those of `SamplingParams` by the same name, and how their values are written there."""
+
+
+def _response_format(value: Any) -> Any:
+    """OpenAI's: text, any JSON object, or one that a schema describes."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    described = value.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
+        raise InvalidRequestError(
+            "response_format must have a type: text, json_object, or json_schema with json_schema.schema"
+        )
+    return {"json_schema": described["schema"]}
+
+
+def _structured_outputs(value: Any) -> Any:
+    """vLLM's: forms by name, of which one is given."""
+    given = {name: form for name, form in value.items() if form is not None} if isinstance(value, dict) else {}
+    if not given or not given.keys() <= {"json", "json_object", "regex", "choice", "grammar"}:
+        raise InvalidRequestError("structured_outputs must have one of json, json_object, regex, choice and grammar")
+    return {"json_schema" if name == "json" else name: form for name, form in given.items()}
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": lambda value: {"json_schema": value},
+    "guided_regex": lambda value: {"regex": value},
+    "guided_choice": lambda value: {"choice": value},
+    "guided_grammar": lambda value: {"grammar": value},
+}
+"""Fields that say what form an answer must have, and how `SamplingParams.guided` says it; None: it may have any."""
 
 _NEVER: tuple[Any, ...] = ()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -35,29 +75,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": _NEVER,
-    "guided_grammar": _NEVER,
-    "guided_json": _NEVER,
-    "guided_regex": _NEVER,
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprobs": (False,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": _NEVER,
-    "presence_penalty": (0,),
     "prompt_logprobs": _NEVER,
     "reasoning_effort": _NEVER,
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": _NEVER,
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -81,6 +110,8 @@ def sampling_of(fields: Mapping[str, Any], max_tokens: int | None) -> SamplingPa
             continue
         if name in SAMPLING:
             given[name] = SAMPLING[name](value)
+        elif name in FORMS:
+            _add_form(given, name, value)
         elif name not in NEUTRAL:
             raise invalid(f"{name!r:.80} is no parameter of this endpoint", name[:80])
         elif not any(_is(value, neutral) for neutral in NEUTRAL[name]):
@@ -89,6 +120,18 @@ def sampling_of(fields: Mapping[str, Any], max_tokens: int | None) -> SamplingPa
         return SamplingParams(**given)
     except InvalidRequestError as error:
         raise invalid(str(error), _at_fault(given)) from None
+
+
+def _add_form(given: dict[str, Any], name: str, value: Any) -> None:
+    """Add what a field says of an answer's form; raises `ApiError`, also if another one did."""
+    try:
+        form = Guided.of(FORMS[name](value))
+    except InvalidRequestError as error:
+        raise invalid(str(error), name) from None
+    if form is not None and "guided" in given:
+        raise invalid(f"an answer has one form, and {name} is the second that is asked for: leave one out", name)
+    if form is not None:
+        given["guided"] = form
 
 
 def _is(value: Any, neutral: Any) -> bool:

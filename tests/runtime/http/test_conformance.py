@@ -18,7 +18,8 @@ from support.waiting import eventually
 from headwise import __version__
 from headwise.runtime.http.bodies import MAX_CHOICES
 from headwise.runtime.http.parameters import NEUTRAL, SAMPLING, WITHOUT_EFFECT
-from headwise.runtime.protocol.request import GenerateRequest
+from headwise.runtime.protocol.guided import Guided
+from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -148,17 +149,68 @@ def test_n_gives_so_many_answers_of_each_prompt_which_counts_once(served: Served
     assert answer["usage"]["completion_tokens"] == 6
 
 
-def test_answers_of_one_prompt_have_seeds_that_count_up(served: Served, core: ScriptedCore) -> None:
-    assert [request.sampling.seed for request in at_the_engine(served, core, n=3, seed=7)] == [7, 8, 9]
+def test_answers_of_one_prompt_have_seeds_of_their_own(served: Served, core: ScriptedCore) -> None:
+    seeds = [request.sampling.seed for request in at_the_engine(served, core, n=3, seed=7)]
+    assert seeds == sorted(sample.seed for sample in SamplingParams(n=3, seed=7).samples())
 
 
 def test_what_a_request_says_reaches_the_engine(served: Served, core: ScriptedCore) -> None:
     said = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "ignore_eos": True}
-    others = {"stop": "x", "stop_token_ids": [9], "priority": -2, "cache_salt": "tenant"}
+    said |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "min_tokens": 1}
+    others = {"stop": "x", "stop_token_ids": [9], "priority": -2, "cache_salt": "tenant", "logit_bias": {"7": -2}}
     (request,) = at_the_engine(served, core, **said, **others)
     assert {name: getattr(request.sampling, name) for name in said} == said
     assert (request.sampling.stop, request.sampling.stop_token_ids) == (("x",), (9,))
     assert (request.priority, request.cache_salt) == (-2, "tenant")
+    assert request.sampling.logit_bias == {7: -2.0}
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("said", "form"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Guided(json_object=True)),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, SCHEMA),
+        ({"guided_json": SCHEMA}, SCHEMA),
+        ({"guided_regex": "[ab]+"}, Guided(regex="[ab]+")),
+        ({"guided_choice": ["yes", "no"]}, Guided(choice=("yes", "no"))),
+        ({"guided_grammar": 'start: "a"'}, Guided(grammar='start: "a"')),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, SCHEMA),
+        ({"structured_outputs": {"choice": ["yes"]}}, Guided(choice=("yes",))),
+    ],
+    ids=repr,
+)
+def test_forms_of_answers_reach_the_engine(
+    served: Served, core: ScriptedCore, said: dict[str, Any], form: Guided | dict[str, Any] | None
+) -> None:
+    (request,) = at_the_engine(served, core, **said)
+    assert request.sampling.guided == (Guided(json_schema=form) if isinstance(form, dict) else form)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_format", "json"),
+        ("response_format", {"type": "yaml"}),
+        ("response_format", {"type": "json_schema", "schema": SCHEMA}),
+        ("structured_outputs", {}),
+        ("structured_outputs", {"json": SCHEMA, "regex": "a"}),
+        ("structured_outputs", {"yaml": "a"}),
+        ("guided_choice", []),
+        ("guided_regex", 7),
+        ("guided_json", [1]),
+    ],
+)
+def test_what_is_no_form_is_told(served: Served, name: str, value: Any) -> None:
+    assert error(complete(served, 400, **{name: value}))["param"] == name
+
+
+def test_an_answer_has_one_form(served: Served) -> None:
+    told = error(complete(served, 400, guided_regex="a", response_format={"type": "json_object"}))
+    assert "one form" in told["message"]
 
 
 def test_null_is_as_good_as_nothing(served: Served) -> None:
