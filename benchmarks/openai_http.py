@@ -126,12 +126,15 @@ async def measure(ways: dict[str, Way], size: Size, server: int) -> dict[str, An
         for name in sorted(ways, reverse=bool(number % 2)):
             ttft[name].append(await ways[name].ttft_s(0, prompts[number % size.streams], 2))
     p50_ms = {name: 1e3 * statistics.median(ttft[name]) for name in ways}
-    print(f"one at a time, p50 TTFT: {', '.join(f'{name} {p50_ms[name]:.1f} ms' for name in ways)}", flush=True)
+    medians = {name: statistics.median(rates[name]) for name in ways}
+    print(f"{'':6}{'tokens/s':>10}{'p50 TTFT of one, ms':>22}")
+    for name in ways:
+        print(f"{name:6}{medians[name]:>10.0f}{p50_ms[name]:>22.1f}")
     return {
         "throughput_over_zmq": statistics.median(h / z for h, z in zip(rates["http"], rates["zmq"], strict=True)),
         "ttft_extra_ms": p50_ms["http"] - p50_ms["zmq"],
         "server_us_per_token": 1e6 * used_s / (size.rounds * size.streams * size.length),
-        "tokens_per_s": {name: statistics.median(rates[name]) for name in ways},
+        "tokens_per_s": medians,
         "ttft_p50_ms": p50_ms,
         "streams": size.streams,
     }

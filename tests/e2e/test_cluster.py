@@ -19,7 +19,7 @@ import ray
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
-from headwise.actors import deployment as bootstrap
+from headwise.actors import frontend
 from headwise.actors.cluster import Cluster
 from headwise.actors.demand import ENGINE_CPUS, WORKER_CPUS
 from headwise.actors.deployment import Deployment
@@ -307,8 +307,8 @@ def test_a_free_port_that_is_taken_before_it_is_bound_is_given_up_for_another(
         chosen.append([port, 0] if not chosen else free(*hosts))
         return chosen[-1]
 
-    free = bootstrap.free_ports
-    monkeypatch.setattr(bootstrap, "free_ports", free_ports)
+    free = frontend.free_ports
+    monkeypatch.setattr(frontend, "free_ports", free_ports)
     config = EngineConfig(**{**CONFIG.to_dict(), "name": "second", "start_timeout_s": 1.0})
     with pytest.raises(DeploymentError, match="no room for engine"):  # that far it came
         Deployment.start(config, address="auto")

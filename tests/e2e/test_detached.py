@@ -189,7 +189,7 @@ def test_one_that_is_interrupted_while_it_starts_leaves_nothing(cluster: str, tm
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
         eventually(lambda: "starting the scheduler" in log.read_text(), otherwise=log.read_text)
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) != 0
+        assert process.wait(5 * PATIENCE_S) != 0
     assert deployments() == []
     assert find_parts(NAME) == Found()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -131,6 +132,27 @@ def test_equal_seeds_give_equal_answers_and_answers_of_one_request_differ(client
     first = answers()
     assert answers() == first
     assert len(set(first)) > 1
+
+
+def test_an_answer_has_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
+    harbour = {"type": "object", "properties": {"name": {"enum": ["Hamburg", "Genoa"]}, "depth": {"type": "integer"}}}
+    schema = {**harbour, "required": ["name", "depth"], "additionalProperties": False}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=HARBOURS,
+        max_tokens=60,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "harbour", "schema": schema}},
+    )
+    told = json.loads(answer.choices[0].message.content or "")
+    assert told.keys() == {"name", "depth"}
+    assert told["name"] in ("Hamburg", "Genoa")
+    with pytest.raises(openai.BadRequestError, match="cannot be used"):
+        client.chat.completions.create(
+            model=MODEL,
+            messages=HARBOURS,
+            response_format={"type": "json_schema", "json_schema": {"name": "none", "schema": {"type": "no type"}}},
+        )
 
 
 def test_a_second_request_says_what_the_cache_served(client: openai.OpenAI) -> None:

@@ -245,9 +245,10 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     assert all(file.exists() for file in files)
     sources = sorted(file.name.split("-sm80")[0] for file in files if "-sm80" in file.name)
     assert sources == [
-        "attend", "attend", "block_copy", "block_tables", "elementwise", "kv_write", "merge_splits", "sampling",
+        "attend", "attend", "block_copy", "block_tables", "elementwise", "kv_write", "logit_edits",
+        "merge_splits", "sampling", "sampling",
     ]  # fmt: skip
-    assert len(files) == 16
+    assert len(files) == 20
     monkeypatch.setattr(cubins, "compile_variant", None)
     for sm in (80, 90):
         for variant in variants_of(LLAMA, sm):
@@ -334,7 +335,7 @@ def test_interpreting_a_kernel_leaves_the_compiler_as_it_was() -> None:
 
     out, lse = np.full(64, 7.0, np.float16), np.zeros(2, np.float32)
     # One query at position 0 needs one split only: there is nothing to merge.
-    pointers = [np.uint64(array.ctypes.data) for array in (np.zeros(128, np.float32), lse, out)]
+    pointers = [np.uint64(array.ctypes.data) for array in (np.zeros(128, np.float32), lse, lse, out)]
     lengths = [np.array(values, np.int32) for values in ([0, 1], [1], [0], [0])]
     addresses = [np.uint64(array.ctypes.data) for array in lengths]
     merge = variants_of(AttentionShape(1, 64, 16, "float16", "float16"), 90)[MERGE]
