@@ -116,9 +116,11 @@ def directory(package: Path = PACKAGE) -> Path:
 
 
 def digest(package: Path = PACKAGE) -> str:
-    """A digest, 16 hex digits, of the names and contents of a package's Python sources."""
+    """A digest, 16 hex digits, of the names and contents of a package's Python sources, and of those beside the
+    package: compiled code takes constants from there.
+    """
     state = hashlib.sha256()
-    for source in sorted(package.glob("*.py")):
+    for source in sorted([*package.glob("*.py"), *package.parent.glob("*.py")]):
         content = source.read_bytes()
         state.update(f"{source.name} {len(content)}\n".encode() + content)
     return state.hexdigest()[:16]

@@ -36,6 +36,8 @@ def test_directory_changes_with_any_source_of_the_package(package: Path) -> None
     seen.append(machine_code.directory(package))
     (package / "helper.py").rename(package / "other.py")
     seen.append(machine_code.directory(package))
+    (package.parent / "constants.py").write_text("")
+    seen.append(machine_code.directory(package))
     (package / "new.py").write_text("")
     seen.append(machine_code.directory(package))
     assert len(set(seen)) == len(seen)
