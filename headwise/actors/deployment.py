@@ -281,8 +281,11 @@ class Deployment:
         return {role: get(actor.__ray_call__.remote(_pid)) for role, actor in self._actors.items()}
 
     def store_stats(self) -> dict[str, Any]:
-        """The attention store's statistics: see `AttentionStore.stats`."""
-        stats: dict[str, Any] = get(self._actors["store"].stats.remote())
+        """The attention store's statistics: see `AttentionStore.stats`. `DeploymentError`: it is being started again."""
+        store = self._actors.get("store")
+        if store is None:
+            raise DeploymentError("the attention store is being started again; try again in a second")
+        stats: dict[str, Any] = get(store.stats.remote())
         return stats
 
     # ---- the end ----

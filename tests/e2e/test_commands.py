@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -115,28 +116,51 @@ class Head:
 
 @contextmanager
 def ray_head(mark: str, node: str = "127.0.0.1") -> Iterator[Head]:
-    """``ray start --head`` on ports and in a directory of its own; at the end all its processes are killed."""
+    """``ray start --head`` on ports and in a directory of its own; at the end all its processes are killed.
+
+    Another program may take a port before Ray does: then others are tried.
+    """
+    for _ in range(3):
+        # Ray's sockets lie in there, and their paths may have no more than 107 characters.
+        with tempfile.TemporaryDirectory(prefix="hwr-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+            process, head, listening = start_head(directory, mark, node)
+            try:
+                if comes_up(listening):
+                    yield head
+                    return
+            finally:
+                # Told to end, Ray takes up to 20 s.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(PATIENCE_S)
+                eventually(lambda: not killed(mark), otherwise=lambda: marked(mark))
+    raise AssertionError("`ray start` did not come up, three times")
+
+
+def start_head(directory: str, mark: str, node: str) -> tuple[subprocess.Popen[bytes], Head, list[tuple[int, str]]]:
+    """Its process, the cluster, and ports and hosts at which it listens when it is up."""
     gcs, dashboard, clients, *agents = free_ports(6)
     variables = environment(MARK=mark)
-    # Ray's sockets lie in there, and their paths may have no more than 107 characters.
-    with tempfile.TemporaryDirectory(prefix="hwr-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=4"]
-        command += [f"--port={gcs}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
-        names = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
-        command += [f"--{name}={port}" for name, port in zip(names, agents, strict=True)]
-        command += [f"--node-ip-address={node}", "--disable-usage-stats", f"--temp-dir={directory}"]
-        command += ["--object-store-memory=100000000", f"--ray-client-server-port={clients}"]
-        process = subprocess.Popen(
-            command, env=variables, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            eventually(lambda: is_open(gcs, node) and is_open(dashboard) and is_open(agents[0], node))
-            yield Head(f"{node}:{gcs}", f"http://127.0.0.1:{dashboard}", variables)
-        finally:
-            # Told to end, Ray takes up to 20 s.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(PATIENCE_S)
-            eventually(lambda: not killed(mark), otherwise=lambda: marked(mark))
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=4"]
+    command += [f"--port={gcs}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
+    names = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port")
+    command += [f"--{name}={port}" for name, port in zip(names, agents, strict=True)]
+    command += [f"--node-ip-address={node}", "--disable-usage-stats", f"--temp-dir={directory}"]
+    command += ["--object-store-memory=100000000", f"--ray-client-server-port={clients}"]
+    process = subprocess.Popen(
+        command, env=variables, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    head = Head(f"{node}:{gcs}", f"http://127.0.0.1:{dashboard}", variables)
+    return process, head, [(gcs, node), (dashboard, "127.0.0.1"), (agents[0], node)]
+
+
+def comes_up(listening: list[tuple[int, str]]) -> bool:
+    """Whether something listens at all of these ports and hosts in time."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(is_open(port, host) for port, host in listening):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 @pytest.mark.soak
@@ -230,6 +254,7 @@ def test_serve_that_is_told_to_end_lets_its_requests_end_and_takes_no_others(tmp
         assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.soak
 def test_serve_that_is_told_twice_ends_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, "--drain-timeout-s=100000", "--max-model-len=4096", "--kv-cache=256MiB") as (
         process,

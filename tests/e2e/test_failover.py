@@ -65,7 +65,7 @@ def answers_again(client: Client) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGSTOP])
 def test_the_one_that_stands_by_takes_over_and_no_stream_loses_a_token(
     deployment: Deployment, client: Client, number: int
 ) -> None:

@@ -249,6 +249,7 @@ def test_no_stream_has_a_gap_or_a_repeat_whatever_is_killed_under_load(
     )
 
 
+@pytest.mark.soak
 def test_forms_and_counts_are_kept_across_the_loss_of_an_engine(deployment: Deployment, client: Client) -> None:
     """What matchers and penalties know of an output goes on where the request goes on."""
     form = "[0-9a-f]{40}"
