@@ -281,7 +281,7 @@ class Deployment:
         return {role: get(actor.__ray_call__.remote(_pid)) for role, actor in self._actors.items()}
 
     def store_stats(self) -> dict[str, Any]:
-        """The attention store's statistics: see `AttentionStore.stats`. `DeploymentError`: it is being started again."""
+        """The attention store's statistics: see `AttentionStore.stats`. `DeploymentError`: it is being restarted."""
         store = self._actors.get("store")
         if store is None:
             raise DeploymentError("the attention store is being started again; try again in a second")
