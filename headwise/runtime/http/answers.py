@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from headwise.runtime.protocol.request import GenerationResult
 DONE = b"data: [DONE]\n\n"
 
 
-class Form:
+class Form(ABC):
     """An answer's JSON. ``json.dumps`` escapes all that is not ASCII, so no event can be split within a character, nor
     at what some readers take for the end of a line.
 
@@ -38,20 +39,21 @@ class Form:
         ]
         return {**self._common(self._whole), "choices": choices, "usage": usage_of(results, n)}
 
+    @abstractmethod
     def begin(self, index: int, echoed: str) -> bytes:
         """What a choice's stream begins with; may be nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def part(self, index: int, text: str, finish_reason: str | None) -> bytes:
         """An event: what is new of a choice, or its end."""
-        raise NotImplementedError
 
     def usage(self, results: Sequence[GenerationResult], n: int) -> bytes:
         """The event that tells the usage."""
         return event({**self._common(self._part), "choices": [], "usage": usage_of(results, n)})
 
+    @abstractmethod
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
-        raise NotImplementedError
+        """What came of a choice."""
 
     def _common(self, kind: str) -> dict[str, Any]:
         return {"id": self.ident, "object": kind, "created": self._created, "model": self._model}
