@@ -14,13 +14,22 @@ from headwise.errors import InvalidRequestError
 from headwise.runtime.client.client import Client
 from headwise.runtime.frontend.prompts import TextLimits
 from headwise.runtime.http.app import AppOptions, make_app
+from headwise.runtime.http.logprobs import Decoder
 from headwise.runtime.http.server import HttpServer, listen
+from headwise.runtime.http.texts import Texts
 
 MODEL = "scripted"
 
 
+class CountingDecoder:
+    """Of a `ScriptedCore`'s tokens."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join(f"{token} " for token in ids)
+
+
 class ScriptedTexts:
-    """Tokens are characters."""
+    """Tokens of prompts are characters; those of answers are numbers, as a `ScriptedCore` says them."""
 
     limits = TextLimits(1000, 4)
 
@@ -33,6 +42,12 @@ class ScriptedTexts:
         if any(not 0 <= token < 0x110000 for token in tokens):
             raise InvalidRequestError(f"token ids are from 0 to 1114111, got {tokens}")
         return "".join(map(chr, tokens))
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return f"{token} ".encode() if token < 0x110000 else None
+
+    def decoder(self) -> Decoder:
+        return CountingDecoder()
 
 
 @dataclass(frozen=True)
@@ -48,10 +63,10 @@ class Served:
 
 
 @contextmanager
-def serving(deployment: Deployment, **options: Any) -> Iterator[Served]:
+def serving(deployment: Deployment, texts: Texts | None = None, **options: Any) -> Iterator[Served]:
     """The deployment over HTTP, with these `AppOptions`."""
     with Client(deployment.address) as client:
-        app = make_app(client, ScriptedTexts(), AppOptions(**{"model": MODEL, **options}))
+        app = make_app(client, texts or ScriptedTexts(), AppOptions(**{"model": MODEL, **options}))
         server = HttpServer(app, listen("127.0.0.1", 0))
         server.start()
         try:

@@ -6,10 +6,11 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from headwise.runtime.protocol.request import GenerationResult
+from headwise.runtime.http.logprobs import AnswerLogprobs
+from headwise.runtime.protocol.request import GenerationResult, OutputDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -18,19 +19,29 @@ class Form(ABC):
     """An answer's JSON. ``json.dumps`` escapes all that is not ASCII, so no event can be split within a character, nor
     at what some readers take for the end of a line.
 
-    ident: names the answer
+    ident:    names the answer
+    logprobs: the form of log-probabilities of an answer behind an echoed text; None: they are not told
     """
 
     _prefix = ""
     _whole = ""
     _part = ""
 
-    def __init__(self, model: str, include_usage: bool = False) -> None:
+    def __init__(
+        self, model: str, include_usage: bool = False, logprobs: Callable[[str], AnswerLogprobs] | None = None
+    ) -> None:
         self.ident = f"{self._prefix}-{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._model = model
         self._head = json.dumps(self._common(self._part))[:-1]
         self._tail = ', "usage": null}\n\n' if include_usage else "}\n\n"
+        self._make_logprobs = logprobs
+        self._logprobs_of: dict[int, AnswerLogprobs] = {}
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities are told."""
+        return self._make_logprobs is not None
 
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         """All at once: ``n`` results for each prompt, behind the prompt's text where there is one."""
@@ -43,8 +54,16 @@ class Form(ABC):
     def begin(self, index: int, echoed: str) -> bytes:
         """What a choice's stream begins with; may be nothing."""
 
+    def logprobs(self, index: int, echoed: str, output: OutputDelta | GenerationResult) -> dict[str, Any] | None:
+        """Those of a choice's next tokens, where they are told."""
+        if self._make_logprobs is None:
+            return None
+        if index not in self._logprobs_of:
+            self._logprobs_of[index] = self._make_logprobs(echoed)
+        return self._logprobs_of[index].told(output.token_ids, output.logprobs)
+
     @abstractmethod
-    def part(self, index: int, text: str, finish_reason: str | None) -> bytes:
+    def part(self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
         """An event: what is new of a choice, or its end."""
 
     def usage(self, results: Sequence[GenerationResult], n: int) -> bytes:
@@ -67,33 +86,39 @@ class Chat(Form):
 
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
         message = {"role": "assistant", "content": result.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": _reason(result)}
+        logprobs = self.logprobs(index, echoed, result)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _reason(result)}
 
     def begin(self, index: int, echoed: str) -> bytes:
         return self._delta(index, {"role": "assistant", "content": ""}, None)
 
-    def part(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        return self._delta(index, {"content": text} if text else {}, finish_reason)
+    def part(self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
+        return self._delta(index, {"content": text} if text else {}, finish_reason, logprobs)
 
-    def _delta(self, index: int, delta: dict[str, str], finish_reason: str | None) -> bytes:
-        return self._event({"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason})
+    def _delta(
+        self, index: int, delta: dict[str, str], finish_reason: str | None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
 
 class Completion(Form):
     _prefix, _whole, _part = "cmpl", "text_completion", "text_completion"
 
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
-        return self._text(index, echoed + result.text, _reason(result))
+        logprobs = self.logprobs(index, echoed, result)
+        return self._text(index, echoed + result.text, _reason(result), logprobs)
 
     def begin(self, index: int, echoed: str) -> bytes:
         return self._event(self._text(index, echoed, None)) if echoed else b""
 
-    def part(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        return self._event(self._text(index, text, finish_reason))
+    def part(self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
+        return self._event(self._text(index, text, finish_reason, logprobs))
 
     @staticmethod
-    def _text(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def _text(
+        index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def event(data: dict[str, Any]) -> bytes:

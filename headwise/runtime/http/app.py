@@ -35,6 +35,7 @@ from headwise.runtime.http.deployment_metrics import DeploymentMetrics, Deployme
 from headwise.runtime.http.errors import ApiError, invalid
 from headwise.runtime.http.generation import Generation
 from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard
+from headwise.runtime.http.logprobs import HeldLogprobs, LogprobForms
 from headwise.runtime.http.metrics import RequestMetrics
 from headwise.runtime.http.texts import Texts
 
@@ -92,6 +93,8 @@ class _Api:
         self._model = options.model
         self._bodies = BodyReader(options.max_body)
         self._view = DeploymentView(client)
+        self._logprobs = LogprobForms(texts)
+        self._held = HeldLogprobs()
         self._since = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -105,15 +108,16 @@ class _Api:
         body = parse(ChatBody, await self._bodies.read(request))
         check_model(body.model, self._model)
         wanted = wanted_chat(body)
-        return Generation(self._client, wanted, Chat(self._model, wanted.include_usage), (), self.counts)
+        form = Chat(self._model, wanted.include_usage, self._logprobs.chat if wanted.has_logprobs else None)
+        return Generation(self._client, wanted, form, (), self.counts, self._held)
 
     async def completions(self, request: Request) -> Generation:
         body = parse(CompletionBody, await self._bodies.read(request))
         check_model(body.model, self._model)
         wanted = wanted_completion(body)
         echoed = await self._echoed(wanted) if wanted.echo else ()
-        form = Completion(self._model, wanted.include_usage)
-        return Generation(self._client, wanted, form, echoed, self.counts)
+        form = Completion(self._model, wanted.include_usage, self._logprobs.completion if wanted.has_logprobs else None)
+        return Generation(self._client, wanted, form, echoed, self.counts, self._held)
 
     async def _echoed(self, wanted: Wanted) -> list[str]:
         try:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from headwise.runtime.http.errors import ApiError, invalid
 from headwise.runtime.http.parameters import sampling_of
-from headwise.runtime.protocol.request import SamplingParams
+from headwise.runtime.protocol.request import MAX_LOGPROBS, SamplingParams
 
 MAX_CHOICES = 128
 """Most answers of one request: its prompts, each so often as ``n`` says."""
@@ -56,11 +56,14 @@ class _Generate(_Body):
 class ChatBody(_Generate):
     messages: list[Any] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
 class CompletionBody(_Generate):
     prompt: Any
     echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
 class TokenizeBody(BaseModel):
@@ -100,6 +103,10 @@ class Wanted:
     def num_prompts(self) -> int:
         return 1 if self.messages is not None else len(self.prompts)
 
+    @property
+    def has_logprobs(self) -> bool:
+        return self.sampling.logprobs is not None
+
     @cached_property
     def samples(self) -> list[SamplingParams]:
         """Those of each answer to a prompt."""
@@ -122,16 +129,23 @@ def parse(body: type[_AnyBody], data: bytes) -> _AnyBody:
 
 def wanted_chat(body: ChatBody) -> Wanted:
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return _wanted(body, (), body.messages, most, False)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs are told with logprobs: give logprobs: true as well", "top_logprobs")
+    return _wanted(body, (), body.messages, most, False, (body.top_logprobs or 0) if body.logprobs else None)
 
 
 def wanted_completion(body: CompletionBody) -> Wanted:
     most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return _wanted(body, _prompts(body.prompt), None, most, bool(body.echo))
+    return _wanted(body, _prompts(body.prompt), None, most, bool(body.echo), body.logprobs)
 
 
 def _wanted(
-    body: _Generate, prompts: tuple[Prompt, ...], messages: list[Any] | None, most: int | None, echo: bool
+    body: _Generate,
+    prompts: tuple[Prompt, ...],
+    messages: list[Any] | None,
+    most: int | None,
+    echo: bool,
+    logprobs: int | None,
 ) -> Wanted:
     n, usage = body.n or 1, body.stream_options
     if n * max(1, len(prompts)) > MAX_CHOICES:
@@ -142,7 +156,7 @@ def _wanted(
     return Wanted(
         prompts,
         messages,
-        sampling_of(body.model_extra or {}, most),
+        replace(sampling_of(body.model_extra or {}, most), logprobs=logprobs),
         {name: value for name, value in options.items() if value is not None},
         n,
         bool(body.stream),

@@ -17,11 +17,14 @@ from headwise.runtime.client.token_stream import AsyncTokenStream
 from headwise.runtime.http.answers import DONE, Form, event
 from headwise.runtime.http.bodies import Wanted
 from headwise.runtime.http.errors import ApiError
+from headwise.runtime.http.logprobs import HeldByOne, HeldLogprobs
 from headwise.runtime.http.metrics import AnswerClock, RequestMetrics
 from headwise.runtime.protocol.request import OutputDelta
 
 MAX_UNREAD = 2048
 """Deltas of one answer that may wait for a client which reads more slowly than they come."""
+LEAST_UNREAD = 256
+"""As many may wait even if each of them has many log-probabilities."""
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 
@@ -30,17 +33,26 @@ class Generation:
     """Answers one request, as an ASGI application of its own. When the connection ends, so do its streams, and the
     engine frees what they held.
 
-    echoed: the prompts' texts, to be told before the answers; empty: they are not
+    echoed:   the prompts' texts, to be told before the answers; empty: they are not
+    logprobs: counts those that the server holds
     """
 
     def __init__(
-        self, client: Client, wanted: Wanted, form: Form, echoed: Sequence[str], metrics: RequestMetrics
+        self,
+        client: Client,
+        wanted: Wanted,
+        form: Form,
+        echoed: Sequence[str],
+        metrics: RequestMetrics,
+        logprobs: HeldLogprobs,
     ) -> None:
         self._client = client
         self._wanted = wanted
         self._form = form
         self._echoed = echoed
         self._metrics = metrics
+        self._held = logprobs
+        self._max_unread = max(LEAST_UNREAD, MAX_UNREAD // (1 + (wanted.sampling.logprobs or 0)))
         began = time.monotonic()
         self._clocks = [AnswerClock(metrics, began) for _ in range(wanted.num_prompts * wanted.n)]
         self._is_open = False  # whether the stream of events has begun
@@ -61,14 +73,27 @@ class Generation:
                 if self._wanted.stream:
                     await self._send_events(streams, deltas, send)
                     return
-                async for index, delta in deltas:
-                    self._clocks[index].take(delta)
-            results = [stream.result for stream in streams]
-            await JSONResponse(self._form.whole(results, self._wanted.n, self._echoed))(scope, receive, send)
+                with self._held.open() as held:
+                    answer = await self._whole(streams, deltas, held)
+            await answer(scope, receive, send)
         finally:
             for stream in streams:
                 self._metrics.ended(stream.result.finish_reason)
                 stream.cancel()
+
+    async def _whole(
+        self, streams: Sequence[AsyncTokenStream], deltas: AsyncIterator[tuple[int, OutputDelta]], held: HeldByOne
+    ) -> JSONResponse:
+        async for index, delta in deltas:
+            self._clocks[index].take(delta)
+            held.add(delta.logprobs)
+        results = [stream.result for stream in streams]
+
+        def answer() -> JSONResponse:
+            return JSONResponse(self._form.whole(results, self._wanted.n, self._echoed))
+
+        # Of many log-probabilities it takes long: other streams shall not wait for it.
+        return await asyncio.to_thread(answer) if self._form.has_logprobs else answer()
 
     def _start(self, streams: list[AsyncTokenStream]) -> None:
         """Start all answers. The sampling was checked: what is refused here is the prompt."""
@@ -91,14 +116,16 @@ class Generation:
         has_begun = [False] * len(streams)
         async for index, delta in deltas:
             self._clocks[index].take(delta)
-            data = b""
+            data, echoed = b"", self._echoed[index // wanted.n] if self._echoed else ""
             if not has_begun[index]:
                 has_begun[index] = True
-                data = form.begin(index, self._echoed[index // wanted.n] if self._echoed else "")
-            if delta.text or delta.finish_reason is not None:
-                data += form.part(index, delta.text, delta.finish_reason and delta.finish_reason.value)
+                data = form.begin(index, echoed)
+            if delta.text or delta.finish_reason is not None or delta.logprobs:
+                logprobs = form.logprobs(index, echoed, delta)
+                data += form.part(index, delta.text, delta.finish_reason and delta.finish_reason.value, logprobs)
             await self._send(data, send)
-            _check_unread(streams[index], delta)
+            streams[index].result.logprobs.clear()  # they were told
+            self._check_unread(streams[index], delta)
         usage = form.usage([stream.result for stream in streams], wanted.n) if wanted.include_usage else b""
         await self._send(usage + DONE, send, is_last=True)
 
@@ -109,6 +136,10 @@ class Generation:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         if data or is_last:
             await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    def _check_unread(self, stream: AsyncTokenStream, delta: OutputDelta) -> None:
+        if stream.unread > self._max_unread and delta.finish_reason is None:
+            raise OverloadedError(f"{stream.unread} pieces of the answer wait to be read: read faster, or ask for less")
 
     async def _tell(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._is_open:
@@ -140,11 +171,6 @@ async def merged(streams: Sequence[AsyncTokenStream]) -> AsyncGenerator[tuple[in
 
 async def _next(stream: AsyncTokenStream) -> OutputDelta:
     return await stream.__anext__()
-
-
-def _check_unread(stream: AsyncTokenStream, delta: OutputDelta) -> None:
-    if stream.unread > MAX_UNREAD and delta.finish_reason is None:
-        raise OverloadedError(f"{stream.unread} pieces of the answer wait to be read: read faster, or ask for less")
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.frontend.prompts import TextLimits
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
+from headwise.runtime.http.logprobs import Decoder, TokenTexts
 from headwise.runtime.loader.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ MAX_WAITING = 32
 _THREADS = 2
 
 
-class Texts(Protocol):
+class Texts(TokenTexts, Protocol):
     """limits: how long a text may be. Raises `InvalidRequestError`, and `OverloadedError` if too many ask at once."""
 
     limits: TextLimits
@@ -57,6 +58,12 @@ class ModelTexts:
             if not 0 <= token < self._vocab_size:
                 raise InvalidRequestError(f"token id {token} is not in the model's vocabulary of {self._vocab_size}")
         return await self._run(lambda: self._tokenizer.decode(tokens))
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return self._tokenizer.token_bytes(token)
+
+    def decoder(self) -> Decoder:
+        return self._tokenizer.detokenizer()
 
     def close(self) -> None:
         with self._starting:

@@ -38,6 +38,10 @@ class IncrementalDetokenizer(ABC):
     def flush(self) -> str:
         """The text that was held back. To be called once, at the end of the sequence."""
 
+    @abstractmethod
+    def bytes_of(self, piece: str) -> bytes:
+        """The bytes of text that an entry of the vocabulary stands for within a sequence; part of a character, maybe."""
+
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
     """Byte-level BPE: a vocabulary entry's characters each stand for one byte."""
@@ -51,6 +55,9 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def bytes_of(self, piece: str) -> bytes:
+        return _to_bytes(piece)
 
 
 class ByteFallbackDetokenizer(IncrementalDetokenizer):
@@ -72,13 +79,18 @@ class ByteFallbackDetokenizer(IncrementalDetokenizer):
         parts: list[str] = []
         for piece in pieces:
             if _BYTE.fullmatch(piece):
-                self._run.append(int(piece[3:5], 16))
+                self._run += self.bytes_of(piece)
             else:
                 parts += (self._end_run(), piece.replace(self._marker, " "))
         return self._stripped("".join(parts))
 
     def flush(self) -> str:
         return self._stripped(self._end_run())
+
+    def bytes_of(self, piece: str) -> bytes:
+        if _BYTE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(self._marker, " ").encode("utf-8")
 
     def _end_run(self) -> str:
         run, self._run = bytes(self._run), bytearray()
@@ -112,6 +124,9 @@ class WordDetokenizer(IncrementalDetokenizer):
 
     def flush(self) -> str:
         return ""
+
+    def bytes_of(self, piece: str) -> bytes:
+        return piece.encode("utf-8")
 
 
 def detokenizer_factory(decoder: Mapping[str, Any] | None, piece: Piece) -> Callable[[], IncrementalDetokenizer]:

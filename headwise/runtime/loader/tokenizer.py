@@ -161,6 +161,20 @@ class Tokenizer:
         """A new detokenizer, for one sequence."""
         return self._make_detokenizer()
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """What one token stands for, in UTF-8, of which it may be part of a character; a control token stands for its
+        name. None: the tokenizer has no such token, though the model may have a logit for it.
+        """
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._backend.id_to_token(token)
+        return None if piece is None else self._detokenizer.bytes_of(piece)
+
+    @cached_property
+    def _detokenizer(self) -> IncrementalDetokenizer:
+        """One that decodes no sequence."""
+        return self._make_detokenizer()
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation by the model's chat template.
 

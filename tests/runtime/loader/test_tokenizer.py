@@ -110,6 +110,18 @@ def test_an_unfinished_character_is_flushed_as_a_replacement() -> None:
     assert streamed(tokenizer, tokenizer.encode("€")[:2], [1]) == ["", "", "�"]
 
 
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
+def test_tokens_stand_for_the_bytes_of_their_text(name: str, text: str) -> None:
+    tokenizer = TINY[name]
+    pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode(text)]
+    assert b"".join(piece or b"" for piece in pieces) == text.encode()
+
+
+def test_tokens_of_words_control_tokens_and_none_have_bytes_or_none() -> None:
+    assert [TINY["words"].token_bytes(token) for token in (1, 3, 99)] == [b"one", b"[end]", None]
+
+
 def test_special_tokens_are_hidden_and_added_ones_shown() -> None:
     tokenizer = TINY["byte_level"]
     ids = tokenizer.encode("the<|im_end|>two words")
