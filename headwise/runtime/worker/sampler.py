@@ -20,6 +20,8 @@ NOT_FINITE = "the logits are not finite: the model or its cache is broken"
 
 _BUCKET_SHIFT = 49
 """Leaves a float64's exponent and 3 bits of its fraction: weights of a bucket differ by an eighth at most."""
+_RUN = 128
+"""Tokens of which the likeliest is found at once."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +131,25 @@ def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
 def token_logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
     """Log-probabilities of ``token`` and of the ``count`` most likely tokens, most likely first.
 
-    They are those of the model: before temperature and filters.
+    They are those of the model: before temperature and filters. Powers are computed in float32, and added in float64.
     """
-    wide = logits.astype(np.float64)
-    wide -= wide.max()
-    normaliser = np.log(np.exp(wide).sum())
-    top = _most_likely(logits, min(count, len(logits))) if count else np.empty(0, np.int64)
-    top = top[np.argsort(-wide[top], kind="stable")]
-    return TokenLogprobs(float(wide[token] - normaliser), tuple((int(i), float(wide[i] - normaliser)) for i in top))
+    best = logits.max()
+    rest = np.log(np.exp(logits - best).sum(dtype=np.float64))
+    top = _in_order(logits, min(count, len(logits)))
+    chosen, *values = (logits[[token, *top]].astype(np.float64) - best - rest).tolist()
+    return TokenLogprobs(chosen, tuple(zip(top.tolist(), values, strict=True)))
+
+
+def _in_order(logits: Logits, count: int) -> NDArray[np.int64]:
+    """The ``count`` best tokens, the best one first, of equals the lowest id.
+
+    At least ``count`` tokens reach the ``count``-th best maximum of short runs, and few do: only those are sorted.
+    """
+    if not count:
+        return np.empty(0, np.int64)
+    maxima = np.maximum.reduceat(logits, np.arange(0, len(logits), _RUN))
+    if len(maxima) > count:
+        tokens = np.flatnonzero(logits >= np.partition(maxima, -count)[-count])
+    else:
+        tokens = np.arange(len(logits))
+    return tokens[np.argsort(-logits[tokens], kind="stable")[:count]]

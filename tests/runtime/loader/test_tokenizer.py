@@ -111,6 +111,7 @@ def test_an_unfinished_character_is_flushed_as_a_replacement() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
 def test_tokens_stand_for_the_bytes_of_their_text(name: str, text: str) -> None:
     tokenizer = TINY[name]

@@ -135,6 +135,22 @@ def test_logprobs_are_those_of_the_chosen_token_and_of_the_likeliest_ones() -> N
     assert token_logprobs(logits, 5, 0).top == ()
 
 
+@pytest.mark.parametrize("vocab", [1, 20, 127, 128, 129, 5000])
+@pytest.mark.parametrize("levels", [3, 1 << 20], ids=["many ties", "few ties"])
+def test_the_likeliest_tokens_are_in_order_and_of_equals_the_lowest_id_comes_first(vocab: int, levels: int) -> None:
+    logits = draw.integers(0, levels, vocab).astype(np.float32)
+    expected = np.argsort(-logits, kind="stable")[:20].tolist()
+    assert [token for token, _ in token_logprobs(logits, 0, 20).top] == expected
+
+
+def test_logprobs_keep_their_numbers_where_logits_are_large_or_forbidden() -> None:
+    logits = np.full(1000, -np.inf, np.float32)
+    logits[[3, 500]] = 3e38, 3e38
+    told = token_logprobs(logits, 3, 3)
+    assert told.chosen == pytest.approx(-np.log(2))
+    assert [value for _, value in told.top] == pytest.approx([-np.log(2), -np.log(2), -np.inf])
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_p=0.9)])
 def test_a_row_without_usable_logits_has_no_token_and_the_others_have_theirs(value: float, params) -> None:
