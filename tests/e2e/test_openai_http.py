@@ -155,6 +155,41 @@ def test_an_answer_has_the_form_that_was_asked_for(client: openai.OpenAI) -> Non
         )
 
 
+def test_logprobs_are_what_our_client_gets(client: openai.OpenAI, ours: Client) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
+    expected = ours.chat(HARBOURS, sampling).logprobs  # type: ignore[arg-type]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HARBOURS, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3
+    )
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content or []
+    assert [entry.logprob for entry in content] == pytest.approx([each.chosen for each in expected], abs=1e-3)
+    assert b"".join(bytes(entry.bytes or []) for entry in content).decode() == answer.choices[0].message.content
+    assert [len(entry.top_logprobs) for entry in content] == [3] * 12
+
+
+def test_a_response_is_the_chat_of_our_client_whole_streamed_and_asynchronous(
+    client: openai.OpenAI, base_url: str, ours: Client
+) -> None:
+    expected = ours.chat(HARBOURS, temperature=0.0, max_tokens=12).text  # type: ignore[arg-type]
+    asked: dict[str, Any] = {"model": MODEL, "input": HARBOURS, "temperature": 0, "max_output_tokens": 12}
+    answer = client.responses.create(**asked)
+    assert (answer.output_text, answer.status) == (expected, "incomplete")
+    assert answer.usage is not None
+    assert (answer.usage.output_tokens, answer.usage.input_tokens_details.cached_tokens > 0) == (12, True)
+    with client.responses.stream(**asked) as stream:
+        assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == expected
+
+    async def text() -> str:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, timeout=120.0) as client:
+            events = await client.responses.create(**asked, stream=True)
+            return "".join([event.delta async for event in events if event.type == "response.output_text.delta"])
+
+    assert asyncio.run(text()) == expected
+    with pytest.raises(openai.BadRequestError, match="keeps no state"):
+        client.responses.create(model=MODEL, input="and then?", previous_response_id=answer.id)
+
+
 def test_a_second_request_says_what_the_cache_served(client: openai.OpenAI) -> None:
     for _ in range(2):
         answer = client.completions.create(model=MODEL, prompt=FAMILIES, temperature=0, max_tokens=4)

@@ -1,23 +1,24 @@
-"""The forms of answers: OpenAI's JSON objects and the events of their streams."""
+"""The forms of completions' and chats' answers: OpenAI's JSON objects and the events of their streams."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headwise.runtime.http.form import Form
 from headwise.runtime.http.logprobs import AnswerLogprobs
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta
 
 DONE = b"data: [DONE]\n\n"
 
 
-class Form(ABC):
-    """An answer's JSON. ``json.dumps`` escapes all that is not ASCII, so no event can be split within a character, nor
-    at what some readers take for the end of a line.
+class Choices(Form):
+    """Answers are choices. ``json.dumps`` escapes all that is not ASCII, so no event can be split within a character,
+    nor at what some readers take for the end of a line.
 
     ident:    names the answer
     logprobs: the form of log-probabilities of an answer behind an echoed text; None: they are not told
@@ -35,40 +36,31 @@ class Form(ABC):
         self._model = model
         self._head = json.dumps(self._common(self._part))[:-1]
         self._tail = ', "usage": null}\n\n' if include_usage else "}\n\n"
+        self._include_usage = include_usage
+        self.has_logprobs = logprobs is not None
         self._make_logprobs = logprobs
         self._logprobs_of: dict[int, AnswerLogprobs] = {}
 
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether log-probabilities are told."""
-        return self._make_logprobs is not None
-
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
-        """All at once: ``n`` results for each prompt, behind the prompt's text where there is one."""
         choices = [
             self._choice(index, echoed[index // n] if echoed else "", result) for index, result in enumerate(results)
         ]
         return {**self._common(self._whole), "choices": choices, "usage": usage_of(results, n)}
 
-    @abstractmethod
-    def begin(self, index: int, echoed: str) -> bytes:
-        """What a choice's stream begins with; may be nothing."""
-
     def logprobs(self, index: int, echoed: str, output: OutputDelta | GenerationResult) -> dict[str, Any] | None:
-        """Those of a choice's next tokens, where they are told."""
         if self._make_logprobs is None:
             return None
         if index not in self._logprobs_of:
             self._logprobs_of[index] = self._make_logprobs(echoed)
         return self._logprobs_of[index].told(output.token_ids, output.logprobs)
 
-    @abstractmethod
-    def part(self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
-        """An event: what is new of a choice, or its end."""
+    def end(self, results: Sequence[GenerationResult], n: int) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return event({**self._common(self._part), "choices": [], "usage": usage_of(results, n)}) + DONE
 
-    def usage(self, results: Sequence[GenerationResult], n: int) -> bytes:
-        """The event that tells the usage."""
-        return event({**self._common(self._part), "choices": [], "usage": usage_of(results, n)})
+    def failed(self, error: dict[str, Any]) -> bytes:
+        return event({"error": error}) + DONE
 
     @abstractmethod
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
@@ -81,7 +73,7 @@ class Form(ABC):
         return f'data: {self._head}, "choices": [{json.dumps(choice)}]{self._tail}'.encode()
 
 
-class Chat(Form):
+class Chat(Choices):
     _prefix, _whole, _part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
@@ -101,7 +93,7 @@ class Chat(Form):
         return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
 
-class Completion(Form):
+class Completion(Choices):
     _prefix, _whole, _part = "cmpl", "text_completion", "text_completion"
 
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
@@ -137,6 +129,18 @@ def usage_of(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
         "total_tokens": read + written,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
     }
+
+
+def likeliest(results: Sequence[GenerationResult], n: int, kept: int) -> list[GenerationResult]:
+    """Of ``n`` results for each prompt the ``kept`` ones whose tokens are likeliest on average, the best one first."""
+    best: list[GenerationResult] = []
+    for begin in range(0, len(results), n):
+        best += sorted(results[begin : begin + n], key=_mean_logprob, reverse=True)[:kept]
+    return best
+
+
+def _mean_logprob(result: GenerationResult) -> float:
+    return sum(each.chosen for each in result.logprobs) / max(1, len(result.logprobs))
 
 
 def _reason(result: GenerationResult) -> str | None:

@@ -37,6 +37,8 @@ from headwise.runtime.http.generation import Generation
 from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard
 from headwise.runtime.http.logprobs import HeldLogprobs, LogprobForms
 from headwise.runtime.http.metrics import RequestMetrics
+from headwise.runtime.http.response_bodies import ResponseBody, wanted_response
+from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
 
 MAX_BODY_BYTES = 16 << 20
@@ -65,6 +67,7 @@ def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
         "/v1/models": ("GET", api.models),
         "/v1/chat/completions": ("POST", api.chat),
         "/v1/completions": ("POST", api.completions),
+        "/v1/responses": ("POST", api.responses),
         "/tokenize": ("POST", api.tokenize),
         "/detokenize": ("POST", api.detokenize),
         "/health": ("GET", api.health),
@@ -118,6 +121,13 @@ class _Api:
         echoed = await self._echoed(wanted) if wanted.echo else ()
         form = Completion(self._model, wanted.include_usage, self._logprobs.completion if wanted.has_logprobs else None)
         return Generation(self._client, wanted, form, echoed, self.counts, self._held)
+
+    async def responses(self, request: Request) -> Generation:
+        body = parse(ResponseBody, await self._bodies.read(request))
+        check_model(body.model, self._model)
+        wanted = wanted_response(body)
+        form = ResponseForm(self._model, body, self._logprobs.chat("") if wanted.has_logprobs else None)
+        return Generation(self._client, wanted, form, (), self.counts, self._held)
 
     async def _echoed(self, wanted: Wanted) -> list[str]:
         try:

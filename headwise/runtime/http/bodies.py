@@ -24,12 +24,22 @@ Prompt = str | Sequence[int]
 _Tokens = Annotated[list[int], FailFast()]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """Types are those of JSON: a string is no number. What is not declared here is in ``model_extra``."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
+    stream: bool | None = None
+    priority: int | None = Field(None, gt=-(2**31), lt=2**31)
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of each call of the client, as far as they are given."""
+        options = {"priority": self.priority, "cache_salt": self.cache_salt, "session": self.prompt_cache_key}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 class StreamOptions(BaseModel):
@@ -43,14 +53,10 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class _Generate(_Body):
+class _Generate(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    priority: int | None = Field(None, gt=-(2**31), lt=2**31)
-    cache_salt: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class ChatBody(_Generate):
@@ -64,6 +70,7 @@ class CompletionBody(_Generate):
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
 
 
 class TokenizeBody(BaseModel):
@@ -88,6 +95,8 @@ class Wanted:
     """What is to be generated: ``n`` answers to each prompt, or to one chat.
 
     options: of each call of the client: priority, cache_salt, session
+    source:  the field that has the prompts or the chat
+    kept:    how many of the ``n`` are told, the likeliest ones; 0: all
     """
 
     prompts: tuple[Prompt, ...]
@@ -98,6 +107,8 @@ class Wanted:
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
+    source: str = "prompt"
+    kept: int = 0
 
     @property
     def num_prompts(self) -> int:
@@ -110,7 +121,8 @@ class Wanted:
     @cached_property
     def samples(self) -> list[SamplingParams]:
         """Those of each answer to a prompt."""
-        return replace(self.sampling, n=self.n).samples()
+        logprobs = self.sampling.logprobs or 0 if self.kept else self.sampling.logprobs
+        return replace(self.sampling, n=self.n, logprobs=logprobs).samples()
 
 
 _AnyBody = TypeVar("_AnyBody", bound=BaseModel)
@@ -136,7 +148,14 @@ def wanted_chat(body: ChatBody) -> Wanted:
 
 def wanted_completion(body: CompletionBody) -> Wanted:
     most = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return _wanted(body, _prompts(body.prompt), None, most, bool(body.echo), body.logprobs)
+    n, best_of = body.n or 1, body.best_of or body.n or 1
+    if best_of < n:
+        raise invalid(f"best_of {best_of} is less than n {n}: it is how many answers the n are chosen of", "best_of")
+    if best_of > n and body.stream:
+        raise invalid("the best answers are known at their ends: leave best_of out, or stream", "best_of")
+    body = body.model_copy(update={"n": best_of})
+    wanted = _wanted(body, _prompts(body.prompt), None, most, bool(body.echo), body.logprobs)
+    return replace(wanted, kept=n) if best_of > n else wanted
 
 
 def _wanted(
@@ -152,16 +171,16 @@ def _wanted(
         raise invalid(f"{len(prompts)} prompts with n {n} are more than {MAX_CHOICES} answers: send less at once", "n")
     if usage is not None and not body.stream:
         raise invalid("stream_options are for streams: leave them out, or give stream: true", "stream_options")
-    options = {"priority": body.priority, "cache_salt": body.cache_salt, "session": body.prompt_cache_key}
     return Wanted(
         prompts,
         messages,
         replace(sampling_of(body.model_extra or {}, most), logprobs=logprobs),
-        {name: value for name, value in options.items() if value is not None},
+        body.options,
         n,
         bool(body.stream),
         usage is not None and bool(usage.include_usage),
         echo,
+        "prompt" if messages is None else "messages",
     )
 
 

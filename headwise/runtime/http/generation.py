@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -14,12 +14,15 @@ from starlette.types import Receive, Scope, Send
 from headwise.errors import HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.runtime.client.client import Client
 from headwise.runtime.client.token_stream import AsyncTokenStream
-from headwise.runtime.http.answers import DONE, Form, event
+from headwise.runtime.http.answers import likeliest, usage_of
 from headwise.runtime.http.bodies import Wanted
 from headwise.runtime.http.errors import ApiError
+from headwise.runtime.http.form import Form
 from headwise.runtime.http.logprobs import HeldByOne, HeldLogprobs
 from headwise.runtime.http.metrics import AnswerClock, RequestMetrics
-from headwise.runtime.protocol.request import OutputDelta
+from headwise.runtime.protocol.request import GenerationResult, OutputDelta
+
+T = TypeVar("T")
 
 MAX_UNREAD = 2048
 """Deltas of one answer that may wait for a client which reads more slowly than they come."""
@@ -70,10 +73,10 @@ class Generation:
         try:
             self._start(streams)
             async with aclosing(merged(streams)) as deltas:
-                if self._wanted.stream:
-                    await self._send_events(streams, deltas, send)
-                    return
                 with self._held.open() as held:
+                    if self._wanted.stream:
+                        await self._send_events(streams, deltas, held, send)
+                        return
                     answer = await self._whole(streams, deltas, held)
             await answer(scope, receive, send)
         finally:
@@ -88,12 +91,17 @@ class Generation:
             self._clocks[index].take(delta)
             held.add(delta.logprobs)
         results = [stream.result for stream in streams]
+        return await self._rendered(lambda: JSONResponse(self._told(results)))
 
-        def answer() -> JSONResponse:
-            return JSONResponse(self._form.whole(results, self._wanted.n, self._echoed))
+    def _told(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        n, kept = self._wanted.n, self._wanted.kept
+        if not kept:
+            return self._form.whole(results, n, self._echoed)
+        return {**self._form.whole(likeliest(results, n, kept), kept, self._echoed), "usage": usage_of(results, n)}
 
-        # Of many log-probabilities it takes long: other streams shall not wait for it.
-        return await asyncio.to_thread(answer) if self._form.has_logprobs else answer()
+    async def _rendered(self, render: Callable[[], T]) -> T:
+        """What ``render`` makes of whole answers. Many log-probabilities take long, for which no other stream waits."""
+        return await asyncio.to_thread(render) if self._form.has_logprobs else render()
 
     def _start(self, streams: list[AsyncTokenStream]) -> None:
         """Start all answers. The sampling was checked: what is refused here is the prompt."""
@@ -107,10 +115,14 @@ class Generation:
                 else:
                     streams.append(self._client.astream(wanted.prompts[prompt], sampling, **wanted.options))
         except InvalidRequestError as error:
-            raise ApiError.of(error, "prompt" if wanted.messages is None else "messages") from None
+            raise ApiError.of(error, wanted.source) from None
 
     async def _send_events(
-        self, streams: Sequence[AsyncTokenStream], deltas: AsyncIterator[tuple[int, OutputDelta]], send: Send
+        self,
+        streams: Sequence[AsyncTokenStream],
+        deltas: AsyncIterator[tuple[int, OutputDelta]],
+        held: HeldByOne,
+        send: Send,
     ) -> None:
         wanted, form = self._wanted, self._form
         has_begun = [False] * len(streams)
@@ -124,10 +136,13 @@ class Generation:
                 logprobs = form.logprobs(index, echoed, delta)
                 data += form.part(index, delta.text, delta.finish_reason and delta.finish_reason.value, logprobs)
             await self._send(data, send)
-            streams[index].result.logprobs.clear()  # they were told
+            if form.repeats:
+                held.add(delta.logprobs)
+            else:
+                streams[index].result.logprobs.clear()  # they were told
             self._check_unread(streams[index], delta)
-        usage = form.usage([stream.result for stream in streams], wanted.n) if wanted.include_usage else b""
-        await self._send(usage + DONE, send, is_last=True)
+        results = [stream.result for stream in streams]
+        await self._send(await self._rendered(lambda: form.end(results, wanted.n)), send, is_last=True)
 
     async def _send(self, data: bytes, send: Send, is_last: bool = False) -> None:
         """The first event comes with the status: until then an error can have one of its own."""
@@ -143,7 +158,7 @@ class Generation:
 
     async def _tell(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._is_open:
-            await self._send(event(error.body) + DONE, send, is_last=True)
+            await self._send(self._form.failed(error.body["error"]), send, is_last=True)
         else:
             await error.response()(scope, receive, send)
 

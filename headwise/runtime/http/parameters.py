@@ -70,7 +70,6 @@ _NEVER: tuple[Any, ...] = ()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "audio": _NEVER,
-    "best_of": (1,),
     "chat_template": _NEVER,
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),

@@ -40,7 +40,7 @@ class IncrementalDetokenizer(ABC):
 
     @abstractmethod
     def bytes_of(self, piece: str) -> bytes:
-        """The bytes of text that an entry of the vocabulary stands for within a sequence; part of a character, maybe."""
+        """The bytes of text that an entry of the vocabulary stands for within a sequence; maybe part of a character."""
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):

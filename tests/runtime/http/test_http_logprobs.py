@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from support.engine.scripted import ScriptedCore
@@ -68,7 +69,7 @@ class LikelyCore(ScriptedCore):
         if reason is None and at + 1 == min(len(data), request.sampling.max_tokens or len(data)):
             text, reason = text + output.flush(), FinishReason.LENGTH
         wanted = request.sampling.logprobs
-        logprobs = () if wanted is None else (logprobs_of(data[at], at, wanted),)
+        logprobs = () if wanted is None else (logprobs_of(data[at], at, wanted, request.sampling.seed or 0),)
         self.live[request_id] = request, at + 1
         if reason is None:
             return OutputDelta(request_id, (data[at],), text, logprobs)
@@ -77,8 +78,10 @@ class LikelyCore(ScriptedCore):
         return OutputDelta(request_id, (data[at],), text, logprobs, reason, usage=usage)
 
 
-def logprobs_of(token: int, at: int, count: int) -> TokenLogprobs:
-    """The chosen one is the second likeliest one; the fifth is impossible, and none of the tokenizer's."""
+def logprobs_of(token: int, at: int, count: int, seed: int) -> TokenLogprobs:
+    """The chosen one is the second likeliest one; the fifth is impossible, and none of the tokenizer's. Chance
+    says which of several answers is the likeliest."""
+    at += seed % 100
     others = [(ord("z"), -0.25), (token, -0.5 - at), (ord("y"), -50.0), (0xE2, -60.0), (NO_TOKEN, -float("inf"))]
     return TokenLogprobs(-0.5 - at, tuple(others[:count]))
 
@@ -144,9 +147,20 @@ def test_what_is_impossible_or_no_token_of_the_tokenizers_has_a_number_and_a_nam
 
 def test_a_completion_tells_lists_of_equal_lengths(served: Served) -> None:
     told = complete(served, logprobs=1)["logprobs"]
-    assert told["tokens"] == ["a", " ", "bytes:\\xc3", "bytes:\\xa9", *(f"bytes:\\x{b:02x}" for b in "🚢".encode()), "b"]
+    assert told["tokens"] == [
+        "a",
+        " ",
+        "bytes:\\xc3",
+        "bytes:\\xa9",
+        *(f"bytes:\\x{b:02x}" for b in "🚢".encode()),
+        "b",
+    ]
     assert told["token_logprobs"] == [-0.5 - at for at in range(9)]
-    assert told["top_logprobs"][:3] == [{"z": -0.25, "a": -0.5}, {"z": -0.25, " ": -1.5}, {"z": -0.25, "bytes:\\xc3": -2.5}]
+    assert told["top_logprobs"][:3] == [
+        {"z": -0.25, "a": -0.5},
+        {"z": -0.25, " ": -1.5},
+        {"z": -0.25, "bytes:\\xc3": -2.5},
+    ]
     assert told["text_offset"] == [0, 1, 2, 2, 3, 3, 3, 3, 4]
     assert complete(served, logprobs=0)["logprobs"]["top_logprobs"][0] == {"a": -0.5}
 
@@ -227,5 +241,39 @@ def test_of_two_tokens_with_one_text_a_completion_tells_the_likelier_one() -> No
         def token_bytes(self, token: int) -> bytes | None:
             return b"a"
 
-    (told,) = LogprobForms(Twins()).completion("").told([5], [TokenLogprobs(-3.0, ((1, -0.5), (2, -2.0)))])["top_logprobs"]
+    (told,) = (
+        LogprobForms(Twins()).completion("").told([5], [TokenLogprobs(-3.0, ((1, -0.5), (2, -2.0)))])["top_logprobs"]
+    )
     assert told == {"a": -0.5}
+
+
+def test_a_response_tells_them_where_it_includes_them(served: Served) -> None:
+    said = {"input": TEXT, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = served.http.post("/v1/responses", json=said).json()
+    content = response["output"][0]["content"][0]
+    assert content["text"] == TEXT
+    assert content["logprobs"] == chat(served, logprobs=True, top_logprobs=2)["logprobs"]["content"]
+    with served.http.stream("POST", "/v1/responses", json={**said, "stream": True}) as got:
+        events = [json.loads(line.removeprefix("data: ")) for line in got.iter_lines() if line.startswith("data: ")]
+    told = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    assert told == content["logprobs"] == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
+
+
+def test_the_best_of_several_answers_are_those_whose_tokens_are_likeliest(served: Served) -> None:
+    body = {"prompt": [TEXT, "ab"], "max_tokens": 100, "seed": 5, "logprobs": 0}
+    every = served.http.post("/v1/completions", json={**body, "n": 4}).json()
+    best = served.http.post("/v1/completions", json={**body, "n": 2, "best_of": 4}).json()
+    means = [float(np.mean(choice["logprobs"]["token_logprobs"])) for choice in every["choices"]]
+    assert len(set(means)) == 8
+    told = [float(np.mean(choice["logprobs"]["token_logprobs"])) for choice in best["choices"]]
+    assert told == [*sorted(means[:4], reverse=True)[:2], *sorted(means[4:], reverse=True)[:2]]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert best["usage"] == every["usage"], "what was generated was computed, told or not"
+    silent = served.http.post("/v1/completions", json={**body, "best_of": 4, "logprobs": None}).json()
+    assert [choice["logprobs"] for choice in silent["choices"]] == [None, None]
+
+
+@pytest.mark.parametrize("said", [{"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}, {"best_of": 129}], ids=repr)
+def test_a_best_of_that_cannot_be_is_told(served: Served, said: dict[str, Any]) -> None:
+    assert complete(served, 400, **said)["error"]["param"] == "best_of"
+    assert complete(served, best_of=1)["text"] == TEXT
