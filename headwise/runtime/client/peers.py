@@ -33,6 +33,7 @@ class Call:
               attempt is not taken for one about the present attempt
     name:     the id by which the caller knows the request
     produced: the delivered tokens
+    prompt_told: tokens of the prompt whose log-probabilities were delivered
     engines_lost: how many engines were lost while they served the request
     is_in_doubt: whether the last one counted may live, and only the relay to it was lost
     """
@@ -44,6 +45,7 @@ class Call:
     engine: Peer | None = None
     name: str = ""
     produced: list[int] = field(default_factory=list)
+    prompt_told: int = 0
     attempts: int = 0
     engines_lost: int = 0
     is_in_doubt: bool = False
@@ -60,7 +62,10 @@ class Call:
         assert self.engine is not None
         self.attempts += 1
         request = replace(
-            self.request, request_id=f"{self.name}~{self.attempts}", output_token_ids=tuple(self.produced)
+            self.request,
+            request_id=f"{self.name}~{self.attempts}",
+            output_token_ids=tuple(self.produced),
+            prompt_told=self.prompt_told,
         )
         lost, self.engine, self.request, self.key = self.engine.endpoint, None, request, key
         return Reroute(key, request, lost if is_lost else "")
@@ -68,6 +73,7 @@ class Call:
     def take(self, delta: OutputDelta) -> None:
         """Deliver a delta under the id that the caller knows."""
         self.produced += delta.token_ids
+        self.prompt_told += len(delta.prompt_logprobs)
         self.deliver(delta if delta.request_id == self.name else replace(delta, request_id=self.name))
 
 

@@ -102,8 +102,11 @@ class EngineCore:
             arrived=self._clock(),
             output=list(request.output_token_ids),
             ends=output.ends,
+            prompt_told=request.prompt_told,
         )
         self._live[request.request_id], self._texts[request.request_id] = sequence, output
+        if sequence.is_prompt_asked and not sequence.prompt_told:
+            self._tell_prompt(sequence, (None,))  # nothing is before the first token
         text, reason = self._ending(sequence, *output.replay(request.output_token_ids))
         if reason is None:
             self.resources.add(sequence, self._clock())
@@ -201,7 +204,7 @@ class EngineCore:
         else:
             self._counts["steps"] += 1
             self._compute_s += result.compute_s
-            if result.error is None:
+            if result.error is None and not result.prompt_logprobs:
                 self.resources.step_times.observe(step.batch.num_tokens, len(step.sequences), result.compute_s)
         if result.error is not None:
             for sequence in step.sequences:
@@ -214,9 +217,19 @@ class EngineCore:
             if self.resources.is_wanted(step, index):
                 self.resources.forget_computed(step.sequences[index])
                 self._fail(step.sequences[index], why)
+        for index, logprobs in result.prompt_logprobs.items():
+            if self.resources.is_wanted(step, index):
+                self._tell_prompt(step.sequences[index], logprobs)
         tokens = result.token_ids.tolist()
         for index in self.resources.commit(step, result.token_ids):
             self._take(step.sequences[index], tokens[index], result.logprobs.get(index))
+
+    def _tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs | None, ...]) -> None:
+        """Tell the log-probabilities of the prompt's next tokens."""
+        begin = sequence.prompt_told
+        sequence.prompt_told += len(logprobs)
+        tokens = tuple(sequence.tokens(begin, sequence.prompt_told).tolist())
+        self._outbox.append(OutputDelta(sequence.id, prompt_token_ids=tokens, prompt_logprobs=logprobs))
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """Say that a token was sampled, and end the request if it was the last."""

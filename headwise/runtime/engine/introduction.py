@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.engine.sequence import Sequence
-from headwise.runtime.protocol.batch import KnownTokens, NewSequence
+from headwise.runtime.protocol.batch import AskedPrompt, KnownTokens, NewSequence
 
 
 def introduction(sequence: Sequence) -> NewSequence:
     """Of a sequence that was given a row, for the first time or again: no step in flight samples for it."""
     request = sequence.request
     known = _known_tokens(sequence) if request.sampling.edits_logits else None
-    return NewSequence(sequence.row, request.request_id, request.sampling, request.sampling.seed or 0, known)
+    asked = AskedPrompt(request.prompt_token_ids, sequence.prompt_told) if sequence.is_prompt_asked else None
+    return NewSequence(sequence.row, request.request_id, request.sampling, request.sampling.seed or 0, known, asked)
 
 
 def _known_tokens(sequence: Sequence) -> KnownTokens:

@@ -89,7 +89,7 @@ class Prefetcher:
         if not self._storage.may_ask:
             return False
         size = self._cache.block_size
-        hashes = tuple(sequence.block_hashes(sequence.num_tokens - 1, size))  # the sequence may grow meanwhile
+        hashes = tuple(sequence.block_hashes(sequence.servable, size))  # the sequence may grow meanwhile
         if self._cache.match(hashes, len(hashes) * size).num_blocks == len(hashes):
             return False
         prefix = _Prefix(str(next(_questions)), sequence, hashes, now, is_held=self._holds_back)

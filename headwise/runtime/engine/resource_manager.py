@@ -20,6 +20,8 @@ from headwise.runtime.engine.tier_copies import TierCopies
 from headwise.runtime.engine.waiting_queue import WaitingQueue
 from headwise.runtime.protocol.batch import LAST_SAMPLED, BatchRequest, NewSequence, StepResult
 
+ASKED_CHUNK = 256
+"""Most tokens of a prompt in a step whose log-probabilities are asked for: others in the step wait for these."""
 MAX_LOOKED_AT = 64
 """Waiting sequences, the next ones, whose cached tokens are left out where the engine says how much it has to do."""
 
@@ -117,7 +119,11 @@ class ResourceManager:
         budget = self.max_batched_tokens - int(plan.counts.sum())
         # Where blocks were short in this step, no newcomer may take what came free.
         while budget > 0 and self.num_preemptions == preemptions and (admitted := self._admit(now)):
-            count = min(admitted.num_tokens - int(self.table.scheduled[admitted.row]), self.prefill_chunk, budget)
+            count = min(
+                admitted.num_tokens - int(self.table.scheduled[admitted.row]),
+                int(self.table.chunk[admitted.row]),
+                budget,
+            )
             row = np.array([admitted.row], dtype=np.int32)
             if self.cache.extend(row, self.table.scheduled[row] + count):
                 plan.add(admitted.row, count)
@@ -164,7 +170,7 @@ class ResourceManager:
         rows = self._rows_in_order()
         left, decoding = self.table.to_schedule(rows)
         order = np.argsort(~decoding, kind="stable")
-        rows, wanted = rows[order], np.minimum(left[order], self.prefill_chunk)
+        rows, wanted = rows[order], np.minimum(left[order], self.table.chunk[rows[order]])
         before = np.cumsum(wanted) - wanted
         counts = np.minimum(wanted, np.maximum(0, self.max_batched_tokens - before))
         some = counts > 0
@@ -209,11 +215,11 @@ class ResourceManager:
         return sequence
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        """What the cache has of the sequence, short of its last token: that one must be computed to sample."""
+        """What the cache has of the sequence, and may serve."""
         if not self.cache.prefix_caching:
             return self.cache.match((), 0)
         hashes = sequence.block_hashes(sequence.num_tokens, self.cache.block_size)
-        return self.cache.match(hashes, max_tokens=sequence.num_tokens - 1)
+        return self.cache.match(hashes, max_tokens=sequence.servable)
 
     def _can_start(self, sequence: Sequence, match: PrefixMatch) -> bool:
         if not self.table.num_free:
@@ -237,7 +243,8 @@ class ResourceManager:
 
     def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
         computed = match.num_blocks * self.cache.block_size
-        row = self.table.open(sequence, computed)
+        chunk = min(self.prefill_chunk, ASKED_CHUNK) if sequence.is_prompt_asked else self.prefill_chunk
+        row = self.table.open(sequence, computed, chunk)
         self.cache.adopt(row, match, sequence.num_tokens)
         sequence.phase = Phase.RUNNING
         sequence.computed_from = min(sequence.computed_from, computed)

@@ -33,6 +33,7 @@ class Sequence:
     output:        sampled tokens, first those that the request came with
     hashes:        of the full blocks of the known tokens, as far as they were asked for
     ends:          tokens that end it
+    prompt_told:   tokens of its prompt of which log-probabilities were told, where they are asked for
     """
 
     request: GenerateRequest
@@ -51,6 +52,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     ends: frozenset[int] = frozenset()
+    prompt_told: int = 0
 
     @property
     def id(self) -> str:
@@ -67,6 +69,17 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.output)
+
+    @property
+    def is_prompt_asked(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be told."""
+        return self.request.sampling.prompt_logprobs is not None and self.prompt_told < self.num_prompt
+
+    @property
+    def servable(self) -> int:
+        """How many of its tokens the cache may serve. The last one must be computed, for the next is sampled behind it;
+        so must those be behind which the log-probability of a prompt's token is still to be told."""
+        return max(0, self.prompt_told - 1) if self.is_prompt_asked else self.num_tokens - 1
 
     def tokens(self, start: int, stop: int) -> NDArray[np.int32]:
         """The known tokens ``[start, stop)``, ``int32``."""

@@ -24,6 +24,7 @@ class SequenceTable:
     scheduled:  tokens whose KV is computed by steps done or in flight
     last_step:  the latest step that holds the sequence
     last_token: the last known token
+    chunk:      most tokens of it in a step
     wanted:     whether its results are: the request has not ended
     """
 
@@ -35,6 +36,7 @@ class SequenceTable:
         self.last_step = np.zeros(max_rows, dtype=np.int64)
         self.num_prompt = np.zeros(max_rows, dtype=np.int64)
         self.max_length = np.zeros(max_rows, dtype=np.int64)
+        self.chunk = np.zeros(max_rows, dtype=np.int64)
         self.last_token = np.zeros(max_rows, dtype=np.int32)
         self.wanted = np.zeros(max_rows, dtype=np.bool_)
         self._free = list(range(max_rows - 1, -1, -1))
@@ -48,7 +50,7 @@ class SequenceTable:
         sequences = self._sequences
         return [sequences[row] for row in rows.tolist()]
 
-    def open(self, sequence: Sequence, computed: int) -> int:
+    def open(self, sequence: Sequence, computed: int, chunk: int) -> int:
         """Give the sequence a row; its first ``computed`` tokens are in the cache."""
         row = sequence.row = self._free.pop()
         self._sequences[row] = sequence
@@ -57,6 +59,7 @@ class SequenceTable:
         self.scheduled[row] = computed
         self.num_prompt[row] = sequence.num_prompt
         self.max_length[row] = sequence.max_length
+        self.chunk[row] = chunk
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.wanted[row] = True
         return row

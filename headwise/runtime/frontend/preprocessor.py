@@ -80,6 +80,8 @@ class Preprocessor:
 
     def hashes(self, request: GenerateRequest) -> list[bytes]:
         """The block hashes of the prompt and of the tokens that a lost engine had already produced."""
+        if request.sampling.prompt_logprobs is not None:
+            return []  # what is cached of it does not serve it
         tokens = request.prompt_token_ids
         if request.output_token_ids:
             tokens = np.concatenate((tokens, np.array(request.output_token_ids, np.int32)))

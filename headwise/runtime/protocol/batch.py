@@ -38,10 +38,23 @@ class KnownTokens:
 
 
 @dataclass(frozen=True)
+class AskedPrompt:
+    """A prompt of which log-probabilities are asked for.
+
+    tokens: ``[p]``
+    begin:  the first token whose one is wanted, at least 1; those before it were told
+    """
+
+    tokens: NDArray[np.int32]
+    begin: int
+
+
+@dataclass(frozen=True)
 class NewSequence:
     """A request's first appearance on a row: what the worker must know until the row is given anew.
 
     known: where its parameters change logits; a worker itself adds to it the tokens that it samples
+    asked: where log-probabilities of its prompt are still to be told
     """
 
     row: int
@@ -49,6 +62,7 @@ class NewSequence:
     sampling: SamplingParams
     seed: int
     known: KnownTokens | None = None
+    asked: AskedPrompt | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,8 @@ class StepResult:
     forgotten: blocks that the command `RESET_STORAGE` has forgotten
     compute_s: seconds the worker spent on the step
     error:     why the step failed: nothing of it may be committed, but ``copies`` hold
+    prompt_logprobs: by index of the sequence, those of the tokens of its prompt that follow the ones in the step, where
+                     they are asked for and were not told before
     """
 
     step_id: int
@@ -107,3 +123,4 @@ class StepResult:
     forgotten: int = 0
     compute_s: float = 0.0
     error: str | None = None
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

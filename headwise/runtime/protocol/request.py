@@ -54,6 +54,7 @@ class SamplingParams:
     stop:        strings that end the text (not part of it)
     stop_token_ids: token ids that end the output, besides the model's own end tokens
     logprobs:    also return the log-probabilities of this many most likely tokens, and of the chosen one
+    prompt_logprobs: the same of the prompt's tokens; they are computed, cached or not
     ignore_eos:  go on past the model's end tokens
     presence_penalty:   subtracted from the logits of tokens that are in the output, in [-2, 2]
     frequency_penalty:  subtracted from a token's logit once for each time that it is in the output, in [-2, 2]
@@ -85,6 +86,7 @@ class SamplingParams:
     min_tokens: int = 0
     n: int = 1
     guided: Guided | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Convert every value to a plain Python type: the wire accepts no others."""
@@ -98,6 +100,7 @@ class SamplingParams:
             "seed": as_optional_integer("seed", self.seed, 0, 2**63 - 1),
             "max_tokens": as_optional_integer("max_tokens", self.max_tokens, 1, 2**31 - 1),
             "logprobs": as_optional_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "prompt_logprobs": as_optional_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
             "stop": as_items("stop", stop, "stop strings", MAX_STOP_STRINGS),
             "stop_token_ids": tuple(
                 as_integer("stop_token_ids", token, 0, 2**31 - 1)
@@ -191,6 +194,7 @@ class GenerateRequest:
     lora_id, extra_keys: further identity of the cached blocks. An extra key is ``(start, end, hash)``: a
                 multimodal item over the tokens ``[start, end)``.
     output_token_ids: tokens that a lost engine had already produced: generation continues behind them
+    prompt_told: tokens of the prompt of which a lost engine had already told the log-probabilities
     """
 
     request_id: str
@@ -201,6 +205,7 @@ class GenerateRequest:
     lora_id: str = ""
     extra_keys: tuple[tuple[int, int, str], ...] = ()
     output_token_ids: tuple[int, ...] = ()
+    prompt_told: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,7 +237,11 @@ class Timings:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What one engine step added to a request. ``finish_reason`` is set on the last delta of a request only."""
+    """What one engine step added to a request. ``finish_reason`` is set on the last delta of a request only.
+
+    prompt_token_ids, prompt_logprobs: the next tokens of the prompt, where their log-probabilities are asked for; the
+                                       first token has none
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -242,11 +251,16 @@ class OutputDelta:
     error: str | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass
 class GenerationResult:
-    """A finished generation, as clients get it."""
+    """A finished generation, as clients get it.
+
+    prompt_token_ids, prompt_logprobs: of each token of the prompt, where they are asked for; the first one's is None
+    """
 
     request_id: str
     text: str = ""
@@ -255,11 +269,15 @@ class GenerationResult:
     finish_reason: FinishReason | None = None
     usage: Usage = Usage()
     timings: Timings = Timings()
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def add(self, delta: OutputDelta) -> None:
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        self.prompt_token_ids.extend(delta.prompt_token_ids)
+        self.prompt_logprobs.extend(delta.prompt_logprobs)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.usage = delta.usage or self.usage

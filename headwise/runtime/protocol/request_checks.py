@@ -22,6 +22,8 @@ def check_request(request: GenerateRequest) -> None:
         raise InvalidRequestError(f"prompt_token_ids must not be negative, got {prompt.min()}")
     if output and not 0 <= min(output) <= max(output) < 2**31:
         raise InvalidRequestError("output_token_ids must be from 0 to 2**31 - 1")
+    if not 0 <= request.prompt_told <= len(prompt):
+        raise InvalidRequestError(f"prompt_told must be from 0 to the prompt's {len(prompt)} tokens")
     check_one_sample(request.sampling)
     _check_identity(request)
 

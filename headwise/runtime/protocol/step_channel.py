@@ -234,6 +234,7 @@ class ZmqExecutor:
             forgotten=max(r.forgotten for r in results),
             compute_s=max(r.compute_s for r in results),
             error="; ".join(errors) or None,
+            prompt_logprobs=results[0].prompt_logprobs,
         )
 
 

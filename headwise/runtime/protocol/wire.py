@@ -20,7 +20,7 @@ import numpy as np
 
 from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import HeadwiseError
-from headwise.runtime.protocol.batch import BatchRequest, KnownTokens, NewSequence, StepResult
+from headwise.runtime.protocol.batch import AskedPrompt, BatchRequest, KnownTokens, NewSequence, StepResult
 from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
 from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.request import (
@@ -174,7 +174,8 @@ def _converter(hint: Any) -> tuple[Convert | None, Convert]:
 
 def _optional(hint: Any) -> tuple[Convert | None, Convert]:
     pack, unpack = _converter(hint)
-    return pack, lambda value: None if value is None else unpack(value)
+    pack_some = None if pack is None else (lambda value: None if value is None else pack(value))
+    return pack_some, lambda value: None if value is None else unpack(value)
 
 
 def _tuple(args: tuple[Any, ...]) -> tuple[Convert | None, Convert]:
@@ -247,6 +248,7 @@ for _cls in (
     Guided,
     SamplingParams,
     KnownTokens,
+    AskedPrompt,
     NewSequence,
     TokenLogprobs,
     Usage,

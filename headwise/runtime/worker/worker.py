@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.model_loading import load_model
+from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
 
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
@@ -65,6 +66,7 @@ class _Computed:
     token_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     broken: dict[int, str] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 class ModelWorker:
@@ -174,6 +176,7 @@ class ModelWorker:
         self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}
         self._editor = LogitEditor(card.config.vocab_size, self._guides)
+        self._prompts = PromptScorer(self._ops, self._config.max_num_seqs)
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
@@ -290,12 +293,14 @@ class ModelWorker:
             forgotten=forgotten,
             compute_s=clock() - started,
             error=failure,
+            prompt_logprobs=computed.prompt_logprobs,
         )
 
     def _compute(self, batch: BatchRequest) -> _Computed:
         self._cache.tables.open_rows(new.row for new in batch.new_sequences)
         self._cache.tables.apply(batch.table_updates)
         self._sequences.update({new.row: new for new in batch.new_sequences})
+        self._prompts.open(batch.new_sequences)
         if self.rank == 0:  # which samples
             self._editor.open(batch.new_sequences)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
@@ -306,8 +311,11 @@ class ModelWorker:
         hidden = self._forward(batch, token_ids)
         if _is_token_each(batch) and batch.sample.all():
             return self._sample(batch, hidden)
+        prompt_logprobs, unusable = self._prompts.scores(self._model, batch, hidden)
         last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[batch.sample] - 1
-        return self._sample(batch, self._ops.take_rows(hidden, last_rows) if len(last_rows) else None)
+        computed = self._sample(batch, self._ops.take_rows(hidden, last_rows) if len(last_rows) else None)
+        broken = computed.broken | dict.fromkeys(unusable, NOT_FINITE)
+        return replace(computed, broken=broken, prompt_logprobs=prompt_logprobs)
 
     def _is_plain_decode(self, batch: BatchRequest) -> bool:
         """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support.engine.dense_oracle import run_rank
+from support.engine.ranks import Ranks
 from support.gpu.tiny_engine import PROMPT, TINY, configuration, write_model
 from support.random_models import random_weights
 
 from headwise import LocalEngine, SamplingParams
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.engine.local_executor import LocalExecutor
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
-from headwise.runtime.protocol.request import GenerationResult, TokenLogprobs
+from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, OutputDelta, TokenLogprobs
+from headwise.runtime.worker.sampler import NOT_FINITE
 
 CLOSE = 1e-3
 """What rounding may make of a log-probability."""
@@ -100,3 +107,128 @@ def test_preempted_requests_tell_each_token_once(model: Path) -> None:
         assert engine.stats()["requests"]["preemptions"] > 0
     for prompt, result in zip(prompts, results, strict=True):
         assert_all_right(result, prompt, 2)
+
+
+# ---- of prompts ----
+
+
+def assert_prompt_right(result: GenerationResult, prompt: list[int], count: int) -> None:
+    expected = log_softmax(prompt)
+    assert result.prompt_token_ids == prompt
+    assert result.prompt_logprobs[0] is None
+    assert len(result.prompt_logprobs) == len(prompt)
+    for told, token, row in zip(result.prompt_logprobs[1:], prompt[1:], expected, strict=False):
+        assert told is not None
+        assert_right(told, token, row, count)
+
+
+ASKED = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=3)
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 70])
+@pytest.mark.parametrize("cached", [False, True], ids=["new", "cached"])
+def test_a_prompts_logprobs_are_the_models_whether_it_is_cached_or_not(
+    engine: LocalEngine, length: int, cached: bool
+) -> None:
+    engine.reset_cache()
+    prompt = PROMPT[:length]
+    plain = replace(ASKED, prompt_logprobs=None)
+    expected = engine.generate([prompt], plain)[0] if cached else None
+    result = engine.generate([prompt], ASKED)[0]
+    assert_prompt_right(result, prompt, 3)
+    assert result.usage.cached_tokens == 0
+    again = engine.generate([prompt], plain)[0]
+    assert again.token_ids == result.token_ids
+    assert expected is None or expected.token_ids == result.token_ids
+    assert again.usage.cached_tokens == (length - 1) // 8 * 8, "what it computed is cached for others"
+    assert again.prompt_logprobs == []
+
+
+def test_prompts_of_many_chunks_beside_others_and_n_samples(model: Path) -> None:
+    params = [replace(ASKED, logprobs=2), replace(ASKED, prompt_logprobs=None), replace(ASKED, prompt_logprobs=0, n=2)]
+    with LocalEngine(configuration(model, **PLAIN, max_batched_tokens=10)) as engine:
+        first, plain, *samples = engine.generate([PROMPT, PROMPT[:30], PROMPT[3:40]], params)
+    assert_prompt_right(first, PROMPT, 3)
+    assert_all_right(first, PROMPT, 2)
+    assert (plain.prompt_logprobs, plain.prompt_token_ids) == ([], [])
+    for sample in samples:
+        assert_prompt_right(sample, PROMPT[3:40], 0)
+
+
+def test_our_own_kernels_give_the_same_of_prompts(model: Path) -> None:
+    with LocalEngine(configuration(model, device="cpu", dtype="float32")) as engine:
+        assert_prompt_right(engine.generate([PROMPT], ASKED)[0], PROMPT, 3)
+
+
+def test_never_more_than_some_rows_of_logits_are_there_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    with LocalEngine(configuration(model, **PLAIN, max_num_seqs=4)) as engine:
+        real = engine._worker._model.scores
+        monkeypatch.setattr(engine._worker._model, "scores", lambda hidden: rows.append(len(hidden)) or real(hidden))
+        assert_prompt_right(engine.generate([PROMPT], ASKED)[0], PROMPT, 3)
+    assert max(rows) == 4
+
+
+def test_preempted_prompts_tell_each_token_once(model: Path) -> None:
+    prompts = [PROMPT[at : at + 24] for at in (0, 10, 20, 30)]
+    params = replace(ASKED, max_tokens=24)
+    sizes = {"kv_cache": "320KiB", "max_model_len": 64, "max_batched_tokens": 16}
+    with LocalEngine(configuration(model, **PLAIN, **sizes)) as engine:
+        results = engine.generate(prompts, params)
+        assert engine.stats()["requests"]["preemptions"] > 0
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_prompt_right(result, prompt, 3)
+
+
+@pytest.mark.parametrize("cut", range(12))
+def test_a_request_that_lost_its_engine_goes_on_with_the_prompts_next_token(model: Path, cut: int) -> None:
+    """Cut at every delta: within the prompt, at its end, and in the output."""
+    with LocalEngine(configuration(model, **PLAIN, max_batched_tokens=8)) as engine:
+        request = engine.preprocessor.prepare(prompt=PROMPT[:26], sampling=ASKED)
+        deltas = deltas_of(engine, request)
+        assert len(deltas) == 11
+        told = GenerationResult("r")
+        for delta in deltas[: min(cut, len(deltas) - 1)]:
+            told.add(delta)
+        rest = replace(request, prompt_told=len(told.prompt_logprobs), output_token_ids=tuple(told.token_ids))
+        for delta in deltas_of(engine, rest):
+            told.add(delta)
+    assert_prompt_right(told, PROMPT[:26], 3)
+    assert told.token_ids == [token for delta in deltas for token in delta.token_ids]
+
+
+def deltas_of(engine: LocalEngine, request: GenerateRequest) -> list[OutputDelta]:
+    engine.core.add(request)
+    found = []
+    while engine.core.has_work():
+        found += engine.core.step(None)
+    return found
+
+
+def test_a_prompt_without_usable_logits_fails_its_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LocalEngine(configuration(model, **PLAIN, max_batched_tokens=16)) as engine:
+        capped = engine._worker._model.capped
+        monkeypatch.setattr(
+            engine._worker._model, "capped", lambda scores: capped(scores) * (np.nan if len(scores) == 7 else 1)
+        )
+        asked = engine.preprocessor.prepare(prompt=PROMPT[:8], sampling=ASKED)
+        other = engine.preprocessor.prepare(prompt=PROMPT[:6], sampling=ASKED)
+        engine.core.add(other)
+        deltas = deltas_of(engine, asked)
+    errors = {delta.request_id: delta.error for delta in deltas if delta.finish_reason is not None}
+    assert errors == {asked.request_id: NOT_FINITE, other.request_id: None}
+
+
+def test_ranks_give_the_same_of_prompts(model: Path) -> None:
+    config = configuration(model, **PLAIN, tp_size=2, kv_cache="1MiB", max_batched_tokens=32)
+    ranks = Ranks(config, model)
+    tokenizer = Tokenizer.from_directory(model)
+    engine = EngineCore(config, ranks.workers[0].card, tokenizer, LocalExecutor(ranks))
+    params = replace(ASKED, logprobs=2)
+    engine.add(Preprocessor(ranks.workers[0].card, tokenizer).prepare(prompt=PROMPT, sampling=params))
+    result = GenerationResult("r")
+    while engine.has_work():
+        for delta in engine.step(None):
+            result.add(delta)
+    assert_prompt_right(result, PROMPT, 3)
+    assert_all_right(result, PROMPT, 2)
