@@ -22,6 +22,7 @@ class Choices(Form):
 
     ident:    names the answer
     logprobs: the form of log-probabilities of an answer behind an echoed text; None: they are not told
+    prompt_logprobs: the form of those of a result's prompt, likewise
     """
 
     _prefix = ""
@@ -29,7 +30,11 @@ class Choices(Form):
     _part = ""
 
     def __init__(
-        self, model: str, include_usage: bool = False, logprobs: Callable[[str], AnswerLogprobs] | None = None
+        self,
+        model: str,
+        include_usage: bool = False,
+        logprobs: Callable[[str], AnswerLogprobs] | None = None,
+        prompt_logprobs: Callable[[GenerationResult], Any] | None = None,
     ) -> None:
         self.ident = f"{self._prefix}-{secrets.token_hex(16)}"
         self._created = int(time.time())
@@ -37,7 +42,8 @@ class Choices(Form):
         self._head = json.dumps(self._common(self._part))[:-1]
         self._tail = ', "usage": null}\n\n' if include_usage else "}\n\n"
         self._include_usage = include_usage
-        self.has_logprobs = logprobs is not None
+        self.has_logprobs = logprobs is not None or prompt_logprobs is not None
+        self._prompt_logprobs = prompt_logprobs
         self._make_logprobs = logprobs
         self._logprobs_of: dict[int, AnswerLogprobs] = {}
 
@@ -52,7 +58,7 @@ class Choices(Form):
             return None
         if index not in self._logprobs_of:
             self._logprobs_of[index] = self._make_logprobs(echoed)
-        return self._logprobs_of[index].told(output.token_ids, output.logprobs)
+        return self._logprobs_of[index].told(output)
 
     def end(self, results: Sequence[GenerationResult], n: int) -> bytes:
         if not self._include_usage:
@@ -66,6 +72,10 @@ class Choices(Form):
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
         """What came of a choice."""
 
+    def _of_prompt(self, result: GenerationResult) -> dict[str, Any]:
+        """What is told of a prompt, where it is asked for."""
+        return {} if self._prompt_logprobs is None else {"prompt_logprobs": self._prompt_logprobs(result)}
+
     def _common(self, kind: str) -> dict[str, Any]:
         return {"id": self.ident, "object": kind, "created": self._created, "model": self._model}
 
@@ -75,6 +85,9 @@ class Choices(Form):
 
 class Chat(Choices):
     _prefix, _whole, _part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
+        return super().whole(results, n, echoed) | self._of_prompt(results[0])
 
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
         message = {"role": "assistant", "content": result.text, "refusal": None}
@@ -98,7 +111,8 @@ class Completion(Choices):
 
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
         logprobs = self.logprobs(index, echoed, result)
-        return self._text(index, echoed + result.text, _reason(result), logprobs)
+        choice = self._text(index, echoed + result.text, _reason(result), logprobs)
+        return choice | self._of_prompt(result)
 
     def begin(self, index: int, echoed: str) -> bytes:
         return self._event(self._text(index, echoed, None)) if echoed else b""

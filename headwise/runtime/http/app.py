@@ -111,7 +111,9 @@ class _Api:
         body = parse(ChatBody, await self._bodies.read(request))
         check_model(body.model, self._model)
         wanted = wanted_chat(body)
-        form = Chat(self._model, wanted.include_usage, self._logprobs.chat if wanted.has_logprobs else None)
+        logprobs = self._logprobs.chat if wanted.has_logprobs else None
+        prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
+        form = Chat(self._model, wanted.include_usage, logprobs, prompt_logprobs)
         return Generation(self._client, wanted, form, (), self.counts, self._held)
 
     async def completions(self, request: Request) -> Generation:
@@ -119,14 +121,16 @@ class _Api:
         check_model(body.model, self._model)
         wanted = wanted_completion(body)
         echoed = await self._echoed(wanted) if wanted.echo else ()
-        form = Completion(self._model, wanted.include_usage, self._logprobs.completion if wanted.has_logprobs else None)
+        form_of = self._logprobs.echoing_completion if wanted.echo else self._logprobs.completion
+        prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
+        form = Completion(self._model, wanted.include_usage, form_of if wanted.has_logprobs else None, prompt_logprobs)
         return Generation(self._client, wanted, form, echoed, self.counts, self._held)
 
     async def responses(self, request: Request) -> Generation:
         body = parse(ResponseBody, await self._bodies.read(request))
         check_model(body.model, self._model)
         wanted = wanted_response(body)
-        form = ResponseForm(self._model, body, self._logprobs.chat("") if wanted.has_logprobs else None)
+        form = ResponseForm(self._model, body, self._logprobs.chat() if wanted.has_logprobs else None)
         return Generation(self._client, wanted, form, (), self.counts, self._held)
 
     async def _echoed(self, wanted: Wanted) -> list[str]:

@@ -57,6 +57,7 @@ class _Generate(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
 class ChatBody(_Generate):
@@ -155,6 +156,8 @@ def wanted_completion(body: CompletionBody) -> Wanted:
         raise invalid("the best answers are known at their ends: leave best_of out, or stream", "best_of")
     body = body.model_copy(update={"n": best_of})
     wanted = _wanted(body, _prompts(body.prompt), None, most, bool(body.echo), body.logprobs)
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        wanted = replace(wanted, sampling=replace(wanted.sampling, prompt_logprobs=body.logprobs))
     return replace(wanted, kept=n) if best_of > n else wanted
 
 
@@ -171,10 +174,13 @@ def _wanted(
         raise invalid(f"{len(prompts)} prompts with n {n} are more than {MAX_CHOICES} answers: send less at once", "n")
     if usage is not None and not body.stream:
         raise invalid("stream_options are for streams: leave them out, or give stream: true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs are not streamed: leave them or stream out", "prompt_logprobs")
+    sampling = sampling_of(body.model_extra or {}, most)
     return Wanted(
         prompts,
         messages,
-        replace(sampling_of(body.model_extra or {}, most), logprobs=logprobs),
+        replace(sampling, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs),
         body.options,
         n,
         bool(body.stream),

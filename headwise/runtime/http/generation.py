@@ -28,6 +28,8 @@ MAX_UNREAD = 2048
 """Deltas of one answer that may wait for a client which reads more slowly than they come."""
 LEAST_UNREAD = 256
 """As many may wait even if each of them has many log-probabilities."""
+PROMPT_UNREAD = 32
+"""Those of a prompt that may wait: each has the log-probabilities of hundreds of tokens."""
 
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 
@@ -89,7 +91,7 @@ class Generation:
     ) -> JSONResponse:
         async for index, delta in deltas:
             self._clocks[index].take(delta)
-            held.add(delta.logprobs)
+            held.add(delta)
         results = [stream.result for stream in streams]
         return await self._rendered(lambda: JSONResponse(self._told(results)))
 
@@ -132,14 +134,14 @@ class Generation:
             if not has_begun[index]:
                 has_begun[index] = True
                 data = form.begin(index, echoed)
-            if delta.text or delta.finish_reason is not None or delta.logprobs:
+            if delta.text or delta.finish_reason is not None or delta.logprobs or delta.prompt_logprobs:
                 logprobs = form.logprobs(index, echoed, delta)
                 data += form.part(index, delta.text, delta.finish_reason and delta.finish_reason.value, logprobs)
             await self._send(data, send)
             if form.repeats:
-                held.add(delta.logprobs)
+                held.add(delta)
             else:
-                streams[index].result.logprobs.clear()  # they were told
+                streams[index].result.drop_logprobs()  # they were told
             self._check_unread(streams[index], delta)
         results = [stream.result for stream in streams]
         await self._send(await self._rendered(lambda: form.end(results, wanted.n)), send, is_last=True)
@@ -153,7 +155,8 @@ class Generation:
             await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     def _check_unread(self, stream: AsyncTokenStream, delta: OutputDelta) -> None:
-        if stream.unread > self._max_unread and delta.finish_reason is None:
+        most = self._max_unread if stream.result.token_ids else PROMPT_UNREAD
+        if stream.unread > most and delta.finish_reason is None:
             raise OverloadedError(f"{stream.unread} pieces of the answer wait to be read: read faster, or ask for less")
 
     async def _tell(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from headwise.errors import OverloadedError
 from headwise.runtime.http.errors import ApiError
-from headwise.runtime.protocol.request import TokenLogprobs
+from headwise.runtime.protocol.request import GenerationResult, OutputDelta, TokenLogprobs
 
 LEAST = -9999.0
 """What OpenAI says for a probability of 0, whose logarithm JSON has no number for."""
@@ -71,19 +71,19 @@ class AnswerLogprobs(ABC):
         self._name = name
 
     @abstractmethod
-    def told(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def told(self, output: OutputDelta | GenerationResult) -> dict[str, Any]:
         """The next tokens', which may be none."""
 
 
 class ChatLogprobs(AnswerLogprobs):
-    def told(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def told(self, output: OutputDelta | GenerationResult) -> dict[str, Any]:
         content = [
-            {**self.entry(token, each.chosen), "top_logprobs": [self.entry(*top) for top in each.top]}
-            for token, each in zip(tokens, logprobs, strict=True)
+            {**self._entry(token, each.chosen), "top_logprobs": [self._entry(*top) for top in each.top]}
+            for token, each in zip(output.token_ids, output.logprobs, strict=True)
         ]
         return {"content": content, "refusal": None}
 
-    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
         return {
             "token": name.text,
@@ -92,25 +92,45 @@ class ChatLogprobs(AnswerLogprobs):
         }
 
 
-class CompletionLogprobs(AnswerLogprobs):
-    """offset: characters of the answer before its first token: of the prompt, if that is told, too"""
+class _Offsets:
+    """Where the tokens of a text begin in it. at: characters before the next one"""
 
-    def __init__(self, name: Callable[[int], TokenName], decoder: Decoder, offset: int) -> None:
-        super().__init__(name)
+    def __init__(self, decoder: Decoder, at: int) -> None:
         self._decoder = decoder
-        self._offset = offset
+        self._at = at
 
-    def told(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.push([token]))
+    def next(self, token: int) -> int:
+        begin = self._at
+        self._at += len(self._decoder.push([token]))
+        return begin
+
+
+class CompletionLogprobs(AnswerLogprobs):
+    """prompt: where the prompt's tokens begin, whose log-probabilities are told first; None: they are not told
+    answer: where those of the answer do
+    """
+
+    def __init__(self, name: Callable[[int], TokenName], prompt: _Offsets | None, answer: _Offsets) -> None:
+        super().__init__(name)
+        self._prompt = prompt
+        self._answer = answer
+
+    def told(self, output: OutputDelta | GenerationResult) -> dict[str, Any]:
+        answer = self._part(self._answer, output.token_ids, output.logprobs)
+        if self._prompt is None:
+            return answer
+        prompt = self._part(self._prompt, output.prompt_token_ids, output.prompt_logprobs)
+        return {name: prompt[name] + values for name, values in answer.items()}
+
+    def _part(
+        self, offsets: _Offsets, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> dict[str, list[Any]]:
         pairs = list(zip(tokens, logprobs, strict=True))
         return {
             "tokens": [self._text(token) for token in tokens],
-            "token_logprobs": [max(each.chosen, LEAST) for each in logprobs],
-            "top_logprobs": [self._top(token, each) for token, each in pairs],
-            "text_offset": offsets,
+            "token_logprobs": [None if each is None else max(each.chosen, LEAST) for each in logprobs],
+            "top_logprobs": [None if each is None else self._top(token, each) for token, each in pairs],
+            "text_offset": [offsets.next(token) for token in tokens],
         }
 
     def _top(self, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
@@ -132,12 +152,32 @@ class LogprobForms:
         self._texts = texts
         self._name = lru_cache(_NAMED)(lambda token: TokenName.of(token, texts.token_bytes(token)))
 
-    def chat(self, echoed: str) -> ChatLogprobs:
+    def chat(self, echoed: str = "") -> ChatLogprobs:
         return ChatLogprobs(self._name)
 
     def completion(self, echoed: str) -> CompletionLogprobs:
-        """``echoed``: what is told before the answer."""
-        return CompletionLogprobs(self._name, self._texts.decoder(), len(echoed))
+        return CompletionLogprobs(self._name, None, _Offsets(self._texts.decoder(), 0))
+
+    def echoing_completion(self, echoed: str) -> CompletionLogprobs:
+        """``echoed``: the prompt, which is told before the answer."""
+        prompt = _Offsets(self._texts.decoder(), 0)
+        return CompletionLogprobs(self._name, prompt, _Offsets(self._texts.decoder(), len(echoed)))
+
+    def prompt(self, result: GenerationResult) -> list[dict[str, Any] | None]:
+        """vLLM's form of a prompt's: for each token the chosen one and the likeliest ones, by id."""
+        pairs = zip(result.prompt_token_ids, result.prompt_logprobs, strict=True)
+        return [None if each is None else self._of_prompt(token, each) for token, each in pairs]
+
+    def _of_prompt(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+        ranks = {other: rank for rank, (other, _) in enumerate(logprobs.top, 1)}
+        return {
+            str(other): {
+                "logprob": max(logprob, LEAST),
+                "rank": ranks.get(other),
+                "decoded_token": self._name(other).text,
+            }
+            for other, logprob in ((token, logprobs.chosen), *logprobs.top)
+        }
 
 
 class HeldLogprobs:
@@ -158,11 +198,12 @@ class HeldByOne:
         self._every = every
         self._count = 0
 
-    def add(self, logprobs: Sequence[TokenLogprobs]) -> None:
+    def add(self, delta: OutputDelta) -> None:
         """Raises `ApiError` or `OverloadedError` when there are too many."""
+        logprobs = (*delta.prompt_logprobs, *delta.logprobs)
         if not logprobs:
             return
-        count = sum(1 + len(each.top) for each in logprobs)
+        count = sum(1 if each is None else 1 + len(each.top) for each in logprobs)
         self._count += count
         self._every.count += count
         if self._count > MAX_HELD_BY_ONE:

@@ -81,7 +81,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": _NEVER,
-    "prompt_logprobs": _NEVER,
     "reasoning_effort": _NEVER,
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),

@@ -77,7 +77,7 @@ class ResponseForm(Form):
         )
 
     def logprobs(self, index: int, echoed: str, output: OutputDelta | GenerationResult) -> Any:
-        return [] if self._logprobs is None else self._logprobs.told(output.token_ids, output.logprobs)["content"]
+        return [] if self._logprobs is None else self._logprobs.told(output)["content"]
 
     def part(self, index: int, text: str, finish_reason: str | None, logprobs: Any = None) -> bytes:
         if not text and not logprobs:

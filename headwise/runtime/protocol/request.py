@@ -283,6 +283,11 @@ class GenerationResult:
             self.usage = delta.usage or self.usage
             self.timings = delta.timings or self.timings
 
+    def drop_logprobs(self) -> None:
+        """Forget the log-probabilities so far."""
+        for values in (self.logprobs, self.prompt_logprobs, self.prompt_token_ids):
+            values.clear()
+
 
 def as_token_ids(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
     """Token ids as ``int32 [n]``; raises `InvalidRequestError` if they are not integers of that range."""

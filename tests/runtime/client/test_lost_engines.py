@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from headwise.runtime.protocol.messages import (
     Ticket,
     Withdraw,
 )
-from headwise.runtime.protocol.request import GenerateRequest, OutputDelta, SamplingParams
+from headwise.runtime.protocol.request import GenerateRequest, OutputDelta, SamplingParams, TokenLogprobs
 
 
 class Peer:
@@ -194,6 +195,36 @@ def test_a_stream_whose_engine_loses_its_workers_goes_on_elsewhere_without_gap_o
     (reroute,) = place.scheduler.of(Reroute)
     assert len(reroute.request.output_token_ids) >= 3
     assert stream.result.usage.completion_tokens == 100
+
+
+class TellingCore(ScriptedCore):
+    """Tells the log-probabilities of a prompt, a token a step, from where it was told that others had come to."""
+
+    def _next(self, request_id: str) -> OutputDelta:
+        request, count = self.live[request_id]
+        at = request.prompt_told
+        if at == len(request.prompt_token_ids):
+            return super()._next(request_id)
+        self.live[request_id] = replace(request, prompt_told=at + 1), count
+        logprobs = None if at == 0 else TokenLogprobs(-float(at), ())
+        return OutputDelta(
+            request_id, prompt_token_ids=(int(request.prompt_token_ids[at]),), prompt_logprobs=(logprobs,)
+        )
+
+
+def test_a_prompts_logprobs_go_on_elsewhere_without_gap_or_repeat(place: Place, client: Client, patient: None) -> None:
+    first, second = TellingCore(), TellingCore()
+    first.pace_s = 0.05
+    place.scheduler.tickets = [place.engine(first).endpoint, place.engine(second).endpoint]
+    stream = client.stream("abc", max_tokens=100, prompt_logprobs=0)
+    next(stream)
+    first.dies = EngineDiedError("TP rank 0 died")
+    result = stream.read()
+    (reroute,) = place.scheduler.of(Reroute)
+    assert reroute.request.prompt_told >= 1
+    assert result.prompt_token_ids == list(reroute.request.prompt_token_ids)
+    assert result.prompt_logprobs == [None, TokenLogprobs(-1.0, ()), TokenLogprobs(-2.0, ())]
+    assert result.text == numbers(100)
 
 
 def test_a_dead_engine_is_noticed_by_its_connection(place: Place, client: Client, patient: None) -> None:

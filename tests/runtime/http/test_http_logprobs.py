@@ -56,11 +56,24 @@ class LikelyCore(ScriptedCore):
     def __init__(self) -> None:
         super().__init__()
         self._outputs: dict[str, tuple[OutputText, bytes]] = {}
+        self._of_prompts: list[OutputDelta] = []
 
     def add(self, request: GenerateRequest) -> None:
         super().add(request)
         data = "".join(map(chr, request.prompt_token_ids)).encode()
         self._outputs[request.request_id] = OutputText(ByteTokenizer(), request.sampling), data  # type: ignore[arg-type]
+        wanted = request.sampling.prompt_logprobs
+        if wanted is not None:
+            first, *rest = request.prompt_token_ids.tolist()
+            logprobs = tuple(logprobs_of(token, at, wanted, 0) for at, token in enumerate(rest))
+            self._of_prompts += [
+                OutputDelta(request.request_id, prompt_token_ids=(first,), prompt_logprobs=(None,)),
+                OutputDelta(request.request_id, prompt_token_ids=tuple(rest), prompt_logprobs=logprobs),
+            ]
+
+    def step(self, timeout_s: float | None) -> list[OutputDelta]:
+        of_prompts, self._of_prompts = self._of_prompts, []
+        return of_prompts + super().step(timeout_s)
 
     def _next(self, request_id: str) -> OutputDelta:
         request, at = self.live[request_id]
@@ -241,9 +254,8 @@ def test_of_two_tokens_with_one_text_a_completion_tells_the_likelier_one() -> No
         def token_bytes(self, token: int) -> bytes | None:
             return b"a"
 
-    (told,) = (
-        LogprobForms(Twins()).completion("").told([5], [TokenLogprobs(-3.0, ((1, -0.5), (2, -2.0)))])["top_logprobs"]
-    )
+    output = OutputDelta("r", (5,), logprobs=(TokenLogprobs(-3.0, ((1, -0.5), (2, -2.0))),))
+    (told,) = LogprobForms(Twins()).completion("").told(output)["top_logprobs"]
     assert told == {"a": -0.5}
 
 
@@ -277,3 +289,54 @@ def test_the_best_of_several_answers_are_those_whose_tokens_are_likeliest(served
 def test_a_best_of_that_cannot_be_is_told(served: Served, said: dict[str, Any]) -> None:
     assert complete(served, 400, **said)["error"]["param"] == "best_of"
     assert complete(served, best_of=1)["text"] == TEXT
+
+
+# ---- of prompts ----
+
+
+def test_echo_with_logprobs_tells_those_of_the_prompt_first(served: Served) -> None:
+    choice = ask(served, "/v1/completions", prompt="ab c", echo=True, logprobs=2)
+    assert choice["text"] == "ab cab c"
+    told = choice["logprobs"]
+    assert told["tokens"] == [*"ab c", *"ab c"]
+    assert told["token_logprobs"] == [None, -0.5, -1.5, -2.5, -0.5, -1.5, -2.5, -3.5]
+    assert told["top_logprobs"][:2] == [None, {"z": -0.25, "b": -0.5}]
+    assert told["text_offset"] == list(range(8))
+
+
+def test_a_stream_that_echoes_tells_the_logprobs_of_the_whole_answer(served: Served) -> None:
+    said = {"prompt": ["ab c", "d"], "echo": True, "logprobs": 2, "n": 2}
+    whole = served.http.post("/v1/completions", json=said).json()["choices"]
+    parts = choices(served, "/v1/completions", **said)
+    for index, expected in enumerate(whole):
+        mine = [part for part in parts if part["index"] == index]
+        assert "".join(part["text"] for part in mine) == expected["text"]
+        told = [part["logprobs"] for part in mine if part["logprobs"]]
+        for name, values in expected["logprobs"].items():
+            assert [value for each in told for value in each[name]] == values
+
+
+def test_prompt_logprobs_have_vllms_form(served: Served) -> None:
+    choice = ask(served, "/v1/completions", prompt="ab", prompt_logprobs=1)
+    assert choice["prompt_logprobs"] == [
+        None,
+        {
+            "98": {"logprob": -0.5, "rank": None, "decoded_token": "b"},
+            "122": {"logprob": -0.25, "rank": 1, "decoded_token": "z"},
+        },
+    ]
+    assert (choice["text"], choice["logprobs"]) == ("ab", None)
+    said = {"messages": [{"role": "user", "content": "ab"}], "prompt_logprobs": 2}
+    answer = served.http.post("/v1/chat/completions", json=said).json()
+    assert answer["prompt_logprobs"][1]["98"] == {"logprob": -0.5, "rank": 2, "decoded_token": "b"}
+
+
+@pytest.mark.parametrize("said", [{"prompt_logprobs": 21}, {"prompt_logprobs": 1, "stream": True}], ids=repr)
+def test_prompt_logprobs_that_cannot_be_are_told(served: Served, said: dict[str, Any]) -> None:
+    assert complete(served, 400, **said)["error"]["param"] == "prompt_logprobs"
+    assert chat(served, 400, **said)["error"]["param"] == "prompt_logprobs"
+
+
+def test_the_logprobs_of_prompts_count_as_held(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_HELD_BY_ONE", 20)
+    assert complete(served, 400, prompt_logprobs=5, max_tokens=1)["error"]["param"] == "logprobs"

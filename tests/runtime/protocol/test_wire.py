@@ -87,6 +87,8 @@ def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
         GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 2, "salt", "", ((0, 3, "abc"),)),
         OutputDelta("r", (1, 2), "hé", (TokenLogprobs(-1.0, ()),), FinishReason.STOP, None, Usage(1, 0, 2), Timings(1)),
         OutputDelta("r"),
+        OutputDelta("r", prompt_token_ids=(7, 8), prompt_logprobs=(None, TokenLogprobs(-1.0, ((8, -1.0),)))),
+        StepResult(3, 0, np.array([-1], np.int32), prompt_logprobs={0: (TokenLogprobs(-1.0, ()),) * 2}),
     ],
 )
 def test_every_message_comes_back_as_it_was(message: object) -> None:
@@ -134,7 +136,7 @@ def damaged(position: int, value: object) -> bytes:
         (damaged(4, "won"), r"OutputDelta\.finish_reason: must be one of stop"),
         (msgpack.packb([99, "OutputDelta", []]), "protocol version 99"),
         (msgpack.packb([wire.VERSION, "Nothing", []]), "unexpected message 'Nothing'"),
-        (msgpack.packb([wire.VERSION, "OutputDelta", []]), "must have 8 fields"),
+        (msgpack.packb([wire.VERSION, "OutputDelta", []]), "must have 10 fields"),
         (b"", "0 bytes"),
     ],
 )
