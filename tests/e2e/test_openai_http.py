@@ -166,6 +166,14 @@ def test_logprobs_are_what_our_client_gets(client: openai.OpenAI, ours: Client) 
     assert [entry.logprob for entry in content] == pytest.approx([each.chosen for each in expected], abs=1e-3)
     assert b"".join(bytes(entry.bytes or []) for entry in content).decode() == answer.choices[0].message.content
     assert [len(entry.top_logprobs) for entry in content] == [3] * 12
+    prompt = "The capital of France is"
+    of_ours = ours.generate(prompt, temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    echoed = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=1, echo=True, logprobs=1)
+    told = echoed.choices[0].logprobs
+    assert told is not None
+    assert "".join(told.tokens or []) == echoed.choices[0].text == prompt + " Paris"
+    expected_of_prompt = [each and pytest.approx(each.chosen, abs=1e-3) for each in of_ours.prompt_logprobs]  # type: ignore[union-attr]
+    assert (told.token_logprobs or [])[:-1] == expected_of_prompt
 
 
 def test_a_response_is_the_chat_of_our_client_whole_streamed_and_asynchronous(

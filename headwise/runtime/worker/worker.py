@@ -314,6 +314,8 @@ class ModelWorker:
         prompt_logprobs, unusable = self._prompts.scores(self._model, batch, hidden)
         last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[batch.sample] - 1
         computed = self._sample(batch, self._ops.take_rows(hidden, last_rows) if len(last_rows) else None)
+        if not (prompt_logprobs or unusable):
+            return computed
         broken = computed.broken | dict.fromkeys(unusable, NOT_FINITE)
         return replace(computed, broken=broken, prompt_logprobs=prompt_logprobs)
 

@@ -115,7 +115,15 @@ def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(tmp_path: 
         SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0),
         SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.5, top_k=20, top_p=0.9, seed=2, logprobs=2),
         SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0, repetition_penalty=1.5, presence_penalty=1),
-        SamplingParams(max_tokens=6, ignore_eos=True, seed=3, frequency_penalty=2, logit_bias={7: 4, 8: 4}, logprobs=1),
+        SamplingParams(
+            max_tokens=6,
+            ignore_eos=True,
+            seed=3,
+            frequency_penalty=2,
+            logit_bias={7: 4, 8: 4},
+            logprobs=1,
+            prompt_logprobs=1,
+        ),
         SamplingParams(max_tokens=6, temperature=0.9, seed=4, guided={"regex": "[a-f]{5}[0-9]{3}"}),
     ]
     prompts = [PROMPT[:30], PROMPT[:9], PROMPT[5:40], PROMPT[:20], PROMPT[:20], PROMPT[:9]]
@@ -129,9 +137,9 @@ def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(tmp_path: 
     assert re.fullmatch("[a-f]{5}[0-9]", found[5].text)
     assert sum(seen) >= 36 - 6, "all but prompts that are done in steps of their own"
     assert len(found[2].logprobs) == len(found[4].logprobs) == 6
-    for one, other in zip(
-        found[2].logprobs + found[4].logprobs, expected[2].logprobs + expected[4].logprobs, strict=True
-    ):
+    assert len(found[4].prompt_logprobs) == 20
+    told, right = (of[2].logprobs + of[4].logprobs + of[4].prompt_logprobs[1:] for of in (found, expected))
+    for one, other in zip(told, right, strict=True):
         assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
