@@ -122,7 +122,7 @@ class Wanted:
     @cached_property
     def samples(self) -> list[SamplingParams]:
         """Those of each answer to a prompt."""
-        logprobs = self.sampling.logprobs or 0 if self.kept else self.sampling.logprobs
+        logprobs = (self.sampling.logprobs or 0) if self.kept else self.sampling.logprobs
         return replace(self.sampling, n=self.n, logprobs=logprobs).samples()
 
 
