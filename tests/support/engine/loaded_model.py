@@ -28,7 +28,7 @@ ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
 """Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-BASE = EngineConfig(dtype="float32", kv_cache="512MiB", max_batched_tokens=512, max_model_len=4096)
+BASE = EngineConfig(dtype="float32", kv_cache="256MiB", max_batched_tokens=512, max_model_len=4096)
 
 
 class LoadedModel:
