@@ -112,8 +112,11 @@ def read_model_card(
     attention = attention_of(model)
     attention.check(Serving(config.model, config.tp_size, config.device, config.kernels, config.kv_dtype_name))
     replicated = attention.is_replicated
+    sizes = [attention.layout(config.block_size, 1, config.kv_dtype_name).slot_bytes] * model.num_layers
     try:
-        plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping, is_replicated=replicated)
+        plan = plan_head_groups(
+            model.policies, config.tp_size, config.head_grouping, sizes=sizes, is_replicated=replicated
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     layout = attention.layout(config.block_size, plan.slots, config.kv_dtype_name)

@@ -27,7 +27,7 @@ def published(request: pytest.FixtureRequest) -> Path:
 def test_padding_is_small_for_all_ranks_that_divide_the_heads(published: Path) -> None:
     model = model_config(json.loads(published.read_text()))
     sizes = [size for size in valid_tp_sizes(model) if size <= 8]
-    assert sizes[:2] == [1, 2]
+    assert sizes[:2] == [1, 2][: model.dealt_heads]
     for size in sizes:
         plan = plan_head_groups(model.policies, size, is_replicated=attention_of(model).is_replicated)
         assert plan.padding <= 0.05
@@ -66,7 +66,7 @@ def test_info_of_latents(tmp_path: Path, name: str, layers: int, geometry: str, 
     rows = dict(describe(config, card, tmp_path, [8192]))
     assert rows["geometry"] == f"{layers} layers, {geometry}"
     assert rows["head groups"] == f"1 x {layers} slots per rank (auto, padding 0.0%)"
-    assert rows["  group 0"] == f"full attention, {layers} layers' latents"
+    assert rows["  group 0"].startswith(f"full attention, {layers} layers' latents, ")
     assert card.bytes_per_token == layers * (512 + 64) * 2 * tp_size  # every rank keeps all of them
 
 
