@@ -33,7 +33,7 @@ Of a long sequence full groups are nearly all: what is wasted in them is not sma
 """
 
 Policies = Sequence[Sequence[HeadPolicy]]
-"""``[num_layers][members of the layer]``"""
+"""``[num_layers][members of the layer]``; none of a layer that uses another one's"""
 
 
 class Member(NamedTuple):
@@ -87,6 +87,11 @@ class HeadGroupPlan:
         return found.pop()
 
     @property
+    def slots_text(self) -> str:
+        """Members in a block, of each size that they have, in words."""
+        return " or ".join(str(slots) for slots in sorted({group.slots for group in self.groups}))
+
+    @property
     def padding(self) -> float:
         """What stays empty of blocks, over what does not."""
         filled = sum(self.sizes[member.layer] for group in self.groups for rank in group.members for member in rank)
@@ -112,7 +117,7 @@ class HeadGroupPlan:
         """``int32 [local KV heads, 2]``: group and slot of each of the rank's heads of a layer."""
         places = self._places[rank]
         heads = self.kv_heads(rank)[layer]
-        return np.array([places[Member(layer, head)] for head in heads], dtype=np.int32)
+        return np.array([places[Member(layer, head)] for head in heads], dtype=np.int32).reshape(-1, 2)
 
 
 def plan_head_groups(
@@ -153,15 +158,14 @@ def plan_head_groups(
 def _check_table(policies: Policies, sizes: Sequence[int] | None) -> None:
     if not policies:
         raise ValueError("a model needs at least one layer")
-    for layer, row in enumerate(policies):
-        if not row:
-            raise ValueError(f"layer {layer} has no head policies: give one for each of its KV heads")
+    if not any(policies):
+        raise ValueError("no layer has head policies: give one for each KV head of at least one of them")
     if sizes is not None and (len(sizes) != len(policies) or min(sizes) < 1):
         raise ValueError(f"sizes {list(sizes)} must be one positive number for each of {len(policies)} layers")
 
 
 def _check_divides(policies: Policies, tp_size: int) -> None:
-    counts = sorted({len(row) for row in policies})
+    counts = sorted({len(row) for row in policies if row})
     if any(count % tp_size for count in counts):
         fits = [n for n in range(1, counts[0] + 1) if not any(count % n for count in counts)]
         heads = " or ".join(map(str, counts))
@@ -260,7 +264,7 @@ def _lines(policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]
         return order[policies[member.layer][member.kv_head]]
 
     lines = []
-    for size in sorted(set(sizes), reverse=True):
+    for size in sorted({size for size, row in zip(sizes, policies, strict=True) if row}, reverse=True):
         members = [
             sorted(
                 (Member(layer, head) for layer, heads in enumerate(layers) if sizes[layer] == size for head in heads),

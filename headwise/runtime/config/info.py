@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from headwise.cache_controller.planner import HeadGroup, HeadGroupPlan
+from headwise.cache_controller.planner import HeadGroup
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.unified_pages import planned_bytes, unified_pages
 from headwise.cache_controller.windows import GroupWindows
@@ -36,7 +36,10 @@ def describe(
     attention = attention_of(model)
     yield "geometry", f"{model.num_layers} layers, {attention.geometry()}"
     yield "longest sequence", f"{card.max_model_len} tokens"
-    yield "head groups", f"{slots_of(plan)} slots per rank ({config.head_grouping}, padding {plan.padding:.1%})"
+    yield (
+        "head groups",
+        f"{len(plan.groups)} x {plan.slots_text} slots per rank ({config.head_grouping}, padding {plan.padding:.1%})",
+    )
     for text, alike in groupby(enumerate(plan.groups), key=lambda entry: _group(entry[1], card, attention)):
         first, *others = [index for index, _ in alike]
         yield (f"  groups {first} to {others[-1]}", f"{text} each") if others else (f"  group {first}", text)
@@ -86,14 +89,14 @@ def chosen(config: EngineConfig, card: ModelCard, directory: Path) -> str:
     weights = config.weights_dtype_name
     if config.computes_from_blocks:
         weights += f" ({kinds_of_blocks(directory)})"
-    pool = "measured at start"
+    pool, slots = "measured at start", plan.slots_text.replace(" ", "")
     if spec.num_blocks:
         size = format_bytes(spec.num_blocks * card.layout.block_bytes)
         pool = f"{spec.num_blocks} blocks of {card.layout.block_size} tokens, {size} per rank"
     return (
         f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
         f"dtype={config.dtype_name} weights_dtype={weights} kv_dtype={config.kv_dtype_name} "
-        f"replicas={config.first_replicas} tp_size={config.tp_size} head_groups={slots_of(plan).replace(' ', '')} "
+        f"replicas={config.first_replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{slots} "
         f"pool={pool}"
     )
 
@@ -126,11 +129,6 @@ def _requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> st
 def _usual_lengths(longest: int) -> list[int]:
     powers = (1024 * 4**k for k in range(8))
     return [*(tokens for tokens in powers if tokens < longest), longest]
-
-
-def slots_of(plan: HeadGroupPlan) -> str:
-    """Groups and the members in a block of each, in words."""
-    return f"{len(plan.groups)} x {' or '.join(map(str, sorted({group.slots for group in plan.groups})))}"
 
 
 def _group(group: HeadGroup, card: ModelCard, attention: AttentionVariant) -> str:
