@@ -1,8 +1,7 @@
 """Published models as caches see them: what each layer keeps, from the ``config.json`` of each.
 
 Models that headwise serves are read by their own modules. Of the others only the cache is known here: what a latent and
-an indexer keep (DeepSeek-V3.2), two sizes of heads and layers that share a cache (Gemma 4), and states beside attention
-(Qwen3-Next, Qwen3.5).
+an indexer keep (DeepSeek-V3.2), and states beside attention (Qwen3-Next, Qwen3.5).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.cache_controller.planner import HeadGroupPlan, Policies, plan_head_groups
-from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.policy import FULL
 from headwise.cache_controller.unified_pages import UnifiedPages, planned_bytes, unified_pages
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import valid_tp_sizes
@@ -34,7 +33,7 @@ Config = Mapping[str, Any]
 class Geometry:
     """What a model keeps of a sequence.
 
-    policies:      ``[layers][members]``, of layers with attention and a cache of their own
+    policies:      ``[layers][members]``, of layers with attention; none of one that uses another one's cache
     token_bytes:   ``[layers]``, of one member and token
     states:        bytes of each layer's state, over all ranks
     tp_sizes:      that its heads can be dealt to, of at most `MOST_RANKS`
@@ -101,18 +100,16 @@ def geometry(config: Config) -> Geometry:
         return _latents_and_indexers(text)
     if "linear_num_value_heads" in text:
         return _states_and_attention(text)
-    if text["model_type"].startswith("gemma4"):
-        return _heads_of_two_sizes(text)
     return _served(config)
 
 
 def _served(config: Config) -> Geometry:
     model = model_config(config)
     attention = attention_of(model)
-    token_bytes = attention.layout(BLOCK_SIZE, 1, DTYPE).slot_bytes // BLOCK_SIZE
+    layers = range(model.num_layers)
     return Geometry(
         model.policies,
-        (token_bytes,) * model.num_layers,
+        tuple(attention.layout(BLOCK_SIZE, 1, DTYPE, layer).slot_bytes // BLOCK_SIZE for layer in layers),
         tuple(size for size in valid_tp_sizes(model) if size <= MOST_RANKS),
         is_replicated=attention.is_replicated,
     )
@@ -124,19 +121,6 @@ def _latents_and_indexers(text: Config) -> Geometry:
     layers = text["num_hidden_layers"]
     tp_sizes = _divisors(text["num_attention_heads"], text["index_n_heads"])
     return Geometry(((FULL,),) * layers, (numbers * BYTES,) * layers, tp_sizes, is_replicated=True)
-
-
-def _heads_of_two_sizes(text: Config) -> Geometry:
-    """Full layers have larger heads, and maybe fewer; the last layers use the cache of earlier ones."""
-    heads, window = text["num_key_value_heads"], HeadPolicy(text["sliding_window"])
-    full_heads = (text["attention_k_eq_v"] and text["num_global_key_value_heads"]) or heads
-    kinds = {
-        "full_attention": ((FULL,) * full_heads, 2 * text["global_head_dim"] * BYTES),
-        "sliding_attention": ((window,) * heads, 2 * text["head_dim"] * BYTES),
-    }
-    own = text["layer_types"][: text["num_hidden_layers"] - text["num_kv_shared_layers"]]
-    policies, token_bytes = zip(*(kinds[kind] for kind in own), strict=True)
-    return Geometry(policies, token_bytes, _divisors(heads, full_heads))
 
 
 def _states_and_attention(text: Config) -> Geometry:

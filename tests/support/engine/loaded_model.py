@@ -34,11 +34,12 @@ BASE = EngineConfig(dtype="float32", kv_cache="256MiB", max_batched_tokens=512, 
 class LoadedModel:
     """One loaded model, a demo model or one of `TINY_CONFIGS`; several engines run on it one after the other."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **changes: object) -> None:
+        """``changes`` of the configuration are for those by which members' places in blocks may differ."""
         self.name = name
-        self.config = replace(BASE, model=name)
+        self.config = replace(BASE, model=name, **changes)
         if name in TINY_CONFIGS:
-            self.config = replace(BASE, model=str(checkpoint(name)), kv_cache="16MiB")
+            self.config = replace(self.config, model=str(checkpoint(name)), kv_cache="24MiB")
         self.preprocessor = Preprocessor.open(self.config)
         directory = resolve_model(self.config.model, self.config.cache_path)
         self.worker = ModelWorker(self.config, directory, 0, SingleRank())
