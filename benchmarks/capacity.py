@@ -4,7 +4,14 @@
 
 The scheduler, the cache, the planner and the head policies are the engine's own. Only the GPU is a model
 (`simulation/gpu.py`), so no GPU and no weights are needed, and nothing here proves what a GPU will do. "on" gives
-windows' blocks back, "off" keeps all; kernels read what a head sees either way. The last line is JSON.
+windows' blocks back, "off" keeps all; kernels read what a head sees either way.
+
+The published geometries of many models (`geometries.py`) are planned on one rank, in bfloat16, in blocks of 64 tokens,
+and compared with pages of one layer each, whose bytes a pool must make equal (`headwise/cache_controller/
+unified_pages.py` has the arithmetic): padded to the largest layer's or state's, of 64 tokens; or lengthened, so that
+small layers' pages have more tokens, which is what vLLM does where sizes divide, and beside states. States are counted
+once a sequence. The last line is JSON: of each model, ``over_padded_pages`` and ``over_lengthened_pages`` are how many
+times as many requests fit, the least of 8k, 32k and 128k tokens, and ``padding`` is the share of our own blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from model_fits import print_models
 from simulation.gpu import A800, BYTES, H200, Gpu, SimulatedGpu, weights_of
 from simulation.serving import KV_DTYPE, Load, Outcome, SimulatedEngine, random_load, read_trace
 
@@ -324,7 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # An H200 is not short of memory before several hundred requests.
     gpus, size, trace_requests = ([A800], QUICK, 20) if args.quick else ([A800, H200], FULL_SIZE, 1000)
 
-    result = print_footprints(*pattern_or_random(args.pattern))
+    result: dict[str, Any] = print_footprints(*pattern_or_random(args.pattern))
+    models = print_models(KV_SHARE * A800.memory, DECODING)
     main_pairs = main_runs(gpus, size)
     sensitivity = {} if args.quick else sensitivity_runs(128)
     traces = trace_runs(gpus, args.trace, trace_requests) if args.trace.exists() else {}
@@ -348,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result |= {"trace_hit_rate_off": off.hit_rate, "trace_hit_rate_on": on.hit_rate}
     else:
         print(f"\n{args.trace} is not there: no trace was served; give one with --trace")
-    print(json.dumps({name: round(value, 3) for name, value in result.items()}))
+    print(json.dumps({**{name: round(value, 3) for name, value in result.items()}, "models": models}))
 
 
 if __name__ == "__main__":

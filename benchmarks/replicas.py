@@ -1,6 +1,6 @@
 """Three real engines: what routing by prefix gains, and how long a loss is felt.
 
-    python benchmarks/replicas.py [--quick]
+    python benchmarks/replicas.py [--quick | --smoke]
 
 1. Conversations, each about a document of its own, whose caches take twice one engine's device and fit into all three:
    turn after turn in random order, a few at a time; once routed `round_robin`, once `cache_aware`, by deployments that
@@ -82,6 +82,7 @@ QUICK = Size(
     streams=2,
     faults=("store", "scheduler", "hung scheduler"),
 )
+SMOKE = replace(QUICK, faults=("scheduler",))
 QUESTION_TOKENS, ANSWER_TOKENS = 24, 8
 STREAM_TOKENS = 24
 CONFIG = EngineConfig(
@@ -268,9 +269,10 @@ def rounded(value: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two engines, one policy, three faults: a minute")
+    parser.add_argument("--smoke", action="store_true", help="the same with one fault: seconds")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    size = QUICK if options.quick else FULL
+    size = SMOKE if options.smoke else QUICK if options.quick else FULL
     config = replace(CONFIG, replicas=size.replicas, kv_cache=size.kv_cache, max_model_len=size.max_model_len)
     seen: dict[str, Turns] = {}
     broken: dict[str, Any] = {}

@@ -222,7 +222,7 @@ def second_manager(worker: ModelWorker) -> TransferManager:
     card, copies = worker.card, copies_of(worker)
     return TransferManager(
         card.layout,
-        layer_ranges(card.plan, card.layout, 0),
+        layer_ranges(card.plan, card.layouts, 0),
         worker._cache.arena,
         copies._arena.array,
         copy=make_block_copy("auto", COPY_THREADS),

@@ -107,7 +107,7 @@ def open_traffic(bench: Bench, block_size: int) -> Iterator[Traffic]:
     config = model_config(sizes.model)
     plan = plan_head_groups(config.policies)
     layout = gqa_layout(block_size, plan.slots, config.head_dim, "bfloat16")
-    ranges = layer_ranges(plan, layout, 0)
+    ranges = layer_ranges(plan, [layout] * plan.num_layers, 0)
     blocks = sizes.num_bytes // layout.block_bytes // 2 * 2
     device, host = rig.empty(blocks * layout.block_bytes), rig.host_arena(blocks * layout.block_bytes)
     host.wait_ready()

@@ -26,16 +26,19 @@ class Role:
 class BlockLayout:
     """The bytes of one block: ``slots`` members, ordered by layer, each with its roles one after the other.
 
-        block  = | slot 0            | slot 1            | ...      slot_bytes each
+        block  = | slot 0            | slot 1            | ... | tail_bytes      slot_bytes each
         slot   = | role 0 [block_size, *shape] | role 1 ... |       each role starts on ``alignment``
 
-    The layout is the same on the device, on the host, in storage and on the wire.
+    The layout is the same on the device, on the host, in storage and on the wire. Where members of a model differ in
+    size, blocks of each have a layout, all of ``block_size`` tokens and equal ``block_bytes``: what slots do not fill
+    of them is left empty (``tail_bytes``).
     """
 
     block_size: int
     slots: int
     roles: tuple[Role, ...]
     alignment: int = 64
+    tail_bytes: int = 0
 
     @cached_property
     def role_offsets(self) -> dict[str, int]:
@@ -52,13 +55,14 @@ class BlockLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        return self.slot_bytes * self.slots
+        return self.slot_bytes * self.slots + self.tail_bytes
 
     @property
     def identity(self) -> str:
         """A string that differs whenever the bytes of a block would be read differently."""
         roles = ",".join(f"{r.name}:{'x'.join(map(str, r.shape))}:{r.dtype}" for r in self.roles)
-        return f"v1/b{self.block_size}/s{self.slots}/a{self.alignment}/{roles}"
+        tail = f"/t{self.tail_bytes}" if self.tail_bytes else ""
+        return f"v1/b{self.block_size}/s{self.slots}/a{self.alignment}{tail}/{roles}"
 
     def slot_range(self, first: int, last: int) -> tuple[int, int]:
         """Byte range ``[start, stop)`` inside a block of the slots ``[first, last)``."""

@@ -26,8 +26,14 @@ Always safe: a kernel masks by the member's own policy. Ranks share block tables
 not divide evenly over the ranks forces up to one such member on every rank but one.
 """
 
+MAX_FULL_WASTE = 0.03
+"""Most of full groups, over what full members fill, that others fill or nobody, unless uneven ranks force more.
+
+Of a long sequence full groups are nearly all: what is wasted in them is not small beside windows that end somewhere.
+"""
+
 Policies = Sequence[Sequence[HeadPolicy]]
-"""``[num_layers][members of the layer]``"""
+"""``[num_layers][members of the layer]``; none of a layer that uses another one's"""
 
 
 class Member(NamedTuple):
@@ -81,6 +87,11 @@ class HeadGroupPlan:
         return found.pop()
 
     @property
+    def slots_text(self) -> str:
+        """Members in a block, of each size that they have, in words."""
+        return " or ".join(str(slots) for slots in sorted({group.slots for group in self.groups}))
+
+    @property
     def padding(self) -> float:
         """What stays empty of blocks, over what does not."""
         filled = sum(self.sizes[member.layer] for group in self.groups for rank in group.members for member in rank)
@@ -106,7 +117,7 @@ class HeadGroupPlan:
         """``int32 [local KV heads, 2]``: group and slot of each of the rank's heads of a layer."""
         places = self._places[rank]
         heads = self.kv_heads(rank)[layer]
-        return np.array([places[Member(layer, head)] for head in heads], dtype=np.int32)
+        return np.array([places[Member(layer, head)] for head in heads], dtype=np.int32).reshape(-1, 2)
 
 
 def plan_head_groups(
@@ -119,7 +130,8 @@ def plan_head_groups(
 ) -> HeadGroupPlan:
     """Pack the members of a model into groups.
 
-    ``auto`` packs by policy and size, with the fewest groups that stay within `MAX_PADDING` and `MAX_ROUNDED_UP`.
+    ``auto`` packs by policy and size, with the fewest groups that stay within `MAX_PADDING`, `MAX_ROUNDED_UP`
+    and `MAX_FULL_WASTE`.
     ``per_head_index`` makes one group per KV head index of a rank, over all layers.
 
     sizes:         ``[num_layers]``, bytes of a slot of each layer's members; None: all are equal
@@ -146,15 +158,14 @@ def plan_head_groups(
 def _check_table(policies: Policies, sizes: Sequence[int] | None) -> None:
     if not policies:
         raise ValueError("a model needs at least one layer")
-    for layer, row in enumerate(policies):
-        if not row:
-            raise ValueError(f"layer {layer} has no head policies: give one for each of its KV heads")
+    if not any(policies):
+        raise ValueError("no layer has head policies: give one for each KV head of at least one of them")
     if sizes is not None and (len(sizes) != len(policies) or min(sizes) < 1):
         raise ValueError(f"sizes {list(sizes)} must be one positive number for each of {len(policies)} layers")
 
 
 def _check_divides(policies: Policies, tp_size: int) -> None:
-    counts = sorted({len(row) for row in policies})
+    counts = sorted({len(row) for row in policies if row})
     if any(count % tp_size for count in counts):
         fits = [n for n in range(1, counts[0] + 1) if not any(count % n for count in counts)]
         heads = " or ".join(map(str, counts))
@@ -201,17 +212,24 @@ class _Line:
 
     members: ``[ranks][members]``
     kinds:   ``int64 [ranks, members]``, their policies, as positions from loosest to tightest
+    full:    ``bool [ranks, members]``, whether they see everything
     """
 
     size: int
     members: list[list[Member]]
     kinds: NDArray[np.int64]
+    full: NDArray[np.bool_]
 
     def slots(self, block_bytes: int) -> int:
         return block_bytes // self.size
 
     def groups(self, block_bytes: int) -> int:
         return -(-len(self.members[0]) // self.slots(block_bytes))
+
+    def full_waste(self, block_bytes: int) -> int:
+        """Bytes of full groups, over all ranks, that full members do not fill."""
+        groups = int(np.count_nonzero(self.full[:, :: self.slots(block_bytes)].any(axis=0)))
+        return groups * block_bytes * len(self.members) - self.size * int(self.full.sum())
 
     def rounded_up(self, block_bytes: int) -> int:
         """Bytes of members in a group that keeps more than they need."""
@@ -246,7 +264,7 @@ def _lines(policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]
         return order[policies[member.layer][member.kv_head]]
 
     lines = []
-    for size in sorted(set(sizes), reverse=True):
+    for size in sorted({size for size, row in zip(sizes, policies, strict=True) if row}, reverse=True):
         members = [
             sorted(
                 (Member(layer, head) for layer, heads in enumerate(layers) if sizes[layer] == size for head in heads),
@@ -254,25 +272,33 @@ def _lines(policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]
             )
             for layers in dealt
         ]
-        lines.append(_Line(size, members, np.array([[kind(member) for member in rank] for rank in members])))
+        kinds = np.array([[kind(member) for member in rank] for rank in members])
+        full = np.array([[policies[m.layer][m.kv_head].is_full for m in rank] for rank in members])
+        lines.append(_Line(size, members, kinds, full))
     return lines
 
 
 def _choose_block_bytes(lines: Sequence[_Line]) -> int:
-    """Bytes of a block with the fewest groups that wastes little; see `MAX_PADDING` and `MAX_ROUNDED_UP`.
+    """Bytes of a block with the fewest groups that wastes little.
 
-    Tried are those that a whole number of some size's members fill.
+    See `MAX_PADDING`, `MAX_ROUNDED_UP` and `MAX_FULL_WASTE`. Tried are those that a whole number of some size's members
+    fill.
     """
     ranks = len(lines[0].members)
     filled = sum(line.size * line.kinds.size for line in lines)
+    full = sum(line.size * int(line.full.sum()) for line in lines)
     unavoidable = sum(line.rounded_up(line.size) for line in lines)  # uneven ranks share tables
+    full_unavoidable = sum(line.full_waste(line.size) for line in lines)
 
     def cost(block_bytes: int) -> tuple[bool, int, int]:
         groups = sum(line.groups(block_bytes) for line in lines)
         empty = groups * block_bytes * ranks - filled
         rounded = sum(line.rounded_up(block_bytes) for line in lines)
         allowed = max(MAX_ROUNDED_UP * filled, unavoidable)
-        too_much = empty > MAX_PADDING * filled or rounded > allowed
+        in_full = sum(line.full_waste(block_bytes) for line in lines)
+        too_much = (
+            empty > MAX_PADDING * filled or rounded > allowed or in_full > max(MAX_FULL_WASTE * full, full_unavoidable)
+        )
         return (too_much, empty + rounded if too_much else groups, empty + rounded)
 
     largest = max(line.size for line in lines)
@@ -293,10 +319,10 @@ def _group_by_head_index(
 
 
 def _group(policies: Policies, members: tuple[tuple[Member, ...], ...], slots: int) -> HeadGroup:
-    return HeadGroup(_loosest([policies[m.layer][m.kv_head] for rank in members for m in rank]), members, slots)
+    return HeadGroup(loosest([policies[m.layer][m.kv_head] for rank in members for m in rank]), members, slots)
 
 
-def _loosest(policies: Sequence[HeadPolicy]) -> HeadPolicy:
+def loosest(policies: Sequence[HeadPolicy]) -> HeadPolicy:
     """The policy under which nothing is dropped that one of ``policies`` still sees."""
     if any(policy.is_full for policy in policies):
         return FULL

@@ -348,11 +348,11 @@ def test_the_published_pattern_at_half_is_two_groups_without_padding(tp_size: in
 
 @needs_published
 @pytest.mark.parametrize("sparsity", [tenth / 20 for tenth in range(2, 19)])
-def test_the_published_pattern_takes_2_to_13_groups_at_any_sparsity(sparsity: float) -> None:
+def test_the_published_pattern_takes_2_to_20_groups_at_any_sparsity(sparsity: float) -> None:
     scores = parse_pattern(PUBLISHED.read_text(), PUBLISHED.name).scores
     policies = policies_from_scores(scores, sparsity, 64, 256)
     plan = plan_head_groups(policies)
-    assert 2 <= len(plan.groups) <= 13
+    assert 2 <= len(plan.groups) <= 20
     assert plan.padding <= MAX_PADDING
     assert rounded_up(plan, policies) <= MAX_ROUNDED_UP * scores.size
 

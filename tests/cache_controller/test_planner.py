@@ -72,14 +72,15 @@ def test_every_member_has_exactly_one_slot_and_its_group_keeps_what_it_sees(poli
     _assert_ranks_have_equal_heads(plan, policies)
 
 
-LAYERS = {"full": (512, [FULL] * 4), "local": (256, [WINDOW] * 8), "latent": (300, [FULL])}
+LAYERS = {"full": (512, [FULL] * 4), "local": (256, [WINDOW] * 8), "latent": (300, [FULL]), "shared": (512, [])}
+"""A shared layer keeps nothing: it uses the cache of another one."""
 
 
 @given(st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=40), st.sampled_from([1, 2, 4]), st.booleans())
 def test_members_of_several_sizes_share_blocks_of_one_size(kinds, tp_size, is_replicated) -> None:
     if not is_replicated:
         kinds = [kind for kind in kinds if kind != "latent"] or ["local"]
-    sizes, policies = zip(*(LAYERS[kind] for kind in kinds), strict=True)
+    sizes, policies = zip(*(LAYERS[kind] for kind in [*kinds, "local"]), strict=True)
     plan = plan_head_groups(policies, tp_size, sizes=sizes, is_replicated=is_replicated)
     filled = 0
     for group in plan.groups:
@@ -116,7 +117,7 @@ def test_every_rank_has_the_latents_of_a_replicated_model() -> None:
     ("policies", "sizes", "grouping", "message"),
     [
         ([], None, "auto", "at least one layer"),
-        ([[FULL], []], None, "auto", "layer 1 has no head policies"),
+        ([[], []], None, "auto", "no layer has head policies"),
         ([[FULL]], [1, 2], "auto", r"sizes \[1, 2\] must be one positive number for each of 1 layers"),
         ([[FULL]], [0], "auto", "positive"),
         ([[FULL], [FULL]], [1, 2], "per_head_index", "per_head_index takes layers of equally many heads of one size"),

@@ -26,7 +26,7 @@ CONFIG = EngineConfig(
     kv_cache="64MiB",
     block_size=16,
     cpu_threads=1,
-    tensor_ops="numpy",  # ready in a second
+    dtype="float32",
     engine_timeout_s=60.0,
     index_timeout_s=5.0,
 )

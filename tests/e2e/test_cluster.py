@@ -30,6 +30,7 @@ from headwise.errors import (
     InvalidRequestError,
     ModelError,
 )
+from headwise.kernels.cpu import machine_code
 from headwise.runtime.protocol.request import FinishReason
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -394,6 +395,7 @@ def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_tw
         print("clean")
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["NUMBA_CACHE_DIR"] = str(machine_code.directory().parent)  # not anew for another home: it takes long
     environment["HOME"] = str(tmp_path)  # no token there: by itself Ray makes one at the first start
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(CONFIG.cache_path), str(Path(__file__).parent.parent)],

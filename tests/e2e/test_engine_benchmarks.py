@@ -64,9 +64,9 @@ def test_the_roofline_counts_every_weight_that_a_step_reads(capsys: pytest.Captu
 
 @pytest.mark.ray
 def test_replicas_are_measured_and_lose_no_stream(capsys: pytest.CaptureFixture[str]) -> None:
-    found = quick_figures("replicas", capsys)
+    found = figures_of("replicas", capsys, "--smoke")
     assert found["hit_rate"]["cache_aware"] > 0
-    assert list(found["recovery"]) == ["store", "scheduler", "hung scheduler"]
+    assert list(found["recovery"]) == ["scheduler"]
     assert found["served"] > 0
     assert found["lost"] == 0
 
@@ -83,4 +83,4 @@ def test_elastic_replicas_come_and_go_by_the_load_and_lose_nothing(capsys: pytes
     found = quick_figures("elastic_replicas", capsys)
     assert found["lost_requests"] == found["different"] == 0
     assert found["served"] > 0
-    assert [number for _, number in found["decisions"]] == [1, 2, 1]
+    assert [number for _, number in found["decisions"]][:3] == [1, 2, 1]

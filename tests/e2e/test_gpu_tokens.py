@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Tr
     [
         pytest.param(MODELS[1], 2, 3, marks=pytest.mark.model),
         *(pytest.param(model, 3, 4, marks=[pytest.mark.model, pytest.mark.soak]) for model in MODELS),
-        *((model, 3, 3) for model, config in TINY_CONFIGS.items() if "kv_lora_rank" not in config),  # no latents yet
+        *((model, 3, 3) for model in TINY_CONFIGS if not model.startswith(("deepseek", "gemma4"))),  # no kernels yet
     ],
 )
 def test_greedy_tokens_of_several_prompts_at_once(model: str, prompts: int, tokens: int) -> None:

@@ -52,6 +52,7 @@ def serve(client: Client, wanted: list[Answer], tokens: int) -> dict[str, Any]:
         pytest.param("smollm2-135m", 3, 4, marks=pytest.mark.model),
         pytest.param("smollm2-135m", 3, 24, marks=[pytest.mark.model, pytest.mark.soak]),
         pytest.param("deepseek-v3", 2, 24, marks=pytest.mark.soak),
+        pytest.param("gemma4-shared", 2, 24, marks=pytest.mark.soak),
     ],
 )
 def test_ranks_give_the_reference_tokens_from_all_tiers_and_after_a_restart(

@@ -233,6 +233,8 @@ def test_plain_greedy_requests_pay_nothing_for_what_others_may_ask_for(
 
 
 def test_one_group_per_head_index_gives_the_same_tokens(loaded: LoadedModel) -> None:
+    if loaded.preprocessor.card.config.layer_heads:
+        pytest.skip("layers of unlike heads have no index in common")
     config = replace(loaded.config, head_grouping="per_head_index")
     directory = resolve_model(config.model, config.cache_path)
     worker = ModelWorker(config, directory, 0, SingleRank())

@@ -72,6 +72,7 @@ def cases(draw: st.DrawFn, of: Implementation) -> Case:
         softcap=draw(st.sampled_from([0.0, 5.0])),
         has_sink_logits=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
+        tail_bytes=draw(st.sampled_from([0, 64, 4160])),
     )
 
 
@@ -95,9 +96,9 @@ def test_windowed_head_with_recycled_middle_blocks(
     assert_right(kernels, Case((queries, 0), (203, 9), ((window, sink),), share=3, head_dim=64, block_size=16))
 
 
-@pytest.mark.parametrize(("share", "head_dim"), [(1, 32), (3, 64), (4, 256), (8, 128), (5, 80), (2, 96)])
+@pytest.mark.parametrize(("share", "head_dim"), [(1, 32), (3, 64), (4, 256), (8, 128), (5, 80), (2, 96), (2, 512)])
 def test_common_head_geometries(implementation: Implementation, share: int, head_dim: int) -> None:
-    if head_dim in (32, 80) and 16 not in implementation.head_dims:
+    if head_dim in (32, 80, 512) and 16 not in implementation.head_dims:
         pytest.skip("kernels of a GPU have no heads of this size, and say so")
     case = Case((1, 70), (131, 90), ((0, 0), (64, 4)), share=share, head_dim=head_dim, block_size=64)
     assert_right(implementation.kernels, case)

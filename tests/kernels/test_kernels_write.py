@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ def head_dims(request: pytest.FixtureRequest) -> tuple[int, int]:
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=4),
     block_size=st.sampled_from([1, 3, 16, 64]),
     is_large=st.booleans(),
+    tail_bytes=st.sampled_from([0, 64]),
     seed=st.integers(0, 2**16),
 )
 def test_tokens_land_in_their_blocks_and_nothing_else_changes(
@@ -46,6 +48,7 @@ def test_tokens_land_in_their_blocks_and_nothing_else_changes(
     lengths: list[tuple[int, int]],
     block_size: int,
     is_large: bool,
+    tail_bytes: int,
     seed: int,
 ) -> None:
     rng, head_dim = np.random.default_rng(seed), head_dims[is_large]
@@ -55,7 +58,7 @@ def test_tokens_land_in_their_blocks_and_nothing_else_changes(
     rows = 2 * len(lengths)
     tables = rng.permutation(rows * columns + 3)[: rows * columns].reshape(rows, columns).astype(np.int32)
     tables[rng.random(tables.shape) < 0.3] = -1
-    layout = gqa_layout(block_size, 2, head_dim)
+    layout = replace(gqa_layout(block_size, 2, head_dim), tail_bytes=tail_bytes)
     arena = rng.integers(0, 256, (rows * columns + 3) * layout.block_bytes, dtype=np.uint8)
     heads = HeadTable(*(np.array(column, np.int32) for column in ([1, 0, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0])))
     key, value = rng.standard_normal((2, int(cu[-1]), 3, head_dim)).astype(np.float32)

@@ -31,7 +31,7 @@ CONFIG = EngineConfig(
     max_model_len=256,
     kv_cache="32MiB",
     cpu_threads=1,
-    tensor_ops="numpy",
+    dtype="float32",
     engine_timeout_s=10.0,
 )
 KILLS = 9

@@ -69,7 +69,7 @@ def deployed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[
         storage_timeout_s=PATIENCE_S,
         load_timeout_s=PATIENCE_S,
         cpu_threads=1,
-        tensor_ops="numpy",
+        dtype="float32",
     )
     with ExitStack() as stack:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80 << 20})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class Case:
     has_sink_logits: bool = False
     seed: int = 0
     dtype: str = "float32"
+    tail_bytes: int = 0
 
 
 class Scene:
@@ -73,7 +74,7 @@ class Scene:
         case, size = self.case, self.case.block_size
         columns = -(-max(case.seq_lens) // size)
         needed = len(case.seq_lens) * self.groups * columns
-        self.layout = gqa_layout(size, self.slots, case.head_dim, case.dtype)
+        self.layout = replace(gqa_layout(size, self.slots, case.head_dim, case.dtype), tail_bytes=case.tail_bytes)
         self.arena = np.full((needed + 1) * self.layout.block_bytes, 0xFF, np.uint8)  # NaN, of float32 and of bfloat16
         views = (bit_views if case.dtype == "bfloat16" else kv_views)(self.arena, self.layout)
         scales = scale_views(self.arena, self.layout) if case.dtype in QUANTISED else ()

@@ -83,6 +83,21 @@ def _yarn(mscale: float, mscale_all_dim: float) -> dict[str, Any]:
     return {"type": "yarn", **lengths, "mscale": mscale, "mscale_all_dim": mscale_all_dim}
 
 
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "rope_theta": _ABSENT,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "num_hidden_layers": 5,
+    "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+    "final_logit_softcapping": 20.0,
+}
+
 TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "qwen2": _config(
         "Qwen2ForCausalLM",
@@ -131,6 +146,35 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         attn_logit_softcapping=5.0,
         final_logit_softcapping=20.0,
     ),
+    "gemma4": _config("Gemma4ForCausalLM", "gemma4_text", **_GEMMA4),
+    "gemma4-shared": _config(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        **{
+            **_GEMMA4,
+            "num_key_value_heads": 2,
+            "attention_k_eq_v": False,
+            "num_hidden_layers": 7,
+            "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 263,
+        },
+    ),
+    "gemma4-moe": _config(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        **{
+            **_GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": [_SLIDING, _SLIDING, _FULL],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "deepseek-v2": _config(
         "DeepseekV2ForCausalLM",
         "deepseek_v2",
@@ -173,6 +217,8 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
         values = draw.standard_normal(shape, dtype=np.float32)
         if name.endswith("norm.weight"):
             values = values * np.float32(0.2) + np.float32(centre)
+        elif name.endswith("layer_scalar"):
+            values = values * np.float32(0.1) + np.float32(1)
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
             values *= np.float32(3 / config["hidden_size"] ** 0.5)
         elif name.endswith("gate_up_proj_bias"):

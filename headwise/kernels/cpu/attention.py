@@ -20,6 +20,9 @@ from headwise.kernels.gqa import gqa_layout
 THREAD_TOKENS = 32
 """Tokens to be written that are worth waking a thread for."""
 
+MOST_LAYOUTS = 8
+"""That are remembered; a model has one for each size of its heads."""
+
 _FLOAT_BYTES = 4
 
 
@@ -45,7 +48,7 @@ class NumbaKernels:
     name = "numba"
 
     def __init__(self, threads: int, kv_dtype: str | None = "float32") -> None:
-        self._known: CacheKernels | None = None
+        self._known: dict[int, CacheKernels] = {}
         self.set_threads(threads)
         if kv_dtype is not None:
             self.prepare(kv_dtype)
@@ -172,10 +175,12 @@ class NumbaKernels:
         pool_of_this_process().run(attention_calls_jit.attend().address, workers, place_of(call))
 
     def _kernels_of(self, layout: BlockLayout) -> CacheKernels:
-        # One layout serves every layer of every step: look at it once.
-        known = self._known
-        if known is None or known.layout is not layout:
-            known = self._known = CacheKernels.of(layout)
+        # A few layouts serve every layer of every step: look at each once. What is known of one keeps it alive.
+        known = self._known.get(id(layout))
+        if known is None:
+            if len(self._known) == MOST_LAYOUTS:
+                self._known.clear()
+            known = self._known[id(layout)] = CacheKernels.of(layout)
         return known
 
 

@@ -68,6 +68,10 @@ class DenseModel:
         variant = attention_of(geometry)
         if variant.is_replicated:
             raise ConfigError(f"{card.model} keeps no keys of single heads (MLA): there is no head pattern to measure")
+        if geometry.layer_heads:
+            raise ConfigError(
+                f"{card.model} has layers of unlike heads or with a shared cache: no pattern of such is measured yet"
+            )
         shard = Shard(0, 1, tuple(tuple(range(geometry.num_kv_heads)) for _ in range(geometry.num_layers)))
         return cls(
             card.model,

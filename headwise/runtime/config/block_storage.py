@@ -60,4 +60,4 @@ def foreign_storage(config: EngineConfig, card: ModelCard) -> str | None:
 def storage_namespace(card: ModelCard, rank: int) -> StorageNamespace:
     """Whose blocks they are: the model's, with these heads in these slots, on this rank."""
     members = sha256(repr([group.members for group in card.plan.groups]).encode()).hexdigest()[:16]
-    return StorageNamespace(card.identity, f"{card.layout.identity}/{members}", rank, card.plan.tp_size)
+    return StorageNamespace(card.identity, f"{card.layout_identity}/{members}", rank, card.plan.tp_size)

@@ -68,13 +68,14 @@ def _element_bytes(dtype: str) -> float:
 def _layer_elements(model: ModelConfig) -> int:
     """Numbers in all layers' matrices that a token is multiplied with."""
     hidden, moe = model.hidden_size, model.moe
-    attention = attention_of(model).weight_elements()
-    dense = 3 * hidden * model.intermediate_size
+    variant, layers = attention_of(model), range(model.num_layers)
+    attention = sum(variant.weight_elements(layer) for layer in layers) + model.side_elements
     if moe is None:
-        return model.num_layers * (attention + dense)
+        return attention + 3 * hidden * sum(map(model.mlp_size, layers))
     experts = 3 * hidden * moe.expert_size * (moe.experts_per_token + moe.num_shared_experts)
     routed = len(moe.layers) * (experts + hidden * moe.num_experts)
-    return model.num_layers * attention + (model.num_layers - len(moe.layers)) * dense + routed
+    dense = 3 * hidden * sum(model.mlp_size(layer) for layer in layers if layer not in moe.layers)
+    return attention + dense + routed
 
 
 def _block_bytes(model: ModelConfig, directory: Path) -> tuple[int, int]:
@@ -92,6 +93,8 @@ def _block_bytes(model: ModelConfig, directory: Path) -> tuple[int, int]:
 
 def _bytes_of_thousand(card: ModelCard) -> int:
     """Of the cache of 1,000 tokens, what its last token's heads see."""
-    policies = [policy for row in card.config.policies for policy in row]
-    seen = sum(_THOUSAND if each.is_full else min(_THOUSAND, each.window + each.sink) for each in policies)
-    return seen * card.layout.slot_bytes // card.layout.block_size
+    model, total = card.config, 0
+    for row, layout in zip(model.by_cache_layer(model.policies), card.layouts, strict=True):
+        seen = sum(_THOUSAND if each.is_full else min(_THOUSAND, each.window + each.sink) for each in row)
+        total += seen * layout.slot_bytes
+    return total // card.layout.block_size

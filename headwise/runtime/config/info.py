@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headwise.cache_controller.planner import HeadGroup
 from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.unified_pages import planned_bytes, unified_pages
 from headwise.cache_controller.windows import GroupWindows
 from headwise.kernels.bandwidth import read_bandwidth
 from headwise.kernels.select import resolve_kernels_name
@@ -31,16 +32,15 @@ def describe(
     lengths: tokens of the requests to count in the pool; empty takes the powers of 4 from 1,024 on, and the longest
     """
     model, plan, layout, spec = card.config, card.plan, card.layout, card.spec
-    groups = len(plan.groups)
     yield "model", f"{card.model} ({model.architecture})"
     attention = attention_of(model)
     yield "geometry", f"{model.num_layers} layers, {attention.geometry()}"
     yield "longest sequence", f"{card.max_model_len} tokens"
     yield (
         "head groups",
-        f"{groups} x {plan.slots} slots per rank ({config.head_grouping}, padding {plan.padding:.1%})",
+        f"{len(plan.groups)} x {plan.slots_text} slots per rank ({config.head_grouping}, padding {plan.padding:.1%})",
     )
-    for text, alike in groupby(enumerate(plan.groups), key=lambda entry: _group(entry[1], attention)):
+    for text, alike in groupby(enumerate(plan.groups), key=lambda entry: _group(entry[1], card, attention)):
         first, *others = [index for index, _ in alike]
         yield (f"  groups {first} to {others[-1]}", f"{text} each") if others else (f"  group {first}", text)
     yield "block", f"{layout.block_size} tokens of one group, {format_bytes(layout.block_bytes)}"
@@ -54,6 +54,7 @@ def describe(
     if config.prefix_caching:
         yield "smallest reusable prefix", f"{layout.block_size} tokens"
     yield "cache of 1,000 tokens", _bytes_of_thousand(card)
+    yield "over pages of one layer", _over_unified_pages(config, card)
     yield from _decode_rows(config, decode_reads(config, card, directory))
     for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
@@ -88,14 +89,14 @@ def chosen(config: EngineConfig, card: ModelCard, directory: Path) -> str:
     weights = config.weights_dtype_name
     if config.computes_from_blocks:
         weights += f" ({kinds_of_blocks(directory)})"
-    pool = "measured at start"
+    pool, slots = "measured at start", plan.slots_text.replace(" ", "")
     if spec.num_blocks:
         size = format_bytes(spec.num_blocks * card.layout.block_bytes)
         pool = f"{spec.num_blocks} blocks of {card.layout.block_size} tokens, {size} per rank"
     return (
         f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
         f"dtype={config.dtype_name} weights_dtype={weights} kv_dtype={config.kv_dtype_name} "
-        f"replicas={config.first_replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{plan.slots} "
+        f"replicas={config.first_replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{slots} "
         f"pool={pool}"
     )
 
@@ -130,9 +131,27 @@ def _usual_lengths(longest: int) -> list[int]:
     return [*(tokens for tokens in powers if tokens < longest), longest]
 
 
-def _group(group: HeadGroup, attention: AttentionVariant) -> str:
+def _group(group: HeadGroup, card: ModelCard, attention: AttentionVariant) -> str:
     ranks = group.members[:1] if attention.is_replicated else group.members
-    return f"{policy_name(group.policy)}, {attention.members(sum(map(len, ranks)))}"
+    members = [member for rank in ranks for member in rank]
+    token_bytes = sum(card.plan.sizes[member.layer] for member in members) / card.layout.block_size
+    return f"{policy_name(group.policy)}, {attention.members(len(members))}, {format_bytes(token_bytes)} a token"
+
+
+_COMPARED = (8192, 32768, 131072)
+"""Tokens of requests that are compared, as far as the model serves them; else its longest."""
+
+
+def _over_unified_pages(config: EngineConfig, card: ModelCard) -> str:
+    """How many times as many requests fit as in pages of one layer each, by their length."""
+    policies = card.config.policies if card.recycling else [[FULL] * len(row) for row in card.config.policies]
+    step = config.block_size, config.tokens_in_flight
+    pages, texts = unified_pages(card.plan, policies, *step), []
+    for tokens in [n for n in _COMPARED if n <= card.max_model_len] or [card.max_model_len]:
+        own = planned_bytes(card.plan, card.kept, tokens, *step)
+        padded, longer = (size / own for size in (pages.padded_bytes(tokens), pages.lengthened_bytes(tokens)))
+        texts.append(f"{padded:.2f} / {longer:.2f} of {tokens} tokens")
+    return f"times as many requests fit, those padded / lengthened to the largest: {', '.join(texts)}"
 
 
 def policy_name(policy: HeadPolicy) -> str:

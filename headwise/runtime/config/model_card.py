@@ -17,7 +17,7 @@ from headwise.runtime.loader.block_file import BLOCKS
 from headwise.runtime.loader.checkpoint import parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
 from headwise.runtime.loader.progress import Progress
-from headwise.runtime.models.attention.base import Serving
+from headwise.runtime.models.attention.base import AttentionVariant, Serving
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.registry import model_config
@@ -54,6 +54,7 @@ class ModelCard:
                    weights, head policies and numerics; empty if the weights were not looked at
     spec:          with no blocks as long as the pool's size is not known: `with_pool`
     max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds
+    layouts:       ``[num_layers]``, of blocks of each layer's members; all of one size
     recycling:     whether blocks that a group's window has left are given back
     weights:       a hash of the model's configuration and all weights, however it is served; empty likewise
     blocks:        a hash of the weights with a GGUF file's own blocks, where those are computed from; empty otherwise
@@ -63,12 +64,22 @@ class ModelCard:
     identity: str
     config: ModelConfig
     plan: HeadGroupPlan
-    layout: BlockLayout
+    layouts: tuple[BlockLayout, ...]
     spec: CacheSpec
     max_model_len: int
     recycling: bool = True
     weights: str = ""
     blocks: str = ""
+
+    @property
+    def layout(self) -> BlockLayout:
+        """Of the first layer's blocks, for what all have alike: ``block_size`` and ``block_bytes``."""
+        return self.layouts[0]
+
+    @property
+    def layout_identity(self) -> str:
+        """A string that differs whenever the bytes of a block would be read differently."""
+        return "+".join(dict.fromkeys(layout.identity for layout in self.layouts))
 
     @property
     def kept(self) -> tuple[HeadPolicy, ...]:
@@ -99,6 +110,11 @@ def read_model_card(
     if identify:
         blocks = _blocks(directory, config, progress)  # first, since these are read together with the weights
         weights = _weights(raw, directory, config, progress)
+    if config.head_pattern and model.layer_heads:
+        raise ConfigError(
+            f"{config.model} has layers of unlike heads or with a shared cache: head patterns, and sparsity, are for "
+            "models whose layers are alike; leave head_pattern out"
+        )
     if config.head_pattern:
         pattern = load_pattern(config.head_pattern)
         if pattern.identity and pattern.model != config.model:  # only the weights can tell
@@ -111,14 +127,9 @@ def read_model_card(
     identity = _identity(weights + blocks, model, config) if identify else ""
     attention = attention_of(model)
     attention.check(Serving(config.model, config.tp_size, config.device, config.kernels, config.kv_dtype_name))
-    replicated = attention.is_replicated
-    try:
-        plan = plan_head_groups(model.policies, config.tp_size, config.head_grouping, is_replicated=replicated)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    layout = attention.layout(config.block_size, plan.slots, config.kv_dtype_name)
-    spec = _cache_spec(config, layout, asked)
-    card = ModelCard(config.model, identity, model, plan, layout, spec, asked, config.recycling, weights, blocks)
+    plan, layouts = _plan(config, model, attention)
+    spec = _cache_spec(config, layouts[0], asked)
+    card = ModelCard(config.model, identity, model, plan, layouts, spec, asked, config.recycling, weights, blocks)
     return card if config.kv_cache_bytes is None else with_pool(card, config, config.kv_cache_bytes)
 
 
@@ -143,6 +154,25 @@ def with_pool(card: ModelCard, config: EngineConfig, num_bytes: int) -> ModelCar
             "raise the one or lower the other"
         )
     return replace(card, spec=spec, max_model_len=max_model_len)
+
+
+def _plan(
+    config: EngineConfig, model: ModelConfig, attention: AttentionVariant
+) -> tuple[HeadGroupPlan, tuple[BlockLayout, ...]]:
+    """The head groups, and the layout of each layer's blocks: one object for layers whose members are alike."""
+    of_one = [attention.layout(config.block_size, 1, config.kv_dtype_name, layer) for layer in range(model.num_layers)]
+    sizes, replicated = [layout.slot_bytes for layout in of_one], attention.is_replicated
+    try:
+        plan = plan_head_groups(
+            model.policies, config.tp_size, config.head_grouping, sizes=sizes, is_replicated=replicated
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    layouts = {}
+    for layout in of_one:
+        slots, tail = divmod(plan.block_bytes, layout.slot_bytes)
+        layouts[layout] = replace(layout, slots=slots, tail_bytes=tail)
+    return plan, tuple(layouts[layout] for layout in of_one)
 
 
 def load_pattern(path: str | Path) -> HeadPattern:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.runtime.ops.base import KernelArray, Tensor
+
+_Kept = TypeVar("_Kept")
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,25 @@ class MlaConfig:
 
 
 @dataclass(frozen=True)
+class LayerHeads:
+    """Keys and values of one layer.
+
+    cache_layer: whose keys and values it attends to: its own, or those of an earlier one, which has such heads, too
+    """
+
+    kv_heads: int
+    head_dim: int
+    cache_layer: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model's geometry, read from a Hugging Face ``config.json`` by its architecture's module.
 
     num_kv_heads: members that a layer keeps: 1 with latents
     head_dim: of keys and values; with latents, of what is rotated
-    policies: ``[num_layers][num_kv_heads]``, what each KV head may see
+    layer_heads: ``[num_layers]``, in place of the former two where layers differ; else empty. See `heads_of`
+    policies: ``[num_layers][members]``, what each KV head may see; none of layers that use another one's cache
     ropes:    per layer
     attention_scale: factor on q.k; softcaps are 0 where there is none
     sink_logits:     whether every query head has learned the score of a sink, see `AttentionKernels.attend`
@@ -109,6 +124,26 @@ class ModelConfig:
     bos_token_id: int | None = None
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    layer_heads: tuple[LayerHeads, ...] = ()
+
+    def heads_of(self, layer: int) -> LayerHeads:
+        """Keys and values of a layer."""
+        if self.layer_heads:
+            return self.layer_heads[layer]
+        return LayerHeads(self.num_kv_heads, self.head_dim, layer)
+
+    def by_cache_layer(self, kept: Sequence[_Kept]) -> tuple[_Kept, ...]:
+        """``[num_layers]``: of each layer, what ``kept [num_layers]`` says of the one whose cache it uses."""
+        return tuple(kept[self.heads_of(layer).cache_layer] for layer in range(self.num_layers))
+
+    def mlp_size(self, layer: int) -> int:
+        """Intermediate size of a layer's dense MLP."""
+        return self.intermediate_size
+
+    @property
+    def side_elements(self) -> int:
+        """Numbers in matrices that a token is multiplied with beside those of attention, MLPs and LM head."""
+        return 0
 
     @property
     def dealt_heads(self) -> int:
@@ -123,16 +158,16 @@ class ModelConfig:
 
 def valid_tp_sizes(config: ModelConfig) -> list[int]:
     """Tensor-parallel sizes that divide the heads and every MLP."""
-    sizes = range(1, config.dealt_heads + 1)
-    return [n for n in sizes if not any(total % n for total in (config.dealt_heads, *config.mlp_sizes))]
+    dealt = {config.dealt_heads, *(heads.kv_heads for heads in config.layer_heads)}
+    return [n for n in range(1, min(dealt) + 1) if not any(total % n for total in (*dealt, *config.mlp_sizes))]
 
 
 @dataclass(frozen=True)
 class Shard:
     """One tensor-parallel rank's part of a model.
 
-    kv_heads: ``[num_layers]`` tuples of the global KV heads dealt to this rank, in ascending order; their
-              query heads go with them
+    kv_heads: ``[num_layers]`` tuples of the global KV heads dealt to this rank, in ascending order, of the layer whose
+              cache each uses; their query heads go with them
     """
 
     rank: int

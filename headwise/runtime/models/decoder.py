@@ -147,14 +147,16 @@ class Decoder(Model):
         self._weights, self._prepare = self.view(weights), prepare
         self.prefix = self._find_prefix(weights)
         self._embedding = prepare(f"{self.prefix}embed_tokens.weight", self._load_embedding)
-        self._layers = [self._load_layer(layer) for layer in range(config.num_layers)]
+        self._layers: Sequence[Layer] = [self._load_layer(layer) for layer in range(config.num_layers)]
         self._final_norm = self._norm(f"{self.prefix}norm.weight")
         self._lm_head = self._load_lm_head()
-        ropes = _distinct(config.ropes)
-        self._frequencies = [ops.upload(inverse_frequencies(rope, config.head_dim)) for rope in ropes]
-        scales = (rotation_scale(rope, config.head_dim) for rope in ropes)
+        self.load_more()
+        of_layers = [(rope, config.heads_of(layer).head_dim) for layer, rope in enumerate(config.ropes)]
+        ropes = _distinct(of_layers)
+        self._frequencies = [ops.upload(inverse_frequencies(rope, dim)) for rope, dim in ropes]
+        scales = (rotation_scale(rope, dim) for rope, dim in ropes)
         self._rotation_scales = [None if scale is None else ops.upload(scale) for scale in scales]
-        self._rope_of = [ropes.index(rope) for rope in config.ropes]
+        self.rotation_of = [ropes.index(rope) for rope in of_layers]
         del self._weights, self._prepare
         self._fused = self._fuse()
 
@@ -191,20 +193,29 @@ class Decoder(Model):
         return Layer(
             attention=self.load_attention(layer, f"{at}self_attn."),
             mlp=self.load_mlp(layer, f"{at}{self.mlp_name}."),
-            norms=LayerNorms(**{norm: self._norm(f"{at}{name}.weight") for norm, name in self.norm_names.items()}),
+            norms=LayerNorms(**{norm: self._norm(f"{at}{name}.weight") for norm, name in self.norms_of(layer).items()}),
         )
+
+    def norms_of(self, layer: int) -> Mapping[str, str]:
+        """Those of `norm_names` that a layer has."""
+        return self.norm_names
 
     def load_attention(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` of a layer's attention."""
-        config, shard = self.config, self._shard
-        dim, share, has_bias = config.head_dim, config.num_heads // config.num_kv_heads, config.attention_bias
+        config, shard, heads = self.config, self._shard, self.config.heads_of(layer)
+        dim, share, has_bias = heads.head_dim, config.num_heads // heads.kv_heads, config.attention_bias
         kv = [(head * dim, (head + 1) * dim) for head in shard.kv_heads[layer]]
         q = [(start * share, stop * share) for start, stop in kv]
+        query, *others = self.projections(layer)
         return QkvProjections(
-            qkv=self._split_rows([(f"{at}q_proj", q), (f"{at}k_proj", kv), (f"{at}v_proj", kv)], has_bias),
+            qkv=self._split_rows([(at + query, q), *((at + name, kv) for name in others)], has_bias),
             out=self._split_columns(f"{at}o_proj", q, config.out_bias),
             sink_logits=self._sink_logits(at, layer) if config.sink_logits else None,
         )
+
+    def projections(self, layer: int) -> Sequence[str]:
+        """Hugging Face's names of what queries, and keys and values, are projected by."""
+        return "q_proj", "k_proj", "v_proj"
 
     def _sink_logits(self, at: str, layer: int) -> KernelArray:
         share, every = self.config.num_heads // self.config.num_kv_heads, self._weights.tensor(f"{at}sinks")
@@ -215,7 +226,10 @@ class Decoder(Model):
 
     def load_mlp(self, layer: int, at: str) -> Any:
         """The weights named ``at...`` that stand for a layer's MLP."""
-        return self.gated_mlp(at, self.config.intermediate_size)
+        return self.gated_mlp(at, self.config.mlp_size(layer))
+
+    def load_more(self) -> None:
+        """Load the weights that a model has beside its embedding, layers, last norm and LM head."""
 
     def gated_mlp(self, at: str, size: int) -> GatedMlp:
         """This rank's part of a gated MLP of intermediate size ``size``."""
@@ -276,8 +290,7 @@ class Decoder(Model):
     # ---- computation ----
 
     def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
-        angles = zip(self._frequencies, self._rotation_scales, strict=True)
-        rotations = [self.ops.rotation(positions, inverse, scale) for inverse, scale in angles]
+        rotations = self.rotations(positions)
         x = self.embed(token_ids)
         cache = _cache_of(attention) if self._fused else None
         if self._fused and cache:
@@ -286,16 +299,26 @@ class Decoder(Model):
         norms = [layer.norms.before_attention for layer in self._layers]
         residual = Residual(x, self.norm(x, norms[0]))
         for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
-            attended = self.attend(index, layer, residual.normed, rotations[self._rope_of[index]], attention)
+            attended = self.attend(index, layer, residual.normed, rotations[self.rotation_of[index]], attention)
             residual = self.after_mlp(layer, self.after_attention(layer, residual.x, attended), next_norm)
         return residual.normed
 
+    def rotations(self, positions: KernelArray) -> list[Rotation]:
+        """Of the tokens' positions, one of each kind; ``rotation_of`` says which each layer has."""
+        angles = zip(self._frequencies, self._rotation_scales, strict=True)
+        return [self.ops.rotation(positions, inverse, scale) for inverse, scale in angles]
+
     def _fuse(self) -> FusedDecoder | None:
-        """All layers as one, where the operations can and nothing is to be done between them."""
+        """All layers as one, where the operations can, layers are alike and nothing is to be done between them."""
         config, shard, ops = self.config, self._shard, self.ops
         if not isinstance(ops, FusingOps) or shard.size > 1:
             return None
-        if config.sink_logits or config.mla or not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers):
+        if (
+            config.layer_heads
+            or config.sink_logits
+            or config.mla
+            or not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers)
+        ):
             return None
         shape = DecoderShape(
             q_heads=config.num_heads,
@@ -306,7 +329,7 @@ class Decoder(Model):
             softcap=config.attention_softcap,
             eps=config.rms_norm_eps,
         )
-        return ops.fuse(list(map(_fusible, self._layers, self._rope_of)), shape)
+        return ops.fuse(list(map(_fusible, self._layers, self.rotation_of)), shape)
 
     def _run_fused(self, fused: FusedDecoder, x: Tensor, rotations: list[Rotation], cache: PagedCache) -> None:
         """Take the residual stream ``x`` through all layers, in place; layer by layer if the cache comes so."""
@@ -344,9 +367,9 @@ class Decoder(Model):
         heads = attention(index, query, key, value, rotation, layer.attention.sink_logits)
         return self.reduce(self._linear(heads.reshape([x.shape[0], -1]), layer.attention.out))
 
-    def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries ``[T, q_heads, D]``, keys and values ``[T, kv_heads, D]``, as they are before they are rotated."""
-        dim, kv_heads = self.config.head_dim, len(self._shard.kv_heads[index])
+        dim, kv_heads = self.config.heads_of(index).head_dim, len(self._shard.kv_heads[index])
         qkv = self._linear(x, layer.attention.qkv).reshape([x.shape[0], -1, dim])
         q_heads = qkv.shape[1] - 2 * kv_heads
         query, key = self.normed_heads(layer, qkv[:, :q_heads], qkv[:, q_heads : q_heads + kv_heads])
@@ -407,8 +430,8 @@ def _fusible(layer: Layer, rotation: int) -> DecoderLayer:
     )
 
 
-def _distinct(ropes: Sequence[RopeConfig]) -> list[RopeConfig]:
-    found: list[RopeConfig] = []
+def _distinct(ropes: Sequence[tuple[RopeConfig, int]]) -> list[tuple[RopeConfig, int]]:
+    found: list[tuple[RopeConfig, int]] = []
     for rope in ropes:
         if rope not in found:
             found.append(rope)

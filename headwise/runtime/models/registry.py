@@ -6,7 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headwise.errors import ModelError
-from headwise.runtime.models import deepseek, ernie45, gemma2, gemma3, gpt_oss, llama, mistral, mixtral, phi3, qwen
+from headwise.runtime.models import (
+    deepseek,
+    ernie45,
+    gemma2,
+    gemma3,
+    gemma4,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen,
+)
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder, Prepare, Weights, make_anew
 from headwise.runtime.models.hf_config import HfConfig
@@ -29,6 +41,7 @@ _MODELS = {
     **dict.fromkeys(mistral.ARCHITECTURES, _Entry(mistral.parse, mistral.Mistral)),
     gemma2.ARCHITECTURE: _Entry(gemma2.parse, gemma2.Gemma2),
     **dict.fromkeys(gemma3.ARCHITECTURES, _Entry(gemma3.parse, gemma3.Gemma3)),
+    **dict.fromkeys(gemma4.ARCHITECTURES, _Entry(gemma4.parse, gemma4.Gemma4)),
     qwen.QWEN2: _Entry(qwen.parse_qwen2, qwen.Qwen2),
     qwen.QWEN3: _Entry(qwen.parse_qwen3, qwen.Qwen3),
     qwen.QWEN3_MOE: _Entry(qwen.parse_qwen3_moe, qwen.Qwen3Moe),

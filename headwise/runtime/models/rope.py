@@ -19,7 +19,7 @@ from headwise.errors import ModelError
 from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.models.values import finite_number, shown
 
-SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _ALIASES = {"su": "longrope"}
 
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -112,6 +112,8 @@ def _scaled(config: RopeConfig, dim: int) -> NDArray[np.float32]:
     kind, scaling = scaling_kind(config.scaling), config.scaling or {}
     if kind == "linear":
         return (inverse / np.float32(_need(scaling, "factor"))).astype(np.float32)
+    if kind == "proportional":
+        return _proportional(inverse, scaling)
     if kind == "llama3":
         return _llama3(inverse, scaling)
     if kind == "yarn":
@@ -125,6 +127,19 @@ def _scaled(config: RopeConfig, dim: int) -> NDArray[np.float32]:
 def _padded(values: NDArray[np.float32], head_dim: int, value: float) -> NDArray[np.float32]:
     missing = head_dim // 2 - len(values)
     return np.concatenate([values, np.full(missing, value, np.float32)]) if missing else values
+
+
+def _proportional(inverse: NDArray[np.float32], scaling: Mapping[str, Any]) -> NDArray[np.float32]:
+    """The first pairs of a head turn, as fast as if all did; the others stand still."""
+    share = _need({"partial_rotary_factor": 1.0, **scaling}, "partial_rotary_factor")
+    turning = int(share * len(inverse))
+    if not 0 < turning <= len(inverse):
+        raise ModelError(
+            f"rope scaling: partial_rotary_factor {share:g} turns {turning} of a head's {len(inverse)} pairs; it must "
+            "be some of them"
+        )
+    factor = np.float32(_need({"factor": 1.0, **scaling}, "factor"))
+    return np.where(np.arange(len(inverse)) < turning, inverse / factor, np.float32(0))
 
 
 def _llama3(inverse: NDArray[np.float32], scaling: Mapping[str, Any]) -> NDArray[np.float32]:

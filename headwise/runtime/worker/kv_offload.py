@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class KVOffload:
         self._arena = device.host_arena(card.spec.num_host_blocks * card.layout.block_bytes)
         self._manager = TransferManager(
             card.layout,
-            layer_ranges(card.plan, card.layout, rank),
+            layer_ranges(card.plan, card.layouts, rank),
             device_arena,
             self._arena.array,
             copy=device.block_copy(),
@@ -171,12 +171,12 @@ def check_host_cache(config: EngineConfig, card: ModelCard) -> None:
         raise ConfigError(f"host_cache {config.host_cache} for each of {config.tp_size} workers: {error}") from None
 
 
-def layer_ranges(plan: HeadGroupPlan, layout: BlockLayout, rank: int) -> NDArray[np.int64]:
+def layer_ranges(plan: HeadGroupPlan, layouts: Sequence[BlockLayout], rank: int) -> NDArray[np.int64]:
     """``int64 [layers, groups, 2]``: the bytes of each layer within a block of each group; empty without members."""
     ranges = np.zeros((plan.num_layers, len(plan.groups), 2), dtype=np.int64)
     for index, group in enumerate(plan.groups):
         layers = [member.layer for member in group.members[rank]]
         for layer in set(layers):
             first = layers.index(layer)
-            ranges[layer, index] = layout.slot_range(first, first + layers.count(layer))
+            ranges[layer, index] = layouts[layer].slot_range(first, first + layers.count(layer))
     return ranges

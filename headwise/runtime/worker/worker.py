@@ -107,13 +107,16 @@ class ModelWorker:
         self._is_asleep = False
 
     def _load_model(self) -> Model:
-        shard = Shard(self.rank, self._config.tp_size, self.card.plan.kv_heads(self.rank))
+        heads = self.card.config.by_cache_layer(self.card.plan.kv_heads(self.rank))
+        shard = Shard(self.rank, self._config.tp_size, heads)
         where = self.card, self._config, self._model_dir
         return self._parts.load_model(*where, self._ops, self._collectives, shard)
 
     def _head_table(self, layer: int) -> HeadTable:
-        places = self.card.plan.placement(self.rank, layer)
-        policies = [self.card.config.policies[layer][head] for head in self.card.plan.kv_heads(self.rank)[layer]]
+        plan, model = self.card.plan, self.card.config
+        kept = model.heads_of(layer).cache_layer
+        places = plan.placement(self.rank, kept)
+        policies = [model.policies[kept][head] for head in plan.kv_heads(self.rank)[kept]]
 
         def column(values: Any) -> KernelArray:
             return self._ops.upload(np.ascontiguousarray(values, dtype=np.int32))
@@ -132,7 +135,7 @@ class ModelWorker:
             f"rank {self.rank}: device={self._device.name} tensors={self._ops.name} kernels={self._kernels.name} "
             f"dtype={self._config.dtype_name} weights_dtype={self._config.weights_dtype_name} "
             f"kv_dtype={self._config.kv_dtype_name} collectives={self._collectives.name} "
-            f"groups={len(plan.groups)} slots={plan.slots} "
+            f"groups={len(plan.groups)} slots={plan.slots_text} "
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'}"
         )
@@ -405,7 +408,9 @@ class ModelWorker:
         """A layer's attention over the cache, to which it writes what the step adds."""
         cache = self._cache
         return self._attention(
-            LayerCache(cache.arena, cache.layout, step, self._heads[layer], lambda: self._wait_layer(layer)),
+            LayerCache(
+                cache.arena, self.card.layouts[layer], step, self._heads[layer], lambda: self._wait_layer(layer)
+            ),
             *projected,
         )
 

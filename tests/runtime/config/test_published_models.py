@@ -26,10 +26,12 @@ def published(request: pytest.FixtureRequest) -> Path:
 
 def test_padding_is_small_for_all_ranks_that_divide_the_heads(published: Path) -> None:
     model = model_config(json.loads(published.read_text()))
-    sizes = [size for size in valid_tp_sizes(model) if size <= 8]
-    assert sizes[:2] == [1, 2]
-    for size in sizes:
-        plan = plan_head_groups(model.policies, size, is_replicated=attention_of(model).is_replicated)
+    ranks = [size for size in valid_tp_sizes(model) if size <= 8]
+    assert ranks[:2] == [1, 2][: min(model.dealt_heads, *(heads.kv_heads for heads in model.layer_heads), 2)]
+    for size in ranks:
+        attention = attention_of(model)
+        sizes = [attention.layout(64, 1, "bfloat16", layer).slot_bytes for layer in range(model.num_layers)]
+        plan = plan_head_groups(model.policies, size, sizes=sizes, is_replicated=attention.is_replicated)
         assert plan.padding <= 0.05
 
 
@@ -40,13 +42,43 @@ def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
     rows = dict(describe(config, card, tmp_path, [8192]))
     model = card.config
     heads = attention_of(model).geometry()
-    if model.mla is None:
+    if model.mla is None and not model.layer_heads:
         assert heads == f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
     assert rows["geometry"] == f"{model.num_layers} layers, {heads}"
     assert "padding" in rows["head groups"]
     windows = {policy.window for row in model.policies for policy in row if not policy.is_full}
     for window in windows:
         assert any(f"window of {window}" in value for value in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "groups", "kinds"),
+    [
+        (
+            "gemma-4-31b",
+            "32 query and 16 KV heads of 256 or 4 KV heads of 512",
+            "11 x 40 or 80 slots per rank (auto, padding 0.0%)",
+            {"full attention, 40 (layer, KV head) pairs", "window of 1024, 80 (layer, KV head) pairs"},
+        ),
+        (
+            "gemma-4-e4b",
+            "8 query and 2 KV heads of 256 or 2 KV heads of 512, 18 layers use an earlier one's cache",
+            "7 x 4 or 8 slots per rank (auto, padding 0.0%)",
+            {"full attention, 4 (layer, KV head) pairs", "window of 512, 8 (layer, KV head) pairs"},
+        ),
+    ],
+)
+def test_info_of_heads_of_two_sizes(tmp_path: Path, name: str, heads: str, groups: str, kinds: set[str]) -> None:
+    source = next(path for path in PUBLISHED if path.stem == name)
+    (tmp_path / "config.json").write_bytes(source.read_bytes())
+    config = EngineConfig(model=str(tmp_path), kv_cache="64GiB", dtype="bfloat16")
+    card = read_model_card(config, tmp_path, identify=False)
+    rows = dict(describe(config, card, tmp_path, [8192]))
+    assert rows["geometry"].endswith(heads)
+    assert rows["head groups"] == groups
+    assert {value.rsplit(",", 1)[0] for key, value in rows.items() if key.startswith("  group")} == kinds
+    assert "of 8192 tokens" in rows["over pages of one layer"]
+    assert {layout.block_bytes for layout in card.layouts} == {card.plan.block_bytes}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +98,7 @@ def test_info_of_latents(tmp_path: Path, name: str, layers: int, geometry: str, 
     rows = dict(describe(config, card, tmp_path, [8192]))
     assert rows["geometry"] == f"{layers} layers, {geometry}"
     assert rows["head groups"] == f"1 x {layers} slots per rank (auto, padding 0.0%)"
-    assert rows["  group 0"] == f"full attention, {layers} layers' latents"
+    assert rows["  group 0"].startswith(f"full attention, {layers} layers' latents, ")
     assert card.bytes_per_token == layers * (512 + 64) * 2 * tp_size  # every rank keeps all of them
 
 

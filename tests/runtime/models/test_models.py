@@ -154,7 +154,7 @@ def test_window_layers_become_window_policies() -> None:
             {"architectures": ["DeepseekV32ForCausalLM"]},
             r"needs an indexer beside latents \(DSA\); the nearest that is served is DeepseekV3ForCausalLM",
         ),
-        ({"architectures": ["Gemma9ForCausalLM"]}, "the nearest by name that is served is Gemma[23]ForCausalLM; supp"),
+        ({"architectures": ["Gemma9ForCausalLM"]}, "the nearest by name that is served is Gemma[234]ForCausalLM; supp"),
         ({"architectures": ["Xyzzy"]}, "architecture Xyzzy is not supported; supported are"),
         ({"architectures": []}, "architecture missing from config.json is not supported"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive integer, got 0"),

@@ -42,15 +42,20 @@ class DenseAttention:
 
     def __init__(self, config: ModelConfig, shard: Shard, ops) -> None:
         self._config, self._shard, self._ops = config, shard, ops
+        self._kept: dict[int, list[np.ndarray]] = {}
 
     def __call__(self, layer: int, query, key, value, rotation, sink_logits=None):
-        c, heads = self._config, self._shard.kv_heads[layer]
-        query, key = (self._ops.rope(t, *rotation) for t in (query, key))
-        q, k, v = (self._ops.kernel_array(t).astype(np.float64) for t in (query, key, value))
-        share = c.num_heads // c.num_kv_heads
+        c, heads, kept = self._config, self._shard.kv_heads[layer], self._config.heads_of(layer).cache_layer
+        assert (key is None) == (kept != layer)
+        if key is not None:
+            tensors = self._ops.rope(key, *rotation), value
+            self._kept[layer] = [self._ops.kernel_array(t).astype(np.float64) for t in tensors]
+        k, v = self._kept[kept]
+        q = self._ops.kernel_array(self._ops.rope(query, *rotation)).astype(np.float64)
+        share = c.num_heads // c.heads_of(layer).kv_heads
         out = np.empty_like(q)
         for local, head in enumerate(heads):
-            mask = visible(c.policies[layer][head], len(q))
+            mask = visible(c.policies[kept][head], len(q))
             for index in range(local * share, (local + 1) * share):
                 scores = q[:, index] @ k[:, local].T * c.attention_scale
                 scores, seen = capped(scores, c.attention_softcap), mask
@@ -110,7 +115,7 @@ def run_rank(
 ) -> np.ndarray | None:
     """One rank's logits of every token, with dense attention in place of the cache."""
     plan = plan_head_groups(config.policies, comm.size, is_replicated=attention_of(config).is_replicated)
-    shard = Shard(comm.rank, comm.size, plan.kv_heads(comm.rank))
+    shard = Shard(comm.rank, comm.size, config.by_cache_layer(plan.kv_heads(comm.rank)))
     ops = make_ops(ops_name)
     model = build_model(config, weights, ops, comm, shard)
     attention = DenseAttention(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)

@@ -28,17 +28,18 @@ ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
 """Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-BASE = EngineConfig(dtype="float32", kv_cache="512MiB", max_batched_tokens=512, max_model_len=4096)
+BASE = EngineConfig(dtype="float32", kv_cache="256MiB", max_batched_tokens=512, max_model_len=4096)
 
 
 class LoadedModel:
     """One loaded model, a demo model or one of `TINY_CONFIGS`; several engines run on it one after the other."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **changes: object) -> None:
+        """``changes`` of the configuration are for those by which members' places in blocks may differ."""
         self.name = name
-        self.config = replace(BASE, model=name)
+        self.config = replace(BASE, model=name, **changes)
         if name in TINY_CONFIGS:
-            self.config = replace(BASE, model=str(checkpoint(name)), kv_cache="16MiB")
+            self.config = replace(self.config, model=str(checkpoint(name)), kv_cache="24MiB")
         self.preprocessor = Preprocessor.open(self.config)
         directory = resolve_model(self.config.model, self.config.cache_path)
         self.worker = ModelWorker(self.config, directory, 0, SingleRank())

@@ -74,7 +74,7 @@ def simulated_card(
         attention_scale=1.0,
     )
     spec = CacheSpec(num_blocks, max_rows, -(-max_len // block_size), host_blocks)
-    return ModelCard("simulated", "simulated", model, plan, layout, spec, max_len)
+    return ModelCard("simulated", "simulated", model, plan, (layout,), spec, max_len)
 
 
 class SimulatedExecutor:

@@ -71,8 +71,8 @@ class AttentionVariant(Protocol):
     @property
     def is_replicated(self) -> bool: ...
 
-    def layout(self, block_size: int, slots: int, kv_dtype: str) -> BlockLayout:
-        """What lies in a block of ``slots`` members; raises ConfigError if they cannot be kept in this dtype."""
+    def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
+        """What lies in a block of ``slots`` members of a layer; raises ConfigError if this dtype cannot keep any."""
 
     def check(self, serving: Serving) -> None:
         """Raise ConfigError, with the remedy, if there are no kernels for this, or ranks cannot share it."""
@@ -83,8 +83,8 @@ class AttentionVariant(Protocol):
     def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
         """Attention by ``kernels`` that a device has for this variant, for tensors of ``ops``."""
 
-    def weight_elements(self) -> int:
-        """Numbers in the matrices of one layer's attention, over all ranks."""
+    def weight_elements(self, layer: int = 0) -> int:
+        """Numbers in the matrices of a layer's attention, over all ranks."""
 
     def geometry(self) -> str:
         """In words, its heads and their sizes."""

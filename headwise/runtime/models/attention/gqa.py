@@ -25,17 +25,24 @@ class GroupedQueryAttention:
     config: ModelConfig
     is_replicated = False
 
-    def layout(self, block_size: int, slots: int, kv_dtype: str) -> BlockLayout:
-        return gqa_layout(block_size, slots, self.config.head_dim, kv_dtype)
+    def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
+        return gqa_layout(block_size, slots, self.config.heads_of(layer).head_dim, kv_dtype)
 
     def check(self, serving: Serving) -> None:
-        """See `AttentionVariant.check`: a CPU's kernels have no quantised cache for some sizes of heads."""
+        """See `AttentionVariant.check`: some kernels take one size of heads, or have no quantised cache for some."""
+        dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
+        if serving.device == "cuda" and self.config.layer_heads:
+            raise ConfigError(
+                f"{serving.model} has layers with heads of {' and '.join(map(str, dims))}, or with a shared cache: "
+                "there are no GPU kernels for these yet; choose device cpu"
+            )
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype != "int8":
             return
-        if self.config.head_dim % CPU_INT8_HEAD_MULTIPLE:
+        odd = next((dim for dim in dims if dim % CPU_INT8_HEAD_MULTIPLE), None)
+        if odd is not None:
             raise ConfigError(
                 f"kv_dtype int8 on a CPU takes heads of a multiple of {CPU_INT8_HEAD_MULTIPLE}, those of "
-                f"{serving.model} have {self.config.head_dim}: choose kv_dtype bfloat16"
+                f"{serving.model} have {odd}: choose kv_dtype bfloat16"
             )
 
     def host_kernels(self, name: str, threads: int) -> AttentionKernels:
@@ -44,13 +51,19 @@ class GroupedQueryAttention:
     def over_cache(self, ops: TensorOps, kernels: Any) -> GroupedQueryOverCache:
         return GroupedQueryOverCache(ops, kernels, self.config.attention_scale, self.config.attention_softcap)
 
-    def weight_elements(self) -> int:
-        c = self.config
-        return 2 * c.hidden_size * c.head_dim * (c.num_heads + c.num_kv_heads)
+    def weight_elements(self, layer: int = 0) -> int:
+        c, heads = self.config, self.config.heads_of(layer)
+        own = heads.kv_heads if heads.cache_layer == layer else 0
+        return 2 * c.hidden_size * heads.head_dim * (c.num_heads + own)
 
     def geometry(self) -> str:
         c = self.config
-        return f"{c.num_heads} query and {c.num_kv_heads} KV heads of {c.head_dim}"
+        kinds = list(dict.fromkeys((heads.kv_heads, heads.head_dim) for heads in map(c.heads_of, range(c.num_layers))))
+        kv_heads = " or ".join(f"{count} KV heads of {dim}" for count, dim in kinds)
+        shared = sum(heads.cache_layer != layer for layer, heads in enumerate(c.layer_heads))
+        return f"{c.num_heads} query and {kv_heads}" + (
+            f", {shared} layers use an earlier one's cache" if shared else ""
+        )
 
     def members(self, count: int) -> str:
         return f"{count} (layer, KV head) pairs"
@@ -68,23 +81,24 @@ class GroupedQueryOverCache:
         self,
         cache: LayerCache,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         rotation: Rotation,
         sink_logits: KernelArray | None = None,
     ) -> Tensor:
         """``query [T, q_heads, D]``, ``key`` and ``value [T, kv_heads, D]`` of this rank -> ``[T, q_heads, D]``.
 
-        ``sink_logits`` are as for `AttentionKernels.attend`.
+        Without keys and values the step's are there: an earlier layer wrote them. ``sink_logits`` are as for
+        `AttentionKernels.attend`.
         """
-        ops = self._ops
-        if self._rotating is None:
-            query, key = ops.rope(query, *rotation), ops.rope(key, *rotation)
-        queries, keys, values = (ops.kernel_array(tensor) for tensor in (query, key, value))
-        where = cache.arena, cache.layout, cache.batch, cache.heads
-        if self._rotating is None:
-            self._kernels.write_kv(keys, values, *where)
+        ops, where = self._ops, (cache.arena, cache.layout, cache.batch, cache.heads)
+        if key is None or value is None:
+            queries = ops.kernel_array(ops.rope(query, *rotation))
+        elif self._rotating is None:
+            queries, keys = (ops.kernel_array(ops.rope(tensor, *rotation)) for tensor in (query, key))
+            self._kernels.write_kv(keys, ops.kernel_array(value), *where)
         else:
+            queries, keys, values = (ops.kernel_array(tensor) for tensor in (query, key, value))
             cosines, sines = rotation
             self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
         cache.wait()

@@ -31,7 +31,7 @@ class LatentAttention:
     mla: MlaConfig
     is_replicated = True
 
-    def layout(self, block_size: int, slots: int, kv_dtype: str) -> BlockLayout:
+    def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
         return latent_layout(block_size, slots, self.mla.width, kv_dtype)
 
     def check(self, serving: Serving) -> None:
@@ -56,7 +56,7 @@ class LatentAttention:
     def over_cache(self, ops: TensorOps, kernels: Any) -> LatentOverCache:
         return LatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
 
-    def weight_elements(self) -> int:
+    def weight_elements(self, layer: int = 0) -> int:
         m, hidden, heads = self.mla, self.config.hidden_size, self.config.num_heads
         queries = heads * (m.plain + m.rotated)
         into_queries = hidden * queries if m.q_rank is None else m.q_rank * (hidden + queries)
