@@ -169,11 +169,12 @@ def test_never_more_than_some_rows_of_logits_are_there_at_once(model: Path, monk
     assert max(rows) == 4
 
 
-def test_preempted_prompts_tell_each_token_once(model: Path) -> None:
+@pytest.mark.parametrize("tiers", [{}, {"host_cache": "1MiB", "write_policy": "write_through"}], ids=["", "host"])
+def test_preempted_prompts_tell_each_token_once(model: Path, tiers: dict[str, str]) -> None:
     prompts = [PROMPT[at : at + 24] for at in (0, 10, 20, 30)]
     params = replace(ASKED, max_tokens=24)
     sizes = {"kv_cache": "320KiB", "max_model_len": 64, "max_batched_tokens": 16}
-    with LocalEngine(configuration(model, **PLAIN, **sizes)) as engine:
+    with LocalEngine(configuration(model, **PLAIN, **sizes, **tiers)) as engine:
         results = engine.generate(prompts, params)
         assert engine.stats()["requests"]["preemptions"] > 0
     for prompt, result in zip(prompts, results, strict=True):
