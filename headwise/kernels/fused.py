@@ -80,9 +80,11 @@ class FusedDecoder(Protocol):
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: Sequence[HeadTable],
+        final_norm: Array | None,
     ) -> None:
         """Take the residual stream ``x [rows, hidden]`` through some ``layers``, in place.
 
-        rotations: cosines and sines of the tokens' positions, ``[kinds, 2, rows, head_dim / 2]``
-        heads:     of all layers; the same object from call to call
+        rotations:  cosines and sines of the tokens' positions, ``[kinds, 2, rows, head_dim / 2]``
+        heads:      of all layers; the same object from call to call
+        final_norm: weight of the RMS norm of what comes out of them, if there is one
         """

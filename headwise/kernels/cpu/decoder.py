@@ -75,6 +75,7 @@ class CpuDecoder:
         layout: BlockLayout,
         batch: AttentionBatch,
         heads: Sequence[HeadTable],
+        final_norm: Floats | None,
     ) -> None:
         """See `FusedDecoder.run`."""
         self._set_heads(heads)
@@ -105,7 +106,7 @@ class CpuDecoder:
             factors_length=rooms.factors.size, sums=place_of(rooms.sums), sums_length=rooms.sums.size,
             tiles=place_of(rooms.tiles), values=place_of(rooms.values), counters=place_of(counters),
             counters_per_layer=each, threads=workers, attention=place_of(attention), write=kernels.write.address,
-            attend=kernels.attend.address, eps=shape.eps,
+            attend=kernels.attend.address, final_norm=_span(final_norm)[0], eps=shape.eps,
         )  # fmt: skip
         pool_of_this_process().run(run_layers().address, workers, place_of(step))
 

@@ -30,7 +30,7 @@ from headwise.kernels.cpu.addresses import (
     words_at,
 )
 from headwise.kernels.cpu.attention_jit import FINISHED
-from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, items_of, prepare_row, weight_at
+from headwise.kernels.cpu.matmul_jit import PLAIN, TILE, items_of, prepare_row, share_of, weight_at
 from headwise.kernels.cpu.records import (
     AFTER_ATTENTION,
     AFTER_MLP,
@@ -46,7 +46,7 @@ from headwise.kernels.cpu.records import (
     QUERY_NORM,
     STEP,
 )
-from headwise.kernels.cpu.threads import fetch_add, wait_for
+from headwise.kernels.cpu.threads import fetch_add, wait_and_prefetch
 
 _PHASES_OF_WEIGHT = 3
 """Its factors, its product, and, of the first one, rotation and KV write."""
@@ -121,19 +121,22 @@ def _take_rows(counters, phase, rows):
 
 
 @_pasted
-def _wait_for_rows(counters, phase, rows):
-    wait_for(counters, phase, -(-rows // _pieces(rows)))
+def _wait_for_rows(counters, phase, rows, ahead, end):
+    return wait_and_prefetch(counters, phase, -(-rows // _pieces(rows)), ahead, end)
 
 
 # --- phases ---------------------------------------------------------------------------------------------------------
+# Whoever waits for others prefetches from ``ahead`` to ``end``, of the weight that it will multiply with next. A phase
+# returns how far that came.
 
 
 @_pasted
-def _prepare(step, source, columns, is_stream, addend, after, before, weight, counters, phase, values):
+def _prepare(step, source, columns, is_stream, addend, after, before, weight, counters, phase, values, ahead, end):
     """Prepare the rows ``source [rows, columns]`` for the next product, if there is one (``weight`` is not 0).
 
     If they are the residual stream, they get ``addend`` before, if there is one (not 0), normed if there is a norm
-    ``after``; and they are prepared with the norm ``before``.
+    ``after``; and they are prepared with the norm ``before``. Without a next product they themselves are normed so,
+    if there is such a norm.
     """
     rows, eps = step.rows, step.eps
     factors, sums = words_at(step.factors, step.factors_length), floats_at(step.sums, step.sums_length)
@@ -153,14 +156,19 @@ def _prepare(step, source, columns, is_stream, addend, after, before, weight, co
                 for i in range(columns, packed.depth):
                     values[i] = 0.0
                 prepare_row(values, packed, row, factors, sums)
+            elif len(before) > 0:
+                _norm_row(here, before, eps, here)
         fetch_add(counters, phase)
         first, last = _take_rows(counters, phase, rows)
-    _wait_for_rows(counters, phase, rows)
+    return _wait_for_rows(counters, phase, rows, ahead, end)
 
 
 @_pasted
-def _multiply(step, layer, which, epilogue, out, columns, counters, counters_at, phase, tile, thread):
-    """A product of all rows with one of the layer's weights."""
+def _multiply(step, layer, following, which, epilogue, out, columns, counters, counters_at, phase, tile, thread):
+    """A product of all rows with one of the layer's weights; ``following`` is the address of the next, or 0.
+
+    Returns what is to be prefetched.
+    """
     at, bias = layer.weights[which], layer.biases[which]
     weight = weight_at(at)
     call_at(
@@ -170,11 +178,14 @@ def _multiply(step, layer, which, epilogue, out, columns, counters, counters_at,
             phase, tile, thread, step.threads,
         ),
     )  # fmt: skip
-    wait_for(counters, phase, items_of(weight, step.rows))
+    ahead, end = np.int64(0), np.int64(0)
+    if following != 0:
+        ahead, end = share_of(weight_at(following), step.rows, thread, step.threads)
+    return wait_and_prefetch(counters, phase, items_of(weight, step.rows), ahead, end), end
 
 
 @_pasted
-def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread):
+def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread, ahead, end):
     """Norm heads where the model does, rotate queries and keys, and write keys and values to the cache."""
     rows, dim, q_heads = own.rows, own.dim, own.q_heads
     query_norm, key_norm = _norm(layer, QUERY_NORM), _norm(layer, KEY_NORM)
@@ -188,15 +199,15 @@ def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread):
         call_at(step.write, (step.attention, layer_address, first, last, thread))
         fetch_add(counters, phase)
         first, last = _take_rows(counters, phase, rows)
-    _wait_for_rows(counters, phase, rows)
+    return _wait_for_rows(counters, phase, rows, ahead, end)
 
 
 @_pasted
-def _attend(step, own, layer, layer_address, counters_at, thread):
+def _attend(step, own, layer, layer_address, counters_at, thread, ahead, end):
     own_at = counters_at + 8 * _phase_counters(step.threads)
     call_at(step.attend, (step.attention, layer_address, own_at, thread))
     parts = plan_at(own.plans + layer.plan * _PLAN_BYTES).part_count
-    wait_for(longs_at(own_at, FINISHED + 1), FINISHED, parts)
+    return wait_and_prefetch(longs_at(own_at, FINISHED + 1), FINISHED, parts, ahead, end)
 
 
 # --- entry point ----------------------------------------------------------------------------------------------------
@@ -207,10 +218,12 @@ def _run_layers(address, thread):
     own, each, last = pass_at(step.attention), step.counters_per_layer, step.layer_count
     values, tile = floats_at(step.values + thread * step.widest * 4, step.widest), step.tiles + thread * TILE * 4
     heads, all_heads = own.q_heads * own.dim, (own.q_heads + 2 * own.kv_heads) * own.dim
+    ahead, end = np.int64(0), np.int64(0)
     for index in range(last + 1):
         layer_address, counters_at = step.layers + min(index, last - 1) * _LAYER_BYTES, step.counters + index * each * 8
         layer, counters = layer_at(layer_address), longs_at(counters_at, each)
         previous = layer_at(step.layers + max(index - 1, 0) * _LAYER_BYTES)
+        following_layer = layer_at(layer_address + _LAYER_BYTES).weights[QKV] if index + 1 < last else np.int64(0)
         for which in range(DOWN + 1):
             source, columns, out, outputs = step.x, step.hidden, step.added, step.hidden
             addend, after, before = np.int64(0), _norm(previous, AFTER_MLP), _norm(layer, BEFORE_ATTENTION)
@@ -225,22 +238,29 @@ def _run_layers(address, thread):
             else:
                 source, columns = step.gated, step.intermediate
             weight = layer.weights[which] if index < last else np.int64(0)
+            if index == last:
+                before = floats_at(step.final_norm, step.hidden if step.final_norm != 0 else 0)
             is_stream = which in (QKV, GATE_UP)
-            _prepare(step, source, columns, is_stream, addend, after, before, weight, counters, phase, values)
+            ahead = _prepare(
+                step, source, columns, is_stream, addend, after, before, weight, counters, phase, values, ahead, end
+            )
             if index == last:
                 break
             phase += 1 + step.threads
-            _multiply(step, layer, which, epilogue, out, outputs, counters, counters_at, phase, tile, thread)
+            following = layer.weights[which + 1] if which < DOWN else following_layer
+            ahead, end = _multiply(
+                step, layer, following, which, epilogue, out, outputs, counters, counters_at, phase, tile, thread
+            )
             if which == QKV:
                 phase += 1 + step.threads
-                _rotate_and_write(step, own, layer, layer_address, counters, phase, thread)
-                _attend(step, own, layer, layer_address, counters_at, thread)
+                ahead = _rotate_and_write(step, own, layer, layer_address, counters, phase, thread, ahead, end)
+                ahead = _attend(step, own, layer, layer_address, counters_at, thread, ahead, end)
 
 
 @cache
 def run_layers() -> Any:
     """The compiled function of a `STEP`'s address and a thread: its share of all phases of all layers.
 
-    The residual stream is what comes out of the last layer afterwards.
+    The residual stream is what comes out of the last layer afterwards, normed if there is a norm behind it.
     """
     return machine_code.unit(_run_layers, 2, fastmath=_MATH, error_model="numpy")

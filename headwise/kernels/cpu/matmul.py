@@ -6,8 +6,10 @@ kept in is its *kind*: float32, bfloat16, or integers with a scale per group of 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -255,24 +257,38 @@ def matmul(
         out = np.empty((rows, outputs), np.float32)
     elif out.shape != (rows, outputs) or out.dtype != np.float32 or not out.flags.c_contiguous:
         raise ValueError(f"out is {out.dtype} {out.shape}, it must be contiguous float32 {(rows, outputs)}")
-    workers = _workers(weight, rows, threads)
-    factors = (
-        x if weight.dtype == "float32" else np.empty(rows * (weight.depth // 2 if NATIVE else weight.depth), np.uint32)
-    )
-    sums, tile_floats = np.empty(rows * weight.minima.shape[1], np.float32), matmul_jit.TILE + weight.depth
-    tiles, counters = (
-        np.empty(workers * tile_floats, np.float32),
-        np.zeros(matmul_jit.PRODUCT_COUNTERS + workers, np.int64),
-    )
+    workers, tile_floats = _workers(weight, rows, threads), matmul_jit.TILE + weight.depth
+    factors_each = 0 if weight.dtype == "float32" else weight.depth // 2 if NATIVE else weight.depth
+    x_at, counters = place_of(x), np.zeros(matmul_jit.PRODUCT_COUNTERS + workers, np.int64)
+    factors, sums, tiles = _scratch.take(rows * factors_each, rows * weight.minima.shape[1], workers * tile_floats)
     own = records.filled(
-        records.PRODUCT, code=matmul_jit.product_of(KINDS[weight.dtype]).address, x=place_of(x), rows=rows,
+        records.PRODUCT, code=matmul_jit.product_of(KINDS[weight.dtype]).address, x=x_at, rows=rows,
         inputs=weight.inputs, weight=place_of(weight.table), bias=0 if bias is None else place_of(bias),
         bias_length=0 if bias is None else bias.size, epilogue=EPILOGUES[activation], out=place_of(out),
-        columns=outputs, factors=place_of(factors), sums=place_of(sums), tiles=place_of(tiles),
+        columns=outputs, factors=factors if factors_each else x_at, sums=sums, tiles=tiles,
         tile_floats=tile_floats, counters=place_of(counters), threads=workers,
     )  # fmt: skip
     pool_of_this_process().run(matmul_jit.multiply().address, workers, place_of(own))
     return out
+
+
+class _Scratch(threading.local):
+    """Room for the products of one thread, kept for the next ones: new memory would have to be made page by page."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.uint8)
+        self._place = 0
+
+    def take(self, *counts: int) -> list[int]:
+        """Addresses of room for so many numbers of 32 bits each, from a cache line on; until the next call."""
+        sizes = [_padded(4 * count, CACHE_LINE) for count in counts]
+        if sum(sizes) + CACHE_LINE > self._room.nbytes:
+            self._room = np.empty(sum(sizes) + CACHE_LINE, np.uint8)
+            self._place = _padded(place_of(self._room), CACHE_LINE)
+        return [self._place + first for first in accumulate(sizes[:-1], initial=0)]
+
+
+_scratch = _Scratch()
 
 
 def _workers(weight: PackedWeight, rows: int, threads: int) -> int:

@@ -428,6 +428,20 @@ def items_of(weight, rows):
     return -(-weight.columns // PANEL) * -(-rows // ROW_BLOCK)
 
 
+AHEAD_BYTES = 1 << 18
+"""Of a weight that a thread prefetches while it waits for others: a part of the L2 cache."""
+
+
+@_pasted
+def share_of(weight, rows, thread, threads):
+    """From which address to which a thread begins to read a weight; at most `AHEAD_BYTES`."""
+    panels, blocks = -(-weight.columns // PANEL), -(-rows // ROW_BLOCK)
+    first, last = panels * blocks * thread // threads // blocks, panels * blocks * (thread + 1) // threads // blocks
+    each = weight.data_bytes // panels
+    begin = weight.data + first * each
+    return begin, begin + min((last - first) * each, AHEAD_BYTES)
+
+
 # --- entry point -----------------------------------------------------------------------------------------------------
 
 PRODUCT_COUNTERS = 3

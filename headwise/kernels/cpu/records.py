@@ -124,7 +124,7 @@ STEP = np.dtype(
         ("products", _N, (4,)),
         *_numbers(
             "x rows hidden layers layer_count epilogue widest intermediate added gated factors factors_length sums"
-            " sums_length tiles values counters counters_per_layer threads attention write attend"
+            " sums_length tiles values counters counters_per_layer threads attention write attend final_norm"
         ),
         ("eps", np.float32),
         ("padding", np.float32),
@@ -146,6 +146,7 @@ threads:       that take part
 attention:     a `PASS`, whose ``query``, ``key`` and ``value`` are where products write them, and ``out`` where
                they read it
 write, attend: addresses of what is compiled for this cache
+final_norm:    weight of the norm behind the last layer, float32 ``[hidden]``; 0 where there is none
 eps:           of norms
 """
 

@@ -85,6 +85,46 @@ def take_item(counters, index, share, shares, count):
     return count, share
 
 
+@intrinsic
+def is_reached(typing, counters, index, least):
+    """Whether ``counters[index]`` is ``least`` or more; then all that was written before it became so can be seen."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counters, index, least = Emitter(context, builder, signature, args).args
+        return builder.icmp_signed(">=", builder.load_atomic(builder.gep(counters, [index]), "acquire", 8), least)
+
+    return types.boolean(counters, types.intp, types.int64), emit
+
+
+@intrinsic
+def prefetch_line(typing, address):
+    """Start to bring the cache line at ``address`` into the L2 cache; harmless wherever that is."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        Emitter(context, builder, signature, args).prefetch(builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+LINE = 64
+"""Bytes of a cache line."""
+
+LINES_A_LOOK = 4
+"""Lines that are prefetched between two looks at a counter."""
+
+
+@numba.njit(inline="always", nogil=True, error_model="numpy")
+def wait_and_prefetch(counters, index, least, begin, end):
+    """As `wait_for`; meanwhile prefetch from the address ``begin`` to ``end``. Returns how far that came."""
+    while begin < end and not is_reached(counters, index, least):
+        for line in range(LINES_A_LOOK):
+            prefetch_line(begin + line * LINE)
+        begin += LINES_A_LOOK * LINE
+    wait_for(counters, index, least)
+    return begin
+
+
 SPINS = 4_000
 """Looks at a counter before the core is offered to others: a few microseconds."""
 

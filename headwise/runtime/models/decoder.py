@@ -295,7 +295,7 @@ class Decoder(Model):
         cache = _cache_of(attention) if self._fused else None
         if self._fused and cache:
             self._run_fused(self._fused, x, rotations, cache)
-            return self.norm(x, self._final_norm)
+            return x
         norms = [layer.norms.before_attention for layer in self._layers]
         residual = Residual(x, self.norm(x, norms[0]))
         for index, (layer, next_norm) in enumerate(zip(self._layers, [*norms[1:], self._final_norm], strict=True)):
@@ -332,14 +332,17 @@ class Decoder(Model):
         return ops.fuse(list(map(_fusible, self._layers, self.rotation_of)), shape)
 
     def _run_fused(self, fused: FusedDecoder, x: Tensor, rotations: list[Rotation], cache: PagedCache) -> None:
-        """Take the residual stream ``x`` through all layers, in place; layer by layer if the cache comes so."""
+        """Take the residual stream ``x`` through all layers and the final norm, in place; layer by layer if the cache
+        comes so."""
         joined = np.concatenate([angles for rotation in rotations for angles in rotation])
         angles = joined.reshape(len(rotations), 2, len(x), -1)
         step = 1 if cache.wait_layer else len(self._layers)
         for first in range(0, len(self._layers), step):
             if cache.wait_layer:
                 cache.wait_layer(first)
-            fused.run(x, range(first, first + step), angles, cache.arena, cache.layout, cache.batch, cache.heads)
+            layers = range(first, first + step)
+            norm = self._final_norm if layers.stop == len(self._layers) else None
+            fused.run(x, layers, angles, cache.arena, cache.layout, cache.batch, cache.heads, norm)
 
     def embed(self, token_ids: KernelArray) -> Tensor:
         return self.ops.embedding(self._embedding, token_ids)
