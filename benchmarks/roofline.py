@@ -11,8 +11,8 @@ and implementation that is measured here. With T tokens, P weights in the layers
 
     2 P T  +  2 vocabulary hidden  +  sum over layers and query heads of 4 D (keys that each of T tokens sees, summed)
 
-The engine runs in a process of its own, which stands still while the machine is measured; all of it round by round. The
-last line is JSON, with medians over the rounds.
+The engine runs in a process of its own, which stands still while the machine is measured; all of it round by round, and
+memory before and after the decode. The last line is JSON, with medians over the rounds.
 """
 
 from __future__ import annotations
@@ -195,9 +195,12 @@ def measure(process: Process, work: Work, size: Size) -> list[Round]:
     warm_up(process, [decode, prefill])
     config, found = work.card.config, []
     for number in range(size.rounds):
-        read, gemm = read_rate(size), best_gemm_rate(config.hidden_size, config.intermediate_size, size)
+        gemm, before = best_gemm_rate(config.hidden_size, config.intermediate_size, size), read_rate(size)
         time.sleep(SETTLE_S)
-        rates = [process.measure(scenario, number)[0] for scenario in (decode, prefill)]
+        decoded = process.measure(decode, number)[0]
+        # Before and after: what other machines of the same memory leave of it changes from second to second.
+        read = (before + read_rate(size)) / 2
+        rates = decoded, process.measure(prefill, number)[0]
         found.append(Round(read, gemm, *rates))
         tell(
             f"round {number + 1} of {size.rounds}: memory {read / 1e9:.1f} GB/s, matrix products {gemm / 1e9:.0f} "
