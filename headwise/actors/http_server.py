@@ -37,11 +37,13 @@ class HttpServerActor:
         """Serve; the port. Raises `DeploymentError`, `ConfigError`. May be called again."""
         if self._server is not None:
             return self._config.http
+        from headwise.actors.ray_metrics import RayMetrics
         from headwise.runtime.client.client import Client
         from headwise.runtime.config.model_card import read_model_card
         from headwise.runtime.frontend.prompts import TextLimits
         from headwise.runtime.http.app import AppOptions, make_app
         from headwise.runtime.http.guard import ApiKeys
+        from headwise.runtime.http.metrics import RequestMetrics
         from headwise.runtime.http.server import HttpServer, listen
         from headwise.runtime.http.texts import ModelTexts
         from headwise.runtime.loader.resolve import resolve_model
@@ -60,11 +62,12 @@ class HttpServerActor:
             config.model,
             ApiKeys(read_keys(config.api_key, config.api_key_file)),
             parse_bytes(config.http_max_body),
-            self._name,
+            RequestMetrics(self._name),
         )
         tls = (config.http_cert, config.http_key) if config.http_cert else None
         self._server = HttpServer(make_app(client, texts, options), listen(config.http_host, config.http), tls)
         self._server.start()
+        self._closing.append(RayMetrics(config.name, options.counts.registry.collect).close)
         return config.http
 
     def ended(self) -> None:

@@ -296,3 +296,17 @@ def test_keys_are_in_no_log(deployment: Deployment, client: openai.OpenAI) -> No
     texts = {path.name: path.read_bytes() for path in logs.rglob("*") if path.is_file()}
     assert texts, "Ray writes logs"
     assert [name for name, text in texts.items() if KEY.encode() in text] == []
+
+
+def test_ray_has_the_same_numbers_as_metrics_of_its_own(deployment: Deployment) -> None:
+    """Last of all: Ray takes them from processes every ten seconds."""
+    url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+
+    def is_there(name: str, **labels: str) -> bool:
+        wanted = [f'{key}="{value}"' for key, value in {"deployment": "headwise", **labels}.items()]
+        lines = [line for line in httpx.get(url).text.splitlines() if line.startswith(f"ray_headwise_{name}{{")]
+        return any(all(label in line for label in wanted) for line in lines)
+
+    eventually(lambda: is_there("kv_cache_blocks", engine="engine-0", tier="device", state="free"))
+    eventually(lambda: is_there("routing_decisions_total", reason="no_hit"))
+    eventually(lambda: is_there("time_to_first_token_seconds_bucket", server="http-1", le="0.5"))

@@ -51,13 +51,13 @@ class AppOptions:
     """model: its name, as clients give it
     keys:     of which each request must bear one
     max_body: most bytes of a request's body
-    server:   this server's name, a label of its metrics
+    counts:   what the server counts
     """
 
     model: str
     keys: ApiKeys = field(default_factory=ApiKeys)
     max_body: int = MAX_BODY_BYTES
-    server: str = "http-0"
+    counts: RequestMetrics = field(default_factory=lambda: RequestMetrics("http-0"))
 
 
 def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
@@ -90,7 +90,7 @@ class _Api:
     """The endpoints. counts: what they count"""
 
     def __init__(self, client: Client, texts: Texts, options: AppOptions) -> None:
-        self.counts = RequestMetrics(options.server)
+        self.counts = options.counts
         self._client = client
         self._texts = texts
         self._model = options.model
@@ -180,7 +180,7 @@ class _Api:
         text = generate_latest(self.counts.registry)
         try:
             moment = CollectorRegistry(auto_describe=False)
-            moment.register(DeploymentMetrics(await self._view.stats(), self._view.restarts))
+            moment.register(DeploymentMetrics(await self._view.stats()))
             text += generate_latest(moment)
         except HeadwiseError:
             text += b"# the scheduler does not answer\n"

@@ -28,7 +28,7 @@ from headwise.runtime.protocol.request import FinishReason, OutputDelta, Timings
 
 @pytest.fixture
 def served(deployment: Deployment) -> Iterator[Served]:
-    with serving(deployment, server="http-7") as served:
+    with serving(deployment, counts=RequestMetrics("http-7")) as served:
         yield served
 
 
