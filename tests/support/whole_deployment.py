@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from support.engine.scripted_deployment import Deployment
 from support.engine.simulated_engine import make_engine
 from support.engine.simulation import Storage
+from support.waiting import eventually
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.runtime.client.client import Client
@@ -17,7 +18,7 @@ PROMPT = list(range(1, 20))
 
 @contextmanager
 def whole_deployment() -> Iterator[Deployment]:
-    """Its engine has served two requests with the same `PROMPT`, the second one in part from its cache."""
+    """Its engine has served two requests with the same `PROMPT`, the second in part from its cache, and reported it."""
     deployment = Deployment()
     try:
         core, _ = make_engine((FULL, HeadPolicy(window=8)), num_blocks=32, host_blocks=32, storage=Storage())
@@ -25,6 +26,7 @@ def whole_deployment() -> Iterator[Deployment]:
         with Client(deployment.address) as client:
             for _ in range(2):
                 client.generate(PROMPT, max_tokens=4)
+            eventually(lambda: "put" in client.stats()["engines"]["engine-0"]["transfers"])
         yield deployment
     finally:
         deployment.close()
