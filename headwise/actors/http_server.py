@@ -39,6 +39,7 @@ class HttpServerActor:
             return self._config.http
         from headwise.actors.ray_metrics import RayMetrics
         from headwise.runtime.client.client import Client
+        from headwise.runtime.config.info import head_groups
         from headwise.runtime.config.model_card import read_model_card
         from headwise.runtime.frontend.prompts import TextLimits
         from headwise.runtime.http.app import AppOptions, make_app
@@ -58,16 +59,18 @@ class HttpServerActor:
         self._closing.append(texts.close)
         client = Client(self._scheduler)
         self._closing.append(client.close)
+        counts = RequestMetrics(self._name)
         options = AppOptions(
             config.model,
             ApiKeys(read_keys(config.api_key, config.api_key_file)),
             parse_bytes(config.http_max_body),
-            RequestMetrics(self._name),
+            counts,
+            tuple(head_groups(card)),
         )
         tls = (config.http_cert, config.http_key) if config.http_cert else None
         self._server = HttpServer(make_app(client, texts, options), listen(config.http_host, config.http), tls)
         self._server.start()
-        self._closing.append(RayMetrics(config.name, options.counts.registry.collect).close)
+        self._closing.append(RayMetrics(config.name, counts.registry.collect).close)
         return config.http
 
     def ended(self) -> None:

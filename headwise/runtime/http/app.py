@@ -37,6 +37,10 @@ from headwise.runtime.http.generation import Generation
 from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard
 from headwise.runtime.http.logprobs import HeldLogprobs, LogprobForms
 from headwise.runtime.http.metrics import RequestMetrics
+from headwise.runtime.http.overview import overview
+from headwise.runtime.http.page import HEADERS as PAGE_HEADERS
+from headwise.runtime.http.page import PATHS as PAGE_PATHS
+from headwise.runtime.http.page import page_routes
 from headwise.runtime.http.response_bodies import ResponseBody, wanted_response
 from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
@@ -52,12 +56,14 @@ class AppOptions:
     keys:     of which each request must bear one
     max_body: most bytes of a request's body
     counts:   what the server counts
+    groups:   the model's head groups in words: which, and what they are
     """
 
     model: str
     keys: ApiKeys = field(default_factory=ApiKeys)
     max_body: int = MAX_BODY_BYTES
     counts: RequestMetrics = field(default_factory=lambda: RequestMetrics("http-0"))
+    groups: tuple[tuple[str, str], ...] = ()
 
 
 def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
@@ -74,16 +80,18 @@ def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
         "/ready": ("GET", api.ready),
         "/version": ("GET", api.version),
         "/metrics": ("GET", api.metrics),
+        "/deployment": ("GET", api.deployment),
     }
     starlette = Starlette(
         routes=[
             *(Route(path, endpoint, methods=[method]) for path, (method, endpoint) in routes.items()),
             Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+            *page_routes(),
         ],
         exception_handlers={HTTPException: _not_found, ApiError: _answer, HeadwiseError: _answer, Exception: _answer},
     )
     starlette.router.redirect_slashes = False
-    return Guard(starlette, options.keys, api.counts, routes)
+    return Guard(starlette, options.keys, api.counts, (*routes, *PAGE_PATHS))
 
 
 class _Api:
@@ -98,6 +106,7 @@ class _Api:
         self._view = DeploymentView(client)
         self._logprobs = LogprobForms(texts)
         self._held = HeldLogprobs()
+        self._groups = options.groups
         self._since = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -185,6 +194,10 @@ class _Api:
         except HeadwiseError:
             text += b"# the scheduler does not answer\n"
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4, "connection": "close"})
+
+    async def deployment(self, request: Request) -> Response:
+        """What the page shows."""
+        return JSONResponse(overview(await self._view.stats(), self._model, self._groups), headers=PAGE_HEADERS)
 
     def _model_card(self) -> dict[str, Any]:
         return {

@@ -151,15 +151,19 @@ class DeploymentMetrics(Collector):
         yield _filled_by(queued, by_direction("queued_blocks"))
 
     def _hits(self) -> Metric:
-        of_storage = _each(self._engines, "storage", "hit_tokens")
-        of_host = _each(self._engines, "cache", "host_hit_tokens")
-        all_hits = _each(self._engines, "cache", "hit_tokens")
-        hits = {
-            "device": {name: tokens - of_host[name] for name, tokens in all_hits.items()},
-            "host": {name: max(0, tokens - of_storage.get(name, 0)) for name, tokens in of_host.items()},
-            "storage": of_storage,
-        }
+        hits: dict[str, dict[str, float]] = {}
+        for name, engine in sorted(self._engines.items()):
+            for tier, tokens in hits_by_tier(engine).items() if "cache" in engine else ():
+                hits.setdefault(tier, {})[name] = tokens
         return _counters("prefix_cache_hit_tokens", "Served by the cache, by the tier they were on.", "tier", hits)
+
+
+def hits_by_tier(engine: Stats) -> dict[str, int]:
+    """Tokens of prompts that each tier served, of an engine's statistics. What came from storage came by the host."""
+    cache, storage = engine["cache"], engine["storage"]
+    of_storage = storage["hit_tokens"] if storage else 0
+    of_host = max(0, cache["host_hit_tokens"] - of_storage)
+    return {"device": cache["hit_tokens"] - cache["host_hit_tokens"], "host": of_host, "storage": of_storage}
 
 
 def _each(engines: Mapping[str, Stats], *path: str) -> dict[str, float]:
