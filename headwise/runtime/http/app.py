@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -45,6 +45,9 @@ from headwise.runtime.http.response_bodies import ResponseBody, wanted_response
 from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
 
+if TYPE_CHECKING:
+    from headwise.runtime.http.spans import Tracing
+
 MAX_BODY_BYTES = 16 << 20
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
@@ -57,6 +60,7 @@ class AppOptions:
     max_body: most bytes of a request's body
     counts:   what the server counts
     groups:   the model's head groups in words: which, and what they are
+    tracing:  makes spans of requests; None: nobody asked for them
     """
 
     model: str
@@ -64,6 +68,7 @@ class AppOptions:
     max_body: int = MAX_BODY_BYTES
     counts: RequestMetrics = field(default_factory=lambda: RequestMetrics("http-0"))
     groups: tuple[tuple[str, str], ...] = ()
+    tracing: Tracing | None = None
 
 
 def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
@@ -82,9 +87,10 @@ def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
         "/metrics": ("GET", api.metrics),
         "/deployment": ("GET", api.deployment),
     }
+    traced = options.tracing.traced if options.tracing is not None else _untraced
     starlette = Starlette(
         routes=[
-            *(Route(path, endpoint, methods=[method]) for path, (method, endpoint) in routes.items()),
+            *(Route(path, traced(path, endpoint), methods=[method]) for path, (method, endpoint) in routes.items()),
             Route("/v1/models/{name:path}", api.model, methods=["GET"]),
             *page_routes(),
         ],
@@ -197,7 +203,8 @@ class _Api:
 
     async def deployment(self, request: Request) -> Response:
         """What the page shows."""
-        return JSONResponse(overview(await self._view.stats(), self._model, self._groups), headers=PAGE_HEADERS)
+        headers = {**PAGE_HEADERS, "cache-control": "no-store"}
+        return JSONResponse(overview(await self._view.stats(), self._model, self._groups), headers=headers)
 
     def _model_card(self) -> dict[str, Any]:
         return {
@@ -207,6 +214,10 @@ class _Api:
             "owned_by": "headwise",
             "max_model_len": self._texts.limits.tokens,
         }
+
+
+def _untraced(path: str, endpoint: Endpoint) -> Endpoint:
+    return endpoint
 
 
 async def _answer(request: Request, error: Exception) -> Response:

@@ -23,7 +23,7 @@ let wake = () => {};
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en");
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
-const percent = (part, all) => (all ? `${((100 * part) / all).toFixed(0)} %` : "–");
+const percent = (part, all) => (all > 0 ? `${((100 * Math.max(0, part)) / all).toFixed(0)} %` : "–");
 const sum = (items, value) => items.reduce((total, item) => total + (value(item) ?? 0), 0);
 
 /** An element with a class and children: strings become text nodes. */
