@@ -24,7 +24,7 @@ def overview(stats: Stats, model: str, groups: Sequence[tuple[str, str]]) -> dic
         "model": model,
         "groups": [list(group) for group in groups],
         "routing": {key: scheduler[key] for key in ("policy", "decisions", "routed", "rerouted", "refused", "queued")},
-        "fleet": {"number": fleet["number"], "reason": fleet["reason"]},
+        "wanted": fleet["reason"],
         "engines": [_engine(name, engine) for name, engine in sorted(stats["engines"].items())],
         "index": {
             "is_silent": index["silent"],

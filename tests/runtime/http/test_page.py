@@ -97,15 +97,6 @@ def test_an_engine_that_is_starting_has_no_numbers() -> None:
     assert engine == {"name": "engine-0", "state": "starting", "restarts": 0}
 
 
-def test_without_a_scheduler_the_page_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwise.runtime.client.io_thread.REFUSED_S", 0.1)
-    deployment = Deployment()
-    with serving(deployment) as served:
-        deployment.close()
-        response = served.http.get("/deployment")
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_scheduler")
-
-
 # ---- in a browser ----
 
 

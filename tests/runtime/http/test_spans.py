@@ -82,6 +82,16 @@ def test_a_span_is_the_child_of_the_caller_s(
     assert attributes(span)["gen_ai.usage.output_tokens"] == 6, "of both answers"
 
 
+def test_a_response_of_openai_s_newer_form_is_a_chat(
+    collector: Collector, deployment: Deployment, core: ScriptedCore
+) -> None:
+    with tracing_to(collector.url) as (tracing, counts), serving(deployment, counts=counts, tracing=tracing) as served:
+        served.http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 3}).raise_for_status()
+        eventually(lambda: len(collector.spans) == 1)
+    assert collector.spans[0].name == f"chat {MODEL}"
+    assert attributes(collector.spans[0])["gen_ai.usage.output_tokens"] == 3
+
+
 def test_a_caller_may_say_that_it_is_not_traced_and_nonsense_is_nobody_s_child(
     collector: Collector, deployment: Deployment, core: ScriptedCore
 ) -> None:

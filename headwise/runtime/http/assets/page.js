@@ -103,7 +103,7 @@ const rates = (value) => looks.map((_, place) => rate(value, place));
 // ---- showing ----
 
 function show(found) {
-  const { engines, routing, index, fleet } = found;
+  const { engines, routing, index, wanted } = found;
   $("model").textContent = found.model;
   document.title = `headwise: ${found.model}`;
   const [first, last] = [looks[0], looks[looks.length - 1]];
@@ -111,11 +111,11 @@ function show(found) {
     tile(short.format(rate((each) => each.tokens)), "tokens per second", rates((each) => each.tokens)),
     tile(whole.format(last.running), "requests running", looks.map((each) => each.running)),
     tile(whole.format(sum(engines, (engine) => engine.waiting) + routing.queued), "requests waiting"),
-    tile(percent(last.hits - first.hits, last.queried - first.queried), "hit rate of the last minute"),
-    tile(percent(last.hits, last.queried), "hit rate in all"),
+    tile(percent(last.hits - first.hits, last.queried - first.queried), "hit rate, last minute"),
+    tile(percent(last.hits, last.queried), "hit rate, all"),
     tile(whole.format(routing.routed), "requests routed", rates((each) => each.routed)),
   );
-  $("fleet").textContent = `${engines.length} of ${fleet.number}: ${fleet.reason}`;
+  $("wanted").textContent = `${engines.length} report; wanted ${wanted}`;
   $("engines").tBodies[0].replaceChildren(...engines.map(engineRow));
   $("hits").replaceChildren(...hitRows(engines));
   $("policy").textContent = routing.policy;
@@ -180,7 +180,7 @@ function engineRow(engine) {
 }
 
 function share(name, part, all) {
-  const text = `${short.format(part)}  ${percent(part, all)}`;
+  const text = `${short.format(part)} · ${percent(part, all)}`;
   return make("div", "share", make("span", "", name), bar([["held", part]], all), make("span", "note", text));
 }
 
