@@ -33,6 +33,11 @@ def client_host(host: str, node: str) -> str:
     return outward_address() if is_loopback(node) else node
 
 
+def endpoint_here(host: str, port: int) -> str:
+    """Where processes of its own node reach a scheduler that listens at ``host``."""
+    return f"tcp://{'127.0.0.1' if host == EVERY_INTERFACE else host}:{port}"
+
+
 def engine_host(host: str, node: str) -> str:
     """Where an engine listens on a node of Ray's address ``node``. Clients that reach the scheduler must reach it too.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from headwise.actors.addresses import EVERY_INTERFACE, client_host, free_ports, is_loopback
+from headwise.actors.addresses import client_host, endpoint_here, free_ports, is_loopback
 from headwise.actors.calls import get
 from headwise.actors.found import Found, find_scheduler, wait_until_gone
 from headwise.actors.front import Front, Keys
@@ -151,8 +151,7 @@ class Frontend:
 
         def role(name: str) -> Role:
             def arguments() -> tuple[Any, ...]:
-                host = "127.0.0.1" if self._config.host == EVERY_INTERFACE else self._config.host
-                return self._config, name, f"tcp://{host}:{self._port}"
+                return self._config, name, endpoint_here(self._config.host, self._port)
 
             return Role(
                 self._config.name, name, HttpServerActor, arguments, self._site, Life(self._config.start_timeout_s)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwise.actors.addresses import check_free, is_loopback
 from headwise.actors.ending import Ending
 from headwise.actors.front import About
 from headwise.actors.remote import remote
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.http import read_keys
+from headwise.runtime.config.http import check_otel, read_keys
+
+if TYPE_CHECKING:
+    from headwise.runtime.http.metrics import RequestMetrics
+    from headwise.runtime.http.spans import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +41,14 @@ class HttpServerActor:
         """Serve; the port. Raises `DeploymentError`, `ConfigError`. May be called again."""
         if self._server is not None:
             return self._config.http
+        from headwise.actors.ray_metrics import RayMetrics
         from headwise.runtime.client.client import Client
+        from headwise.runtime.config.info import head_groups
         from headwise.runtime.config.model_card import read_model_card
         from headwise.runtime.frontend.prompts import TextLimits
         from headwise.runtime.http.app import AppOptions, make_app
         from headwise.runtime.http.guard import ApiKeys
+        from headwise.runtime.http.metrics import RequestMetrics
         from headwise.runtime.http.server import HttpServer, listen
         from headwise.runtime.http.texts import ModelTexts
         from headwise.runtime.loader.resolve import resolve_model
@@ -56,16 +63,29 @@ class HttpServerActor:
         self._closing.append(texts.close)
         client = Client(self._scheduler)
         self._closing.append(client.close)
+        counts = RequestMetrics(self._name)
         options = AppOptions(
             config.model,
             ApiKeys(read_keys(config.api_key, config.api_key_file)),
             parse_bytes(config.http_max_body),
-            self._name,
+            counts,
+            groups=tuple(head_groups(card)),
+            tracing=self._tracing(counts),
         )
         tls = (config.http_cert, config.http_key) if config.http_cert else None
         self._server = HttpServer(make_app(client, texts, options), listen(config.http_host, config.http), tls)
         self._server.start()
+        self._closing.append(RayMetrics(config.name, counts.registry.collect).close)
         return config.http
+
+    def _tracing(self, counts: RequestMetrics) -> Tracing | None:
+        if not self._config.otlp_endpoint:
+            return None
+        from headwise.runtime.http.spans import Tracing
+
+        tracing = Tracing(self._config.otlp_endpoint, self._config.model, self._name, counts)
+        self._closing.append(tracing.close)
+        return tracing
 
     def ended(self) -> None:
         """Return when it is stopped. A caller that waits here learns at once when the process dies."""
@@ -94,6 +114,8 @@ def check_http_start(config: EngineConfig) -> None:
     from headwise.runtime.http.server import check_certificate
 
     read_keys(config.api_key, config.api_key_file)
+    if config.otlp_endpoint:
+        check_otel()
     if config.http_cert:
         check_certificate(config.http_cert, config.http_key)
     host = config.http_host

@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 import time
 
-from headwise.actors.addresses import client_host
+from headwise.actors.addresses import client_host, endpoint_here
 from headwise.actors.ending import Ending
 from headwise.actors.front import About, Front
 from headwise.actors.placement import node_address
+from headwise.actors.ray_metrics import RayMetrics
 from headwise.actors.remote import remote
 from headwise.errors import DeploymentError
+from headwise.runtime.client.client import Client
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.frontend.routing import RouterOptions
 from headwise.runtime.frontend.scaling import Exchange, FleetState, SchedulerNews
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
+from headwise.runtime.http.deployment_metrics import DeploymentMetrics
 from headwise.storage.index.encryption import CurveKeys
 from headwise.storage.index.store_client import StoreClient
 
@@ -51,6 +54,8 @@ class GlobalScheduler:
         self._store: StoreClient | None = None  # used by the server's thread while it runs
         self._server: SchedulerServer | None = None
         self._tokenizers: TokenizerPool | None = None
+        self._observer: Client | None = None  # asks the server what Ray is told
+        self._metrics: RayMetrics | None = None
         self._exchange = Exchange()
         self._asked = 0
         self._ending = Ending()
@@ -107,7 +112,12 @@ class GlobalScheduler:
             store.close()
             raise
         self._server.start()
+        self._tell_ray()
         return self.address()
+
+    def _tell_ray(self) -> None:
+        observer = self._observer = Client(endpoint_here(self._config.host, self._port))
+        self._metrics = RayMetrics(self._config.name, lambda: DeploymentMetrics(observer.stats()).collect())
 
     def _open(self) -> tuple[Preprocessor, Preprocessor]:
         """The model's preprocessor, and one that tokenises in other processes: made once."""
@@ -137,6 +147,9 @@ class GlobalScheduler:
         return self._server.loop_count
 
     def stop(self) -> None:
+        if self._observer is not None and self._metrics is not None:
+            self._observer.close()  # a question under way ends, and with it the thread that asked
+            self._metrics.close()
         if self._tokenizers is not None:
             self._tokenizers.close()  # first: the server's end waits for what is being tokenised
         if self._server is not None:

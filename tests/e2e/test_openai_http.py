@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 import ray
+from support.collector import Collector, attributes
 from support.free_ports import free_ports
 from support.waiting import eventually
 
@@ -29,8 +30,15 @@ HARBOURS: list[Any] = [{"role": "user", "content": "Name three harbours."}]
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Two servers at one port, which want a key."""
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Deployment]:
+    """Two servers at one port, which want a key and trace requests."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"# of tests\nsk-of-nobody\n{KEY}\n")
     config = EngineConfig(
@@ -38,6 +46,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         port=0,
         http=free_ports(1)[0],
         http_servers=2,
+        otlp_endpoint=collector.url,
         api_key_file=str(keys),
         dtype="float32",
         max_model_len=512,
@@ -268,6 +277,32 @@ def test_metrics_tell_of_servers_and_engines(deployment: Deployment) -> None:
         eventually(lambda name=name: name in metrics())  # type: ignore[misc]
 
 
+def test_the_page_is_told_of_the_model_and_its_head_groups(deployment: Deployment) -> None:
+    assert "<!doctype html>" in httpx.get(deployment.http_address).text
+    told = httpx.get(f"{deployment.http_address}/deployment", headers={"authorization": f"Bearer {KEY}"}).json()
+    assert told["model"] == MODEL
+    ((name, text),) = told["groups"]
+    assert name == "group 0"
+    assert text.startswith("full attention, 90 ")
+    assert told["engines"][0]["pools"].keys() == {"device"}
+
+
+def test_a_request_is_a_span_of_its_caller_s_trace(client: openai.OpenAI, collector: Collector) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    client.chat.completions.create(model=MODEL, messages=HARBOURS, max_tokens=8, extra_headers=headers)
+
+    def found() -> list[Any]:
+        return [span for span in collector.spans if span.trace_id.hex() == trace]
+
+    eventually(lambda: bool(found()))
+    (span,) = found()
+    told = attributes(span)
+    latencies = [told[f"gen_ai.latency.time_in_{what}"] for what in ("queue", "model_prefill", "model_decode")]
+    assert 0 < sum(latencies) <= (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+    assert told["gen_ai.usage.output_tokens"] == 8
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_server_that_is_killed_is_started_again_and_the_other_answers(
     deployment: Deployment, client: openai.OpenAI, how: signal.Signals
@@ -296,3 +331,17 @@ def test_keys_are_in_no_log(deployment: Deployment, client: openai.OpenAI) -> No
     texts = {path.name: path.read_bytes() for path in logs.rglob("*") if path.is_file()}
     assert texts, "Ray writes logs"
     assert [name for name, text in texts.items() if KEY.encode() in text] == []
+
+
+def test_ray_has_the_same_numbers_as_metrics_of_its_own(deployment: Deployment) -> None:
+    """Last of all: Ray takes them from processes every ten seconds."""
+    url = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+
+    def is_there(name: str, **labels: str) -> bool:
+        wanted = [f'{key}="{value}"' for key, value in {"deployment": "headwise", **labels}.items()]
+        lines = [line for line in httpx.get(url).text.splitlines() if line.startswith(f"ray_headwise_{name}{{")]
+        return any(all(label in line for label in wanted) for line in lines)
+
+    eventually(lambda: is_there("kv_cache_blocks", engine="engine-0", tier="device", state="free"))
+    eventually(lambda: is_there("routing_decisions_total", reason="no_hit"))
+    eventually(lambda: is_there("time_to_first_token_seconds_bucket", server="http-1", le="0.5"))

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headwise.errors import ConfigError
 from headwise.runtime.config.addresses import check_advertised, parse_ports
-from headwise.runtime.config.http import check_http
+from headwise.runtime.config.http import check_collector, check_http
 from headwise.units import parse_bytes, parse_pairs
 
 CPU_KV_CACHE = "512MiB"
@@ -64,6 +64,9 @@ class EngineConfig:
         65535,
     )
     http_servers: int = _option(1, "Processes that serve HTTP, all at the same port.", 1, 64)
+    otlp_endpoint: str = _option(
+        "", "OpenTelemetry collector that gets a span of each HTTP request, such as http://localhost:4318; empty: none."
+    )
     api_key: str = _option(
         "", "A key that HTTP requests must bear; others on the machine can read it in the command line.", is_secret=True
     )
@@ -280,6 +283,7 @@ class EngineConfig:
         parse_ports(self.engine_ports)
         check_advertised(self.advertise_host)
         check_http(self.http, self.port, self.http_cert, self.http_key, parse_bytes(self.http_max_body))
+        check_collector(self.otlp_endpoint, self.http)
         self._check_scaling()
         self._check_device()
         self._check_placement()

@@ -40,9 +40,8 @@ def describe(
         "head groups",
         f"{len(plan.groups)} x {plan.slots_text} slots per rank ({config.head_grouping}, padding {plan.padding:.1%})",
     )
-    for text, alike in groupby(enumerate(plan.groups), key=lambda entry: _group(entry[1], card, attention)):
-        first, *others = [index for index, _ in alike]
-        yield (f"  groups {first} to {others[-1]}", f"{text} each") if others else (f"  group {first}", text)
+    for name, text in head_groups(card):
+        yield f"  {name}", text
     yield "block", f"{layout.block_size} tokens of one group, {format_bytes(layout.block_bytes)}"
     pool = f"{spec.num_blocks} blocks per rank, {format_bytes(spec.num_blocks * layout.block_bytes)}"
     yield "block pool", pool if spec.num_blocks else "measured at start"
@@ -59,6 +58,14 @@ def describe(
     for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
     yield "replicas x TP ranks", f"{config.first_replicas} x {config.tp_size}"
+
+
+def head_groups(card: ModelCard) -> Iterator[tuple[str, str]]:
+    """Which group, and its policy and members, in words; neighbours that are alike together."""
+    attention = attention_of(card.config)
+    for text, alike in groupby(enumerate(card.plan.groups), key=lambda entry: _group(entry[1], card, attention)):
+        first, *others = [index for index, _ in alike]
+        yield (f"groups {first} to {others[-1]}", f"{text} each") if others else (f"group {first}", text)
 
 
 def _decode_rows(config: EngineConfig, reads: DecodeReads) -> Iterator[tuple[str, str]]:

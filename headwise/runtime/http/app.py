@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -37,9 +37,16 @@ from headwise.runtime.http.generation import Generation
 from headwise.runtime.http.guard import ApiKeys, BodyReader, Guard
 from headwise.runtime.http.logprobs import HeldLogprobs, LogprobForms
 from headwise.runtime.http.metrics import RequestMetrics
+from headwise.runtime.http.overview import overview
+from headwise.runtime.http.page import HEADERS as PAGE_HEADERS
+from headwise.runtime.http.page import PATHS as PAGE_PATHS
+from headwise.runtime.http.page import page_routes
 from headwise.runtime.http.response_bodies import ResponseBody, wanted_response
 from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
+
+if TYPE_CHECKING:
+    from headwise.runtime.http.spans import Tracing
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -51,13 +58,17 @@ class AppOptions:
     """model: its name, as clients give it
     keys:     of which each request must bear one
     max_body: most bytes of a request's body
-    server:   this server's name, a label of its metrics
+    counts:   what the server counts
+    groups:   the model's head groups in words: which, and what they are
+    tracing:  makes spans of requests; None: nobody asked for them
     """
 
     model: str
     keys: ApiKeys = field(default_factory=ApiKeys)
     max_body: int = MAX_BODY_BYTES
-    server: str = "http-0"
+    counts: RequestMetrics = field(default_factory=lambda: RequestMetrics("http-0"))
+    groups: tuple[tuple[str, str], ...] = ()
+    tracing: Tracing | None = None
 
 
 def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
@@ -74,23 +85,26 @@ def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
         "/ready": ("GET", api.ready),
         "/version": ("GET", api.version),
         "/metrics": ("GET", api.metrics),
+        "/deployment": ("GET", api.deployment),
     }
+    traced = options.tracing.traced if options.tracing is not None else _untraced
     starlette = Starlette(
         routes=[
-            *(Route(path, endpoint, methods=[method]) for path, (method, endpoint) in routes.items()),
+            *(Route(path, traced(path, endpoint), methods=[method]) for path, (method, endpoint) in routes.items()),
             Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+            *page_routes(),
         ],
         exception_handlers={HTTPException: _not_found, ApiError: _answer, HeadwiseError: _answer, Exception: _answer},
     )
     starlette.router.redirect_slashes = False
-    return Guard(starlette, options.keys, api.counts, routes)
+    return Guard(starlette, options.keys, api.counts, (*routes, *PAGE_PATHS))
 
 
 class _Api:
     """The endpoints. counts: what they count"""
 
     def __init__(self, client: Client, texts: Texts, options: AppOptions) -> None:
-        self.counts = RequestMetrics(options.server)
+        self.counts = options.counts
         self._client = client
         self._texts = texts
         self._model = options.model
@@ -98,6 +112,7 @@ class _Api:
         self._view = DeploymentView(client)
         self._logprobs = LogprobForms(texts)
         self._held = HeldLogprobs()
+        self._groups = options.groups
         self._since = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -180,11 +195,16 @@ class _Api:
         text = generate_latest(self.counts.registry)
         try:
             moment = CollectorRegistry(auto_describe=False)
-            moment.register(DeploymentMetrics(await self._view.stats(), self._view.restarts))
+            moment.register(DeploymentMetrics(await self._view.stats()))
             text += generate_latest(moment)
         except HeadwiseError:
             text += b"# the scheduler does not answer\n"
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4, "connection": "close"})
+
+    async def deployment(self, request: Request) -> Response:
+        """What the page shows."""
+        headers = {**PAGE_HEADERS, "cache-control": "no-store"}
+        return JSONResponse(overview(await self._view.stats(), self._model, self._groups), headers=headers)
 
     def _model_card(self) -> dict[str, Any]:
         return {
@@ -194,6 +214,10 @@ class _Api:
             "owned_by": "headwise",
             "max_model_len": self._texts.limits.tokens,
         }
+
+
+def _untraced(path: str, endpoint: Endpoint) -> Endpoint:
+    return endpoint
 
 
 async def _answer(request: Request, error: Exception) -> Response:

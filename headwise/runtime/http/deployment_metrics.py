@@ -22,13 +22,13 @@ ANSWER_S = 2.0
 """Longest wait for the scheduler: who probes does not wait for long."""
 _FRESH_S = 0.5
 """Engines report as often: asking more often tells nothing new."""
+_POOLS = {"device": "cache", "host": "host"}
+"""Where an engine's statistics tell of a tier's pool."""
+_DIRECTIONS = ("load", "store", "fetch", "put")
 
 
 class DeploymentView:
-    """The deployment's statistics, asked for at most every `_FRESH_S`, however many ask.
-
-    restarts: of engines since this server looks, by name: each new epoch of an engine is one
-    """
+    """The deployment's statistics, asked for at most every `_FRESH_S`, however many ask."""
 
     def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
@@ -36,8 +36,6 @@ class DeploymentView:
         self._stats: dict[str, Any] = {}
         self._fresh_until = -math.inf
         self._asking: asyncio.Task[None] | None = None
-        self._epochs: dict[str, int] = {}
-        self.restarts: dict[str, int] = {}
 
     async def stats(self) -> dict[str, Any]:
         """Raises `DeploymentError` if the scheduler does not answer soon: it may be about to come back."""
@@ -54,7 +52,6 @@ class DeploymentView:
         try:
             self._stats = await self._client.astats()
             self._fresh_until = self._clock() + _FRESH_S
-            self._count_restarts()
         finally:
             self._asking = None
 
@@ -65,27 +62,21 @@ class DeploymentView:
             for engine in (await self.stats())["engines"].values()
         )
 
-    def _count_restarts(self) -> None:
-        for name, engine in self._stats["engines"].items():
-            known = self._epochs.setdefault(name, engine["epoch"])
-            self.restarts[name] = self.restarts.get(name, 0) + (known != engine["epoch"])
-            self._epochs[name] = engine["epoch"]
-
 
 class DeploymentMetrics(Collector):
     """One moment's statistics as metrics. An engine that is starting has none of its own yet."""
 
-    def __init__(self, stats: Stats, restarts: Mapping[str, int]) -> None:
+    def __init__(self, stats: Stats) -> None:
         self._scheduler: Stats = stats["scheduler"]
         self._fleet: Stats = stats["fleet"]
         self._engines: dict[str, Stats] = dict(stats["engines"])
-        self._restarts = restarts
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_scheduler()
         yield from self._of_queues()
         yield from self._of_work()
         yield from self._of_caches()
+        yield from self._of_transfers()
 
     def _of_scheduler(self) -> Iterator[Metric]:
         outcomes = {key: self._scheduler[key] for key in ("routed", "rerouted", "delayed", "refused", "withdrawn")}
@@ -106,23 +97,23 @@ class DeploymentMetrics(Collector):
             "engine_backlog_seconds", "Of computing before a new request starts.", "engine", _each(engines, "backlog_s")
         )
         yield _gauge("engine_silent_seconds", "Since the engine's last report.", "engine", _each(engines, "silent_s"))
-        yield _counter("engine_restarts", "Engines or workers started anew.", "engine", self._restarts)
+        restarts = _each(engines, "restarts")
+        yield _counter("engine_restarts", "Starts anew of an engine or of its workers.", "engine", restarts)
 
     def _of_work(self) -> Iterator[Metric]:
         engines = self._engines
-        done = CounterMetricFamily("headwise_engine_requests", "Requests by their end.", labels=("engine", "outcome"))
-        for outcome in ("finished", "aborted", "failed"):
-            for name, count in _each(engines, "requests", outcome).items():
-                done.add_metric((name, outcome), count)
-        yield done
+        done = {end: _each(engines, "requests", end) for end in ("finished", "aborted", "failed")}
+        yield _counters("engine_requests", "Requests by their end.", "outcome", done)
         preemptions = _each(engines, "requests", "preemptions")
         yield _counter("num_preemptions", "Requests taken out of a batch for want of blocks.", "engine", preemptions)
         yield _counter("engine_generation_tokens", "Tokens produced.", "engine", _each(engines, "output_tokens"))
+        computing = _each(engines, "compute_s")
+        yield _counter("engine_compute_seconds", "Seconds. Of forward passes.", "engine", computing)
 
     def _of_caches(self) -> Iterator[Metric]:
         engines = self._engines
         blocks = GaugeMetricFamily("headwise_kv_cache_blocks", "Blocks.", labels=("engine", "tier", "state"))
-        for tier, where in (("device", "cache"), ("host", "host")):
+        for tier, where in _POOLS.items():
             for state in ("free", "cached", "held"):
                 for name, count in _each(engines, where, f"{state}_blocks").items():
                     blocks.add_metric((name, tier, state), count)
@@ -132,24 +123,47 @@ class DeploymentMetrics(Collector):
         yield _gauge("kv_cache_usage_ratio", "Share of the device's blocks that requests hold.", "engine", usage)
         yield _counter("prefix_cache_queried_tokens", "Looked up.", "engine", _each(engines, "cache", "queried_tokens"))
         yield self._hits()
-        for what in ("evicted", "recycled"):
-            gone = _each(engines, "cache", f"{what}_blocks")
-            yield _counter(f"kv_cache_{what}_blocks", f"Blocks of the device that were {what}.", "engine", gone)
+        lost = _each(engines, "cache", "lost_window_tokens")
+        yield _counter("prefix_cache_lost_window_tokens", "Not served because windows were gone.", "engine", lost)
+        evicted = {tier: _each(engines, where, "evicted_blocks") for tier, where in _POOLS.items()}
+        yield _counters("kv_cache_evicted_blocks", "Blocks whose content was forgotten for the space.", "tier", evicted)
+        recycled = _each(engines, "cache", "recycled_blocks")
+        yield _counter("kv_cache_recycled_blocks", "Blocks that windows left while requests ran.", "engine", recycled)
+
+    def _of_transfers(self) -> Iterator[Metric]:
+        """Copies between the tiers, of each engine's rank 0."""
+        engines = self._engines
+
+        def by_direction(what: str) -> dict[str, dict[str, float]]:
+            return {direction: _each(engines, "transfers", direction, what) for direction in _DIRECTIONS}
+
+        for name, text, what in (
+            ("blocks", "Blocks copied.", "blocks"),
+            ("failed_blocks", "Blocks whose copy failed or came too late.", "failed_blocks"),
+            ("bytes", "Bytes copied.", "bytes"),
+            ("busy_seconds", "Seconds of copying.", "busy_s"),
+            ("waited_seconds", "Seconds of these that forward passes stood still for.", "waited_s"),
+        ):
+            yield _counters(f"kv_transfer_{name}", text, "direction", by_direction(what))
+        queued = GaugeMetricFamily(
+            "headwise_kv_transfer_queued_blocks", "Blocks on their way.", labels=("engine", "direction")
+        )
+        yield _filled_by(queued, by_direction("queued_blocks"))
 
     def _hits(self) -> Metric:
-        hits = CounterMetricFamily(
-            "headwise_prefix_cache_hit_tokens",
-            "Tokens served by the cache, by the tier they were on.",
-            labels=("engine", "tier"),
-        )
-        of_storage = _each(self._engines, "storage", "hit_tokens")
-        of_host = _each(self._engines, "cache", "host_hit_tokens")
-        for name, all_hits in _each(self._engines, "cache", "hit_tokens").items():
-            below, storage = of_host[name], of_storage.get(name, 0)
-            tiers = {"device": all_hits - below, "host": max(0, below - storage), "storage": storage}
-            for tier, tokens in tiers.items():
-                hits.add_metric((name, tier), tokens)
-        return hits
+        hits: dict[str, dict[str, float]] = {}
+        for name, engine in sorted(self._engines.items()):
+            for tier, tokens in hits_by_tier(engine).items() if "cache" in engine else ():
+                hits.setdefault(tier, {})[name] = tokens
+        return _counters("prefix_cache_hit_tokens", "Served by the cache, by the tier they were on.", "tier", hits)
+
+
+def hits_by_tier(engine: Stats) -> dict[str, int]:
+    """Tokens of prompts that each tier served, of an engine's statistics. What came from storage came by the host."""
+    cache, storage = engine["cache"], engine["storage"]
+    of_storage = storage["hit_tokens"] if storage else 0
+    of_host = max(0, cache["host_hit_tokens"] - of_storage)
+    return {"device": cache["hit_tokens"] - cache["host_hit_tokens"], "host": of_host, "storage": of_storage}
 
 
 def _each(engines: Mapping[str, Stats], *path: str) -> dict[str, float]:
@@ -168,6 +182,11 @@ def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> M
     return _filled(CounterMetricFamily(f"headwise_{name}", text, labels=(label,)), values)
 
 
+def _counters(name: str, text: str, label: str, values: Mapping[str, Mapping[str, float]]) -> Metric:
+    """By engine and another label: ``values[label][engine]``."""
+    return _filled_by(CounterMetricFamily(f"headwise_{name}", text, labels=("engine", label)), values)
+
+
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     return _filled(GaugeMetricFamily(f"headwise_{name}", text, labels=(label,)), values)
 
@@ -175,4 +194,13 @@ def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Met
 def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
     for value, count in values.items():
         family.add_metric((value,), count)
+    return family
+
+
+def _filled_by(
+    family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, Mapping[str, float]]
+) -> CounterMetricFamily | GaugeMetricFamily:
+    for label, engines in values.items():
+        for engine, count in engines.items():
+            family.add_metric((engine, label), count)
     return family

@@ -52,6 +52,7 @@ class Generation:
         logprobs: HeldLogprobs,
     ) -> None:
         self._client = client
+        self._streams: list[AsyncTokenStream] = []
         self._wanted = wanted
         self._form = form
         self._echoed = echoed
@@ -62,6 +63,11 @@ class Generation:
         self._clocks = [AnswerClock(metrics, began) for _ in range(wanted.num_prompts * wanted.n)]
         self._is_open = False  # whether the stream of events has begun
 
+    @property
+    def results(self) -> list[GenerationResult]:
+        """What there is by now of each answer."""
+        return [stream.result for stream in self._streams]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._answer(scope, receive, send))
@@ -71,7 +77,7 @@ class Generation:
             await self._tell(error, scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams: list[AsyncTokenStream] = []
+        streams = self._streams
         try:
             self._start(streams)
             async with aclosing(merged(streams)) as deltas:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headwise.runtime.http.errors import ApiError
 from headwise.runtime.http.metrics import RequestMetrics
+from headwise.runtime.http.page import PATHS as PAGE_PATHS
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,8 @@ BODY_S = 60.0
 MAX_BODIES_BYTES = 256 << 20
 """Most bytes of bodies that a server holds at once."""
 
-_OPEN = frozenset(("/health", "/ready"))
-"""Paths that need no key: who probes has none."""
+_OPEN = frozenset(("/health", "/ready", *PAGE_PATHS))
+"""Paths that need no key: who probes has none, and the page asks for it."""
 
 
 class ApiKeys:

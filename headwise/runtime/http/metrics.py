@@ -29,6 +29,7 @@ class RequestMetrics:
         self._cached = self._counter("prompt_cached_tokens", "Those of prompts' tokens that a cache served.")
         self._output = self._counter("generation_tokens", "Tokens of answers.")
         self._ends = self._counters("answers", "Answers by how they ended; abort: also errors.", "finished_reason")
+        self._spans = self._counters("trace_spans", "Spans for the collector of traces.", "outcome")
         self._responses = self._counters("http_responses", "Responses by path and status.", "path", "status")
 
     def response(self, path: str, status: int) -> None:
@@ -51,6 +52,10 @@ class RequestMetrics:
             self._prompt.inc(delta.usage.prompt_tokens)
             self._cached.inc(delta.usage.cached_tokens)
             self._output.inc(delta.usage.completion_tokens)
+
+    def spans(self, outcome: str, number: int) -> None:
+        """Spans of requests were ``sent`` to a collector of traces, or ``dropped``."""
+        self._spans.labels(self._server, outcome).inc(number)
 
     def ended(self, reason: FinishReason | None) -> None:
         """An answer has ended; None: before its end."""

@@ -28,7 +28,7 @@ from headwise.runtime.protocol.request import FinishReason, OutputDelta, Timings
 
 @pytest.fixture
 def served(deployment: Deployment) -> Iterator[Served]:
-    with serving(deployment, server="http-7") as served:
+    with serving(deployment, counts=RequestMetrics("http-7")) as served:
         yield served
 
 
@@ -120,7 +120,7 @@ def test_without_a_scheduler_requests_are_told_to_come_again(monkeypatch: pytest
         response = served.http.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "no_scheduler"
-        assert served.http.get("/ready").status_code == 503
+        assert served.http.get("/ready").status_code == served.http.get("/deployment").status_code == 503
         assert "the scheduler does not answer" in served.http.get("/metrics").text
         assert served.http.get("/health").status_code == 200
 

@@ -46,6 +46,7 @@ class Engine:
     suspected_at: when a client reported it as lost; None: not since the last status
     suspicion_noted_at: when a fault line was last written about a client's wrong report
     began:        when the first status of its epoch came
+    restarts:     epochs that followed the first one that was seen
     """
 
     status: EngineStatus
@@ -55,6 +56,7 @@ class Engine:
     suspected_at: float | None = None
     suspicion_noted_at: float = -math.inf
     began: float = -math.inf
+    restarts: int = 0
     is_silent: bool = False
     is_given_up: bool = False
 
@@ -142,7 +144,7 @@ class EngineTable:
             faults.append(f"{status.engine} came back with an empty cache (epoch {status.epoch})")
             self.forget_cache(row)
             self._drop_reservations(status.engine)
-            engine.lost_at, engine.began = None, now
+            engine.lost_at, engine.began, engine.restarts = None, now, engine.restarts + 1
         elif engine.is_silent:
             faults.append(f"{status.engine} reports again after {silent_s:.1f} s")
         engine.status, engine.is_silent, engine.is_given_up = status, False, False
@@ -336,6 +338,7 @@ class EngineTable:
                 **self.engines[row].status.stats,
                 "work": asdict(self.engines[row].status.work),
                 "epoch": self.engines[row].status.epoch,
+                "restarts": self.engines[row].restarts,
                 "is_leaving": self.engines[row].status.is_leaving,
                 "endpoint": self.engines[row].status.endpoint,
                 "silent_s": round(now - float(self.heard[row]), 3),

@@ -231,6 +231,14 @@ def test_what_was_sent_is_forgotten_when_the_engine_comes_back_empty() -> None:
     assert choose(r, now=1.0).device == 0
 
 
+def test_each_new_epoch_of_an_engine_counts_as_a_restart() -> None:
+    r = router()
+    for epoch in (5, 5, 6, 9):
+        report(r, "a", epoch=epoch)
+    report(r, "b", epoch=9)
+    assert {name: engine["restarts"] for name, engine in r.table.stats(0.0).items()} == {"a": 2, "b": 0}
+
+
 def test_what_was_sent_is_forgotten_after_a_while() -> None:
     expected = ExpectedBlocks()
     slot = expected.take_slot()
