@@ -44,15 +44,19 @@ class HttpServerActor:
         from headwise.runtime.http.guard import ApiKeys
         from headwise.runtime.http.server import HttpServer, listen
         from headwise.runtime.http.texts import ModelTexts
+        from headwise.runtime.http.tools.select import Parsers
         from headwise.runtime.loader.resolve import resolve_model
         from headwise.runtime.loader.tokenizer import Tokenizer
         from headwise.units import parse_bytes
 
         config = self._config
         directory = resolve_model(config.model, config.cache_path)
-        card, tokenizer = read_model_card(config, directory, identify=False), Tokenizer.from_directory(directory)
+        card, tokenizer = (
+            read_model_card(config, directory, identify=False),
+            Tokenizer.from_directory(directory, config.chat_template),
+        )
         limits = TextLimits(card.max_model_len, tokenizer.longest_token)
-        texts = ModelTexts(directory, tokenizer, limits, card.config.vocab_size)
+        texts = ModelTexts(directory, tokenizer, limits, card.config.vocab_size, config.chat_template)
         self._closing.append(texts.close)
         client = Client(self._scheduler)
         self._closing.append(client.close)
@@ -61,6 +65,7 @@ class HttpServerActor:
             ApiKeys(read_keys(config.api_key, config.api_key_file)),
             parse_bytes(config.http_max_body),
             self._name,
+            Parsers.choose(config.tool_parser, config.reasoning_parser, tokenizer.chat_template, tokenizer.written),
         )
         tls = (config.http_cert, config.http_key) if config.http_cert else None
         self._server = HttpServer(make_app(client, texts, options), listen(config.http_host, config.http), tls)

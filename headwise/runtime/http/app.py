@@ -27,6 +27,7 @@ from headwise.runtime.http.bodies import (
     TokenizeBody,
     Wanted,
     check_model,
+    checked_chat,
     parse,
     wanted_chat,
     wanted_completion,
@@ -40,6 +41,8 @@ from headwise.runtime.http.metrics import RequestMetrics
 from headwise.runtime.http.response_bodies import ResponseBody, wanted_response
 from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
+from headwise.runtime.http.tools.choice import ToolChoice
+from headwise.runtime.http.tools.select import Parsers
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -52,12 +55,14 @@ class AppOptions:
     keys:     of which each request must bear one
     max_body: most bytes of a request's body
     server:   this server's name, a label of its metrics
+    parsers:  what finds calls of tools and reasoning in the model's answers
     """
 
     model: str
     keys: ApiKeys = field(default_factory=ApiKeys)
     max_body: int = MAX_BODY_BYTES
     server: str = "http-0"
+    parsers: Parsers = field(default_factory=Parsers)
 
 
 def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
@@ -94,6 +99,7 @@ class _Api:
         self._client = client
         self._texts = texts
         self._model = options.model
+        self._parsers = options.parsers
         self._bodies = BodyReader(options.max_body)
         self._view = DeploymentView(client)
         self._logprobs = LogprobForms(texts)
@@ -110,10 +116,12 @@ class _Api:
     async def chat(self, request: Request) -> Generation:
         body = parse(ChatBody, await self._bodies.read(request))
         check_model(body.model, self._model)
-        wanted = wanted_chat(body)
+        choice = ToolChoice.of(body.tools, body.tool_choice, body.parallel_tool_calls, self._parsers)
+        wanted = wanted_chat(body, choice, self._parsers)
         logprobs = self._logprobs.chat if wanted.has_logprobs else None
         prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
-        form = Chat(self._model, wanted.include_usage, logprobs, prompt_logprobs)
+        answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
+        form = Chat(self._model, wanted.include_usage, logprobs, prompt_logprobs, answers)
         return Generation(self._client, wanted, form, (), self.counts, self._held)
 
     async def completions(self, request: Request) -> Generation:
@@ -146,7 +154,8 @@ class _Api:
         check_model(body.model, self._model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", "prompt")
-        tokens = await self._texts.encode(body.prompt, body.messages)
+        chat = None if body.messages is None else checked_chat(body, body.tools or [])
+        tokens = await self._texts.encode(body.prompt, chat)
         return JSONResponse({"count": len(tokens), "max_model_len": self._texts.limits.tokens, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
