@@ -22,6 +22,7 @@ from headwise.actors.names import SCHEDULER, STANDBY, actor_name
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.loader.chat import check_template
 from headwise.runtime.loader.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Deployment:
         progress = progress or SilentProgress()
         check_free(config.host, config.port)
         check_http_start(config)
+        check_template(config.chat_template)
         progress.stage(f"connecting to the Ray cluster at {address}" if address else "starting a local Ray instance")
         deployment = cls(config, Cluster.connect(address) if address else Cluster.start())
         try:

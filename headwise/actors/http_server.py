@@ -51,15 +51,19 @@ class HttpServerActor:
         from headwise.runtime.http.metrics import RequestMetrics
         from headwise.runtime.http.server import HttpServer, listen
         from headwise.runtime.http.texts import ModelTexts
+        from headwise.runtime.http.tools.select import Parsers
         from headwise.runtime.loader.resolve import resolve_model
         from headwise.runtime.loader.tokenizer import Tokenizer
         from headwise.units import parse_bytes
 
         config = self._config
         directory = resolve_model(config.model, config.cache_path)
-        card, tokenizer = read_model_card(config, directory, identify=False), Tokenizer.from_directory(directory)
+        card, tokenizer = (
+            read_model_card(config, directory, identify=False),
+            Tokenizer.from_directory(directory, config.chat_template),
+        )
         limits = TextLimits(card.max_model_len, tokenizer.longest_token)
-        texts = ModelTexts(directory, tokenizer, limits, card.config.vocab_size)
+        texts = ModelTexts(directory, tokenizer, limits, card.config.vocab_size, config.chat_template)
         self._closing.append(texts.close)
         client = Client(self._scheduler)
         self._closing.append(client.close)
@@ -71,6 +75,9 @@ class HttpServerActor:
             counts,
             groups=tuple(head_groups(card)),
             tracing=self._tracing(counts),
+            parsers=Parsers.choose(
+                config.tool_parser, config.reasoning_parser, tokenizer.chat_template, tokenizer.written
+            ),
         )
         tls = (config.http_cert, config.http_key) if config.http_cert else None
         self._server = HttpServer(make_app(client, texts, options), listen(config.http_host, config.http), tls)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import ray
@@ -162,6 +163,50 @@ def test_an_answer_has_the_form_that_was_asked_for(client: openai.OpenAI) -> Non
             messages=HARBOURS,
             response_format={"type": "json_schema", "json_schema": {"name": "none", "schema": {"type": "no type"}}},
         )
+
+
+DEPTH = {
+    "type": "object",
+    "properties": {
+        "harbour": {"enum": ["Hamburg", "Genoa"]},
+        "metres": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["harbour", "metres"],
+    "additionalProperties": False,
+}
+CLOSE = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "tell_depth", "description": "Of a harbour.", "parameters": DEPTH}},
+    {"type": "function", "function": {"name": "close_harbour", "parameters": CLOSE}},
+]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tell_depth"}}])
+def test_a_forced_call_fits_its_schema_whole_and_streamed(client: openai.OpenAI, choice: Any) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": HARBOURS, "max_tokens": 120, "seed": 5, "tools": TOOLS}
+    asked |= {"tool_choice": choice, "parallel_tool_calls": False}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    (call,) = whole.message.tool_calls or ()
+    schemas = {"tell_depth": DEPTH, "close_harbour": CLOSE}
+    jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    (again,) = streamed.message.tool_calls or ()
+    assert (again.function.name, again.function.arguments) == (call.function.name, call.function.arguments)
+
+
+def test_a_model_without_a_form_of_calls_says_so(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="chat template has no form of calls"):
+        client.chat.completions.create(model=MODEL, messages=HARBOURS, tools=TOOLS)
+
+
+def test_a_call_cannot_be_forced_into_a_schema_that_is_none(client: openai.OpenAI) -> None:
+    none = {"type": "function", "function": {"name": "none", "parameters": {"properties": {"a": {"type": "no type"}}}}}
+    with pytest.raises(openai.BadRequestError, match="cannot be used"):
+        client.chat.completions.create(model=MODEL, messages=HARBOURS, tools=[none], tool_choice="required")  # type: ignore[list-item]
 
 
 def test_logprobs_are_what_our_client_gets(client: openai.OpenAI, ours: Client) -> None:

@@ -17,6 +17,7 @@ from headwise.runtime.http.app import AppOptions, make_app
 from headwise.runtime.http.logprobs import Decoder
 from headwise.runtime.http.server import HttpServer, listen
 from headwise.runtime.http.texts import Texts
+from headwise.runtime.loader.chat import plain_chat
 
 MODEL = "scripted"
 
@@ -34,7 +35,11 @@ class ScriptedTexts:
     limits = TextLimits(1000, 4)
 
     async def encode(self, prompt: str | None, messages: Any) -> list[int]:
-        text = prompt if prompt is not None else "".join(message["content"] for message in messages)
+        text = (
+            prompt
+            if prompt is not None
+            else "".join(message["content"] for message in plain_chat(messages)["messages"])
+        )
         self.limits.size(text, None)
         return [ord(character) for character in text]
 

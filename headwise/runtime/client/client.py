@@ -19,13 +19,13 @@ from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.client.ways import RelayMode
-from headwise.runtime.loader.chat import plain_messages
+from headwise.runtime.loader.chat import Chat, chat_of, plain_chat
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.protocol.request_checks import check_one_sample
 
 Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
+Messages = Chat
 Sampling = SamplingParams | Mapping[str, Any] | None
 
 
@@ -79,7 +79,12 @@ class Client:
 
     def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
         """Answer a chat: messages of ``role`` (system, developer, user, assistant, tool) and ``content`` (a string or a
-        list of text parts), which stays text, also where it looks like a control token.
+        list of text parts), which stays text, also where it looks like a control token. An assistant's message may have
+        ``tool_calls``.
+
+        tools, chat_template_kwargs: options for the model's chat template: functions that the model may call, in
+                                     OpenAI's form, and further variables. Calls come as the model writes them: as text,
+                                     with the control tokens that ``shown_tokens`` names
         """
         return self.stream_chat(messages, sampling, **options).read()
 
@@ -269,6 +274,8 @@ def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling,
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
     session = as_string("session", options.pop("session", ""))
+    if messages is not None:
+        messages = chat_of(messages, options.pop("tools", None), options.pop("chat_template_kwargs", None))
     text, token_ids, plain = _prompt(prompt, messages)
     chosen = SamplingParams.of(sampling, options)
     check_one_sample(chosen)
@@ -277,10 +284,10 @@ def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling,
 
 def _prompt(
     prompt: Prompt | None, messages: Messages | None
-) -> tuple[str | None, NDArray[np.int32] | None, list[dict[str, Any]] | None]:
+) -> tuple[str | None, NDArray[np.int32] | None, dict[str, Any] | None]:
     """A prompt's three forms, one of them given: text, token ids, a chat. Raises `InvalidRequestError`."""
     if messages is not None:
-        return None, None, plain_messages(messages)
+        return None, None, plain_chat(messages)
     if prompt is None:
         raise InvalidRequestError("give a prompt, as a string or as token ids, or messages for a chat; got None")
     if isinstance(prompt, str):

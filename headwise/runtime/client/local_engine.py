@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +15,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.loader.chat import Chat, chat_of
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta, SamplingParams
@@ -76,10 +77,11 @@ class LocalEngine:
         return self._calls.run([self.preprocessor.prepare(prompt=prompt, sampling=sampling, **kwargs)])
 
     def stream_chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None = None, **kwargs: Any
+        self, messages: Chat, sampling: SamplingParams | None = None, **kwargs: Any
     ) -> Iterator[OutputDelta]:
-        """Like `stream`, for a chat."""
-        return self._calls.run([self.preprocessor.prepare(messages=messages, sampling=sampling, **kwargs)])
+        """Like `stream`, for a chat; see `Client.chat`."""
+        chat = chat_of(messages, kwargs.pop("tools", None), kwargs.pop("chat_template_kwargs", None))
+        return self._calls.run([self.preprocessor.prepare(messages=chat, sampling=sampling, **kwargs)])
 
     def sleep(self) -> None:
         """Give back the memory of weights and device cache. Requests wait until `wake`; does nothing if asleep."""

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import Reroute, Route, Submit
@@ -26,12 +29,13 @@ LAST_WORDS_MS = 100
 class Call:
     """One request, from the route to the last delta. ``deliver`` is called on the I/O thread.
 
-    Once started, only the I/O thread uses it.
+    Once started, only the I/O thread uses it, but for ``prompt``.
 
     key:      of the latest question to the scheduler
     request:  as submitted to ``engine``. Each attempt has its own request id, so that a late message about an earlier
               attempt is not taken for one about the present attempt
     name:     the id by which the caller knows the request
+    prompt:   the token ids of the prompt, once the scheduler has told them
     produced: the delivered tokens
     prompt_told: tokens of the prompt whose log-probabilities were delivered
     engines_lost: how many engines were lost while they served the request
@@ -44,6 +48,7 @@ class Call:
     request: GenerateRequest | None = None
     engine: Peer | None = None
     name: str = ""
+    prompt: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     produced: list[int] = field(default_factory=list)
     prompt_told: int = 0
     attempts: int = 0
@@ -54,6 +59,7 @@ class Call:
         """The message that gives the request to an engine."""
         self.name = self.name or request.request_id
         self.request, self.engine, self.is_in_doubt = request, engine, False
+        self.prompt = request.prompt_token_ids
         return Submit(self.key, request)
 
     def reroute(self, key: int, is_lost: bool) -> Reroute:

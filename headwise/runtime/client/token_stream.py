@@ -7,6 +7,9 @@ import queue
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headwise.errors import HeadwiseError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.peers import Call, Event
@@ -26,6 +29,11 @@ class _StreamBase:
         self._ended = False
         self._call = Call(route, deliver)  # no reference to the stream: dropping the stream must end it
         io.start(self._call)
+
+    @property
+    def prompt_token_ids(self) -> NDArray[np.int32]:
+        """``int32 [n]``: the prompt as the model has it. Known once a delta has come, and empty before."""
+        return self._call.prompt
 
     def cancel(self) -> None:
         """Abort the request; the iteration ends. Does nothing once the request has finished."""

@@ -75,6 +75,17 @@ class EngineConfig:
     http_cert: str = _option("", "PEM file of the certificate (chain) with which HTTP is encrypted; empty: it is not.")
     http_key: str = _option("", "PEM file of its key.")
     http_max_body: str = _option("16MiB", "Largest body of an HTTP request.")
+    chat_template: str = _option(
+        "",
+        "File of a Jinja template for chats, instead of the model's own; on every node that runs the scheduler or HTTP "
+        "servers. Empty: the model's own.",
+    )
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "gpt_oss"] = _option(
+        "auto", "How the model writes calls of tools, for HTTP; auto is what its chat template contains."
+    )
+    reasoning_parser: Literal["auto", "none", "think", "gpt_oss"] = _option(
+        "auto", "How the model marks what it thinks before it answers, for HTTP; auto is what its template contains."
+    )
     replicas: int = _option(
         1,
         "Number of engines at the start, each a whole copy of the model; at least min_replicas. It stays, unless there "

@@ -15,7 +15,7 @@ class OutputText:
     """
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(sampling.shown_tokens)
         self._sampling = sampling
         self.ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:

@@ -19,6 +19,7 @@ from headwise.runtime.config.block_storage import storage_namespace
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card
 from headwise.runtime.frontend.prompts import LocalPromptEncoder, PromptEncoder, TextLimits
+from headwise.runtime.loader.chat import Chat
 from headwise.runtime.loader.grammar import check_grammar
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ class Preprocessor:
     @classmethod
     def open(cls, config: EngineConfig) -> Preprocessor:
         directory = resolve_model(config.model, config.cache_path)
-        return cls(read_model_card(config, directory), Tokenizer.from_directory(directory))
+        return cls(read_model_card(config, directory), Tokenizer.from_directory(directory, config.chat_template))
 
     @cached_property
     def _encoder(self) -> PromptEncoder:
@@ -58,7 +59,7 @@ class Preprocessor:
         from headwise.runtime.frontend.tokenizer_pool import TokenizerPool  # a local engine has none
 
         directory = resolve_model(config.model, config.cache_path)
-        pool = TokenizerPool(directory, self.limits, config.tokenizer_processes)
+        pool = TokenizerPool(directory, self.limits, config.tokenizer_processes, config.chat_template)
         return Preprocessor(self.card, self.tokenizer, pool), pool
 
     @property
@@ -94,7 +95,7 @@ class Preprocessor:
         self,
         *,
         prompt: str | Sequence[int] | None = None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
+        messages: Chat | None = None,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
         priority: int = 0,
         cache_salt: str = "",
@@ -136,9 +137,7 @@ class Preprocessor:
                 raise InvalidRequestError("this model has no end token, so a guided output could not end")
             check_grammar(*sampling.guided.form)
 
-    def _tokens(
-        self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
-    ) -> NDArray[np.int32]:
+    def _tokens(self, prompt: str | Sequence[int] | None, messages: Chat | None) -> NDArray[np.int32]:
         if messages is not None:
             return self._encoder.chat(messages)
         if isinstance(prompt, str):

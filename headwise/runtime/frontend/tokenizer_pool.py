@@ -43,12 +43,20 @@ class TokenizerPool:
     Any number of threads may use it; there is one prompt per process at a time. A process that ends, or takes too long,
     is replaced. If it ended, its prompt is tried once more: the prompt may not have been the cause. Raises
     `DeploymentError` if the second process ends too, if there is no answer in time, and once the pool is closed.
+
+    chat_template: a file to take instead of the model's own template; empty: none
     """
 
     def __init__(
-        self, directory: Path, limits: TextLimits, processes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Path,
+        limits: TextLimits,
+        processes: int,
+        chat_template: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._all = [_Process(directory, limits, clock) for _ in range(processes)]
+        arguments = (str(directory), str(limits.tokens), str(limits.token_bytes), chat_template)
+        self._all = [_Process(arguments, clock) for _ in range(processes)]
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         for process in self._all:
             self._idle.put(process)
@@ -93,8 +101,8 @@ class _EndedError(Exception):
 class _Process:
     """One tokenizer process, replaced when it fails. One thread asks at a time; any thread may close."""
 
-    def __init__(self, directory: Path, limits: TextLimits, clock: Callable[[], float]) -> None:
-        self._arguments = (str(directory), str(limits.tokens), str(limits.token_bytes))
+    def __init__(self, arguments: tuple[str, ...], clock: Callable[[], float]) -> None:
+        self._arguments = arguments
         self._clock = clock
         self._lock = threading.Lock()
         self._is_closed = self._is_ready = False

@@ -2,7 +2,7 @@
 
 ``tokenizers`` holds Python's global lock for most of a text: in the scheduler's process a long text would stop all.
 
-    parent -> child    [kind, value]        "text" and a string, or "chat" and messages
+    parent -> child    [kind, value]        "text" and a string, or "chat" and a chat (`plain_chat`)
     child -> parent    [error, value]       "" and the bytes of token ids int32 [n], or an error's class and its message
 
 Each message is msgpack behind its length in four bytes. The child sends ["", b""] when it is ready. It ends when its
@@ -34,12 +34,14 @@ _F_SETSIG = 10  # of Linux; the fcntl module does not name it
 
 
 def main() -> None:
-    """Arguments: the socket's file descriptor, the model's directory, and the two numbers of `TextLimits`."""
-    descriptor, directory, tokens, token_bytes = sys.argv[1:]
+    """Arguments: the socket's file descriptor, the model's directory, the two numbers of `TextLimits`, and the file of
+    a chat template; empty: the model's own.
+    """
+    descriptor, directory, tokens, token_bytes, chat_template = sys.argv[1:]
     _end_with_parent()
     _be_first_to_go()
     with socket.socket(fileno=int(descriptor)) as connection:
-        _serve(connection, Path(directory), TextLimits(int(tokens), int(token_bytes)))
+        _serve(connection, Path(directory), TextLimits(int(tokens), int(token_bytes)), chat_template)
 
 
 def _end_with_parent() -> None:
@@ -58,9 +60,9 @@ def _be_first_to_go() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _serve(connection: socket.socket, directory: Path, limits: TextLimits) -> None:
+def _serve(connection: socket.socket, directory: Path, limits: TextLimits, chat_template: str) -> None:
     try:
-        encoder = LocalPromptEncoder(Tokenizer.from_directory(directory), limits)
+        encoder = LocalPromptEncoder(Tokenizer.from_directory(directory, chat_template), limits)
     except ModelError as error:
         _send(connection, ("ModelError", str(error)))
         return

@@ -11,6 +11,9 @@ from typing import Any
 
 from headwise.runtime.http.form import Form
 from headwise.runtime.http.logprobs import AnswerLogprobs
+from headwise.runtime.http.tools.answer import ChatAnswer, MakeAnswer, message_of
+from headwise.runtime.http.tools.base import PlainText
+from headwise.runtime.http.tools.select import Tokens
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -84,30 +87,57 @@ class Choices(Form):
 
 
 class Chat(Choices):
+    """answers: makes what finds calls and reasoning in a choice's text"""
+
     _prefix, _whole, _part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        model: str,
+        include_usage: bool = False,
+        logprobs: Callable[[str], AnswerLogprobs] | None = None,
+        prompt_logprobs: Callable[[GenerationResult], Any] | None = None,
+        answers: MakeAnswer = lambda prompt: ChatAnswer(PlainText()),
+    ) -> None:
+        super().__init__(model, include_usage, logprobs, prompt_logprobs)
+        self._make_answer = answers
+        self._answers: dict[int, ChatAnswer] = {}
+
+    def start(self, index: int, prompt: Tokens) -> None:
+        self._answers[index] = self._make_answer(prompt)
 
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         return super().whole(results, n, echoed) | self._of_prompt(results[0])
 
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
-        message = {"role": "assistant", "content": result.text, "refusal": None}
-        logprobs = self.logprobs(index, echoed, result)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _reason(result)}
+        answer = self._answers[index]
+        message = message_of(answer.push(result.text, is_last=True))
+        logprobs, reason = self.logprobs(index, echoed, result), answer.finish_reason(_reason(result))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def begin(self, index: int, echoed: str) -> bytes:
         return self._delta(index, {"role": "assistant", "content": ""}, None)
 
     def part(self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
-        return self._delta(index, {"content": text} if text else {}, finish_reason, logprobs)
+        answer, is_last = self._answers[index], finish_reason is not None
+        deltas = answer.push(text, is_last) or ([{}] if is_last or logprobs else [])
+        reason, last = answer.finish_reason(finish_reason), len(deltas) - 1
+        return b"".join(
+            self._delta(index, delta, None if at < last else reason, None if at else logprobs)
+            for at, delta in enumerate(deltas)
+        )
 
     def _delta(
-        self, index: int, delta: dict[str, str], finish_reason: str | None, logprobs: dict[str, Any] | None = None
+        self, index: int, delta: dict[str, Any], finish_reason: str | None, logprobs: dict[str, Any] | None = None
     ) -> bytes:
         return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
 
 class Completion(Choices):
     _prefix, _whole, _part = "cmpl", "text_completion", "text_completion"
+
+    def start(self, index: int, prompt: Tokens) -> None:
+        """A text is what it is, whatever its prompt."""
 
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
         logprobs = self.logprobs(index, echoed, result)

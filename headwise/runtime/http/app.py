@@ -27,6 +27,7 @@ from headwise.runtime.http.bodies import (
     TokenizeBody,
     Wanted,
     check_model,
+    checked_chat,
     parse,
     wanted_chat,
     wanted_completion,
@@ -44,6 +45,8 @@ from headwise.runtime.http.page import page_routes
 from headwise.runtime.http.response_bodies import ResponseBody, wanted_response
 from headwise.runtime.http.responses import ResponseForm
 from headwise.runtime.http.texts import Texts
+from headwise.runtime.http.tools.choice import ToolChoice
+from headwise.runtime.http.tools.select import Parsers
 
 if TYPE_CHECKING:
     from headwise.runtime.http.spans import Tracing
@@ -61,6 +64,7 @@ class AppOptions:
     counts:   what the server counts
     groups:   the model's head groups in words: which, and what they are
     tracing:  makes spans of requests; None: nobody asked for them
+    parsers:  what finds calls of tools and reasoning in the model's answers
     """
 
     model: str
@@ -69,6 +73,7 @@ class AppOptions:
     counts: RequestMetrics = field(default_factory=lambda: RequestMetrics("http-0"))
     groups: tuple[tuple[str, str], ...] = ()
     tracing: Tracing | None = None
+    parsers: Parsers = field(default_factory=Parsers)
 
 
 def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
@@ -108,6 +113,7 @@ class _Api:
         self._client = client
         self._texts = texts
         self._model = options.model
+        self._parsers = options.parsers
         self._bodies = BodyReader(options.max_body)
         self._view = DeploymentView(client)
         self._logprobs = LogprobForms(texts)
@@ -125,10 +131,12 @@ class _Api:
     async def chat(self, request: Request) -> Generation:
         body = parse(ChatBody, await self._bodies.read(request))
         check_model(body.model, self._model)
-        wanted = wanted_chat(body)
+        choice = ToolChoice.of(body.tools, body.tool_choice, body.parallel_tool_calls, self._parsers)
+        wanted = wanted_chat(body, choice, self._parsers)
         logprobs = self._logprobs.chat if wanted.has_logprobs else None
         prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
-        form = Chat(self._model, wanted.include_usage, logprobs, prompt_logprobs)
+        answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
+        form = Chat(self._model, wanted.include_usage, logprobs, prompt_logprobs, answers)
         return Generation(self._client, wanted, form, (), self.counts, self._held)
 
     async def completions(self, request: Request) -> Generation:
@@ -161,7 +169,8 @@ class _Api:
         check_model(body.model, self._model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", "prompt")
-        tokens = await self._texts.encode(body.prompt, body.messages)
+        chat = None if body.messages is None else checked_chat(body, body.tools or [])
+        tokens = await self._texts.encode(body.prompt, chat)
         return JSONResponse({"count": len(tokens), "max_model_len": self._texts.limits.tokens, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:

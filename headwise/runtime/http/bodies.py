@@ -9,8 +9,12 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from headwise.errors import InvalidRequestError
 from headwise.runtime.http.errors import ApiError, invalid
 from headwise.runtime.http.parameters import sampling_of
+from headwise.runtime.http.tools.choice import ToolChoice
+from headwise.runtime.http.tools.select import Parsers
+from headwise.runtime.loader.chat import chat_of, plain_variables
 from headwise.runtime.protocol.request import MAX_LOGPROBS, SamplingParams
 
 MAX_CHOICES = 128
@@ -63,6 +67,10 @@ class _Generate(Body):
 class ChatBody(_Generate):
     messages: list[Any] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -82,6 +90,8 @@ class TokenizeBody(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(BaseModel):
@@ -101,7 +111,7 @@ class Wanted:
     """
 
     prompts: tuple[Prompt, ...]
-    messages: list[Any] | None
+    messages: Any
     sampling: SamplingParams
     options: dict[str, Any]
     n: int = 1
@@ -140,11 +150,22 @@ def parse(body: type[_AnyBody], data: bytes) -> _AnyBody:
         raise invalid(message, str(first["loc"][0])[:80] if first["loc"] else None) from None
 
 
-def wanted_chat(body: ChatBody) -> Wanted:
+def wanted_chat(body: ChatBody, choice: ToolChoice, parsers: Parsers) -> Wanted:
+    """choice: what the body says of tools, as `ToolChoice.of` reads it"""
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs are told with logprobs: give logprobs: true as well", "top_logprobs")
-    return _wanted(body, (), body.messages, most, False, (body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    wanted = _wanted(body, (), checked_chat(body, choice.tools), most, False, logprobs)
+    return replace(wanted, sampling=choice.sampling(wanted.sampling, parsers))
+
+
+def checked_chat(body: ChatBody | TokenizeBody, tools: Sequence[Any]) -> Any:
+    """Messages, tools and variables for the chat template; the messages are checked later. Raises `ApiError`."""
+    try:
+        return chat_of(body.messages, list(tools), plain_variables(body.chat_template_kwargs or {}))
+    except InvalidRequestError as error:
+        raise invalid(str(error), "chat_template_kwargs") from None
 
 
 def wanted_completion(body: CompletionBody) -> Wanted:
@@ -164,7 +185,7 @@ def wanted_completion(body: CompletionBody) -> Wanted:
 def _wanted(
     body: _Generate,
     prompts: tuple[Prompt, ...],
-    messages: list[Any] | None,
+    messages: Any,
     most: int | None,
     echo: bool,
     logprobs: int | None,

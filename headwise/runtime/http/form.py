@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from headwise.runtime.http.tools.select import Tokens
 from headwise.runtime.protocol.request import GenerationResult, OutputDelta
 
 
 class Form(ABC):
-    """Answers as JSON: all at once by `whole`; or as the events of a stream: for each answer `begin` and its `part`s,
-    and then `end`, or `failed`.
+    """Answers as JSON, once each of them has its `start`: all at once by `whole`; or as the events of a stream: for
+    each answer `begin` and its `part`s, and then `end`, or `failed`.
 
     has_logprobs: whether log-probabilities are told
     repeats:      whether the end of a stream tells once more what came before
@@ -19,6 +20,10 @@ class Form(ABC):
 
     has_logprobs = False
     repeats = False
+
+    @abstractmethod
+    def start(self, index: int, prompt: Tokens) -> None:
+        """Told before anything else of an answer: its prompt."""
 
     @abstractmethod
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
@@ -34,7 +39,7 @@ class Form(ABC):
 
     @abstractmethod
     def part(self, index: int, text: str, finish_reason: str | None, logprobs: Any = None) -> bytes:
-        """An event: what is new of an answer, or its end."""
+        """Events: what is new of an answer, or its end."""
 
     @abstractmethod
     def end(self, results: Sequence[GenerationResult], n: int) -> bytes:

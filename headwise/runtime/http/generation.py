@@ -61,6 +61,7 @@ class Generation:
         self._max_unread = max(LEAST_UNREAD, MAX_UNREAD // (1 + (wanted.sampling.logprobs or 0)))
         began = time.monotonic()
         self._clocks = [AnswerClock(metrics, began) for _ in range(wanted.num_prompts * wanted.n)]
+        self._started: set[int] = set()  # choices of which something has come
         self._is_open = False  # whether the stream of events has begun
 
     @property
@@ -96,7 +97,7 @@ class Generation:
         self, streams: Sequence[AsyncTokenStream], deltas: AsyncIterator[tuple[int, OutputDelta]], held: HeldByOne
     ) -> JSONResponse:
         async for index, delta in deltas:
-            self._clocks[index].take(delta)
+            self._take(index, streams[index], delta)
             held.add(delta)
         results = [stream.result for stream in streams]
         return await self._rendered(lambda: JSONResponse(self._told(results)))
@@ -135,7 +136,7 @@ class Generation:
         wanted, form = self._wanted, self._form
         has_begun = [False] * len(streams)
         async for index, delta in deltas:
-            self._clocks[index].take(delta)
+            self._take(index, streams[index], delta)
             data, echoed = b"", self._echoed[index // wanted.n] if self._echoed else ""
             if not has_begun[index]:
                 has_begun[index] = True
@@ -151,6 +152,12 @@ class Generation:
             self._check_unread(streams[index], delta)
         results = [stream.result for stream in streams]
         await self._send(await self._rendered(lambda: form.end(results, wanted.n)), send, is_last=True)
+
+    def _take(self, index: int, stream: AsyncTokenStream, delta: OutputDelta) -> None:
+        self._clocks[index].take(delta)
+        if index not in self._started:
+            self._started.add(index)
+            self._form.start(index, stream.prompt_token_ids)
 
     async def _send(self, data: bytes, send: Send, is_last: bool = False) -> None:
         """The first event comes with the status: until then an error can have one of its own."""

@@ -11,6 +11,7 @@ from typing import Any
 from headwise.runtime.http.form import Form
 from headwise.runtime.http.logprobs import ChatLogprobs
 from headwise.runtime.http.response_bodies import ResponseBody
+from headwise.runtime.http.tools.select import Tokens
 from headwise.runtime.protocol.request import FinishReason, GenerationResult, OutputDelta
 
 _CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
@@ -54,6 +55,9 @@ class ResponseForm(Form):
             "top_p": _or(given.get("top_p"), 1.0),
             "truncation": "disabled",
         }
+
+    def start(self, index: int, prompt: Tokens) -> None:
+        """All of an answer's text is its message's, whatever its prompt."""
 
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         (result,) = results

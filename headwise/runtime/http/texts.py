@@ -37,8 +37,11 @@ class ModelTexts:
     that takes long, or kills it, is nobody else's trouble.
     """
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, limits: TextLimits, vocab_size: int) -> None:
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer, limits: TextLimits, vocab_size: int, chat_template: str = ""
+    ) -> None:
         self.limits = limits
+        self._chat_template = chat_template
         self._directory = directory
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -73,7 +76,7 @@ class ModelTexts:
 
     def _encode(self, prompt: str | None, messages: Any) -> list[int]:
         with self._starting:
-            pool = self._pool = self._pool or TokenizerPool(self._directory, self.limits, processes=1)
+            pool = self._pool = self._pool or TokenizerPool(self._directory, self.limits, 1, self._chat_template)
         tokens = pool.chat(messages) if prompt is None else pool.text(prompt)
         return [int(token) for token in tokens]
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
-from headwise.errors import InvalidRequestError, ModelError
+from headwise.errors import ConfigError, InvalidRequestError, ModelError
+from headwise.runtime.loader.plain_data import plain_value, shown
+from headwise.runtime.loader.tools import plain_tool_calls, plain_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_DEPTH = 32
-"""How deep lists and mappings in a message may be nested."""
+MAX_TEMPLATE_CHARACTERS = 1 << 20
+MAX_VARIABLES = 64
+MAX_VARIABLES_BYTES = 64 << 10
+"""Of all variables of a template that a user gives together, as JSON."""
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
+
+Chat = Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Its messages, or a mapping of ``messages``, ``tools`` and ``chat_template_kwargs``."""
 
 
 class ChatTemplate:
@@ -41,10 +49,10 @@ class ChatTemplate:
             ) from None
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(self, chat: Mapping[str, Any], add_generation_prompt: bool) -> str:
         """The conversation as text.
 
-        messages:              as `plain_messages` returns them
+        chat:                  as `plain_chat` returns it
         add_generation_prompt: whether the text ends with the beginning of the assistant's answer
 
         Raises:
@@ -54,18 +62,90 @@ class ChatTemplate:
 
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
+                {
+                    **self._special_tokens,
+                    **chat.get("chat_template_kwargs", {}),
+                    "messages": chat["messages"],
+                    "tools": chat.get("tools"),
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         # A template is a program: on unexpected input it may raise any Python error.
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from None
 
 
+def read_template(path: str) -> str:
+    """A chat template's text. Raises `ConfigError` if the file cannot be read, or is too large to be one."""
+    try:
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not text or len(text) > MAX_TEMPLATE_CHARACTERS:
+        raise ConfigError(f"chat_template {path} must have 1 to {MAX_TEMPLATE_CHARACTERS} characters of Jinja")
+    return text
+
+
+def check_template(path: str) -> None:
+    """Raise `ConfigError` or `ModelError` if this file is no chat template; empty: there is none to check."""
+    if path:
+        ChatTemplate(read_template(path), {})
+
+
+def chat_of(messages: Any, tools: Any = None, chat_template_kwargs: Any = None) -> Any:
+    """A chat of its parts, which are not checked; None and nothing are the same."""
+    others = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    given = {name: value for name, value in others.items() if value}
+    return {"messages": messages, **given} if given else messages
+
+
+def plain_chat(chat: Any) -> dict[str, Any]:
+    """Check a user's chat, and copy it into the form that templates and the wire need: a mapping of ``messages``, and
+    of ``tools`` and ``chat_template_kwargs`` where they are given. A chat may also be its messages alone.
+
+    Raises:
+        InvalidRequestError: see `plain_messages`, `plain_tools` and `plain_variables`.
+    """
+    if not isinstance(chat, Mapping) or "messages" not in chat:
+        return {"messages": plain_messages(chat)}
+    unknown = sorted(set(chat) - {"messages", "tools", "chat_template_kwargs"}, key=str)
+    if unknown:
+        raise InvalidRequestError(
+            f"a chat has messages, tools and chat_template_kwargs, and no {shown(unknown[0])}: leave it out"
+        )
+    plain: dict[str, Any] = {"messages": plain_messages(chat["messages"])}
+    if chat.get("tools"):
+        plain["tools"] = plain_tools(chat["tools"])
+    if chat.get("chat_template_kwargs"):
+        plain["chat_template_kwargs"] = plain_variables(chat["chat_template_kwargs"])
+    return plain
+
+
+def plain_variables(variables: Any) -> dict[str, Any]:
+    """Check what a user gives a chat template besides messages and tools, and copy it: plain data, by names that the
+    template does not have otherwise. Raises `InvalidRequestError`.
+    """
+    name = "chat_template_kwargs"
+    if not isinstance(variables, Mapping):
+        raise InvalidRequestError(f'{name} must be a mapping such as {{"day": "Monday"}}, got {shown(variables)}')
+    if len(variables) > MAX_VARIABLES:
+        raise InvalidRequestError(f"{name} has {len(variables)} entries; at most {MAX_VARIABLES} are allowed")
+    for key in variables:
+        if not isinstance(key, str) or not key.isidentifier() or key in _OWN_VARIABLES or key.endswith("_token"):
+            raise InvalidRequestError(f"{name} cannot have {shown(key)}: it is no name for a variable, or is taken")
+    plain = {str(key): plain_value(f"{name}[{key!r:.80}]", value) for key, value in variables.items()}
+    size = len(json.dumps(plain))
+    if size > MAX_VARIABLES_BYTES:
+        raise InvalidRequestError(f"{name} has {size} bytes as JSON; at most {MAX_VARIABLES_BYTES} are allowed")
+    return plain
+
+
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
     """Check a user's messages, and copy them into the form that templates and the wire need.
 
     Each has a role of `ROLES`, its content as one string (text parts ``{"type": "text", "text": ...}`` are joined), and
-    else only plain data.
+    else only plain data. An assistant's message with ``tool_calls`` needs no content.
 
     Raises:
         InvalidRequestError: they are not such messages; the text names the part at fault.
@@ -73,40 +153,51 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(
             'messages must be a non-empty list such as [{"role": "user", "content": "Hello"}], '
-            f"got {type(messages).__name__} {_shown(messages)}"
+            f"got {type(messages).__name__} {shown(messages)}"
         )
     return [_plain_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
 def _plain_message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidRequestError(f"{name} must be a mapping with role and content, got {_shown(message)}")
+        raise InvalidRequestError(f"{name} must be a mapping with role and content, got {shown(message)}")
     role = message.get("role")
     if not isinstance(role, str):
-        raise InvalidRequestError(f"{name}['role'] must be a string, got {_shown(role)}")
+        raise InvalidRequestError(f"{name}['role'] must be a string, got {shown(role)}")
     if role not in ROLES:
-        raise InvalidRequestError(f"{name}['role'] must be one of {', '.join(ROLES)}, got {_shown(role)}")
-    plain = {}
-    for key, value in message.items():
-        plain[str(key)] = (
-            _text_of(f"{name}['content']", value) if key == "content" else _plain(f"{name}[{key!r:.80}]", value, 1)
-        )
-    if "content" not in plain:
+        raise InvalidRequestError(f"{name}['role'] must be one of {', '.join(ROLES)}, got {shown(role)}")
+    given = {str(key): value for key, value in message.items() if key != "tool_calls" or value is not None}
+    plain = {key: _plain_field(f"{name}[{key!r:.80}]", key, value, role) for key, value in given.items()}
+    if "tool_calls" in plain:
+        plain.setdefault("content", None)
+    elif plain.get("content") is None:
         raise InvalidRequestError(f"{name}['content'] must be a string, got None; or a list of text parts")
     return plain
+
+
+def _plain_field(name: str, key: str, value: Any, role: str) -> Any:
+    if key == "content" and not (value is None and role == "assistant"):
+        return _text_of(name, value)
+    if key == "tool_calls":
+        if role != "assistant":
+            raise InvalidRequestError(f"{name} is for messages of the role assistant: leave it out")
+        return plain_tool_calls(name, value)
+    if key == "tool_call_id" and not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be a string, got {shown(value)}")
+    return plain_value(name, value)
 
 
 def _text_of(name: str, content: Any) -> str:
     if isinstance(content, str):
         return str(content)
     if not isinstance(content, list | tuple):
-        raise InvalidRequestError(f"{name} must be a string, got {_shown(content)}; or a list of text parts")
+        raise InvalidRequestError(f"{name} must be a string, got {shown(content)}; or a list of text parts")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(text, str):
-            got = _shown(part) if kind in (None, "text") else f"one of type {_shown(kind)}"
+            got = shown(part) if kind in (None, "text") else f"one of type {shown(kind)}"
             raise InvalidRequestError(
                 f'{name}[{index}] must be a text part such as {{"type": "text", "text": "Hello"}}, got {got}'
             )
@@ -114,28 +205,15 @@ def _text_of(name: str, content: Any) -> str:
     return "".join(texts)
 
 
-def _plain(name: str, value: Any, depth: int) -> Any:
-    """A copy of another field of a message (a name, tool calls): strings, numbers, lists and mappings."""
-    if value is None or type(value) in (bool, int, float):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, Mapping | list | tuple):
-        if depth > MAX_DEPTH:
-            raise InvalidRequestError(f"{name} has more than {MAX_DEPTH} lists and mappings within one another")
-        if isinstance(value, Mapping):
-            return {str(key): _plain(name, each, depth + 1) for key, each in value.items()}
-        return [_plain(name, each, depth + 1) for each in value]
-    raise InvalidRequestError(f"{name} must be plain data (strings, numbers, lists, mappings), got {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    """A value for an error's message, cut to 80 characters."""
-    return reprlib.repr(value)[:80]
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter ``tojson`` with Hugging Face's parameters: Jinja's own escapes what HTML has a meaning for."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,20 +66,21 @@ class Marks:
             if is_token or (end - at < self._longest and text[at:end] in self._heads):
                 yield at
 
-    def on(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[int, str]]:
-        """The messages with marks, and mark (as a code point) -> character.
+    def on(self, chat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, str]]:
+        """A chat, as `plain_chat` returns it, with marks, and mark (as a code point) -> character.
 
-        Roles are left alone: they are words of the template, not of users.
+        The messages' roles are left alone: they are words of the template, not of users.
 
         Raises:
             InvalidRequestError: there are more different characters to mark than marks.
         """
         marks: dict[str, str] = {}
-        marked = [
+        messages = [
             {key: value if key == "role" else self._on(value, marks) for key, value in message.items()}
-            for message in messages
+            for message in chat["messages"]
         ]
-        return marked, {ord(mark): character for character, mark in marks.items()}
+        others = {key: self._on(value, marks) for key, value in chat.items() if key != "messages"}
+        return {"messages": messages, **others}, {ord(mark): character for character, mark in marks.items()}
 
     def _on(self, value: Any, marks: dict[str, str]) -> Any:
         if isinstance(value, str):

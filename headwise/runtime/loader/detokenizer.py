@@ -129,7 +129,7 @@ class WordDetokenizer(IncrementalDetokenizer):
         return piece.encode("utf-8")
 
 
-def detokenizer_factory(decoder: Mapping[str, Any] | None, piece: Piece) -> Callable[[], IncrementalDetokenizer]:
+def detokenizer_factory(decoder: Mapping[str, Any] | None) -> Callable[[Piece], IncrementalDetokenizer]:
     """A function that makes one sequence's detokenizer.
 
     decoder: the value of ``decoder`` in a ``tokenizer.json``
@@ -138,17 +138,17 @@ def detokenizer_factory(decoder: Mapping[str, Any] | None, piece: Piece) -> Call
         ModelError: it is of a kind that cannot be decoded token by token.
     """
     if decoder is None:
-        return lambda: WordDetokenizer(piece)
+        return WordDetokenizer
     steps: list[Mapping[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return lambda: ByteLevelDetokenizer(piece)
+        return ByteLevelDetokenizer
     if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
         replace = steps[0]
         strip: Mapping[str, Any] = steps[3] if len(steps) == 4 else {"content": " ", "start": 0, "stop": 0}
         marker = replace["pattern"].get("String")
         if marker and replace["content"] == " " and strip["content"] == " " and not strip["stop"]:
-            return lambda: ByteFallbackDetokenizer(piece, marker, strip["start"])
+            return lambda piece: ByteFallbackDetokenizer(piece, marker, strip["start"])
     raise ModelError(
         f"tokenizer.json decodes by {' + '.join(kinds)}, which cannot be streamed; byte-level BPE (ByteLevel) and "
         "SentencePiece (Replace + ByteFallback + Fuse) can"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InvalidRequestError, ModelError
-from headwise.runtime.loader.chat import ChatTemplate, plain_messages
+from headwise.runtime.loader.chat import Chat, ChatTemplate, plain_chat, read_template
 from headwise.runtime.loader.checkpoint import read_json
 from headwise.runtime.loader.control_tokens import Marks, Rendered, unmarked
 from headwise.runtime.loader.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer, detokenizer_factory
@@ -47,7 +47,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._special_tokens = special_tokens
-        self._template_source = chat_template
+        self.chat_template = chat_template
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         added = backend.get_added_tokens_decoder()
@@ -57,14 +57,17 @@ class Tokenizer:
         )
         self._added = {token: entry.content for token, entry in added.items()}
         decoder = backend.decoder.__getstate__() if backend.decoder is not None else b"null"
-        self._make_detokenizer = detokenizer_factory(json.loads(decoder), self._piece)
+        self._make_detokenizer = detokenizer_factory(json.loads(decoder))
 
     @classmethod
-    def from_directory(cls, directory: Path) -> Tokenizer:
+    def from_directory(cls, directory: Path, chat_template: str = "") -> Tokenizer:
         """Load ``tokenizer.json`` and, where they exist, the files that configure it.
+
+        chat_template: a file to take instead of the model's own template; empty: none
 
         Raises:
             ModelError: ``tokenizer.json`` is missing, or a file cannot be read or used.
+            ConfigError: the file ``chat_template`` cannot be read.
         """
         from tokenizers import Tokenizer as Backend
 
@@ -82,7 +85,7 @@ class Tokenizer:
         return cls(
             backend,
             named,
-            _chat_template(directory, files["tokenizer_config"]),
+            read_template(chat_template) if chat_template else _chat_template(directory, files["tokenizer_config"]),
             _bos_token_id(backend, named, files),
             _eos_token_ids(backend, named, files),
         )
@@ -157,9 +160,16 @@ class Tokenizer:
         """The ids' text, without special tokens."""
         return str(self._backend.decode(ids, skip_special_tokens=True))
 
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """A new detokenizer, for one sequence."""
-        return self._make_detokenizer()
+    def written(self, ids: Sequence[int]) -> str:
+        """The ids' text, with special tokens as they are written."""
+        return str(self._backend.decode(ids, skip_special_tokens=False))
+
+    def detokenizer(self, shown_tokens: Collection[str] = ()) -> IncrementalDetokenizer:
+        """A new detokenizer, for one sequence. Special tokens give no text, but for those with these texts."""
+        if not shown_tokens:
+            return self._make_detokenizer(self._piece)
+        shown = {token for token in self._hidden if self._added[token] in shown_tokens}
+        return self._make_detokenizer(lambda token: self._added[token] if token in shown else self._piece(token))
 
     def token_bytes(self, token: int) -> bytes | None:
         """What one token stands for, in UTF-8, of which it may be part of a character; a control token stands for its
@@ -173,30 +183,30 @@ class Tokenizer:
     @cached_property
     def _detokenizer(self) -> IncrementalDetokenizer:
         """One that decodes no sequence."""
-        return self._make_detokenizer()
+        return self.detokenizer()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render_chat(self, chat: Chat, add_generation_prompt: bool = True) -> str:
         """The text of a conversation by the model's chat template.
 
-        messages:              see `plain_messages`
+        chat:                  see `plain_chat`
         add_generation_prompt: whether the text ends with the beginning of the assistant's answer
 
         Raises:
-            InvalidRequestError: the model has no template, the messages are malformed, or the template refuses them.
+            InvalidRequestError: the model has no template, the chat is malformed, or the template refuses it.
             ModelError: the template is not valid Jinja.
         """
-        return self.render(messages, add_generation_prompt).text
+        return self.render(chat, add_generation_prompt).text
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> Rendered:
+    def render(self, chat: Chat, add_generation_prompt: bool = True) -> Rendered:
         """`render_chat`, with the places where users' text could pass for control tokens: for `encode_chat`."""
         if self._template is None:
             raise InvalidRequestError("this model has no chat template: send a plain prompt instead of messages")
-        marked, marks = self._marks.on(plain_messages(messages))
+        marked, marks = self._marks.on(plain_chat(chat))
         return unmarked(self._template.render(marked, add_generation_prompt), marks)
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        return ChatTemplate(self._template_source, self._special_tokens) if self._template_source else None
+        return ChatTemplate(self.chat_template, self._special_tokens) if self.chat_template else None
 
     @cached_property
     def _marks(self) -> Marks:

@@ -49,6 +49,7 @@ class Route:
     """Ask for an engine. Exactly one of the prompt's three forms is given; ``sampling`` is checked by the scheduler.
 
     key: the client's number of the call, repeated in the answer
+    messages: a chat, as `headwise.runtime.loader.chat.plain_chat` returns it
     session: requests of one session go to the same engine while that costs little; empty: no session
     """
 

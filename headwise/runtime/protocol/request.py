@@ -28,6 +28,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_SAMPLES = 128
+MAX_SHOWN_TOKENS = 32
 
 
 class FinishReason(str, Enum):
@@ -63,6 +64,7 @@ class SamplingParams:
     min_tokens:  no end token, stop id or stop string ends the output before it has so many tokens
     n:           samples of each prompt, with seeds derived from ``seed``: see `samples`
     guided:      the form that the output must have: a `Guided`, or a mapping such as ``{"json_schema": {...}}``
+    shown_tokens: control tokens, by what they are written as, that are part of the output's text; others give none
 
     First ``guided`` forbids tokens. Then come biases, then the penalties for repetition, frequency and presence, then
     temperature and filters.
@@ -87,6 +89,7 @@ class SamplingParams:
     n: int = 1
     guided: Guided | None = None
     prompt_logprobs: int | None = None
+    shown_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Convert every value to a plain Python type: the wire accepts no others."""
@@ -114,16 +117,22 @@ class SamplingParams:
             "min_tokens": as_integer("min_tokens", self.min_tokens, 0, 2**31 - 1),
             "n": as_integer("n", self.n, 1, MAX_SAMPLES),
             "guided": Guided.of(self.guided),
+            "shown_tokens": as_items("shown_tokens", self.shown_tokens, "tokens", MAX_SHOWN_TOKENS),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        self._check_stop()
+        self._check_texts()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
         if self.guided is not None and self.ignore_eos:
             raise InvalidRequestError("guided output ends where its form does: leave ignore_eos out")
 
-    def _check_stop(self) -> None:
+    def _check_texts(self) -> None:
+        for token in self.shown_tokens:
+            if not isinstance(token, str) or not 0 < len(token) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequestError(
+                    f"a shown token must be a string of 1 to {MAX_STOP_CHARACTERS} characters, got {token!r:.80}"
+                )
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"a stop string must be a non-empty string, got {text!r}")

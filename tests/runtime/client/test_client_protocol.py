@@ -141,6 +141,16 @@ def test_chats_send_their_messages(client: Client) -> None:
     assert [delta.text for delta in client.stream_chat(messages, max_tokens=1)] == ["0 "]
 
 
+def test_chats_send_their_tools(client: Client) -> None:
+    messages = [{"role": "user", "content": "four"}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert client.chat(messages, max_tokens=1, tools=tools, chat_template_kwargs={"day": 1}).usage.prompt_tokens == 4
+    with pytest.raises(InvalidRequestError, match=r"tools\[0\] must be a function"):
+        client.chat(messages, tools=["add"])
+    with pytest.raises(InvalidRequestError, match="unknown sampling parameter tools"):
+        client.stream("four", tools=tools)
+
+
 def test_priority_and_salt_reach_the_engine(client: Client, core: ScriptedCore) -> None:
     core.gate.clear()
     with client.stream("abc", priority=-3, cache_salt="tenant"):

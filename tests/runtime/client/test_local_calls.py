@@ -22,7 +22,7 @@ class Letters:
 
     eos_token_ids = (VOCAB + 1,)
 
-    def detokenizer(self) -> Letters:
+    def detokenizer(self, shown_tokens: tuple[str, ...] = ()) -> Letters:
         return self
 
     def push(self, ids) -> str:

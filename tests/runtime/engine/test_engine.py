@@ -271,7 +271,7 @@ class ByteTokenizer:
 
     eos_token_ids = (EOS,)
 
-    def detokenizer(self) -> ByteLevelDetokenizer:
+    def detokenizer(self, shown_tokens: tuple[str, ...] = ()) -> ByteLevelDetokenizer:
         return ByteLevelDetokenizer(lambda token: "\u00c3\u00a9abx"[token % 5])  # 0xC3 0xA9 are "é"
 
 

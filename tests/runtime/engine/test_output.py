@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiny_models import byte_level_tokenizer
 
 from headwise.runtime.engine.output import OutputText
+from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.request import FinishReason, SamplingParams
 
 EOS = 0
@@ -19,7 +22,7 @@ class Letters:
     def __init__(self) -> None:
         self._late = ""
 
-    def detokenizer(self) -> Letters:
+    def detokenizer(self, shown_tokens: tuple[str, ...] = ()) -> Letters:
         return Letters()
 
     def push(self, ids: Sequence[int]) -> str:
@@ -92,3 +95,16 @@ def test_one_that_comes_with_output_counts_it_too() -> None:
 def test_the_tokens_that_end_it_are_told() -> None:
     assert OutputText(Letters(), SamplingParams(stop_token_ids=(3,))).ends == {EOS, 3}
     assert OutputText(Letters(), SamplingParams(stop_token_ids=(3,), ignore_eos=True)).ends == {3}
+
+
+def test_control_tokens_that_were_asked_for_are_text_and_may_be_part_of_a_stop_string() -> None:
+    tokenizer = Tokenizer(byte_level_tokenizer(), {}, None, None, ())
+    ids = tokenizer.encode("a<|im_start|>b<|im_end|>")
+
+    def text(**sampling: Any) -> str:
+        output = OutputText(tokenizer, SamplingParams(**sampling))
+        return "".join(output.push(token)[0] for token in ids) + output.flush()
+
+    assert text() == "ab"
+    assert text(shown_tokens=("<|im_start|>",)) == "a<|im_start|>b"
+    assert text(shown_tokens=("<|im_start|>",), stop="start|>b").startswith("a<|im_")

@@ -20,6 +20,7 @@ from headwise.errors import DeploymentError, InvalidRequestError, ModelError
 from headwise.runtime.frontend import tokenizer_pool
 from headwise.runtime.frontend.prompts import LocalPromptEncoder, TextLimits
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
+from headwise.runtime.loader.chat import chat_of
 from headwise.runtime.loader.tokenizer import Tokenizer
 
 LIMITS = TextLimits(4096, 13)
@@ -45,6 +46,18 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+def test_a_pool_takes_tools_variables_and_another_template(directory: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ tools[0].function.name }} {{ day }} {{ messages[0].content }}")
+    chat = chat_of(CHAT, [{"type": "function", "function": {"name": "add"}}], {"day": "Monday"})
+    here = LocalPromptEncoder(Tokenizer.from_directory(directory, str(template)), LIMITS)
+    pool = TokenizerPool(directory, LIMITS, 1, str(template))
+    try:
+        assert pool.chat(chat).tolist() == here.chat(chat).tolist()
+    finally:
+        pool.close()
 
 
 def test_a_pool_encodes_as_this_process_does(pool: TokenizerPool, directory: Path) -> None:

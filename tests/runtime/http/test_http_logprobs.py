@@ -39,7 +39,9 @@ class ByteDetokenizer:
 
 class ByteTokenizer:
     eos_token_ids = ()
-    detokenizer = ByteDetokenizer
+
+    def detokenizer(self, shown_tokens: tuple[str, ...]) -> ByteDetokenizer:
+        return ByteDetokenizer()
 
 
 class ByteTexts(ScriptedTexts):

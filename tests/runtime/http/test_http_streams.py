@@ -2,83 +2,21 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.engine.scripted import ScriptedCore
+from support.engine.repeating import RepeatingCore
 from support.engine.scripted_deployment import Deployment
 from support.scripted_http import MODEL, Served, serving
 
-from headwise.runtime.engine.output import OutputText
-from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Usage
-
 ALPHABET = 'ab é\u0301ẞ漢字🚢👩‍👩‍👧\u2028\x85\n\r\t"\\\x00{}:'
 TEXTS = st.text(st.sampled_from(ALPHABET) | st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
-
-
-class ByteDetokenizer:
-    """Tokens are bytes of UTF-8: a character is cut at each of its bytes."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-
-    def push(self, tokens: list[int]) -> str:
-        return self._decoder.decode(bytes(tokens))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class ByteTokenizer:
-    eos_token_ids = ()
-    detokenizer = ByteDetokenizer
-
-
-@dataclass
-class Output:
-    request: GenerateRequest
-    text: OutputText
-    told: int = 0
-
-
-class RepeatingCore(ScriptedCore):
-    """Answers a prompt's text with itself, a few bytes a step as ``pace`` says, and ends it as an engine does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pace = [1]
-        self._outputs: dict[str, Output] = {}
-
-    def add(self, request: GenerateRequest) -> None:
-        super().add(request)
-        self._outputs[request.request_id] = Output(request, OutputText(ByteTokenizer(), request.sampling))  # type: ignore[arg-type]
-
-    def _next(self, request_id: str) -> OutputDelta:
-        output = self._outputs[request_id]
-        data = "".join(map(chr, output.request.prompt_token_ids)).encode()
-        step = data[output.told :][: self.pace[self.steps % len(self.pace)]]
-        text, reason = "", None
-        for token in step:
-            output.told += 1
-            more, reason = output.text.push(token)
-            text += more
-            if reason is not None:
-                break
-        if reason is None and output.told == len(data):
-            text, reason = text + output.text.flush(), FinishReason.LENGTH
-        if reason is None:
-            return OutputDelta(request_id, tuple(step), text)
-        del self.live[request_id], self._outputs[request_id]
-        usage = Usage(len(output.request.prompt_token_ids), 0, output.told)
-        return OutputDelta(request_id, tuple(step), text, finish_reason=reason, usage=usage)
 
 
 @pytest.fixture(scope="module")

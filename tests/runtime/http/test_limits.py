@@ -317,6 +317,7 @@ def test_a_client_that_reads_too_slowly_is_told(
     served: Served, core: ScriptedCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "MAX_UNREAD", 50)
+    monkeypatch.setattr(generation, "LEAST_UNREAD", 50)
     with connect(served) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(endless())

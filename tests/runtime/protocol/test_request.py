@@ -62,6 +62,8 @@ from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, a
         ({"guided": {"json_schema": {"a": {1, 2}}}}, "json_schema is no plain JSON"),
         ({"guided": {"json_schema": {"minimum": math.nan}}}, "json_schema is no plain JSON"),
         ({"guided": {"json_object": True}, "ignore_eos": True}, "guided output ends where its form does"),
+        ({"shown_tokens": [""]}, "a shown token must be a string of 1 to 1024 characters"),
+        ({"shown_tokens": ["a"] * 33}, "33 tokens were given; at most 32"),
         ({5: 1, "temprature": 1}, "unknown sampling parameter 5, temprature"),
         ({"temprature": 1}, "unknown sampling parameter temprature; known are"),
     ],
@@ -72,7 +74,7 @@ def test_bad_sampling_values_are_refused_by_name(values, message) -> None:
 
 
 def test_sampling_parameters_survive_the_wire() -> None:
-    params = SamplingParams(temperature=0.5, stop=("a", "b"), seed=7, stop_token_ids=(3,))
+    params = SamplingParams(temperature=0.5, stop=("a", "b"), seed=7, stop_token_ids=(3,), shown_tokens=("<a>",))
     assert SamplingParams.from_wire(params.to_wire()) == params
 
 

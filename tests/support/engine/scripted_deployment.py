@@ -26,7 +26,7 @@ class ScriptedPreprocessor:
     def prepare(
         self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
     ) -> GenerateRequest:
-        text = prompt if messages is None else "".join(message["content"] for message in messages)
+        text = prompt if messages is None else "".join(message["content"] or "" for message in messages["messages"])
         tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
         if not len(tokens):
             raise InvalidRequestError("the prompt is empty")

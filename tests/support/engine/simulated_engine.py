@@ -30,7 +30,7 @@ class LetterTokenizer:
 
     eos_token_ids = (VOCAB + 1,)
 
-    def detokenizer(self) -> LetterTokenizer:
+    def detokenizer(self, shown_tokens: tuple[str, ...] = ()) -> LetterTokenizer:
         return self
 
     def push(self, ids) -> str:

@@ -1,0 +1,1 @@
+"""What an answer's text says besides text: calls of tools, and reasoning."""

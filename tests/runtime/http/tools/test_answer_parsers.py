@@ -1,0 +1,239 @@
+"""Parsers of answers find calls and reasoning, lose no text, and find the same wherever the text is cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headwise.runtime.http.tools.base import (
+    AnswerParser,
+    CallArguments,
+    CallBegin,
+    Part,
+    PlainText,
+    Reasoning,
+    Text,
+    joined,
+)
+from headwise.runtime.http.tools.forced import OneCall, SomeCalls
+from headwise.runtime.http.tools.harmony import Harmony
+from headwise.runtime.http.tools.marked_calls import HermesCalls, LlamaCalls, MistralCalls
+from headwise.runtime.http.tools.thinking import Thinking
+
+NAMES = frozenset(("add", "look_up"))
+Make = Callable[[], AnswerParser]
+
+
+def hermes() -> AnswerParser:
+    return HermesCalls(NAMES)
+
+
+def llama() -> AnswerParser:
+    return LlamaCalls(NAMES)
+
+
+def mistral() -> AnswerParser:
+    return MistralCalls(NAMES)
+
+
+def harmony() -> AnswerParser:
+    return Harmony(NAMES)
+
+
+def thinking() -> AnswerParser:
+    return Thinking(HermesCalls(NAMES), has_begun=False)
+
+
+def thinking_already() -> AnswerParser:
+    return Thinking(HermesCalls(NAMES), has_begun=True)
+
+
+def some() -> AnswerParser:
+    return SomeCalls(NAMES)
+
+
+MAKERS = (hermes, llama, mistral, harmony, thinking, thinking_already, some, PlainText)
+
+
+def parts_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Part]:
+    parts = [part for piece in pieces for part in parser.push(piece)]
+    return joined([*parts, *parser.finish()])
+
+
+def call(name: str, arguments: str) -> list[Part]:
+    return [CallBegin(name), CallArguments(arguments)]
+
+
+ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}]\\"\\\\"}]}}'
+ADD_ARGUMENTS = '{"a": 1, "b": [2, {"c": "}]\\"\\\\"}]}'
+LOOK = '{"name":"look_up","parameters":{}}'
+
+WORKED: list[tuple[Make, str, list[Part]]] = [
+    (hermes, f"<tool_call>\n{ADD}\n</tool_call>", call("add", ADD_ARGUMENTS)),
+    (hermes, f"I look.\n\n<tool_call>\n{ADD}\n</tool_call>\n", [Text("I look."), *call("add", ADD_ARGUMENTS)]),
+    (
+        hermes,
+        f"<tool_call>{ADD}</tool_call>\n<tool_call>{LOOK}</tool_call>\nDone.\n",
+        [*call("add", ADD_ARGUMENTS), *call("look_up", "{}"), Text("Done.\n")],
+    ),
+    (hermes, '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', call("add", '{"a": 1}')),
+    (hermes, '<tool_call>{"id": 7, "name": "add", "x": [1], "arguments": {}}', call("add", "{}")),
+    (hermes, '<tool_call>{"name": "add"}</tool_call>', call("add", "{}")),
+    (hermes, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', call("add", '{"a": 1}')),
+    (hermes, '<tool_call>{"name": "add", "arguments": {"a": }</tool_call>!', [*call("add", '{"a": }'), Text("!")]),
+    (hermes, '<tool_call>{"name": "add", "arguments": {"a": "1', call("add", '{"a": "1')),
+    (hermes, '<tool_call>{"name": "add", "arguments": {"a": 1]}', [*call("add", '{"a": 1'), Text("]}")]),
+    (llama, '{"name": "add", "parameters": {"a": 1}}', call("add", '{"a": 1}')),
+    (llama, f"\n<|python_tag|>{LOOK}; {ADD}", [*call("look_up", "{}"), *call("add", ADD_ARGUMENTS)]),
+    (llama, f"Let me see.\n<|python_tag|>{LOOK}", [Text("Let me see."), *call("look_up", "{}")]),
+    (mistral, f"[TOOL_CALLS] [{ADD}, {LOOK}]", [*call("add", ADD_ARGUMENTS), *call("look_up", "{}")]),
+    (mistral, 'So: [TOOL_CALLS]add[ARGS]{"a": 1}', [Text("So:"), *call("add", '{"a": 1}')]),
+    (
+        mistral,
+        '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": "["}[TOOL_CALLS]look_up{}',
+        [*call("add", '{"a": "["}'), *call("look_up", "{}")],
+    ),
+    (thinking, "<think>\nHm.\n</think>\n\nYes.", [Reasoning("Hm."), Text("Yes.")]),
+    (thinking, "\n<think></think>Yes. ", [Text("Yes. ")]),
+    (thinking, "Yes. <think>no</think>", [Text("Yes. <think>no</think>")]),
+    (thinking, "<think>so long", [Reasoning("so long")]),
+    (thinking, f"<think>a < b</think><tool_call>{LOOK}", [Reasoning("a < b"), *call("look_up", "{}")]),
+    (thinking_already, f"Hm. <tool_call>{LOOK}</think>Yes.", [Reasoning(f"Hm. <tool_call>{LOOK}"), Text("Yes.")]),
+    (thinking_already, "<think>Hm.</think>", [Reasoning("Hm.")]),
+    (
+        harmony,
+        "<|channel|>analysis<|message|>I see.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1}<|call|>',
+        [Reasoning("I see."), *call("add", '{"a": 1}')],
+    ),
+    (
+        harmony,
+        "<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Yes.",
+        [Reasoning("One.\nTwo."), Text("Yes.")],
+    ),
+    (
+        harmony,
+        "<|start|>assistant to=functions.look_up<|channel|>commentary json<|message|><|call|>",
+        call("look_up", "{}"),
+    ),
+    (
+        harmony,
+        "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add"
+        '<|message|>{"a": 1}<|call|>',
+        [Text("I add."), *call("add", '{"a": 1}')],
+    ),
+    (harmony, "<|channel|>commentary to=functions.other<|message|>{}<|call|>", [Text("{}")]),
+    (harmony, "<|channel|>final<|message|>It <|ra", [Text("It <|ra")]),
+    (harmony, "<|channel|>final", []),
+    (harmony, '{"a": 1}', [Text('{"a": 1}')]),
+    (some, f"[{ADD},{LOOK}]", [*call("add", ADD_ARGUMENTS), *call("look_up", "{}")]),
+    (some, '[{"name":"add","arguments":{"a":', call("add", '{"a":')),
+    (lambda: OneCall("add"), '{"a":1}', call("add", '{"a":1}')),
+    (lambda: OneCall("add"), "", [CallBegin("add")]),
+    (PlainText, "<tool_call>", [Text("<tool_call>")]),
+]
+
+NO_CALLS = [
+    (hermes, "A <tool_call> is no call.\n"),
+    (hermes, "<tool_call>\n"),
+    (hermes, "5 < 6 <tool"),
+    (hermes, '<tool_call>{"name": "unknown", "arguments": {"a": 1}}</tool_call>'),
+    (hermes, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    (hermes, '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+    (hermes, '<tool_call>{"name": }</tool_call>'),
+    (hermes, '<tool_call>{"na\\'),
+    (hermes, "<tool_call>[1]</tool_call> "),
+    (hermes, " \n"),
+    (llama, '{"answer": 42}'),
+    (llama, " " * 100 + LOOK),
+    (llama, 'Say {"name": "add", "parameters": {}}'),
+    (llama, '<|python_tag|>brave_search.call(query="a")'),
+    (mistral, "[TOOL_CALLS] hello"),
+    (mistral, "[TOOL_CALLS]\n"),
+    (mistral, "[TOOL_CALLS]" + " " * 100 + f"[{ADD}]"),
+    (mistral, "[TOOL_CALLS]add[ARGS]" + "x" * 300 + "{}"),
+    (mistral, "[TOOL_CALLS] [5]"),
+    (mistral, "[TOOL_"),
+]
+
+
+@pytest.mark.parametrize(("make", "text", "expected"), WORKED)
+def test_an_answer_has_the_parts_that_its_text_says(make: Make, text: str, expected: list[Part]) -> None:
+    assert parts_of(make(), [text]) == expected
+
+
+@pytest.mark.parametrize(("make", "text"), NO_CALLS)
+def test_what_is_no_call_stays_text_to_the_letter(make: Make, text: str) -> None:
+    assert parts_of(make(), [text]) == [Text(text)]
+
+
+@pytest.mark.parametrize(("make", "text"), [*((make, text) for make, text, _ in WORKED), *NO_CALLS])
+def test_parts_are_the_same_at_every_cut(make: Make, text: str) -> None:
+    expected = parts_of(make(), [text])
+    assert parts_of(make(), text) == expected
+    for first, second in itertools.combinations(range(len(text) + 1), 2) if len(text) < 120 else ():
+        assert parts_of(make(), (text[:first], text[first:second], text[second:])) == expected
+    for first in range(len(text) + 1):
+        assert parts_of(make(), (text[:first], text[first:])) == expected
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<|python_tag|>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "[CALL_ID]",
+            "<think>",
+            "</think>",
+        ),
+        *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "analysis", "final", "to=functions.add"),
+        *(ADD, LOOK, '{"name": "add"', '"arguments": ', '{"a"', "add", "other", '"name"', "tool_call", "|>", "<|", "<"),
+        *('"', "\\", "{", "}", "[", "]", ":", ",", ";", " ", "\n", " " * 70, "1", "null", "é", "x"),
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    make=st.sampled_from(MAKERS),
+    fragments=st.lists(FRAGMENTS, max_size=14),
+    cuts=st.lists(st.integers(0, 200), max_size=6),
+)
+def test_parts_of_any_text_are_the_same_at_any_cut(make: Make, fragments: list[str], cuts: list[int]) -> None:
+    text = "".join(fragments)
+    at = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    whole = parts_of(make(), [text])
+    assert parts_of(make(), (text[start:end] for start, end in itertools.pairwise(at))) == whole
+    assert parts_of(make(), text) == whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(make=st.sampled_from((hermes, llama, mistral)), fragments=st.lists(FRAGMENTS, max_size=12))
+def test_answers_without_calls_keep_all_their_text(make: Make, fragments: list[str]) -> None:
+    text = "".join(fragments)
+    parts = parts_of(make(), [text])
+    if not any(isinstance(part, CallBegin) for part in parts):
+        assert parts == ([Text(text)] if text else [])
+
+
+@pytest.mark.parametrize("make", [hermes, llama, mistral, harmony, thinking, PlainText])
+def test_text_is_told_as_it_comes(make: Make) -> None:
+    parser, told = make(), 0
+    for count in range(1, 100):
+        told += sum(len(part.text) for part in parser.push("the <| ") if isinstance(part, Text))
+        assert told >= 7 * count - 3
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    parser = hermes()
+    parser.push('<tool_call>{"name": "add", "arguments": {"a": "')
+    assert parser.push("some ") == [CallArguments("some ")]
+    assert parser.push("words") == [CallArguments("words")]
