@@ -107,6 +107,10 @@ class BlockPool:
     def are_unheld(self, blocks: Blocks) -> NDArray[np.bool_]:
         return np.asarray(self._references[blocks] == 0)
 
+    def are_shared(self, blocks: Blocks) -> NDArray[np.bool_]:
+        """Whether more than one holds each of ``blocks``."""
+        return np.asarray(self._references[blocks] > 1)
+
     def replace(self, old: Blocks, new: Blocks) -> None:
         """Free cached blocks; held ones that are not registered yet are cache in their place, and of their value."""
         self._cached.replace(old, new)

@@ -19,9 +19,11 @@ from headwise.cache_controller.eviction import RESUME_SLACK, EvictionPolicy, Rec
 from headwise.cache_controller.hand_over import HandOver
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate, KVEvents
+from headwise.cache_controller.left_behind import LeftBehind
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.prefix_match import PrefixFinder, PrefixMatch
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
+from headwise.cache_controller.states import CheckpointPlaces, StateColumns, StateStep
 from headwise.cache_controller.tiers import Fetch, Host, NoHost
 from headwise.cache_controller.windows import GroupWindows, column_spans
 
@@ -37,6 +39,7 @@ class CacheStats:
     host_hit_tokens:          those of ``hit_tokens`` that were served because of what came from the host
     smallest_reusable_prefix: tokens that two requests must have in common for the second to be served any
     lost_window_tokens:       tokens of prefixes that the full groups still had, and no window group could resume
+    lost_checkpoint_tokens:   those that full and window groups could serve, and at whose end there was no checkpoint
     """
 
     total_blocks: int
@@ -48,6 +51,7 @@ class CacheStats:
     hit_tokens: int
     host_hit_tokens: int
     lost_window_tokens: int
+    lost_checkpoint_tokens: int
     evicted_blocks: int
     recycled_blocks: int
     smallest_reusable_prefix: int
@@ -63,9 +67,13 @@ class CacheManager:
     request is likely to resume (`ResumePoints`): they stay as long as the rest of their prefix does, as do those at the
     end of a request.
 
+    Groups of states have blocks in few columns of a row's tables: see `StateColumns`. Checkpoints where a request is
+    likely to resume are kept like such windows; others, as those at the end of a step, as long as there is room.
+
     step_tokens: most tokens of one sequence in the steps that are in flight together
     num_blocks:  per row, the columns of its tables that are allocated
     registered:  per row, the columns that the tree knows
+    checkpoint_tokens: of a long prompt, between checkpoints of states; 0: only at its end, and where prompts part
     eviction:    makes the policy by which a pool evicts, the device's and the host's
     costs:       what decides whether blocks are copied from other tiers, or computed
     """
@@ -82,6 +90,7 @@ class CacheManager:
         prefix_caching: bool = True,
         host: HostConfig | None = None,
         resume_slack: int = RESUME_SLACK,
+        checkpoint_tokens: int = 0,
         eviction: Callable[[int], EvictionPolicy] = RecycledFirst,
     ) -> None:
         self.policies = tuple(policies)
@@ -93,6 +102,13 @@ class CacheManager:
         self.pool = BlockPool(num_blocks, self._on_evict, eviction)
         self.windows = GroupWindows(policies, block_size)
         self._resume = ResumePoints(max_rows, self.windows, resume_slack)
+        self._places = CheckpointPlaces(max_rows, block_size, checkpoint_tokens)
+        self._states = StateColumns(
+            self.windows.is_state, self._places, max_rows=max_rows, block_size=block_size, keeps=prefix_caching
+        )
+        self._token_groups = np.flatnonzero(~self.windows.is_state)
+        # Blocks that the steps under way may need: checkpoints are made only while there are more.
+        self._reserve = -(-step_tokens // block_size) * len(self._token_groups) + self._states.count
         self.tree = RadixTree(
             groups,
             num_blocks,
@@ -113,12 +129,12 @@ class CacheManager:
         self._held: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # blocks in the row's tables
         self._recycled: NDArray[np.int64] = np.zeros((max_rows, groups), dtype=np.int64)  # columns given back up to
         self._recycle_at: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)  # tokens
-        # What a row has recycled of windows at which another may resume: group, column, block, generation of each.
-        self._left: dict[int, list[NDArray[np.int64]]] = {}
+        self._left = LeftBehind(self.tree.device)
         self._window_groups = np.flatnonzero(~self.windows.is_full)
         self._finder = PrefixFinder(self.tree, self.windows, self.host, self.costs, max_blocks)
         self._table_updates: list[NDArray[np.int32]] = []
-        self._queried_tokens = self._hit_tokens = self._host_hit_tokens = self._lost_window_tokens = 0
+        self._queried_tokens = self._hit_tokens = self._host_hit_tokens = 0
+        self._lost_window_tokens = self._lost_checkpoint_tokens = 0
         self._evicted_blocks = self._recycled_blocks = 0
 
     # ---- questions ----
@@ -129,7 +145,8 @@ class CacheManager:
 
     def peak_blocks(self, tokens: int, computed: int = 0) -> int:
         """Most blocks that a sequence holds at any time while it grows from ``computed`` tokens to ``tokens``."""
-        return int(self.windows.peak_blocks(tokens, min(self.step_tokens, tokens - computed)))
+        in_flight = min(self.step_tokens, tokens - computed)
+        return int(self.windows.peak_blocks(tokens, in_flight, state_copies=2 if computed else 1))
 
     def promised_blocks(self, rows: Rows, tokens: Tokens) -> int:
         """Blocks that ``rows`` may still take until they have ``tokens`` tokens each.
@@ -142,9 +159,18 @@ class CacheManager:
 
     def blocks_needed(self, rows: Rows, tokens: Tokens) -> NDArray[np.int64]:
         """Blocks that each row lacks for ``tokens`` tokens in all."""
-        columns = -(-tokens // self.block_size)
-        needed: NDArray[np.int64] = np.maximum(0, columns - self.num_blocks[rows]) * len(self.policies)
+        lacking = np.maximum(0, -(-tokens // self.block_size) - self.num_blocks[rows])
+        needed: NDArray[np.int64] = lacking * len(self._token_groups)
+        if self._states.count:
+            must_be_new = (self.num_blocks[rows] == 0) | np.array(self._have_shared_states(rows))
+            needed += np.where((lacking > 0) & must_be_new, self._states.count, 0)
         return needed
+
+    def _have_shared_states(self, rows: Rows) -> list[bool]:
+        """Whether others hold the states that each row has last."""
+        last = np.maximum(self.num_blocks[rows] - 1, 0)
+        blocks = self.tables[rows[:, None], self._states.groups, last[:, None]]
+        return [bool(self.pool.are_shared(of_row[of_row != NOWHERE]).any()) for of_row in blocks]
 
     def stats(self) -> CacheStats:
         return CacheStats(
@@ -157,6 +183,7 @@ class CacheManager:
             hit_tokens=self._hit_tokens,
             host_hit_tokens=self._host_hit_tokens,
             lost_window_tokens=self._lost_window_tokens,
+            lost_checkpoint_tokens=self._lost_checkpoint_tokens,
             evicted_blocks=self._evicted_blocks,
             recycled_blocks=self._recycled_blocks,
             smallest_reusable_prefix=self.block_size if self.prefix_caching else 0,
@@ -190,6 +217,8 @@ class CacheManager:
         self._recycled[row] = self._finder.first_live[count]
         self._recycle_at[row] = 0
         self._resume.open(row, match.reached, prompt_tokens // self.block_size)
+        self._places.open(row, match.reached, prompt_tokens)
+        self._states.open(row, count * self.block_size)
         group, column = (match.blocks != NOWHERE).nonzero()
         blocks = match.blocks[group, column]
         self._held[row] = len(blocks)
@@ -201,7 +230,8 @@ class CacheManager:
         self.host.note_use(match.nodes, match.blocks)  # last: it may evict what the match has on the host
         self._queried_tokens += prompt_tokens
         self._hit_tokens += count * self.block_size
-        self._lost_window_tokens += (match.reached - count) * self.block_size
+        self._lost_window_tokens += (match.reached - match.without_states) * self.block_size
+        self._lost_checkpoint_tokens += (match.without_states - count) * self.block_size
 
     def _bring_from_host(self, row: int, match: PrefixMatch) -> None:
         """Allocate what a match has on the host only, and have it copied before the row's first step."""
@@ -234,19 +264,68 @@ class CacheManager:
                 f"{tokens.max()} tokens need {columns.max()} blocks; a block table has {self.max_blocks} columns"
             )
         short = (columns > self.num_blocks[rows]).nonzero()[0]
-        if not len(short):
+        if not self._make_room(rows[short], columns[short]):
+            return False
+        self._states.extended(rows, tokens)
+        return True
+
+    def _make_room(self, rows: Rows, last: Tokens) -> bool:
+        """Let rows have more columns, ``last`` in all; False, and nothing changed, if the pool lacks blocks."""
+        if not len(rows):
             return True
-        rows, last = rows[short], columns[short]
-        first = self.num_blocks[rows]
-        groups, total = len(self.policies), int((last - first).sum())
-        if total * groups > self.pool.num_available:
+        first, groups = self.num_blocks[rows], self._token_groups
+        total, steps = int((last - first).sum()), self._plan_states(rows, last)
+        of_states = sum(step.needs_blocks for step in steps) * self._states.count
+        if total * len(groups) + of_states > self.pool.num_available:
             return False
         index, column = column_spans(first, last)
-        blocks = self.pool.allocate(total * groups).reshape(total, groups)
-        self._enter(rows[index][:, None], np.arange(groups), column[:, None], blocks)
+        blocks = self.pool.allocate(total * len(groups)).reshape(total, len(groups))
+        self._enter(rows[index][:, None], groups, column[:, None], blocks)
+        self._held[rows] += (last - first) * len(groups)
+        for step in sorted(steps, key=lambda step: not step.needs_blocks):  # the others can do without
+            self._go_on(step)
+        for step in steps:
+            self._leave_room(step)
         self.num_blocks[rows] = last
-        self._held[rows] += (last - first) * groups
         return True
+
+    def _plan_states(self, rows: Rows, last: Tokens) -> list[StateStep]:
+        if not self._states.count:
+            return []
+        return self._states.steps(rows, self.num_blocks[rows], last, self._have_shared_states(rows))
+
+    def _go_on(self, step: StateStep) -> None:
+        """Put the live states of a row into their next column; what they leave is a checkpoint if there are blocks."""
+        is_new = step.needs_blocks or (step.may_stay and self._has_room)
+        if is_new:
+            self._enter_states(step.row, step.to, self._take_states(step.row))
+        else:
+            self._move_states(step.row, step.source, step.to)
+
+    def _leave_room(self, step: StateStep) -> None:
+        """Have checkpoints made between, if there are blocks."""
+        for column in step.checkpoints:
+            if self._has_room:
+                self._enter_states(step.row, column, self._take_states(step.row))
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether there are blocks for a checkpoint."""
+        return self.pool.num_available >= self._states.count + self._reserve
+
+    def _take_states(self, row: int) -> NDArray[np.int32]:
+        self._held[row] += self._states.count
+        return self.pool.allocate(self._states.count)
+
+    def _enter_states(self, row: int, column: int, blocks: NDArray[np.int32]) -> None:
+        self._enter(np.int32(row), self._states.groups, np.full(len(blocks), column), blocks)
+
+    def _move_states(self, row: int, source: int, to: int) -> None:
+        """Let the live states go on in the blocks that they are in: nothing may be known of those any more."""
+        blocks = self.tables[row, self._states.groups, source].copy()
+        self._forget_held(blocks[self.tree.device.are_attached(blocks)])
+        self._enter_states(row, source, np.full_like(blocks, NOWHERE))
+        self._enter_states(row, to, blocks)
 
     def register(self, rows: Sequence[int], hashes: Sequence[Sequence[bytes]]) -> None:
         """Let the tree know the first full blocks of ``rows``, which ``hashes`` name. Their tokens must be computed."""
@@ -324,28 +403,25 @@ class CacheManager:
     def _keep_resumable(
         self, rows: Rows, groups: NDArray[Any], columns: NDArray[Any], blocks: NDArray[np.int32]
     ) -> None:
-        """Give value to those of the recycled blocks that lie in a window at which another request may resume."""
-        inside = self._resume.inside(rows, groups, columns)
-        if not len(inside):
+        """Give value to those of the recycled blocks that another request is likely to resume with."""
+        is_inside, is_state = self._resume.are_inside(rows, groups, columns), self.windows.is_state[groups]
+        if is_state.any():
+            is_inside |= is_state & self._places.are_wanted(rows, columns)
+            others = is_state & ~is_inside
+            self._left.note_latest(rows[others], groups[others], columns[others], blocks[others])
+        if not is_inside.any():
             return
-        kept = blocks[inside]
+        kept = blocks[is_inside]
         self.pool.value(kept)
         if self.host.writes_through:
             self.host.store(kept)
-        left = np.stack([groups[inside], columns[inside], kept, self.tree.device.generations(kept)])
-        at_row = rows[inside]
-        for row in np.unique(at_row).tolist():
-            self._left.setdefault(row, []).append(left[:, at_row == row])
+        self._left.note(rows[is_inside], groups[is_inside], columns[is_inside], kept)
 
     def _take_back(self, row: int) -> None:
-        """Hold the windows again at which another request may resume, to release them together with the row."""
-        if row not in self._left:
-            return
-        group, column, block, generation = np.concatenate(self._left.pop(row), axis=1)
-        blocks = block.astype(np.int32)
-        same = (generation != NOWHERE) & (self.tree.device.generations(blocks) == generation)
-        self.pool.retain(blocks[same])
-        self.tables[row, group[same], column[same]] = blocks[same]
+        """Hold what is left again at which another request may resume, to release it together with the row."""
+        group, column, blocks = self._left.take(row)
+        self.pool.retain(blocks)
+        self.tables[row, group, column] = blocks
 
     def release(self, row: int, will_return: bool = False) -> None:
         """Close a row. Its registered blocks stay as cache, the deepest to be evicted first.

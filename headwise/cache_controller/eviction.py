@@ -152,13 +152,12 @@ class ResumePoints:
         """A row starts with ``reached`` blocks that the full groups had, and a prompt of ``prompt_blocks``."""
         self._depths[row] = reached, prompt_blocks
 
-    def inside(self, rows: Blocks, groups: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.int64]:
-        """Which of the blocks ``[n]`` of these rows, groups and columns lie in a window of such a point."""
+    def are_inside(self, rows: Blocks, groups: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.bool_]:
+        """Whether the blocks ``[n]`` of these rows, groups and columns lie in a window of such a point."""
         depths, block_size = self._depths[rows], self._windows.block_size
         behind = depths * block_size - (0, self._slack) - (self._windows.window[groups] - 1)[:, None]
         column = columns[:, None]
-        is_inside = ((column >= behind // block_size) & (column < depths)).any(axis=1)
-        return np.flatnonzero(is_inside)
+        return np.asarray(((column >= behind // block_size) & (column < depths)).any(axis=1))
 
 
 class EvictionOrder:

@@ -11,15 +11,23 @@ from headwise.cache_controller.dtypes import dtype_bytes
 
 @dataclass(frozen=True)
 class Role:
-    """One kind of data a member keeps per token, e.g. ``Role("key", (128,), "float16")``."""
+    """One kind of data a member keeps per token, e.g. ``Role("key", (128,), "float16")``.
+
+    is_state: it is kept once for all tokens
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    is_state: bool = False
 
     @property
     def token_bytes(self) -> int:
         return prod(self.shape) * dtype_bytes(self.dtype)
+
+    def bytes_of(self, tokens: int) -> int:
+        """Of a block of so many tokens."""
+        return self.token_bytes * (1 if self.is_state else tokens)
 
 
 @dataclass(frozen=True)
@@ -46,12 +54,12 @@ class BlockLayout:
         offsets, at = {}, 0
         for role in self.roles:
             offsets[role.name] = at
-            at += self._aligned(role.token_bytes * self.block_size)
+            at += self._aligned(role.bytes_of(self.block_size))
         return offsets
 
     @cached_property
     def slot_bytes(self) -> int:
-        return sum(self._aligned(role.token_bytes * self.block_size) for role in self.roles)
+        return sum(self._aligned(role.bytes_of(self.block_size)) for role in self.roles)
 
     @cached_property
     def block_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Packs members into head groups whose blocks have equal bytes, and deals them to tensor-parallel ranks.
 
-A member is what one layer keeps of a sequence's tokens: keys and values of one KV head, or the latent of a layer. Where
-members differ in size, groups differ in how many of them a block holds.
+A member is what one layer keeps of a sequence: keys and values of one KV head, the latent of a layer, or the state of
+one head. Where members differ in size, groups differ in how many of them a block holds. States and what is kept for
+every token never share a group.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 
 MAX_PADDING = 0.03
 """Largest share of a block that may stay empty for the sake of fewer groups."""
@@ -30,6 +31,12 @@ MAX_FULL_WASTE = 0.03
 """Most of full groups, over what full members fill, that others fill or nobody, unless uneven ranks force more.
 
 Of a long sequence full groups are nearly all: what is wasted in them is not small beside windows that end somewhere.
+"""
+
+MAX_STATE_PADDING = 0.05
+"""Most that is wasted of full groups, and of groups of states, where a model has states beside attention.
+
+Both must fit whole into blocks of the same bytes: more groups of each would rarely waste less.
 """
 
 Policies = Sequence[Sequence[HeadPolicy]]
@@ -202,13 +209,13 @@ def _next_rank(in_layer: list[int], counts: NDArray[np.int64]) -> int:
 def _loosest_first(policies: Policies) -> dict[HeadPolicy, int]:
     """Position of each policy in the order from loosest to tightest."""
     found = {policy for row in policies for policy in row}
-    ordered = sorted(found, key=lambda policy: (not policy.is_full, -policy.window, -policy.sink))
+    ordered = sorted(found, key=lambda policy: (not policy.is_full, policy.is_state, -policy.window, -policy.sink))
     return {policy: index for index, policy in enumerate(ordered)}
 
 
 @dataclass(frozen=True)
 class _Line:
-    """The members of one size, of each rank loosest first: to be cut into groups.
+    """The members of one size, states or others, of each rank loosest first: to be cut into groups.
 
     members: ``[ranks][members]``
     kinds:   ``int64 [ranks, members]``, their policies, as positions from loosest to tightest
@@ -219,6 +226,7 @@ class _Line:
     members: list[list[Member]]
     kinds: NDArray[np.int64]
     full: NDArray[np.bool_]
+    is_state: bool
 
     def slots(self, block_bytes: int) -> int:
         return block_bytes // self.size
@@ -230,6 +238,10 @@ class _Line:
         """Bytes of full groups, over all ranks, that full members do not fill."""
         groups = int(np.count_nonzero(self.full[:, :: self.slots(block_bytes)].any(axis=0)))
         return groups * block_bytes * len(self.members) - self.size * int(self.full.sum())
+
+    def empty(self, block_bytes: int) -> int:
+        """Bytes of groups, over all ranks, that nobody fills."""
+        return self.groups(block_bytes) * block_bytes * len(self.members) - self.size * self.kinds.size
 
     def rounded_up(self, block_bytes: int) -> int:
         """Bytes of members in a group that keeps more than they need."""
@@ -244,7 +256,7 @@ def _group_by_policy(
     """Line up each rank's members of a size loosest first, and cut the line into groups.
 
     Where a cut does not fall between two policies, tighter heads ride in the looser group: the slots would be empty
-    otherwise. Full groups come first: they decide how far a prefix reaches.
+    otherwise. Full groups come first: they decide how far a prefix reaches. States come last.
     """
     lines = _lines(policies, sizes, dealt)
     block_bytes = _choose_block_bytes(lines)
@@ -254,7 +266,7 @@ def _group_by_policy(
         for first in range(0, len(line.members[0]), slots):
             members = tuple(tuple(sorted(rank[first : first + slots])) for rank in line.members)
             groups.append(_group(policies, members, slots))
-    return block_bytes, tuple(sorted(groups, key=lambda group: not group.policy.is_full))
+    return block_bytes, tuple(sorted(groups, key=lambda group: (not group.policy.is_full, group.policy.is_state)))
 
 
 def _lines(policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]]) -> list[_Line]:
@@ -263,43 +275,53 @@ def _lines(policies: Policies, sizes: Sequence[int], dealt: list[list[list[int]]
     def kind(member: Member) -> int:
         return order[policies[member.layer][member.kv_head]]
 
+    def line_of(member: Member) -> tuple[int, bool]:
+        return sizes[member.layer], policies[member.layer][member.kv_head].is_state
+
+    every = [[Member(layer, head) for layer, heads in enumerate(layers) for head in heads] for layers in dealt]
     lines = []
-    for size in sorted({size for size, row in zip(sizes, policies, strict=True) if row}, reverse=True):
+    for size, is_state in sorted({line_of(member) for member in every[0]}, reverse=True):
         members = [
             sorted(
-                (Member(layer, head) for layer, heads in enumerate(layers) if sizes[layer] == size for head in heads),
+                (member for member in rank if line_of(member) == (size, is_state)),
                 key=lambda member: (kind(member), member),
             )
-            for layers in dealt
+            for rank in every
         ]
         kinds = np.array([[kind(member) for member in rank] for rank in members])
         full = np.array([[policies[m.layer][m.kv_head].is_full for m in rank] for rank in members])
-        lines.append(_Line(size, members, kinds, full))
+        lines.append(_Line(size, members, kinds, full, is_state))
     return lines
 
 
 def _choose_block_bytes(lines: Sequence[_Line]) -> int:
     """Bytes of a block with the fewest groups that wastes little.
 
-    See `MAX_PADDING`, `MAX_ROUNDED_UP` and `MAX_FULL_WASTE`. Tried are those that a whole number of some size's members
-    fill.
+    See `MAX_PADDING`, `MAX_ROUNDED_UP`, `MAX_FULL_WASTE` and `MAX_STATE_PADDING`. Tried are those that a
+    whole number of some size's members fill.
     """
-    ranks = len(lines[0].members)
     filled = sum(line.size * line.kinds.size for line in lines)
     full = sum(line.size * int(line.full.sum()) for line in lines)
     unavoidable = sum(line.rounded_up(line.size) for line in lines)  # uneven ranks share tables
     full_unavoidable = sum(line.full_waste(line.size) for line in lines)
+    states = [line for line in lines if line.is_state]
+    of_states = sum(line.size * line.kinds.size for line in states)
+    most_padding, most_waste = (MAX_STATE_PADDING,) * 2 if states else (MAX_PADDING, MAX_FULL_WASTE)
 
     def cost(block_bytes: int) -> tuple[bool, int, int]:
         groups = sum(line.groups(block_bytes) for line in lines)
-        empty = groups * block_bytes * ranks - filled
+        empty = sum(line.empty(block_bytes) for line in lines)
         rounded = sum(line.rounded_up(block_bytes) for line in lines)
         allowed = max(MAX_ROUNDED_UP * filled, unavoidable)
         in_full = sum(line.full_waste(block_bytes) for line in lines)
         too_much = (
-            empty > MAX_PADDING * filled or rounded > allowed or in_full > max(MAX_FULL_WASTE * full, full_unavoidable)
+            empty > most_padding * filled
+            or rounded > allowed
+            or in_full > max(most_waste * full, full_unavoidable)
+            or sum(line.empty(block_bytes) for line in states) > most_padding * of_states
         )
-        return (too_much, empty + rounded if too_much else groups, empty + rounded)
+        wasted = empty + rounded
+        return (too_much, wasted, groups) if too_much else (too_much, groups, wasted)
 
     largest = max(line.size for line in lines)
     fillings = {line.size * slots for line in lines for slots in range(1, line.kinds.shape[1] + 1)}
@@ -326,4 +348,6 @@ def loosest(policies: Sequence[HeadPolicy]) -> HeadPolicy:
     """The policy under which nothing is dropped that one of ``policies`` still sees."""
     if any(policy.is_full for policy in policies):
         return FULL
+    if any(policy.is_state for policy in policies):
+        return STATE
     return HeadPolicy(max(p.window for p in policies), max(p.sink for p in policies))

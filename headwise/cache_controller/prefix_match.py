@@ -20,7 +20,8 @@ class PrefixMatch:
 
     blocks:  ``int32 [groups, num_blocks]``, what a sequence that starts with it may still see of it and is on the
              device; else `NOWHERE`
-    reached: blocks of the prefix that could be served if no window group had lost its own
+    reached: blocks of the prefix that could be served if no window group had lost its own, and no state were missing
+    without_states: those that could be if no state were missing
     nodes:   ``[num_blocks]``, the prefix in the tree
     host:    like ``blocks``: what must be brought from the host; None if nothing
     gained:  blocks of the prefix that could not be served without the host
@@ -28,6 +29,7 @@ class PrefixMatch:
 
     blocks: NDArray[np.int32]
     reached: int = 0
+    without_states: int = 0
     nodes: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     host: NDArray[np.int32] | None = None
     gained: int = 0
@@ -51,8 +53,8 @@ class PrefixMatch:
 class PrefixFinder:
     """Answers for one engine's cache.
 
-    A prefix of ``n`` blocks can be served iff every full group has blocks ``[0, n)`` and every window group has its
-    sink blocks and the blocks that a query after the prefix may see.
+    A prefix of ``n`` blocks can be served iff every full group has blocks ``[0, n)``, every window group has its
+    sink blocks and the blocks that a query after the prefix may see, and every group of states the one behind it.
 
     costs:      tell what is worth bringing from the host
     first_live: ``[max_blocks + 1, groups]``, per depth, the first block that a query behind so many blocks sees
@@ -60,21 +62,22 @@ class PrefixFinder:
 
     def __init__(self, tree: RadixTree, windows: GroupWindows, host: Host, costs: CopyCosts, max_blocks: int) -> None:
         self._tree, self._windows, self._host, self._costs = tree, windows, host, costs
-        self._window_groups = np.flatnonzero(~windows.is_full)
+        self._window_groups = np.flatnonzero(~windows.is_full & ~windows.is_state)
+        self._state_groups = np.flatnonzero(windows.is_state)
         self.first_live = windows.first_live(np.arange(max_blocks + 1) * windows.block_size)
 
     def match(self, hashes: Sequence[bytes]) -> PrefixMatch:
         """The longest prefix of the path ``hashes`` that every group can serve. Changes nothing."""
         nodes = self._tree.find(hashes)
         held = self._tree.device.blocks[nodes]
-        count, reached = self._servable(held != NOWHERE)
-        match = PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count])
+        count, reached, without_states = self._servable(held != NOWHERE)
+        match = PrefixMatch(self._seen_after(held[:count]), reached, without_states, nodes[:count])
         return self._match_with_host(match, nodes, held) if self._host.is_there else match
 
     def _match_with_host(self, match: PrefixMatch, nodes: NDArray[np.int64], held: NDArray[np.int32]) -> PrefixMatch:
         """A match that goes on with what the host has, where that is worth its copies; else ``match``."""
         on_host = np.where(held == NOWHERE, self._tree.host.blocks[nodes], np.int32(NOWHERE))
-        count, reached = self._servable((held != NOWHERE) | (on_host != NOWHERE))
+        count, reached, without_states = self._servable((held != NOWHERE) | (on_host != NOWHERE))
         if count <= match.num_blocks:
             return match
         needed = self._seen_after(on_host[:count])
@@ -82,7 +85,7 @@ class PrefixFinder:
         if not self._costs.is_worth_loading(copies, (count - match.num_blocks) * self._windows.block_size):
             return match
         gained = count - match.num_blocks
-        return PrefixMatch(self._seen_after(held[:count]), reached, nodes[:count], needed, gained)
+        return PrefixMatch(self._seen_after(held[:count]), reached, without_states, nodes[:count], needed, gained)
 
     def fetch(self, hashes: Sequence[bytes], stored: NDArray[np.bool_]) -> Fetch | None:
         """Start to bring to the host what lets more of a path be served; None if there is nothing worth it.
@@ -92,8 +95,8 @@ class PrefixFinder:
         nodes = self._tree.find(hashes)
         here = np.zeros_like(stored)
         here[: len(nodes)] = (self._tree.device.blocks[nodes] != NOWHERE) | (self._tree.host.blocks[nodes] != NOWHERE)
-        served, _ = self._servable(here)
-        count, _ = self._servable(here | stored)
+        served, *_ = self._servable(here)
+        count, *_ = self._servable(here | stored)
         storage = self._host.storage
         room = storage.room
         while count > served:
@@ -103,18 +106,26 @@ class PrefixFinder:
                 return storage.fetch(hashes, wanted, tokens) if self._costs.is_worth_fetching(blocks, tokens) else None
             # What fits of it may still serve more than is here.
             fitting = int(np.searchsorted(wanted.sum(axis=1).cumsum(), room, side="right"))
-            count, _ = self._servable((here | stored)[: min(fitting, count * room // blocks)])
+            count, *_ = self._servable((here | stored)[: min(fitting, count * room // blocks)])
         return None
 
-    def _servable(self, there: NDArray[np.bool_]) -> tuple[int, int]:
-        """The depth of a path with the blocks ``there [n, groups]`` that every group can serve, and every full one."""
-        has_windows = len(self._window_groups) > 0
-        complete = (there[:, self._windows.is_full] if has_windows else there).all(axis=1)
+    def _servable(self, there: NDArray[np.bool_]) -> tuple[int, int, int]:
+        """Depths of a path with the blocks ``there [n, groups]``: that every group can serve; that every full one can;
+        and that these and the window groups can.
+        """
+        is_full = self._windows.is_full
+        complete = (there if is_full.all() else there[:, is_full]).all(axis=1)
         reached = len(there) if complete.all() else int(complete.argmin())
-        return (self._window_depth(there[:reached]) if has_windows else reached), reached
+        servable = self._windows_serve(there[:reached])
+        without_states = _deepest(servable)
+        if len(self._state_groups):
+            servable &= there[:reached, self._state_groups].all(axis=1)
+        return _deepest(servable), reached, without_states
 
-    def _window_depth(self, there: NDArray[np.bool_]) -> int:
-        """The deepest prefix of a path whose blocks are ``there [n, groups]`` that every window group can serve."""
+    def _windows_serve(self, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """``[n]``: whether every window group can serve the path up to each of its blocks ``there [n, groups]``."""
+        if not len(self._window_groups):
+            return np.ones(len(there), dtype=np.bool_)
         resident = there[:, self._window_groups]
         column = np.arange(len(there))[:, None]
         last_gap = np.maximum.accumulate(np.where(resident, -1, column), axis=0)
@@ -122,12 +133,11 @@ class PrefixFinder:
         depths = column[:, 0] + 1
         live = self.first_live[depths[:, None], self._window_groups]
         sinks = np.minimum(self._windows.sink_blocks[self._window_groups], depths[:, None])
-        servable = ((last_gap < live) & (first_gap >= sinks)).all(axis=1)
-        return int(depths[servable].max(initial=0))
+        return np.asarray(((last_gap < live) & (first_gap >= sinks)).all(axis=1))
 
     def _seen_after(self, held: NDArray[np.int32]) -> NDArray[np.int32]:
         """``[groups, n]``: of a path's blocks ``held [n, groups]`` those in a sink or window of a query after it."""
-        if not len(self._window_groups):
+        if self._windows.is_full.all():
             return held.T
         return np.where(self._are_seen_after(len(held)), held, np.int32(NOWHERE)).T
 
@@ -135,3 +145,8 @@ class PrefixFinder:
         """``[count, groups]``: which of a path's first ``count`` blocks a query after them sees."""
         column = np.arange(count)[:, None]
         return np.asarray((column < self._windows.sink_blocks) | (column >= self.first_live[count]))
+
+
+def _deepest(servable: NDArray[np.bool_]) -> int:
+    """How many blocks reach up to the last servable one."""
+    return len(servable) if len(servable) and servable[-1] else int(np.flatnonzero(servable).max(initial=-1)) + 1

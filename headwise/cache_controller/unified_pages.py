@@ -98,13 +98,18 @@ class UnifiedPages:
 def unified_pages(
     plan: HeadGroupPlan, policies: Policies, block_size: int, in_flight: int, states: Sequence[int] = ()
 ) -> UnifiedPages:
-    """Those of a planned model: ``plan.sizes`` are bytes of ``block_size`` tokens."""
-    layers = [
-        LayerMemory(loosest(row), size * len(heads))
+    """Those of a planned model: ``plan.sizes`` are bytes of ``block_size`` tokens, or of a state.
+
+    states: others than the plan has
+    """
+    rows = [
+        (loosest(row), size * len(heads))
         for row, size, heads in zip(policies, plan.sizes, plan.kv_heads(0), strict=True)
         if heads
     ]
-    return UnifiedPages(layers, states, block_size, in_flight)
+    layers = [LayerMemory(policy, size) for policy, size in rows if not policy.is_state]
+    own = [size for policy, size in rows if policy.is_state]
+    return UnifiedPages(layers, [*own, *states], block_size, in_flight)
 
 
 def planned_bytes(plan: HeadGroupPlan, kept: Sequence[HeadPolicy], tokens: int, block_size: int, in_flight: int) -> int:

@@ -1,4 +1,8 @@
-"""Which token blocks of a sequence each head group still needs: the arithmetic of windows and sinks.
+"""Which token blocks of a sequence each head group still needs: the arithmetic of windows, sinks and states.
+
+A group of states has, in the column of a token block, the state behind that block's last token, or behind the
+sequence's last one: so it needs what a window of two tokens does, of which a query's own is one. Unlike a window's,
+most of its columns never hold anything: see `states.StateColumns`.
 
 Everything takes one number of tokens or an array of them, and answers for all groups at once.
 """
@@ -15,6 +19,9 @@ from headwise.cache_controller.policy import HeadPolicy
 UNBOUNDED = 1 << 40
 """The window of a full group: longer than any sequence, so that one formula serves all groups."""
 
+STATE_WINDOW = 2
+"""Of a group of states: what is computed next needs the token before it, which the state stands for."""
+
 
 def num_blocks_for(tokens: int, block_size: int) -> int:
     """Blocks that hold ``tokens`` tokens."""
@@ -24,7 +31,7 @@ def num_blocks_for(tokens: int, block_size: int) -> int:
 class GroupWindows:
     """The windows and sinks of an engine's head groups.
 
-    window:      ``int64 [groups]``, `UNBOUNDED` for full groups
+    window:      ``int64 [groups]``, `UNBOUNDED` for full groups, `STATE_WINDOW` for states
     sink_blocks: ``int64 [groups]``, leading blocks that hold a sink token
     seen_blocks: ``int64 [groups]``, of whole blocks the last ones that a query right behind them sees
     """
@@ -32,7 +39,9 @@ class GroupWindows:
     def __init__(self, policies: Sequence[HeadPolicy], block_size: int) -> None:
         self.block_size = block_size
         self.is_full = np.array([policy.is_full for policy in policies])
-        self.window = np.array([policy.window or UNBOUNDED for policy in policies], dtype=np.int64)
+        self.is_state = np.array([policy.is_state for policy in policies])
+        windows = [STATE_WINDOW if policy.is_state else policy.window or UNBOUNDED for policy in policies]
+        self.window = np.array(windows, dtype=np.int64)
         self.sink_blocks = -(-np.array([policy.sink for policy in policies], dtype=np.int64) // block_size)
         self.seen_blocks = -(-(self.window - 1) // block_size)
 
@@ -50,15 +59,18 @@ class GroupWindows:
         grows: NDArray[np.int64] = (first_live + 1) * self.block_size + (self.window - 1)
         return np.asarray(grows.min(axis=-1))
 
-    def peak_blocks(self, tokens: ArrayLike, in_flight: ArrayLike) -> NDArray[np.int64]:
+    def peak_blocks(self, tokens: ArrayLike, in_flight: ArrayLike, state_copies: int = 1) -> NDArray[np.int64]:
         """``[...]``: most blocks, over all groups, of a sequence that grows to ``tokens`` tokens.
 
         A window group holds its sink, and the blocks that the window and the ``in_flight`` tokens of steps under way
         reach into; the rest is recycled.
+
+        state_copies: of each state: 2 for one that goes on from a checkpoint which others may hold
         """
         whole = -(-np.asarray(tokens, dtype=np.int64)[..., None] // self.block_size)
         reach = self.window - 1 + np.asarray(in_flight, dtype=np.int64)[..., None]
         window = -(-reach // self.block_size) + 1
+        window = np.where(self.is_state, state_copies, window)
         return np.asarray(np.minimum(whole, self.sink_blocks + window).sum(axis=-1))
 
 

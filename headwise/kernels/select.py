@@ -5,6 +5,8 @@ from __future__ import annotations
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy
+from headwise.kernels.delta_base import DeltaKernels
+from headwise.kernels.delta_reference import ReferenceDeltaKernels
 from headwise.kernels.mla_base import LatentKernels
 from headwise.kernels.mla_reference import ReferenceLatentKernels
 from headwise.kernels.reference import ReferenceKernels
@@ -49,6 +51,17 @@ def make_latent_kernels(name: str, threads: int) -> LatentKernels:
     except ImportError as error:
         raise _without_numba(name, error) from error
     return NumbaLatentKernels(threads)
+
+
+def make_delta_kernels(name: str, threads: int) -> DeltaKernels:
+    """Those of gated delta-nets, as `make_kernels`; they raise the same."""
+    if _is_reference(name):
+        return ReferenceDeltaKernels()
+    try:
+        from headwise.kernels.cpu.delta_attention import NumbaDeltaKernels
+    except ImportError as error:
+        raise _without_numba(name, error) from error
+    return NumbaDeltaKernels(threads)
 
 
 def _is_reference(name: str) -> bool:

@@ -22,7 +22,7 @@ from support.index.model import Heard, assert_match_serves, servable_depths, sta
 
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.host_tier import HostConfig
-from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.cache_controller.radix_tree import ROOT
 from headwise.cache_controller.windows import GroupWindows
 
@@ -375,7 +375,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = manager(num_blocks=self.num_blocks, policies=self.policies)
+        self.cache = manager(num_blocks=self.num_blocks, policies=self.policies, checkpoint_tokens=8)
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.content: dict[int, tuple[int, ...]] = {}
@@ -407,6 +407,7 @@ class CacheMachine(RuleBasedStateMachine):
         done = self.computed[row] + count
         if done > 60 or not extend(self.cache, row, done):
             return
+        self._assert_states_go_on(row, done)
         tokens.extend(self.tokens[row][-1] + 1 + i for i in range(done - len(tokens)))
         for depth in range(self.computed[row] // BLOCK, -(-done // BLOCK)):
             for block in self.cache.tables[row, :, depth].tolist():
@@ -435,6 +436,13 @@ class CacheMachine(RuleBasedStateMachine):
         random.shuffle(free)
         self.cache.pool._stack[: len(free)] = free
 
+    def _assert_states_go_on(self, row: int, done: int) -> None:
+        """A step to ``done`` tokens finds states right behind those before: where they are left, or moved along."""
+        before = self.computed[row]
+        for group in np.flatnonzero([policy.is_state for policy in self.cache.policies]) if before else ():
+            left, live = (self.cache.tables[row, group, (tokens - 1) // BLOCK] for tokens in (before, done))
+            assert self.content[int(live if left < 0 else left)] == tuple(self.tokens[row][:before])
+
     def _commit(self, row: int, tokens: list[int]) -> None:
         commit(self.cache, row, tokens)
 
@@ -448,6 +456,7 @@ class CacheMachine(RuleBasedStateMachine):
                     block = int(self.cache.tables[row, group, depth])
                     expected = tuple(self.tokens[row][: min(done, (depth + 1) * BLOCK)])
                     assert self.content[block][: len(expected)] == expected
+                    assert not self.cache.policies[group].is_state or self.content[block] == expected
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -484,6 +493,16 @@ class WindowsMachine(CacheMachine):
     """No group sees everything, and one has no sink."""
 
     policies = (WINDOW, HeadPolicy(window=9))
+
+
+class StatesMachine(CacheMachine):
+    """Two groups of states beside attention."""
+
+    policies = (FULL, STATE, STATE)
+
+
+class StatesAndWindowsMachine(CacheMachine):
+    policies = (FULL, WINDOW, STATE)
 
 
 class FullMachine(CacheMachine):
@@ -533,7 +552,9 @@ def _run(machine: type[CacheMachine], examples: int) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None))
 
 
-@pytest.mark.parametrize("machine", [WindowsMachine, FullMachine, SinksMachine, ShortWindowsMachine])
+@pytest.mark.parametrize(
+    "machine", [WindowsMachine, StatesMachine, StatesAndWindowsMachine, FullMachine, SinksMachine, ShortWindowsMachine]
+)
 def test_caches_of_other_groups_keep_their_promises(machine) -> None:
     _run(machine, 40)
 

@@ -111,6 +111,6 @@ def test_blocks_are_needed_in_the_windows_at_which_a_request_may_resume_only() -
     points = ResumePoints(1, GroupWindows([FULL, HeadPolicy(window=9)], 4), slack=6)
     points.open(0, reached=5, prompt_blocks=20)
     columns = np.arange(30)
-    inside = points.inside(np.zeros(30, dtype=np.int32), np.ones(30, dtype=np.int64), columns)
+    inside = np.flatnonzero(points.are_inside(np.zeros(30, dtype=np.int32), np.ones(30, dtype=np.int64), columns))
     # Behind 20 tokens a window of 9 sees from token 12 on; behind a prompt of 80, and up to 6 before, from token 66 on.
     assert inside.tolist() == [3, 4, 16, 17, 18, 19]

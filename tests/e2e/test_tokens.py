@@ -14,6 +14,7 @@ from support.engine.loaded_model import ALL_MODELS, GREEDY, MODELS, LoadedModel,
 from support.reference import CLOSE, Answer, answers, assert_same
 
 from headwise.cache_controller.windows import GroupWindows
+from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.loader.resolve import resolve_model
@@ -119,12 +120,12 @@ def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, t
 def scarce(loaded: LoadedModel, wanted: list[Answer], max_tokens: int) -> dict[str, Any]:
     """A pool that holds the longest of the requests and little more."""
     tokens = max(len(answer.prompt_ids) for answer in wanted) + max_tokens
-    card = loaded.preprocessor.card
     settings = {"block_size": 16, "max_model_len": 0, "max_batched_tokens": 256}
-    in_flight = replace(loaded.config, **settings).tokens_in_flight
-    blocks = int(GroupWindows(card.kept, 16).peak_blocks(tokens, in_flight)) + 4 * len(card.plan.groups)
-    block_bytes = card.layout.block_bytes // card.layout.block_size * 16
-    return {"kv_cache": f"{blocks * block_bytes}B", **settings}
+    config = replace(loaded.config, **settings)
+    card = read_model_card(config, resolve_model(config.model, config.cache_path), identify=False)
+    spare = 4 * len(card.plan.groups)
+    blocks = int(GroupWindows(card.kept, 16).peak_blocks(tokens, config.tokens_in_flight)) + spare
+    return {"kv_cache": f"{blocks * card.layout.block_bytes}B", **settings}
 
 
 @pytest.mark.parametrize(("tokens", "longest_first"), [(20, True), pytest.param(64, False, marks=pytest.mark.soak)])
@@ -233,8 +234,8 @@ def test_plain_greedy_requests_pay_nothing_for_what_others_may_ask_for(
 
 
 def test_one_group_per_head_index_gives_the_same_tokens(loaded: LoadedModel) -> None:
-    if loaded.preprocessor.card.config.layer_heads:
-        pytest.skip("layers of unlike heads have no index in common")
+    if loaded.preprocessor.card.config.layer_heads or loaded.preprocessor.card.has_states:
+        pytest.skip("layers of unlike members have no index in common")
     config = replace(loaded.config, head_grouping="per_head_index")
     directory = resolve_model(config.model, config.cache_path)
     worker = ModelWorker(config, directory, 0, SingleRank())

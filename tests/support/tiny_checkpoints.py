@@ -77,6 +77,17 @@ _DEEPSEEK: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,  # the last of which has attention
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+}
+
 
 def _yarn(mscale: float, mscale_all_dim: float) -> dict[str, Any]:
     lengths = {"factor": 4.0, "original_max_position_embeddings": 1024, "beta_fast": 32, "beta_slow": 1}
@@ -199,6 +210,17 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         norm_topk_prob=True,
         rope_scaling=_yarn(1.0, 0.6),
     ),
+    "qwen3-next": _config(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        **_DELTA_NET,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[1],
+    ),
+    "qwen3.5": _config("Qwen3_5ForCausalLM", "qwen3_5_text", **_DELTA_NET),
     "gpt-oss": _GPT_OSS,
     "gpt-oss-mxfp4": {**_GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
 }
@@ -208,7 +230,7 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
 def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
     """Weights of these names and shapes, whose activations neither vanish nor grow, and whose logits lie apart."""
     draw, found = np.random.default_rng(0), {}
-    centre = 0.0 if config["model_type"] == "gemma2" else 1.0  # of norms, as they are stored
+    from_one = config["model_type"] in ("gemma2", "qwen3_next", "qwen3_5_text")  # norms are stored as distances from 1
     for name, shape in sorted(shapes.items()):
         if name.endswith(("_blocks", "_scales")):
             low, high = (0, 256) if name.endswith("_blocks") else (122, 125)
@@ -216,11 +238,14 @@ def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> 
             continue
         values = draw.standard_normal(shape, dtype=np.float32)
         if name.endswith("norm.weight"):
+            centre = 0 if from_one and not name.endswith("linear_attn.norm.weight") else 1
             values = values * np.float32(0.2) + np.float32(centre)
         elif name.endswith("layer_scalar"):
             values = values * np.float32(0.1) + np.float32(1)
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
             values *= np.float32(3 / config["hidden_size"] ** 0.5)
+        elif name.endswith("A_log"):
+            values -= np.float32(4)  # states forget slowly
         elif name.endswith("gate_up_proj_bias"):
             values *= np.float32(5)  # some are beyond the limit of a clamped activation
         elif len(shape) > 1:

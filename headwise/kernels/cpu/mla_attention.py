@@ -7,7 +7,6 @@ values of some heads at a time are made of a sequence's latents, and are read li
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.bfloat16 import to_float32
 from headwise.kernels.cpu.attention import NumbaKernels
 from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP
-from headwise.kernels.cpu.pool import pool_of_this_process
+from headwise.kernels.cpu.sharing import share_out
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.mla import latent_view
 from headwise.kernels.mla_base import UpProjections
@@ -41,9 +40,6 @@ THREAD_WORK = 1 << 20
 """Multiplications that are worth waking a thread for."""
 
 Floats = NDArray[np.float32]
-
-_TAKE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
-"""What the pool's threads call: Python, which lets go of the interpreter's lock within each of NumPy's products."""
 
 
 class NumbaLatentKernels:
@@ -170,24 +166,7 @@ class NumbaLatentKernels:
 
     def _share_out(self, function: Callable[[int, int], None], count: int, work: int) -> None:
         """Call ``function(first, last)`` on all of ``count``, shared out among as many threads as the work is worth."""
-        workers = max(1, min(self._threads, count, work // THREAD_WORK))
-        if workers == 1:
-            function(0, count)
-            return
-        shares = iter([(count * share // workers, count * (share + 1) // workers) for share in range(workers)])
-        failures: list[BaseException] = []
-
-        def take(argument: int, thread: int) -> None:
-            try:
-                for first, last in shares:  # one at a time: threads that have no core take none
-                    function(first, last)
-            except BaseException as error:
-                failures.append(error)
-
-        compiled = _TAKE(take)
-        pool_of_this_process().run(ctypes.cast(compiled, ctypes.c_void_p).value or 0, workers, 0)
-        if failures:
-            raise failures[0]
+        share_out(function, count, min(self._threads, work // THREAD_WORK))
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,6 +68,8 @@ class DenseModel:
         variant = attention_of(geometry)
         if variant.is_replicated:
             raise ConfigError(f"{card.model} keeps no keys of single heads (MLA): there is no head pattern to measure")
+        if card.has_states:
+            raise ConfigError(f"{card.model} keeps states in some layers: no pattern of such is measured yet")
         if geometry.layer_heads:
             raise ConfigError(
                 f"{card.model} has layers of unlike heads or with a shared cache: no pattern of such is measured yet"

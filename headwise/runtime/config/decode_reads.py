@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from headwise.cache_controller.dtypes import dtype_bytes
+from headwise.cache_controller.policy import HeadPolicy
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.block_file import BLOCKS, BlockFile
@@ -72,7 +73,8 @@ def _layer_elements(model: ModelConfig) -> int:
     attention = sum(variant.weight_elements(layer) for layer in layers) + model.side_elements
     if moe is None:
         return attention + 3 * hidden * sum(map(model.mlp_size, layers))
-    experts = 3 * hidden * moe.expert_size * (moe.experts_per_token + moe.num_shared_experts)
+    shared = moe.num_shared_experts * moe.expert_size + moe.gated_shared_size
+    experts = 3 * hidden * (moe.experts_per_token * moe.expert_size + shared)
     routed = len(moe.layers) * (experts + hidden * moe.num_experts)
     dense = 3 * hidden * sum(model.mlp_size(layer) for layer in layers if layer not in moe.layers)
     return attention + dense + routed
@@ -92,9 +94,15 @@ def _block_bytes(model: ModelConfig, directory: Path) -> tuple[int, int]:
 
 
 def _bytes_of_thousand(card: ModelCard) -> int:
-    """Of the cache of 1,000 tokens, what its last token's heads see."""
+    """Of the cache of 1,000 tokens, what its last token's heads see: of states, all."""
     model, total = card.config, 0
     for row, layout in zip(model.by_cache_layer(model.policies), card.layouts, strict=True):
-        seen = sum(_THOUSAND if each.is_full else min(_THOUSAND, each.window + each.sink) for each in row)
-        total += seen * layout.slot_bytes
+        total += sum(_tokens_seen(policy, layout.block_size) for policy in row) * layout.slot_bytes
     return total // card.layout.block_size
+
+
+def _tokens_seen(policy: HeadPolicy, block_size: int) -> int:
+    """Those whose bytes a head reads; a state is as large as a slot."""
+    if policy.is_state:
+        return block_size
+    return _THOUSAND if policy.is_full else min(_THOUSAND, policy.window + policy.sink)

@@ -217,6 +217,12 @@ class EngineConfig:
     sink: int = _option(64, "First tokens that heads limited by head_pattern always see.", 0)
     window: int = _option(256, "Most recent tokens that heads limited by head_pattern see.", 1)
     prefix_caching: bool = _option(True, "Keep finished blocks and reuse them for requests with the same prefix.")
+    checkpoint_tokens: int = _option(
+        8192,
+        "Tokens of a long prompt after each of which a checkpoint of recurrent states is kept, in models that have "
+        "them; 0: only at a prompt's end, and where prompts were found to part.",
+        0,
+    )
     recycling: bool = _option(
         True,
         "Give a window head's blocks back once no query can see them; off: when the request ends, to compare.",

@@ -54,6 +54,8 @@ def describe(
         yield "smallest reusable prefix", f"{layout.block_size} tokens"
     yield "cache of 1,000 tokens", _bytes_of_thousand(card)
     yield "over pages of one layer", _over_unified_pages(config, card)
+    if card.has_states:
+        yield "states of a sequence", _bytes_of_states(config, card)
     yield from _decode_rows(config, decode_reads(config, card, directory))
     for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
@@ -109,11 +111,19 @@ def chosen(config: EngineConfig, card: ModelCard, directory: Path) -> str:
 
 
 def _bytes_of_thousand(card: ModelCard) -> str:
-    policies = card.plan.policies
+    policies = [policy for policy in card.plan.policies if not policy.is_state]
     inside = 1000 * card.bytes_per_token
-    behind = inside * sum(policy.is_full for policy in policies) / len(policies)
+    behind = inside * sum(policy.is_full for policy in policies) / max(1, len(policies))
     text = f"{format_bytes(inside)} over all ranks"
     return text if behind == inside else f"{text}; {format_bytes(behind)} once no window reaches them any more"
+
+
+def _bytes_of_states(config: EngineConfig, card: ModelCard) -> str:
+    size = f"{format_bytes(card.bytes_per_sequence)} over all ranks, however long it is"
+    if not config.prefix_caching:
+        return size
+    every = f", and every {config.checkpoint_tokens} tokens of it" if config.checkpoint_tokens else ""
+    return f"{size}; as much again for each checkpoint that is cached: at the end of a prompt{every}"
 
 
 def requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> tuple[int, int]:
@@ -123,7 +133,7 @@ def requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> tup
         windows = GroupWindows(policies, config.block_size)
         return card.spec.num_blocks // int(windows.peak_blocks(tokens, config.tokens_in_flight))
 
-    return fit(card.kept), fit([FULL] * len(card.kept))
+    return fit(card.kept), fit([policy if policy.is_state else FULL for policy in card.kept])
 
 
 def _requests_that_fit(config: EngineConfig, card: ModelCard, tokens: int) -> str:
@@ -141,8 +151,11 @@ def _usual_lengths(longest: int) -> list[int]:
 def _group(group: HeadGroup, card: ModelCard, attention: AttentionVariant) -> str:
     ranks = group.members[:1] if attention.is_replicated else group.members
     members = [member for rank in ranks for member in rank]
-    token_bytes = sum(card.plan.sizes[member.layer] for member in members) / card.layout.block_size
-    return f"{policy_name(group.policy)}, {attention.members(len(members))}, {format_bytes(token_bytes)} a token"
+    size = sum(card.plan.sizes[member.layer] for member in members)
+    kept = f"{format_bytes(size / card.layout.block_size)} a token"
+    if group.policy.is_state:
+        kept = f"{format_bytes(size)} a sequence"
+    return f"{policy_name(group.policy)}, {attention.members(len(members), group.policy)}, {kept}"
 
 
 _COMPARED = (8192, 32768, 131072)
@@ -151,7 +164,9 @@ _COMPARED = (8192, 32768, 131072)
 
 def _over_unified_pages(config: EngineConfig, card: ModelCard) -> str:
     """How many times as many requests fit as in pages of one layer each, by their length."""
-    policies = card.config.policies if card.recycling else [[FULL] * len(row) for row in card.config.policies]
+    policies = card.config.policies
+    if not card.recycling:
+        policies = tuple(tuple(policy if policy.is_state else FULL for policy in row) for row in policies)
     step = config.block_size, config.tokens_in_flight
     pages, texts = unified_pages(card.plan, policies, *step), []
     for tokens in [n for n in _COMPARED if n <= card.max_model_len] or [card.max_model_len]:
@@ -165,4 +180,6 @@ def policy_name(policy: HeadPolicy) -> str:
     """A policy in words."""
     if policy.is_full:
         return "full attention"
+    if policy.is_state:
+        return "states"
     return f"window of {policy.window}" + (f", sink of {policy.sink}" if policy.sink else "")

@@ -87,13 +87,24 @@ class ModelCard:
         return kept_policies(self.plan, self.recycling)
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep states in place of tokens."""
+        return any(policy.is_state for policy in self.plan.policies)
+
+    @property
     def bytes_per_token(self) -> float:
         """Cache bytes a token takes, over all ranks and groups."""
-        return self.layout.block_bytes * len(self.plan.groups) * self.plan.tp_size / self.layout.block_size
+        groups = sum(not policy.is_state for policy in self.plan.policies)
+        return self.layout.block_bytes * groups * self.plan.tp_size / self.layout.block_size
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Cache bytes of a sequence's states, over all ranks, however long it is; a checkpoint takes as many."""
+        return self.layout.block_bytes * sum(policy.is_state for policy in self.plan.policies) * self.plan.tp_size
 
 
 def kept_policies(plan: HeadGroupPlan, recycling: bool) -> tuple[HeadPolicy, ...]:
-    return plan.policies if recycling else (FULL,) * len(plan.groups)
+    return tuple(policy if recycling or policy.is_state else FULL for policy in plan.policies)
 
 
 def read_model_card(
@@ -115,6 +126,8 @@ def read_model_card(
             f"{config.model} has layers of unlike heads or with a shared cache: head patterns, and sparsity, are for "
             "models whose layers are alike; leave head_pattern out"
         )
+    if config.head_pattern and any(policy.is_state for row in model.policies for policy in row):
+        raise ConfigError(f"{config.model} keeps states in some layers, which no head pattern has: serve it without")
     if config.head_pattern:
         pattern = load_pattern(config.head_pattern)
         if pattern.identity and pattern.model != config.model:  # only the weights can tell
@@ -200,7 +213,8 @@ def _tokens_that_fit(config: EngineConfig, plan: HeadGroupPlan, spec: CacheSpec)
     windows = GroupWindows(kept_policies(plan, config.recycling), config.block_size)
 
     def fits(columns: int) -> bool:
-        return int(windows.peak_blocks(columns * config.block_size, config.tokens_in_flight)) <= spec.num_blocks
+        tokens = columns * config.block_size
+        return int(windows.peak_blocks(tokens, config.tokens_in_flight, state_copies=2)) <= spec.num_blocks
 
     low, high = 1, spec.max_blocks
     while low < high:  # the largest number of columns that fits

@@ -62,6 +62,7 @@ class EngineCore:
             max_blocks=card.spec.max_blocks,
             step_tokens=config.tokens_in_flight,
             prefix_caching=config.prefix_caching,
+            checkpoint_tokens=config.checkpoint_tokens,
             host=_host_config(config, card),
         )
         self.resources = ResourceManager(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import gcd
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.delta import DeltaSizes
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 _Kept = TypeVar("_Kept")
@@ -41,6 +43,7 @@ class MoeConfig:
     expert_size:        intermediate size of one expert
     num_shared_experts: experts that every token goes through besides its routed ones
     norm_min:           least sum that a token's routing weights are divided by; None: they are not divided
+    gated_shared_size:  intermediate size of what every token goes through as far as a gate of its own lets it; 0: none
     """
 
     layers: tuple[int, ...]
@@ -49,6 +52,20 @@ class MoeConfig:
     expert_size: int
     num_shared_experts: int
     norm_min: float | None
+    gated_shared_size: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Gated delta-nets that stand for attention in some layers.
+
+    layers:    those layers, ascending
+    key_heads: of each, over all ranks; what a layer keeps has a member for each
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    sizes: DeltaSizes
 
 
 @dataclass(frozen=True)
@@ -90,10 +107,11 @@ class LayerHeads:
 class ModelConfig:
     """A model's geometry, read from a Hugging Face ``config.json`` by its architecture's module.
 
-    num_kv_heads: members that a layer keeps: 1 with latents
+    num_kv_heads: members that a layer with attention keeps: 1 with latents
     head_dim: of keys and values; with latents, of what is rotated
     layer_heads: ``[num_layers]``, in place of the former two where layers differ; else empty. See `heads_of`
-    policies: ``[num_layers][members]``, what each KV head may see; none of layers that use another one's cache
+    policies: ``[num_layers][members]``, what each KV head may see, or that it is a state; none of layers that use
+              another one's cache
     ropes:    per layer
     attention_scale: factor on q.k; softcaps are 0 where there is none
     sink_logits:     whether every query head has learned the score of a sink, see `AttentionKernels.attend`
@@ -125,6 +143,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     layer_heads: tuple[LayerHeads, ...] = ()
+    delta: DeltaConfig | None = None
 
     def heads_of(self, layer: int) -> LayerHeads:
         """Keys and values of a layer."""
@@ -147,13 +166,22 @@ class ModelConfig:
 
     @property
     def dealt_heads(self) -> int:
-        """Heads of which tensor-parallel ranks have an equal share each: of keys and values, or else of queries."""
+        """Heads of which tensor-parallel ranks have an equal share each: of keys and values, or else of queries.
+
+        With delta-nets in some layers it is what numbers of heads have in common.
+        """
+        if self.delta is not None:
+            return gcd(self.num_kv_heads, self.delta.key_heads)
         return self.num_kv_heads if self.mla is None else self.num_heads
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:
         """Intermediate sizes that tensor parallelism splits over the ranks."""
-        return (self.intermediate_size,) if self.moe is None else (self.intermediate_size, self.moe.expert_size)
+        if self.moe is None:
+            return (self.intermediate_size,)
+        return tuple(
+            size for size in (self.intermediate_size, self.moe.expert_size, self.moe.gated_shared_size) if size
+        )
 
 
 def valid_tp_sizes(config: ModelConfig) -> list[int]:

@@ -317,6 +317,7 @@ class Decoder(Model):
             config.layer_heads
             or config.sink_logits
             or config.mla
+            or config.delta
             or not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers)
         ):
             return None

@@ -20,6 +20,7 @@ class MoeMlp:
                 (load balancing without an auxiliary loss, arXiv 2408.15664); 0 where a model has none
     experts:    each split over the ranks like a dense MLP
     shared:     the experts that every token goes through, as one MLP
+    shared_gate: by how much a token does, as a sigmoid of its result; None: as it is
     """
 
     config: MoeConfig
@@ -27,6 +28,7 @@ class MoeMlp:
     correction: NDArray[np.float32] | np.float32
     experts: tuple[GatedMlp, ...]
     shared: GatedMlp | None
+    shared_gate: Linear | None = None
 
 
 def route(

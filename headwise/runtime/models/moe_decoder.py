@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear
+from headwise.runtime.models.decoder import Decoder, Linear
 from headwise.runtime.models.hf_config import HfConfig, check_served
 from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
 from headwise.runtime.ops.base import Tensor
@@ -66,20 +66,29 @@ class MoeDecoder(Decoder):
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         if not isinstance(mlp, MoeMlp):
             return super().feed_forward(mlp, x)
-        total = self._shared(mlp.shared, x)
+        total = self._shared(mlp, x)
         for expert, tokens, weights in tokens_by_expert(*self._route(mlp, x)):
             part = super().feed_forward(mlp.experts[expert], self.ops.take_rows(x, tokens))
             self.ops.scatter_add_rows(total, tokens, part, weights)
         return total
 
-    def _shared(self, shared: GatedMlp | None, x: Tensor) -> Tensor:
-        if shared is None:
-            return self.ops.tensor(np.zeros(x.shape, dtype=np.float32))
-        return super().feed_forward(shared, x)
+    def _shared(self, mlp: MoeMlp, x: Tensor) -> Tensor:
+        if mlp.shared is not None and mlp.shared_gate is None:
+            return super().feed_forward(mlp.shared, x)
+        total = self.ops.tensor(np.zeros(x.shape, dtype=np.float32))
+        if mlp.shared is not None and mlp.shared_gate is not None:
+            shares = sigmoid(self.ops.numpy(self._linear(x, mlp.shared_gate))[:, 0])
+            self.ops.scatter_add_rows(total, np.arange(len(shares)), super().feed_forward(mlp.shared, x), shares)
+        return total
 
     def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         logits = self.ops.numpy(self._linear(x, mlp.router))
         return route(logits, mlp.correction, mlp.config.experts_per_token, mlp.config.norm_min)
+
+
+def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """``1 / (1 + exp(-x))``, without overflow."""
+    return np.asarray(0.5 * np.tanh(0.5 * x) + 0.5, np.float32)
 
 
 def check_routing(config: HfConfig, per_token: Mapping[str, int], experts: Mapping[str, int]) -> None:

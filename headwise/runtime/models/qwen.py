@@ -28,7 +28,7 @@ def parse_qwen3(config: HfConfig) -> ModelConfig:
 def parse_qwen3_moe(config: HfConfig) -> ModelConfig:
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     decoder = decoder_config(config, QWEN3_MOE, **window_everywhere({**config, "sliding_window": window}))
-    return replace(decoder, moe=_moe(config, decoder.num_layers))
+    return replace(decoder, moe=moe_config(config, decoder.num_layers))
 
 
 def _windows(config: HfConfig) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _windows(config: HfConfig) -> dict[str, Any]:
     return {"layer_types": named_layer_types(config, default), "window": window}
 
 
-def _moe(config: HfConfig, num_layers: int) -> MoeConfig:
+def moe_config(config: HfConfig, num_layers: int) -> MoeConfig:
     """Layers have experts whose number, from 1 on, ``decoder_sparse_step`` divides, but for ``mlp_only_layers``."""
     step, dense = positive(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):

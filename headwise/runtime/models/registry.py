@@ -18,6 +18,7 @@ from headwise.runtime.models import (
     mixtral,
     phi3,
     qwen,
+    qwen3_next,
 )
 from headwise.runtime.models.base import Model, ModelConfig, Shard
 from headwise.runtime.models.decoder import Decoder, Prepare, Weights, make_anew
@@ -45,6 +46,8 @@ _MODELS = {
     qwen.QWEN2: _Entry(qwen.parse_qwen2, qwen.Qwen2),
     qwen.QWEN3: _Entry(qwen.parse_qwen3, qwen.Qwen3),
     qwen.QWEN3_MOE: _Entry(qwen.parse_qwen3_moe, qwen.Qwen3Moe),
+    qwen3_next.NEXT: _Entry(qwen3_next.parse_next, qwen3_next.Qwen3Next),
+    **dict.fromkeys(qwen3_next.QWEN3_5, _Entry(qwen3_next.parse_qwen3_5, qwen3_next.Qwen3_5)),
     mixtral.ARCHITECTURE: _Entry(mixtral.parse, mixtral.Mixtral),
     phi3.ARCHITECTURE: _Entry(phi3.parse, phi3.Phi3),
     gpt_oss.ARCHITECTURE: _Entry(gpt_oss.parse, gpt_oss.GptOss),

@@ -15,15 +15,13 @@ class Missing:
     nearest: str
 
 
-_STATES = "recurrent states beside attention"
 _POSITIONS = "learned positions and layer norms"
 
 MISSING = {
     "DeepseekV32ForCausalLM": Missing("an indexer beside latents (DSA)", "DeepseekV3ForCausalLM"),
     "Glm4MoeForCausalLM": Missing("routing by sigmoid", "Qwen3MoeForCausalLM"),
     "Qwen2MoeForCausalLM": Missing("a gated shared expert", "Qwen3MoeForCausalLM"),
-    "Qwen3NextForCausalLM": Missing(_STATES, "Qwen3MoeForCausalLM"),
-    "Qwen3_5ForCausalLM": Missing(_STATES, "Qwen3ForCausalLM"),
+    "Qwen3_5MoeForCausalLM": Missing("experts joined in one tensor beside recurrent states", "Qwen3NextForCausalLM"),
     "Gemma3nForConditionalGeneration": Missing("alternating updates (AltUp) and sparse MLPs", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": Missing("the unified form's vision and audio", "Gemma4ForCausalLM"),
     "GemmaForCausalLM": Missing("a GELU MLP without post norms", "Gemma2ForCausalLM"),

@@ -100,7 +100,6 @@ class ModelWorker:
         with self._device.current():
             self._collectives = self._device.collectives(comm)
             self._model = self._load_model()
-            self._heads = [self._head_table(layer) for layer in range(self.card.config.num_layers)]
         self._guides = Guides(lambda: Vocabulary(Tokenizer.from_directory(model_dir), self.card.config.vocab_size))
         self._graphs: DecodeGraphs | None = None
         self._copies: KVOffload | None = None
@@ -161,7 +160,7 @@ class ModelWorker:
         """Bytes for the pool: what the largest step leaves of the device, on the rank that has the least."""
         self._allocate_arena()
         tokens = min(self._config.max_batched_tokens, self.card.max_model_len)
-        batch = _trial(0, tokens, _NO_UPDATE)  # without blocks: none is written or read
+        batch = _trial(tokens, _NO_UPDATE)  # without blocks: none is written or read
         rows = np.arange(min(self._config.max_num_seqs, tokens))
         self._model.logits(self._ops.take_rows(self._forward(batch, batch.token_ids), rows))
         spare = np.array([[self._device.spare_bytes() >> 20]], dtype=np.float32)  # MiB: exact up to 16 TiB
@@ -175,6 +174,7 @@ class ModelWorker:
         arena = self._ops.empty_bytes(spec.num_blocks * card.layout.block_bytes)
         shape = TableShape(spec.max_rows, len(card.plan.groups), spec.max_blocks, card.layout.block_size)
         self._cache = CacheController(card.layout, arena, self._device.block_tables(shape))
+        self._heads = [self._head_table(layer) for layer in range(card.config.num_layers)]
         self._graphs = self._make_graphs()
         self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
         self._sequences: dict[int, NewSequence] = {}
@@ -201,11 +201,11 @@ class ModelWorker:
             self._copies = None
 
     def _warm_up(self) -> None:
-        """Run a prefill and a decode on row 0 into block 0, which no sequence holds yet."""
+        """Run a prefill and a decode on row 0 into the first blocks, one for each group: no sequence holds them yet."""
         groups = len(self.card.plan.groups)
-        table = np.array([[0, group, 0, 0] for group in range(groups)], dtype=np.int32)
-        for start, count, updates in ((0, min(2, self.card.layout.block_size), table), (1, 1, _NO_UPDATE)):
-            batch = _trial(start, count, updates)
+        table = np.array([[0, group, 0, group] for group in range(groups)], dtype=np.int32)
+        for count, updates in ((min(2, self.card.layout.block_size), table), (1, _NO_UPDATE)):
+            batch = _trial(count, updates)
             self._cache.tables.apply(batch.table_updates)
             self._model.logits(self._forward(batch, batch.token_ids))
         self._cache.tables.open_rows([0])
@@ -455,12 +455,12 @@ def _positions(batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32
     return np.arange(len(offsets), dtype=np.int32) + offsets, cu_seqlens
 
 
-def _trial(start: int, tokens: int, updates: NDArray[np.int32]) -> BatchRequest:
+def _trial(tokens: int, updates: NDArray[np.int32]) -> BatchRequest:
     """A step of a made-up sequence in row 0, without sampling."""
     return BatchRequest(
         step_id=0,
         rows=np.zeros(1, np.int32),
-        starts=np.array([start], np.int32),
+        starts=np.zeros(1, np.int32),
         query_lens=np.array([tokens], np.int32),
         token_ids=np.zeros(tokens, np.int32),
         sample=np.zeros(1, np.bool_),

@@ -42,11 +42,11 @@ def test_info_describes_the_cache(published: Path, tmp_path: Path) -> None:
     rows = dict(describe(config, card, tmp_path, [8192]))
     model = card.config
     heads = attention_of(model).geometry()
-    if model.mla is None and not model.layer_heads:
+    if model.mla is None and model.delta is None and not model.layer_heads:
         assert heads == f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}"
     assert rows["geometry"] == f"{model.num_layers} layers, {heads}"
     assert "padding" in rows["head groups"]
-    windows = {policy.window for row in model.policies for policy in row if not policy.is_full}
+    windows = {policy.window for row in model.policies for policy in row if policy.window}
     for window in windows:
         assert any(f"window of {window}" in value for value in rows.values())
 

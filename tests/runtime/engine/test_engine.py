@@ -23,7 +23,7 @@ from support.engine.simulation import (
 from support.index.model import Heard, Said, assert_match_serves, servable_depths, stated
 
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
-from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.cache_controller.storage_tier import PROBE_S
 from headwise.cache_controller.stored_blocks import AUDIT_S
 from headwise.errors import EngineDiedError, InvalidRequestError, OverloadedError
@@ -522,8 +522,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.poison(self.engine.cache.pool.free_blocks)
         if self.engine.cache.host.is_there:
             self.executor.poison_host(self.engine.cache.host.pool.free_blocks)
+        is_state = self.engine.cache.windows.is_state
         for row in (sequence.row for sequence in self.engine.resources.running):
-            held = int((self.engine.cache.tables[row] >= 0).sum())
+            tables = self.engine.cache.tables[row] >= 0
+            held = int(
+                tables[~is_state].sum() + tables[is_state].any(axis=1).sum()
+            )  # checkpoints only where there is room
             assert held <= self.engine.cache.peak_blocks(int(self.engine.resources.table.length[row]))
         for batch in self.executor.queue:
             assert self.engine.cache._open[batch.rows].all()
@@ -578,6 +582,13 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+
+
+class StatesMachine(EngineMachine):
+    """A state beside attention, with checkpoints after every second block."""
+
+    policies: ClassVar = (FULL, STATE)
+    host: ClassVar = {"checkpoint_tokens": 8}
 
 
 class TieredMachine(EngineMachine):
@@ -693,6 +704,17 @@ class StoredMachine(TieredMachine):
         self.the_index_is_told_the_truth()
 
 
+class TieredStatesMachine(TieredMachine):
+    policies: ClassVar = (FULL, STATE)
+    host: ClassVar = {"host_blocks": 40, "write_policy": "write_through_selective", "checkpoint_tokens": 8}
+
+
+class StoredStatesMachine(StoredMachine):
+    policies: ClassVar = (FULL, STATE, HeadPolicy(window=5))
+    num_blocks: ClassVar = 40
+    host: ClassVar = {**StoredMachine.host, "checkpoint_tokens": 8}
+
+
 class BestEffortMachine(StoredMachine):
     host: ClassVar = {"host_blocks": 40, "write_policy": "write_through_selective", "prefetch": "best_effort"}
 
@@ -727,6 +749,9 @@ class CrowdedMachine(StoredMachine):
 
 
 MACHINES = [
+    StatesMachine,
+    TieredStatesMachine,
+    StoredStatesMachine,
     TieredMachine,
     SelectiveMachine,
     WriteBackMachine,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+from support.delta_scene import dense_delta
 
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import HeadPolicy
+from headwise.kernels.delta_base import DeltaInputs
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig, Shard
 from headwise.runtime.models.decoder import Weights
@@ -85,6 +87,16 @@ class DenseLatentAttention:
         return ops.from_kernel_array(out.astype(np.float32))
 
 
+class DenseMixedAttention(DenseAttention):
+    """Attention in some layers, gated delta-nets in the others."""
+
+    def __call__(self, layer: int, projected, *others):
+        if not isinstance(projected, DeltaInputs):
+            return super().__call__(layer, projected, *others)
+        seen = dense_delta(projected, self._config.delta.sizes)
+        return self._ops.from_kernel_array(seen.reshape(len(seen), -1, seen.shape[-1]).astype(np.float32))
+
+
 class DictWeights:
     """Weights as `Checkpoint` gives them, out of a dictionary."""
 
@@ -118,7 +130,8 @@ def run_rank(
     shard = Shard(comm.rank, comm.size, config.by_cache_layer(plan.kv_heads(comm.rank)))
     ops = make_ops(ops_name)
     model = build_model(config, weights, ops, comm, shard)
-    attention = DenseAttention(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
+    dense = DenseAttention if config.delta is None else DenseMixedAttention
+    attention = dense(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
     return model.logits(model.forward(ids, np.arange(len(ids), dtype=np.int32), attention))
 
 

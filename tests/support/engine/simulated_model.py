@@ -1,10 +1,14 @@
-"""A model whose KV cache holds token ids: what it says next is a function of every token that block tables lead to."""
+"""A model whose KV cache holds token ids: what it says next is a function of every token that block tables lead to.
+
+Its states hold how many tokens they stand for, and a checksum of these.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,13 +53,15 @@ class TokenOps(NumpyOps):
 class TokenKernels:
     """Attention kernels that write keys, which are token ids, and read them again.
 
-    contexts: what each sequence of the latest step has seen
+    state_groups: those that keep states
+    contexts:     what each sequence of the latest step has seen
     """
 
     name = "simulated"
 
-    def __init__(self, copies: WatchedCopy) -> None:
-        self._copies = copies
+    def __init__(self, copies: WatchedCopy, state_groups: Collection[int] = ()) -> None:
+        self._copies, self._state_groups = copies, state_groups
+        self._tokens: list[NDArray[np.int32]] = []  # of each sequence in the latest step
         self.contexts: list[Context] = []
 
     def write_kv(self, *arguments: Any) -> None:
@@ -75,9 +81,10 @@ class TokenKernels:
     ) -> None:
         blocks, size = _slots(arena, layout), layout.block_size
         ends = batch.cu_seqlens_q.tolist()
-        places = list(zip(heads.group.tolist(), heads.slot.tolist(), strict=True))
+        places = [place for place in _places(heads) if place[0] not in self._state_groups]
+        self._tokens = [key[first:last, 0, 0].astype(np.int32) for first, last in pairwise(ends)]
         for index, length in enumerate(batch.seq_lens.tolist()):
-            tokens = key[ends[index] : ends[index + 1], 0, 0].astype(np.int32)
+            tokens = self._tokens[index]
             positions = np.arange(length - len(tokens), length)
             for group, slot in places:
                 ids = batch.block_tables[index * batch.groups + group][positions // size]
@@ -101,6 +108,11 @@ class TokenKernels:
     ) -> None:
         out[:] = -1
         blocks = _slots(arena, layout)
+        for index, length in enumerate(batch.seq_lens.tolist()):
+            for group, slot in _places(heads):
+                if group in self._state_groups:
+                    table = batch.block_tables[index * batch.groups + group]
+                    self._go_on(blocks[:, slot], table, self._tokens[index], length)
         self.contexts = [
             self._read(blocks, batch.block_tables[index * batch.groups :], length, heads)
             for index, length in enumerate(batch.seq_lens.tolist())
@@ -112,7 +124,14 @@ class TokenKernels:
         positions, size = np.arange(length), blocks.shape[2]
         found = np.full(length, -1, dtype=np.int32)
         columns = zip(*(column.tolist() for column in (heads.group, heads.slot, heads.window, heads.sink)), strict=True)
-        for group, slot, window, sink in columns:
+        for group, slot, window, sink in sorted(columns, key=lambda head: head[0] in self._state_groups):
+            if group in self._state_groups:
+                block = int(tables[group][(length - 1) // size])
+                if block in self._copies.nonsense:
+                    return None
+                if _state(blocks[block, slot]) != (length, zlib.crc32(found.tobytes())):
+                    self._copies.violations.append(f"group {group} has the state of other tokens than its {length}")
+                continue
             seen = positions if not window else positions[(positions < sink) | (length - 1 - positions < window)]
             ids = tables[group][seen // size]
             if (ids < 0).any():
@@ -126,6 +145,36 @@ class TokenKernels:
                 self._copies.violations.append("groups hold different tokens for one sequence")
             found[seen] = tokens
         return found.tolist()
+
+    def _go_on(
+        self, states: NDArray[np.int32], table: NDArray[np.int32], tokens: NDArray[np.int32], length: int
+    ) -> None:
+        """Take a sequence's state, among ``states [blocks, size]``, on by a step's tokens."""
+        size, start = states.shape[1], length - len(tokens)
+        checksum, is_known = 0, True
+        if start:
+            left = int(table[(start - 1) // size])
+            source = left if left >= 0 else int(table[(length - 1) // size])
+            count, checksum = _state(states[source])
+            is_known = source not in self._copies.nonsense
+            if source < 0 or (is_known and count != start):
+                self._copies.violations.append(f"a state stands for {count} tokens, the sequence has {start}")
+        for column in range(start // size, (length - 1) // size + 1):
+            first, last = max(start, column * size), min(length, (column + 1) * size)
+            checksum = zlib.crc32(tokens[first - start : last - start].tobytes(), checksum)
+            if (block := int(table[column])) >= 0:
+                states[block] = 0  # whatever is kept is not negative: see `holds`
+                states[block, :3] = last, checksum >> 16, checksum & 0xFFFF
+                (self._copies.nonsense.discard if is_known else self._copies.nonsense.add)(block)
+
+
+def _state(stored: NDArray[np.int32]) -> tuple[int, int]:
+    """How many tokens a state stands for, and their checksum."""
+    return int(stored[0]), int(stored[1]) << 16 | int(stored[2])
+
+
+def _places(heads: HeadTable) -> list[tuple[int, int]]:
+    return list(zip(heads.group.tolist(), heads.slot.tolist(), strict=True))
 
 
 def _slots(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[np.int32]:
@@ -172,10 +221,10 @@ class SimulatedDevice:
     name = "simulated"
     sampler = None
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, state_groups: Collection[int] = ()) -> None:
         self.ops = TokenOps()
         self.copies = WatchedCopy(faults)
-        self.kernels = TokenKernels(self.copies)
+        self.kernels = TokenKernels(self.copies, state_groups)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         pass

@@ -95,7 +95,8 @@ class SimulatedExecutor:
         self.fail_wake: Exception | None = None
         self.queue: deque[BatchRequest] = deque()
         self._answers: deque[StepResult | WorkerFailed] = deque()
-        self._device = SimulatedDevice(self.faults)
+        states = [group for group, policy in enumerate(card.plan.policies) if policy.is_state]
+        self._device = SimulatedDevice(self.faults, states)
         self.model = TokenModel(card.config, self._device.kernels)
         parts = WorkerParts(
             read_card=lambda config, directory: card,

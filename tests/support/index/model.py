@@ -73,6 +73,8 @@ def _can_go_on(cache: CacheManager, held: list[list[bool]], depth: int) -> bool:
     """Whether everything is held that a query behind ``depth`` blocks sees of them, and all of what full groups do."""
     query = depth * cache.block_size
     for group, policy in enumerate(cache.policies):
+        if policy.is_state and not held[depth - 1][group]:
+            return False
         for token in range(query):
             is_seen = policy.is_full or token < policy.sink or query - token < policy.window
             if is_seen and not held[token // cache.block_size][group]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
@@ -26,6 +27,7 @@ class Kernels(Protocol):
 class LayerCache:
     """A layer's part of the cache, in one step.
 
+    layout: of blocks of the layer's members
     heads: where the rank's members of the layer lie
     wait:  to be called once the step's own tokens are written, before any are read: others may still be on their way
     """
@@ -89,5 +91,5 @@ class AttentionVariant(Protocol):
     def geometry(self) -> str:
         """In words, its heads and their sizes."""
 
-    def members(self, count: int) -> str:
-        """In words, ``count`` of what layers keep."""
+    def members(self, count: int, policy: HeadPolicy) -> str:
+        """In words, ``count`` of what layers keep with this policy."""

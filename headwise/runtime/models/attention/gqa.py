@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels, RotatingKernels
 from headwise.kernels.gqa import gqa_layout
@@ -65,7 +66,7 @@ class GroupedQueryAttention:
             f", {shared} layers use an earlier one's cache" if shared else ""
         )
 
-    def members(self, count: int) -> str:
+    def members(self, count: int, policy: HeadPolicy) -> str:
         return f"{count} (layer, KV head) pairs"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.mla import latent_layout
 from headwise.kernels.mla_base import LatentKernels, UpProjections
@@ -69,7 +70,7 @@ class LatentAttention:
             f"values of {m.value_dim}"
         )
 
-    def members(self, count: int) -> str:
+    def members(self, count: int, policy: HeadPolicy) -> str:
         return f"{count} layers' latents"
 
 

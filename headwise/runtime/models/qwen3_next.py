@@ -1,0 +1,247 @@
+"""Qwen3-Next and Qwen3.5: gated delta-nets in three of four layers, attention with gated heads in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.policy import STATE
+from headwise.errors import ModelError
+from headwise.kernels.delta import DeltaSizes
+from headwise.kernels.delta_base import DeltaInputs
+from headwise.runtime.models.base import AttentionLayer, DeltaConfig, ModelConfig, RopeConfig, Rotation
+from headwise.runtime.models.decoder import Decoder, Layer, Linear, QkvProjections, Weights
+from headwise.runtime.models.hf_config import (
+    MOST_HEAD_DIM,
+    MOST_MEMBERS,
+    HfConfig,
+    decoder_config,
+    mapping,
+    named_layer_types,
+    positive,
+    rope,
+)
+from headwise.runtime.models.moe import MoeMlp
+from headwise.runtime.models.moe_decoder import MoeDecoder, sigmoid
+from headwise.runtime.models.qwen import Qwen3, moe_config
+from headwise.runtime.models.qwen3_next_weights import GatedHeadWeights, JoinedDeltaWeights
+from headwise.runtime.models.values import finite_number, shown
+from headwise.runtime.ops.base import Tensor
+
+NEXT = "Qwen3NextForCausalLM"
+QWEN3_5 = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+
+MOST_CONVOLUTION = 64
+_PARTIAL = "partial_rotary_factor"
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_DEFAULTS = {"head_dim": 256, "hidden_act": "silu"}
+
+Floats = NDArray[np.float32]
+
+
+def parse_next(config: HfConfig) -> ModelConfig:
+    decoder = _parse(config, NEXT)
+    moe = moe_config(
+        {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True, **config}, decoder.num_layers
+    )
+    shared = positive(config, "shared_expert_intermediate_size", default=512)
+    return replace(decoder, moe=replace(moe, gated_shared_size=shared))
+
+
+def parse_qwen3_5(config: HfConfig) -> ModelConfig:
+    return _parse({**config, **mapping(config, "text_config")}, QWEN3_5[0])
+
+
+def _parse(config: HfConfig, architecture: str) -> ModelConfig:
+    share = _rotated_share(config)
+    own = {**_DEFAULTS, **{key: value for key, value in config.items() if key != _PARTIAL}}
+    own["rope_parameters"] = {k: v for k, v in mapping(config, "rope_parameters").items() if k != _PARTIAL}
+    interval = positive(config, "full_attention_interval", default=4)
+    kind_of = named_layer_types(own, lambda layer: _LINEAR if (layer + 1) % interval else _FULL)
+
+    def layer_rope(kind: str) -> RopeConfig:
+        return replace(rope(own), share=share)
+
+    decoder = decoder_config(
+        own,
+        architecture,
+        layer_types=lambda layer: _FULL if kind_of(layer) == _LINEAR else kind_of(layer),
+        ropes=layer_rope,
+    )
+    delta = _delta(own, tuple(layer for layer in range(decoder.num_layers) if kind_of(layer) == _LINEAR))
+    policies = [
+        (STATE,) * delta.key_heads if layer in delta.layers else row for layer, row in enumerate(decoder.policies)
+    ]
+    return replace(decoder, policies=tuple(policies), delta=delta)
+
+
+def _rotated_share(config: HfConfig) -> float:
+    value = mapping(config, "rope_parameters").get(_PARTIAL, config.get(_PARTIAL, 0.25))
+    share = finite_number(value)
+    if share is None or not 0 < share <= 1:
+        raise ModelError(f"config.json: {_PARTIAL!r} must be a number above 0 and up to 1, got {shown(value)}")
+    return share
+
+
+def _delta(config: HfConfig, layers: tuple[int, ...]) -> DeltaConfig:
+    key_heads = positive(config, "linear_num_key_heads", default=16)
+    value_heads = positive(config, "linear_num_value_heads", default=32)
+    if value_heads % key_heads:
+        raise ModelError(f"config.json: {value_heads} value heads cannot share {key_heads} key heads evenly")
+    if len(layers) * value_heads > MOST_MEMBERS:
+        raise ModelError(
+            f"config.json: {len(layers)} delta-nets of {value_heads} heads make {len(layers) * value_heads}; "
+            f"at most {MOST_MEMBERS} can be served"
+        )
+    sizes = DeltaSizes(
+        key_dim=positive(config, "linear_key_head_dim", default=128, most=MOST_HEAD_DIM),
+        value_dim=positive(config, "linear_value_head_dim", default=128, most=MOST_HEAD_DIM),
+        share=value_heads // key_heads,
+        convolution=positive(config, "linear_conv_kernel_dim", default=4, most=MOST_CONVOLUTION),
+    )
+    return DeltaConfig(layers, key_heads, sizes)
+
+
+@dataclass(frozen=True)
+class GatedProjections(QkvProjections):
+    """One rank's part of attention whose heads have gates."""
+
+    gate: Linear | None = None
+
+
+@dataclass(frozen=True)
+class DeltaProjections:
+    """One rank's part of a gated delta-net.
+
+    into:        ``[query | key | values | gates]`` of each key head, and behind those of all its ``[rates | decays]``
+    convolution: as `DeltaInputs.weights`
+    speed, bias: float32 ``[key_heads, share]``: a decay is ``-speed * softplus(its input + bias)``
+    norm:        of each value head, float32 ``[value_dim]``
+    """
+
+    into: Linear
+    convolution: Floats
+    speed: Floats
+    bias: Floats
+    norm: Floats
+    out: Linear
+
+
+class Qwen3_5(Qwen3):  # noqa: N801
+    """The shared decoder with two kinds of layers."""
+
+    norm_offset = 1.0
+
+    def view(self, weights: Weights) -> Weights:
+        return GatedHeadWeights(JoinedDeltaWeights(weights, self._delta), self.config)
+
+    @property
+    def _delta(self) -> DeltaConfig:
+        assert self.config.delta is not None, "parsed so"
+        return self.config.delta
+
+    def norms_of(self, layer: int) -> Mapping[str, str]:
+        return Decoder.norm_names if layer in self._delta.layers else self.norm_names
+
+    # ---- weights ----
+
+    def load_attention(self, layer: int, at: str) -> Any:
+        if layer in self._delta.layers:
+            return self._load_delta(self._shard.kv_heads[layer], at.replace("self_attn", "linear_attn"))
+        found, dim = super().load_attention(layer, at), self.config.head_dim
+        share = self.config.num_heads // self.config.num_kv_heads
+        q = [(head * share * dim, (head + 1) * share * dim) for head in self._shard.kv_heads[layer]]
+        return GatedProjections(found.qkv, found.out, gate=self._split_rows([(f"{at}q_gate", q)], has_bias=False))
+
+    def _load_delta(self, heads: tuple[int, ...], at: str) -> DeltaProjections:
+        delta, source = self._delta, self._weights
+        sizes = delta.sizes
+        values = sizes.share * sizes.value_dim
+
+        def ranges(each: int) -> list[tuple[int, int]]:
+            return [(head * each, (head + 1) * each) for head in heads]
+
+        def of_value_heads(name: str) -> Floats:
+            every = self._shaped(f"{at}{name}", source.tensor(f"{at}{name}"), (delta.key_heads * sizes.share,))
+            return np.ascontiguousarray(every.reshape(delta.key_heads, sizes.share)[list(heads)])
+
+        convolution = source.tensor(f"{at}conv1d.weight")
+        self._shaped(f"{at}conv1d.weight", convolution, (delta.key_heads * sizes.channels, 1, sizes.convolution))
+        return DeltaProjections(
+            into=self._split_rows(
+                [(f"{at}in_proj_qkvz", ranges(sizes.channels + values)), (f"{at}in_proj_ba", ranges(2 * sizes.share))],
+                has_bias=False,
+            ),
+            convolution=_by_key_head(convolution[:, 0], delta)[list(heads)].transpose(0, 2, 1).copy(),
+            speed=np.exp(of_value_heads("A_log")),
+            bias=of_value_heads("dt_bias"),
+            norm=self._shaped(f"{at}norm.weight", source.tensor(f"{at}norm.weight"), (sizes.value_dim,)),
+            out=self._split_columns(f"{at}out_proj", ranges(values), has_bias=False),
+        )
+
+    def _shaped(self, name: str, array: Floats, shape: tuple[int, ...]) -> Floats:
+        if array.shape != shape:
+            raise ModelError(
+                f"{name} has the shape {array.shape}, config.json says {shape}: weights and config.json do not belong "
+                "together"
+            )
+        return np.ascontiguousarray(array, np.float32)
+
+    # ---- computation ----
+
+    def attend(self, index: int, layer: Layer, x: Tensor, rotation: Rotation, attention: AttentionLayer) -> Tensor:
+        if index in self._delta.layers:
+            return self._attend_delta(index, layer.attention, x, attention)
+        query, key, value = self.query_key_value(index, layer, x)
+        gates = sigmoid(self.ops.kernel_array(self._linear(x, layer.attention.gate)))
+        seen = self.ops.kernel_array(attention(index, query, key, value, rotation))
+        heads = self.ops.from_kernel_array(seen.reshape(gates.shape) * gates)
+        return self.reduce(self._linear(heads, layer.attention.out))
+
+    def _attend_delta(self, index: int, weights: DeltaProjections, x: Tensor, attention: AttentionLayer) -> Tensor:
+        sizes, tokens, heads = self._delta.sizes, x.shape[0], len(weights.speed)
+        projected = self.ops.kernel_array(self._linear(x, weights.into))
+        of_heads = projected[:, : -2 * heads * sizes.share].reshape(tokens, heads, -1)
+        rates, decays = np.split(projected[:, -2 * heads * sizes.share :].reshape(tokens, heads, -1), 2, axis=2)
+        inputs = DeltaInputs(
+            mixed=np.ascontiguousarray(of_heads[:, :, : sizes.channels]),
+            rate=sigmoid(rates),
+            decay=-weights.speed * np.logaddexp(np.float32(0), decays + weights.bias),
+            weights=weights.convolution,
+        )
+        seen = self.ops.kernel_array(attention(index, inputs)).reshape(tokens, -1, sizes.value_dim)
+        gates = of_heads[:, :, sizes.channels :].reshape(seen.shape)
+        variance = np.square(seen).mean(axis=-1, keepdims=True)
+        normed = weights.norm * (seen / np.sqrt(variance + np.float32(self.config.rms_norm_eps)))
+        gated = normed * (gates * sigmoid(gates))
+        return self.reduce(self._linear(self.ops.from_kernel_array(gated.reshape(tokens, -1)), weights.out))
+
+
+class Qwen3Next(MoeDecoder, Qwen3_5):
+    """Routed experts for the MLP in most layers, and one that all tokens go through as far as a gate lets them."""
+
+    def view(self, weights: Weights) -> Weights:
+        return GatedHeadWeights(weights, self.config)
+
+    def load_mlp(self, layer: int, at: str) -> Any:
+        mlp, moe = super().load_mlp(layer, at), self.config.moe
+        if moe is None or not isinstance(mlp, MoeMlp):
+            return mlp
+        gate = f"{at}shared_expert_gate"
+        weight = self._shaped(f"{gate}.weight", self._weights.tensor(f"{gate}.weight"), (1, self.config.hidden_size))
+        return replace(
+            mlp,
+            shared=self.gated_mlp(f"{at}shared_expert.", moe.gated_shared_size),
+            shared_gate=Linear(self._prepare(f"{gate}.weight", lambda: self.ops.linear_weight(weight))),
+        )
+
+
+def _by_key_head(rows: Floats, delta: DeltaConfig) -> Floats:
+    """``[key_heads, channels, ...]`` of rows that are ``[all queries | all keys | all values]``."""
+    sizes, heads = delta.sizes, delta.key_heads
+    query, key, values = np.split(rows, [heads * sizes.key_dim, 2 * heads * sizes.key_dim])
+    return np.concatenate([part.reshape(heads, -1, *rows.shape[1:]) for part in (query, key, values)], axis=1)

@@ -1,0 +1,82 @@
+"""Checkpoints of Qwen3-Next and Qwen3.5 by the names, and in the order of rows, that one decoder asks for."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ModelError
+from headwise.runtime.models.base import DeltaConfig, ModelConfig
+from headwise.runtime.models.decoder import Weights
+from headwise.runtime.models.rope import pairs_first
+from headwise.runtime.models.weight_view import WeightView
+
+Floats = NDArray[np.float32]
+
+
+class GatedHeadWeights(WeightView):
+    """``q_proj``, which has each head's query and then its gate, as ``q_proj`` and ``q_gate``.
+
+    Of queries, keys and their norms each head's rotated elements come in pairs (see `pairs_first`).
+    """
+
+    def __init__(self, source: Weights, config: ModelConfig) -> None:
+        super().__init__(source)
+        self._dim = config.head_dim
+        order = pairs_first(config.ropes[0], config.head_dim)
+        self._order = np.arange(self._dim) if order is None else order
+
+    def tensor(self, name: str) -> Floats:
+        found = super().tensor(name)
+        return found[self._order] if name.endswith(("q_norm.weight", "k_norm.weight")) else found
+
+    def rows(self, name: str, start: int, stop: int) -> Floats:
+        at, _, part = name.removesuffix(".weight").rpartition(".")
+        if part == "k_proj":
+            return self._paired(super().rows(name, start, stop))
+        if part not in ("q_proj", "q_gate"):
+            return super().rows(name, start, stop)
+        both = super().rows(f"{at}.q_proj.weight", 2 * start, 2 * stop)
+        query, gate = np.split(both.reshape(-1, 2 * self._dim, both.shape[1]), 2, axis=1)
+        chosen = (query if part == "q_proj" else gate).reshape(-1, both.shape[1])
+        return self._paired(chosen) if part == "q_proj" else np.ascontiguousarray(chosen)
+
+    def _paired(self, rows: Floats) -> Floats:
+        return rows.reshape(-1, self._dim, rows.shape[1])[:, self._order].reshape(rows.shape)
+
+
+class JoinedDeltaWeights(WeightView):
+    """Qwen3.5's projections into a delta-net, each of all heads, joined head by head as Qwen3-Next has them.
+
+    ``in_proj_qkvz``: ``[query | key | values | gates]`` of each key head; ``in_proj_ba``: ``[rates | decays]``.
+    """
+
+    def __init__(self, source: Weights, delta: DeltaConfig) -> None:
+        super().__init__(source)
+        sizes, heads = delta.sizes, delta.key_heads
+        values = sizes.share * sizes.value_dim
+        keys = heads * sizes.key_dim
+        self._parts = {
+            "in_proj_qkvz": [
+                ("in_proj_qkv", 0, sizes.key_dim),
+                ("in_proj_qkv", keys, sizes.key_dim),
+                ("in_proj_qkv", 2 * keys, values),
+                ("in_proj_z", 0, values),
+            ],
+            "in_proj_ba": [("in_proj_b", 0, sizes.share), ("in_proj_a", 0, sizes.share)],
+        }
+
+    def rows(self, name: str, start: int, stop: int) -> Floats:
+        at, _, joined = name.removesuffix(".weight").rpartition(".")
+        parts = self._parts.get(joined)
+        if parts is None:
+            return super().rows(name, start, stop)
+        each = sum(count for _, _, count in parts)
+        first, last = start // each, stop // each
+        found = []
+        for part, behind, count in parts:
+            rows = super().rows(f"{at}.{part}.weight", behind + first * count, behind + last * count)
+            if len(rows) != (last - first) * count:
+                raise ModelError(f"{at}.{part}.weight has too few rows: weights and config.json do not belong together")
+            found.append(rows.reshape(last - first, count, rows.shape[1]))
+        return np.concatenate(found, axis=1).reshape(stop - start, -1)

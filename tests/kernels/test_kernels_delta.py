@@ -1,0 +1,113 @@
+"""What all kernels of gated delta-nets promise, by an oracle that knows nothing of blocks, on poisoned arenas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.delta_scene import DeltaCase, DeltaScene
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.cpu.delta_jit import CHUNK
+from headwise.kernels.delta import DeltaSizes, delta_layout, sizes_of, state_views
+from headwise.kernels.delta_base import DeltaKernels
+from headwise.kernels.gqa import gqa_layout
+from headwise.kernels.select import make_delta_kernels
+
+
+@pytest.fixture(scope="module", params=["reference", "numba"])
+def kernels(request: pytest.FixtureRequest) -> DeltaKernels:
+    return make_delta_kernels(request.param, threads=2)
+
+
+def assert_right(kernels: DeltaKernels, case: DeltaCase, atol: float = 2e-5) -> None:
+    scene = DeltaScene(case)
+    for found, expected in zip(scene.run(kernels), scene.expected(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> DeltaCase:
+    num_steps = draw(st.integers(1, 6))
+    counts = st.one_of(st.integers(0, 2), st.integers(0, 2 * CHUNK + 5))
+    sequences = draw(
+        st.lists(st.tuples(*[counts] * num_steps).filter(any), min_size=1, max_size=4),
+    )
+    sizes = DeltaSizes(
+        key_dim=draw(st.sampled_from([4, 8, 20])),
+        value_dim=draw(st.sampled_from([4, 12, 16])),
+        share=draw(st.integers(1, 3)),
+        convolution=draw(st.integers(1, 4)),
+    )
+    return DeltaCase(
+        tuple(sequences),
+        sizes,
+        heads=draw(st.integers(1, 3)),
+        block_size=draw(st.sampled_from([1, 3, 16, 64])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def test_any_steps_make_of_a_sequence_what_the_definition_says(kernels: DeltaKernels) -> None:
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=cases())
+    def check(case: DeltaCase) -> None:
+        assert_right(kernels, case)
+
+    check()
+
+
+def test_the_geometry_of_published_models(kernels: DeltaKernels) -> None:
+    steps = ((40, 1, 1), (0, 70, 1))
+    assert_right(kernels, DeltaCase(steps, DeltaSizes(128, 128, 2, 4), heads=2, block_size=64), atol=1e-4)
+
+
+def test_repeated_keys_do_not_blow_up_a_chunk(kernels: DeltaKernels) -> None:
+    scene = DeltaScene(DeltaCase(((90,),), block_size=64))
+    scene.inputs[0].mixed[:] = scene.inputs[0].mixed[0]
+    scene.inputs[0].rate[:] = 1
+    scene.inputs[0].decay[:] = 0
+    np.testing.assert_allclose(scene.run(kernels)[0], scene.expected()[0], rtol=0, atol=1e-4)
+
+
+def test_without_blocks_nothing_is_written_and_nothing_read(kernels: DeltaKernels) -> None:
+    scene = DeltaScene(DeltaCase(((5,),)))
+    scene._make_room = lambda *arguments: None
+    before = scene.arena.copy()
+    np.testing.assert_allclose(scene.run(kernels)[0], scene.expected()[0], rtol=0, atol=2e-5)
+    assert (scene.arena == before).all()
+
+
+def test_a_layout_says_its_sizes_and_views_share_the_arenas_memory() -> None:
+    sizes = DeltaSizes(8, 12, 2, 4)
+    layout = delta_layout(16, 3, sizes)
+    assert sizes_of(layout) == sizes
+    assert layout.slot_bytes == 4 * (3 * 40) + 32 + 4 * (2 * 8 * 12)  # the first role ends on a multiple of 64
+    arena = np.zeros(2 * layout.block_bytes, np.uint8)
+    convolution, recurrent = state_views(arena, layout)
+    assert (convolution.shape, recurrent.shape) == ((2, 3, 3, 40), (2, 3, 2, 8, 12))
+    recurrent[1, 2, -1, -1, -1] = 1
+    assert arena[-4:].view(np.float32) == 1
+    with pytest.raises(ConfigError, match="not one of delta-net states"):
+        sizes_of(gqa_layout(16, 1, 8))
+    with pytest.raises(ConfigError, match="not a whole number"):
+        state_views(arena[:-64], layout)
+
+
+def test_states_do_not_grow_with_the_tokens_of_a_block_and_padding_is_part_of_the_layout() -> None:
+    sizes = DeltaSizes(8, 12, 2, 4)
+    small, large = delta_layout(16, 3, sizes), delta_layout(64, 3, sizes)
+    assert small.block_bytes == large.block_bytes
+    padded = BlockLayout(16, 3, small.roles, tail_bytes=64)
+    assert padded.block_bytes == small.block_bytes + 64
+    assert padded.slot_bytes == small.slot_bytes
+    assert len({small.identity, large.identity, padded.identity}) == 3
+
+
+def test_inputs_that_do_not_fit_the_layout_are_refused() -> None:
+    scene = DeltaScene(DeltaCase(((3,),)))
+    scene.weights = scene.weights[:, :3]
+    with pytest.raises(ValueError, match="this layout's are"):
+        scene.run(make_delta_kernels("numba", threads=1))
