@@ -5,6 +5,8 @@ VENV := .venv
 PEERS := .venv-peers
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
+# Deployments are dozens of processes: where Python may not write down what it compiled, each compiles all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo test check lint-deploy soak figures peers clean
 venv: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """Real elastic replicas: from one engine to several and back, by the load alone; what requests notice of it.
 
-    python benchmarks/elastic_replicas.py [--quick]
+    python benchmarks/elastic_replicas.py [--quick | --smoke]
 
 A deployment with storage on disk serves prompts of a few documents, again and again, in random order, to a few users,
 then to so many that one engine's sequences do not suffice, then to few again. The controller decides on the number of
@@ -72,6 +72,7 @@ QUICK = Size(
     phase_s=2.0,
     downscale_delay_s=2.0,
 )
+SMOKE = replace(QUICK, engines=1)
 QUESTION_TOKENS = 24
 TARGET_TTFT_S = 30.0
 """So long that the room for running sequences decides, not this machine's speed."""
@@ -270,9 +271,10 @@ def show(phases: dict[str, dict[str, float]]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two engines, short phases: half a minute")
+    parser.add_argument("--smoke", action="store_true", help="one engine, so nothing is decided: seconds")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    size = QUICK if options.quick else FULL
+    size = SMOKE if options.smoke else QUICK if options.quick else FULL
     questions = questions_of(size, CONFIG, options.seed)
     with tempfile.TemporaryDirectory() as storage:
         config = replace(

@@ -79,6 +79,15 @@ def test_what_http_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.ray
+def test_what_requests_notice_of_elastic_replicas_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures_of("elastic_replicas", capsys, "--smoke")
+    assert found["lost_requests"] == found["different"] == 0
+    assert found["served"] > 0
+    assert [number for _, number in found["decisions"]] == [1]
+
+
+@pytest.mark.soak
+@pytest.mark.ray
 def test_elastic_replicas_come_and_go_by_the_load_and_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("elastic_replicas", capsys)
     assert found["lost_requests"] == found["different"] == 0

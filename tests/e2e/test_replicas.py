@@ -225,8 +225,14 @@ def sent(number: int, pid: int) -> list[int]:
     return [pid]
 
 
-STOPPED = pytest.param(stop_engine, marks=pytest.mark.soak)  # silent, as one that hangs
-FAULTS = [kill_store, kill_scheduler, kill_worker, kill_engine, STOPPED, hang_engine, hang_frontend]
+AS_OTHERS = (kill_store, kill_worker, stop_engine)  # which are lost in test_cluster, too, or silent as one that hangs
+FAULTS = [
+    kill_scheduler,
+    kill_engine,
+    hang_engine,
+    hang_frontend,
+    *(pytest.param(fault, marks=pytest.mark.soak) for fault in AS_OTHERS),
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
