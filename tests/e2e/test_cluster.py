@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import ray
+from support.reference import answers, assert_same
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
@@ -92,6 +93,14 @@ def test_generates_streams_and_chats(client: Client) -> None:
     assert "".join(delta.text for delta in streamed) == result.text
     assert len(streamed) > 1
     assert client.chat([{"role": "user", "content": "Say hello."}], GREEDY).text
+
+
+def test_tokens_are_the_reference_s_whole_and_from_the_cache(client: Client) -> None:
+    wanted = [answer.first(12) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 200]
+    for _ in range(2):
+        results = client.generate([answer.prompt_ids for answer in wanted], GREEDY, max_tokens=12, ignore_eos=True)
+        for answer, result in zip(wanted, results, strict=True):
+            assert_same(answer, result.token_ids)
 
 
 def test_several_prompts_and_two_clients_at_once_get_the_tokens_they_get_alone(

@@ -83,6 +83,7 @@ def test_the_one_that_stands_by_takes_over_and_no_stream_loses_a_token(
     assert schedulers(deployment)[1] not in (scheduler, standby)
 
 
+@pytest.mark.soak
 def test_one_that_stands_by_and_hangs_when_it_is_needed_is_replaced_in_turn(
     deployment: Deployment, client: Client
 ) -> None:

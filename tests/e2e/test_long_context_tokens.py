@@ -70,6 +70,7 @@ def test_4000_tokens_without_recycling(loaded: PoisonedModel, wanted: dict[str, 
     np.testing.assert_array_equal(run.executor.most_held, -(-computed // CONFIG.block_size))
 
 
+@pytest.mark.soak
 def test_a_long_prefix_is_served_while_its_request_runs_and_afterwards(
     loaded: PoisonedModel, wanted: dict[str, Answer]
 ) -> None:

@@ -225,12 +225,16 @@ def sent(number: int, pid: int) -> list[int]:
     return [pid]
 
 
-AS_OTHERS = (kill_store, kill_worker, stop_engine)  # which are lost in test_cluster, too, or silent as one that hangs
+AS_OTHERS = (
+    kill_store,
+    kill_worker,
+    stop_engine,
+    hang_frontend,
+)  # as in test_cluster and test_failover, and hang_engine
 FAULTS = [
     kill_scheduler,
     kill_engine,
     hang_engine,
-    hang_frontend,
     *(pytest.param(fault, marks=pytest.mark.soak) for fault in AS_OTHERS),
 ]
 

@@ -135,6 +135,7 @@ def test_what_only_the_engine_that_goes_has_cached_is_in_storage_when_it_has_gon
     eventually(lambda: stored() == [0], otherwise=stored)
 
 
+@pytest.mark.soak
 def test_an_engine_that_is_killed_while_it_is_drained_loses_no_request_and_does_not_come_back(
     deployment: Deployment, client: Client
 ) -> None:

@@ -106,10 +106,10 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-@pytest.mark.parametrize(("tokens", "longest"), [(12, 800), pytest.param(24, 1400, marks=pytest.mark.soak)])
-def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int, longest: int) -> None:
+@tokens_of_each(12, 24)
+def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int) -> None:
     tokens = loaded.tokens(tokens)
-    wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
     results, engine = loaded.run(batch, greedy(batch, tokens), max_num_seqs=32)
     for answer in batch:
