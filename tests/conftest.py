@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from headwise.sockets.context import num_open
+
+settings.register_profile("headwise", deadline=None)  # a timing is no proof: other programs may have the cores
+settings.load_profile("headwise")
 
 
 @pytest.fixture(autouse=True, scope="module")
