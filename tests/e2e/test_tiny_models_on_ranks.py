@@ -24,7 +24,7 @@ def run_twice(name: str, size: int, **changes: object) -> list[np.ndarray]:
     """Serve the references' prompts twice, chunked and batched, compare tokens, and return the ranks' arenas."""
     directory = checkpoint(name)
     config = replace(
-        BASE, model=str(directory), kv_cache="16MiB", tp_size=size, max_batched_tokens=256, cpu_threads=1, **changes
+        BASE, model=str(directory), kv_cache="24MiB", tp_size=size, max_batched_tokens=256, cpu_threads=1, **changes
     )
     ranks, preprocessor = Ranks(config, directory), Preprocessor.open(config)
     card, executor = preprocessor.card, LocalExecutor(ranks)
@@ -48,4 +48,10 @@ def test_ranks_say_the_reference_tokens_whole_chunked_batched_and_cached_twice(n
 
 @pytest.mark.parametrize(("name", "block_size"), [("qwen3-next", 16), ("qwen3.5", 64)])
 def test_ranks_that_share_states_out_say_the_reference_tokens(name: str, block_size: int) -> None:
+    run_twice(name, 2, block_size=block_size)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-shared"])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_ranks_with_heads_of_two_sizes_say_the_reference_tokens(name: str, block_size: int) -> None:
     run_twice(name, 2, block_size=block_size)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.engine.loaded_model import BASE, GREEDY, LoadedModel, serve
-from support.engine.ranks import Ranks
 from support.reference import answers, assert_same
 from support.tiny_checkpoints import checkpoint
 
@@ -18,9 +17,6 @@ from headwise.errors import ConfigError
 from headwise.runtime.calibration.calibrate import DenseModel
 from headwise.runtime.config.block_storage import storage_namespace
 from headwise.runtime.config.model_card import ModelCard, read_model_card
-from headwise.runtime.engine.core import EngineCore
-from headwise.runtime.engine.local_executor import LocalExecutor
-from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.worker.kv_offload import layer_ranges
 
 NAMES = ("gemma4", "gemma4-shared")
@@ -29,24 +25,6 @@ NAMES = ("gemma4", "gemma4-shared")
 def card_of(name: str, **changes: Any) -> ModelCard:
     directory = checkpoint(name)
     return read_model_card(replace(BASE, model=str(directory), kv_cache="24MiB", **changes), directory)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_two_ranks_say_the_reference_tokens_chunked_batched_and_cached_twice(name: str, block_size: int) -> None:
-    directory = checkpoint(name)
-    sizes = {"tp_size": 2, "block_size": block_size, "max_batched_tokens": 256, "cpu_threads": 1}
-    config = replace(BASE, model=str(directory), kv_cache="24MiB", **sizes)
-    ranks, preprocessor = Ranks(config, directory), Preprocessor.open(config)
-    executor = LocalExecutor(ranks)
-    engine = EngineCore(config, preprocessor.card, preprocessor.tokenizer, executor)
-    wanted, greedy = [answer.first(24) for answer in answers(name)], replace(GREEDY, max_tokens=24)
-    for _ in range(2):
-        results = serve(engine, preprocessor, wanted, {answer.name: greedy for answer in wanted})
-        for answer in wanted:
-            assert_same(answer, results[answer.name].token_ids)
-    assert engine.stats()["cache"]["hit_tokens"] > 1000
-    executor.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
