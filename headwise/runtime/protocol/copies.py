@@ -1,6 +1,6 @@
 """The copies between tiers that a step orders, and what workers report of them.
 
-    SwapIn    host --load--> device       storage --fetch--> host
+    SwapIn    host --load--> device       storage --fetch--> host       another engine's host --fetch--> host
     SwapOut   device --store--> host      host --put--> storage      storage --delete--> nowhere
 
 Loads are over with the step that carries them; the other copies take what time they need, and any later step's report
@@ -29,15 +29,29 @@ for _array in (_NO_LOADS, _NO_STORES, _NO_BLOCKS):
 
 
 @dataclass(frozen=True)
+class PeerFetch:
+    """Host blocks to fill from those that another engine has leased to this one.
+
+    exports: where each rank of that engine can be read: encoded `ExportAddress`es, by rank
+    blocks:  ``[m, 4]`` (its group, its host block, our group, our host block)
+    """
+
+    exports: tuple[tuple[bytes, ...], ...]
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
 class SwapIn:
     """Copies towards the device.
 
-    loads:   ``[m, 3]`` (group, host block, device block), complete before the step looks at the device blocks
-    fetches: host blocks to read from storage, in the background
+    loads:      ``[m, 3]`` (group, host block, device block), complete before the step looks at the device blocks
+    fetches:    host blocks to read from storage, in the background
+    from_peers: host blocks to read from other engines' hosts, likewise; reported as ``fetched`` or ``missed``, too
     """
 
     loads: Blocks = field(default_factory=lambda: _NO_LOADS)
     fetches: NamedBlocks = NO_BLOCKS
+    from_peers: tuple[PeerFetch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,8 +80,8 @@ class CopyReport:
     missed:     host blocks that storage had nothing for
     put:        host blocks that are in storage now
     not_put:    host blocks that could not be written to storage
-    transfers:  what the worker has copied since it started, by direction: load, store, fetch, put; empty if nothing
-                since the last report
+    transfers:  what the worker has copied since it started, by direction: load, store, fetch, put, peer; empty if
+                nothing since the last report
     """
 
     not_loaded: Blocks | None = None

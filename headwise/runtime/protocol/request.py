@@ -194,6 +194,22 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class PeerHint:
+    """Another engine that has more of a request's prefix than the one chosen for it. Advice: the engine looks up where
+    that one is, and asks it.
+
+    engine, epoch: the engine's name, and the epoch of its cache
+    tokens:        of the prefix that it could serve
+    prefills:      it is to compute the prompt for this request
+    """
+
+    engine: str
+    epoch: int
+    tokens: int
+    prefills: bool = False
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """One request, as an engine accepts it.
 
@@ -204,6 +220,7 @@ class GenerateRequest:
                 multimodal item over the tokens ``[start, end)``.
     output_token_ids: tokens that a lost engine had already produced: generation continues behind them
     prompt_told: tokens of the prompt of which a lost engine had already told the log-probabilities
+    peer:       who has more of the prefix, if that is worth asking for
     """
 
     request_id: str
@@ -215,6 +232,7 @@ class GenerateRequest:
     extra_keys: tuple[tuple[int, int, str], ...] = ()
     output_token_ids: tuple[int, ...] = ()
     prompt_told: int = 0
+    peer: PeerHint | None = None
 
 
 @dataclass(frozen=True)

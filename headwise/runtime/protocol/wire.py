@@ -21,11 +21,12 @@ import numpy as np
 from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.batch import AskedPrompt, BatchRequest, KnownTokens, NewSequence, StepResult
-from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
+from headwise.runtime.protocol.copies import CopyReport, PeerFetch, SwapIn, SwapOut
 from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.request import (
     GenerateRequest,
     OutputDelta,
+    PeerHint,
     SamplingParams,
     Timings,
     TokenLogprobs,
@@ -33,7 +34,7 @@ from headwise.runtime.protocol.request import (
 )
 from headwise.transfer.stats import TransferStats
 
-VERSION = 2
+VERSION = 3
 
 _ARRAY = 1
 _HEADER = struct.Struct("<3sB4x")
@@ -255,11 +256,13 @@ for _cls in (
     Timings,
     NamedBlocks,
     TransferStats,
+    PeerFetch,
     SwapIn,
     SwapOut,
     CopyReport,
     BatchRequest,
     StepResult,
+    PeerHint,
     GenerateRequest,
     OutputDelta,
 ):
