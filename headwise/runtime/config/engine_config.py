@@ -265,7 +265,7 @@ class EngineConfig:
     failover_timeout_s: float = _option(
         1.5,
         "Seconds after which a scheduler that is alive but does nothing is replaced by the one that stands by, if that "
-        "answers meanwhile.",
+        "answers meanwhile; the index after twice as many.",
         0.5,
     )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
