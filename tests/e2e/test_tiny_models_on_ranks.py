@@ -46,7 +46,7 @@ def test_ranks_say_the_reference_tokens_whole_chunked_batched_and_cached_twice(n
         np.testing.assert_allclose(arena, arenas[0], rtol=0, atol=1e-5)  # and NaN where nothing was written
 
 
-@pytest.mark.parametrize(("name", "block_size"), [("qwen3-next", 16), ("qwen3.5", 64)])
+@pytest.mark.parametrize(("name", "block_size"), [("qwen3-next", 16), ("qwen3.5", 64), ("qwen3.5-moe", 16)])
 def test_ranks_that_share_states_out_say_the_reference_tokens(name: str, block_size: int) -> None:
     run_twice(name, 2, block_size=block_size)
 

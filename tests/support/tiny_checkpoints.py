@@ -221,16 +221,30 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         mlp_only_layers=[1],
     ),
     "qwen3.5": _config("Qwen3_5ForCausalLM", "qwen3_5_text", **_DELTA_NET),
+    "qwen3.5-moe": _config(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        **_DELTA_NET,
+        intermediate_size=_ABSENT,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+    ),
     "gpt-oss": _GPT_OSS,
     "gpt-oss-mxfp4": {**_GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
 }
 """Each model's ``config.json``."""
 
 
+_NORMS_FROM_ONE = ("gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Model types whose norms are stored as distances from 1."""
+
+
 def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
     """Weights of these names and shapes, whose activations neither vanish nor grow, and whose logits lie apart."""
     draw, found = np.random.default_rng(0), {}
-    from_one = config["model_type"] in ("gemma2", "qwen3_next", "qwen3_5_text")  # norms are stored as distances from 1
+    from_one = config["model_type"] in _NORMS_FROM_ONE
     for name, shape in sorted(shapes.items()):
         if name.endswith(("_blocks", "_scales")):
             low, high = (0, 256) if name.endswith("_blocks") else (122, 125)

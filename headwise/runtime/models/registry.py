@@ -48,6 +48,7 @@ _MODELS = {
     qwen.QWEN3_MOE: _Entry(qwen.parse_qwen3_moe, qwen.Qwen3Moe),
     qwen3_next.NEXT: _Entry(qwen3_next.parse_next, qwen3_next.Qwen3Next),
     **dict.fromkeys(qwen3_next.QWEN3_5, _Entry(qwen3_next.parse_qwen3_5, qwen3_next.Qwen3_5)),
+    **dict.fromkeys(qwen3_next.QWEN3_5_MOE, _Entry(qwen3_next.parse_qwen3_5_moe, qwen3_next.Qwen3_5Moe)),
     mixtral.ARCHITECTURE: _Entry(mixtral.parse, mixtral.Mixtral),
     phi3.ARCHITECTURE: _Entry(phi3.parse, phi3.Phi3),
     gpt_oss.ARCHITECTURE: _Entry(gpt_oss.parse, gpt_oss.GptOss),

@@ -21,7 +21,6 @@ MISSING = {
     "DeepseekV32ForCausalLM": Missing("an indexer beside latents (DSA)", "DeepseekV3ForCausalLM"),
     "Glm4MoeForCausalLM": Missing("routing by sigmoid", "Qwen3MoeForCausalLM"),
     "Qwen2MoeForCausalLM": Missing("a gated shared expert", "Qwen3MoeForCausalLM"),
-    "Qwen3_5MoeForCausalLM": Missing("experts joined in one tensor beside recurrent states", "Qwen3NextForCausalLM"),
     "Gemma3nForConditionalGeneration": Missing("alternating updates (AltUp) and sparse MLPs", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": Missing("the unified form's vision and audio", "Gemma4ForCausalLM"),
     "GemmaForCausalLM": Missing("a GELU MLP without post norms", "Gemma2ForCausalLM"),
