@@ -39,7 +39,7 @@ def run_twice(name: str, size: int, **changes: object) -> list[np.ndarray]:
     return [worker._cache.arena.view(np.float32) for worker in ranks.workers]
 
 
-@pytest.mark.parametrize(("name", "size"), [("deepseek-v2", 2), ("deepseek-v3", 4)])
+@pytest.mark.parametrize(("name", "size"), [("deepseek-v2", 2), ("deepseek-v3", 4), ("deepseek-v3.2", 2)])
 def test_ranks_say_the_reference_tokens_whole_chunked_batched_and_cached_twice(name: str, size: int) -> None:
     arenas = run_twice(name, size)
     for arena in arenas[1:]:

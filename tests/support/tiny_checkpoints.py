@@ -210,6 +210,22 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         norm_topk_prob=True,
         rope_scaling=_yarn(1.0, 0.6),
     ),
+    "deepseek-v3.2": _config(
+        "DeepseekV32ForCausalLM",
+        "deepseek_v32",
+        **_DEEPSEEK,
+        q_lora_rank=32,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        rope_scaling=_yarn(1.0, 1.0),
+        index_n_heads=16,  # with few of them many scores are exactly 0, and torch takes any of equal ones
+        index_head_dim=32,
+        index_topk=24,
+    ),
     "qwen3-next": _config(
         "Qwen3NextForCausalLM",
         "qwen3_next",

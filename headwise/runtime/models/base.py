@@ -69,6 +69,19 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """What chooses the tokens that a layer's latent attention sees (DSA).
+
+    heads, head_dim: of the indexer (``index_n_heads``, ``index_head_dim``)
+    top:             tokens that are chosen for a query, at most (``index_topk``)
+    """
+
+    heads: int
+    head_dim: int
+    top: int
+
+
+@dataclass(frozen=True)
 class MlaConfig:
     """Multi-head latent attention: sizes of what heads and latents are made of.
 
@@ -77,6 +90,7 @@ class MlaConfig:
     plain:     those of a head's own key, without a position (``qk_nope_head_dim``)
     value_dim: of a head's value
     q_rank:    numbers that a token's queries are made of (``q_lora_rank``); None: of its whole hidden state
+    indexer:   None: attention sees all tokens
     """
 
     rank: int
@@ -84,6 +98,7 @@ class MlaConfig:
     plain: int
     value_dim: int
     q_rank: int | None
+    indexer: IndexerConfig | None = None
 
     @property
     def width(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headwise.errors import ModelError
 from headwise.runtime.models import (
     deepseek,
+    deepseek_v32,
     ernie45,
     gemma2,
     gemma3,
@@ -38,6 +39,7 @@ class _Entry:
 _MODELS = {
     deepseek.V2: _Entry(deepseek.parse_v2, deepseek.Deepseek),
     deepseek.V3: _Entry(deepseek.parse_v3, deepseek.Deepseek),
+    deepseek_v32.ARCHITECTURE: _Entry(deepseek_v32.parse, deepseek_v32.DeepseekV32),
     **dict.fromkeys(llama.ARCHITECTURES, _Entry(llama.parse, llama.Llama)),
     **dict.fromkeys(mistral.ARCHITECTURES, _Entry(mistral.parse, mistral.Mistral)),
     gemma2.ARCHITECTURE: _Entry(gemma2.parse, gemma2.Gemma2),

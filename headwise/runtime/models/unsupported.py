@@ -18,7 +18,8 @@ class Missing:
 _POSITIONS = "learned positions and layer norms"
 
 MISSING = {
-    "DeepseekV32ForCausalLM": Missing("an indexer beside latents (DSA)", "DeepseekV3ForCausalLM"),
+    "DeepseekV4ForCausalLM": Missing("a cache of compressed tokens", "DeepseekV32ForCausalLM"),
+    "GlmMoeDsaForCausalLM": Missing("an indexer's choice that several layers share", "DeepseekV32ForCausalLM"),
     "Glm4MoeForCausalLM": Missing("routing by sigmoid", "Qwen3MoeForCausalLM"),
     "Qwen2MoeForCausalLM": Missing("a gated shared expert", "Qwen3MoeForCausalLM"),
     "Gemma3nForConditionalGeneration": Missing("alternating updates (AltUp) and sparse MLPs", "Gemma4ForCausalLM"),
