@@ -247,6 +247,20 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         moe_intermediate_size=32,
         shared_expert_intermediate_size=48,
     ),
+    "llama4": _config(
+        "Llama4ForCausalLM",
+        "llama4_text",
+        num_hidden_layers=4,  # the last of which sees all
+        intermediate_size=48,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=64,
+        floor_scale=32,
+        attn_scale=0.3,
+        rms_norm_eps=1e-5,
+    ),
     "gpt-oss": _GPT_OSS,
     "gpt-oss-mxfp4": {**_GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
 }

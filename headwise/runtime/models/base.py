@@ -27,12 +27,14 @@ class RopeConfig:
     scaling: the ``rope_scaling`` mapping of ``config.json``, or None
     share:   of a head's elements, the first ones, that are rotated; `inverse_frequencies` puts their pairs first
     is_long: LongRoPE for sequences longer than those that the model was first trained with
+    is_none: nothing is rotated
     """
 
     theta: float
     scaling: Mapping[str, Any] | None = None
     share: float = 1.0
     is_long: bool = False
+    is_none: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class ModelConfig:
     ropes:    per layer
     attention_scale: factor on q.k; softcaps are 0 where there is none
     sink_logits:     whether every query head has learned the score of a sink, see `AttentionKernels.attend`
+    chunk:           layers whose heads have a window of so many tokens see none before their own chunk of as many; 0: a
+                     window is what its policy says
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
     """
 
@@ -159,6 +163,7 @@ class ModelConfig:
     mla: MlaConfig | None = None
     layer_heads: tuple[LayerHeads, ...] = ()
     delta: DeltaConfig | None = None
+    chunk: int = 0
 
     def heads_of(self, layer: int) -> LayerHeads:
         """Keys and values of a layer."""

@@ -15,7 +15,7 @@ from headwise.runtime.models.decoder import Decoder, Weights
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
-from headwise.runtime.models.weight_view import ExpertWeights
+from headwise.runtime.models.weight_view import InterleavedWeights
 
 DENSE = "Ernie4_5ForCausalLM"
 MOE = "Ernie4_5_MoeForCausalLM"
@@ -135,28 +135,10 @@ def _windowed(config: HfConfig, num_layers: int) -> list[bool]:
 # ---- weights ----
 
 
-class ErnieWeights(ExpertWeights):
-    """A checkpoint's weights in the shape that the shared decoder takes.
+class ErnieWeights(InterleavedWeights):
+    """A checkpoint's weights in the shape that the shared decoder takes."""
 
-    Rotary embedding: ERNIE rotates neighbours ``(2i, 2i + 1)`` of a head by the angle ``i``, the rope operation
-    the elements ``(i, i + D / 2)``. So the rows of the query and the key projection are reordered here, each head's
-    even ones before its odd ones: then the rope operation turns the pairs that ERNIE turns, and queries and keys,
-    being reordered alike, have the same products.
-    """
-
-    _ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
     _CORRECTION = ("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias")
-
-    def __init__(self, source: Weights, head_dim: int) -> None:
-        super().__init__(source)
-        self._even_first = np.concatenate([np.arange(0, head_dim, 2), np.arange(1, head_dim, 2)])
-
-    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        rows = super().rows(name, start, stop)
-        if not name.endswith(self._ROTATED):
-            return rows
-        heads = rows.reshape(-1, len(self._even_first), rows.shape[1])
-        return heads[:, self._even_first].reshape(rows.shape)
 
     def correction(self, at: str) -> NDArray[np.float32]:
         """A router's ``e_score_correction_bias [num_experts]``."""

@@ -25,7 +25,6 @@ MISSING = {
     "Gemma3nForConditionalGeneration": Missing("alternating updates (AltUp) and sparse MLPs", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": Missing("the unified form's vision and audio", "Gemma4ForCausalLM"),
     "GemmaForCausalLM": Missing("a GELU MLP without post norms", "Gemma2ForCausalLM"),
-    "Llama4ForConditionalGeneration": Missing("chunked attention and vision", "LlamaForCausalLM"),
     "Mistral3ForConditionalGeneration": Missing("vision", "MistralForCausalLM"),
     "Phi3SmallForCausalLM": Missing("block-sparse attention", "Phi3ForCausalLM"),
     "PhiMoEForCausalLM": Missing("layer norms and sparse mixing of experts", "MixtralForCausalLM"),

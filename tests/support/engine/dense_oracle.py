@@ -58,6 +58,9 @@ class DenseAttention:
         out = np.empty_like(q)
         for local, head in enumerate(heads):
             mask = visible(c.policies[kept][head], len(q))
+            if c.chunk and c.policies[kept][head].window:
+                chunks = np.arange(len(q)) // c.chunk
+                mask &= chunks[:, None] == chunks
             for index in range(local * share, (local + 1) * share):
                 scores = q[:, index] @ k[:, local].T * c.attention_scale
                 scores, seen = capped(scores, c.attention_softcap), mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headwise.runtime.models.attention.base import AttentionVariant
+from headwise.runtime.models.attention.chunked import ChunkedAttention
 from headwise.runtime.models.attention.delta import DeltaNetAttention
 from headwise.runtime.models.attention.dsa import IndexedLatentAttention
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
@@ -18,4 +19,6 @@ def attention_of(config: ModelConfig) -> AttentionVariant:
         return LatentAttention(config, config.mla)
     if config.delta is not None:
         return DeltaNetAttention(config, config.delta)
+    if config.chunk:
+        return ChunkedAttention(config)
     return GroupedQueryAttention(config)
