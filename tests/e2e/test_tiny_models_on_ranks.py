@@ -55,3 +55,7 @@ def test_ranks_that_share_states_out_say_the_reference_tokens(name: str, block_s
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_ranks_with_heads_of_two_sizes_say_the_reference_tokens(name: str, block_size: int) -> None:
     run_twice(name, 2, block_size=block_size)
+
+
+def test_ranks_that_see_chunks_say_the_reference_tokens() -> None:
+    run_twice("llama4", 2, block_size=16)
