@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.kernels.dsa_base import IndexQueries
-from headwise.runtime.models.base import IndexerConfig, ModelConfig
+from headwise.runtime.models.base import IndexerConfig, ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Linear
 from headwise.runtime.models.deepseek import MOST_RANK, Deepseek, LatentProjections, parse_latents
 from headwise.runtime.models.deepseek_routing import v3_moe
@@ -49,7 +49,7 @@ def parse(config: HfConfig) -> ModelConfig:
     return replace(decoder, mla=replace(mla, indexer=indexer), moe=experts)
 
 
-def _layers_with_experts(config: HfConfig, decoder: ModelConfig) -> Any:
+def _layers_with_experts(config: HfConfig, decoder: ModelConfig) -> MoeConfig | None:
     """The experts, in the layers that ``mlp_layer_types`` names, where it is there."""
     kinds = config.get("mlp_layer_types")
     if kinds is None or decoder.moe is None:

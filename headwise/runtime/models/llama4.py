@@ -127,6 +127,8 @@ def _experts(config: HfConfig, decoder: ModelConfig) -> MoeConfig | None:
 
 
 class Llama4Weights(InterleavedWeights):
+    """A layer's experts lie in two tensors, inputs before outputs."""
+
     has_inputs_first: ClassVar[bool] = True
 
 
