@@ -19,6 +19,8 @@ class GpuOps(ArrayOps):
         ConfigError: there are no kernels for ``dtype``.
     """
 
+    captures_experts = False
+
     def __init__(self, xp: Any, dtype: np.dtype[Any], programs: Programs, threads: int = THREADS) -> None:
         """threads: of a thread block that searches a row of logits; see `CudaSampling`"""
         super().__init__(xp, dtype)
