@@ -82,6 +82,7 @@ SECTIONS = {
     "prefill": Section("gpu.attention", "prefill", 50, torch=True),
     "copies": Section("gpu.copies", "copies", 60),
     "model": Section("gpu.model", "model", 70),
+    "moe": Section("gpu.model", "moe", 70),
     "published": Section("gpu.serving", "published", 70),
     "recycling": Section("gpu.serving", "recycling", 80),
     "smollm2": Section("gpu.model", "smollm2", 45),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from gpu.bench import Bench
 from gpu.cases import FULL_ATTENTION, Window, head_table, places_of
-from gpu.checkpoint import random_models, write_checkpoint
+from gpu.checkpoint import MOE, random_models, write_checkpoint
+from gpu.mixtures import compile_experts, expert_shape, experts_of
 from gpu.rig import Rig
 from numpy.typing import NDArray
 
@@ -58,7 +59,11 @@ def compile_kernels(bench: Bench) -> None:
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         models = random_models(sizes, bench.options.layers)
         written = [pool.submit(write_checkpoint, work / name, config) for name, config in models.items()]
-        made = {shape: pool.submit(_compile, shape, target, work / "kernels") for shape in shapes}
+        made: dict[Any, Future[int]] = {}
+        made |= {shape: pool.submit(_compile, shape, target, work / "kernels") for shape in shapes}
+        if sizes.compiled is None:
+            mixture = expert_shape(models[MOE])
+            made[mixture] = pool.submit(compile_experts, mixture, target, work / "kernels")
         for shape, each in made.items():
             with bench.rows.case(f"{shape}"):
                 files += each.result()
@@ -296,7 +301,7 @@ def check_copies(bench: Bench, rng: np.random.Generator) -> None:
         host.close()
 
 
-OWN_OPS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "greedy")
+OWN_OPS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "mix_experts", "greedy")
 """Operations whose kernels are not CuPy's, or some library's."""
 
 
@@ -347,6 +352,8 @@ def _operations(ops: TensorOps, dtype: str, seed: int) -> Iterator[tuple[str, An
     yield "silu_mul", lambda: ops.numpy(ops.silu_mul(ops.tensor(wide)))
     yield "gelu_tanh_mul", lambda: ops.numpy(ops.gelu_tanh_mul(ops.tensor(wide)))
     yield "scatter_add_rows", scattered
+    up, down, logits = 0.1 * draw(7, 64, 128), 0.1 * draw(7, 128, 32), draw(37, 6)
+    yield "mix_experts", lambda: ops.numpy(ops.mix_experts(x, ops.tensor(logits), experts_of(ops, up, down)))
     yield "greedy", lambda: np.stack([ops.host(part).astype(np.float32) for part in ops.greedy(x)])
 
 

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -24,7 +24,6 @@ from headwise.errors import ConfigError
 from headwise.kernels.cuda.files import write_whole
 from headwise.kernels.cuda.launch import CubinFile, Variant
 
-SOURCE = Path(__file__).with_name("attention_jit.py")
 NEWEST_CUDA_12 = 12
 FENCED_SINCE = (3, 7, 1)
 """Triton from here on has the fences of `fenced` itself (triton-lang/triton#9610)."""
@@ -100,18 +99,18 @@ def compile_variant(variant: Variant, target: Target) -> Compiled:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from headwise.kernels.cuda import attention_jit
+        source = import_module(f"headwise.kernels.cuda.{variant.module}")
     except ImportError as error:
-        raise ConfigError(f"attention kernels need triton ({error}): `pip install triton`") from error
-    function = getattr(attention_jit, variant.kernel)
+        raise ConfigError(f"kernel {variant.kernel} needs triton ({error}): `pip install triton`") from error
+    function = getattr(source, variant.kernel)
     signature = dict(variant.signature) | {name: "constexpr" for name, _ in variant.constants}
     order = {name: signature[name] for name in function.arg_names}
     multiples = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(order) if name in variant.multiples}
-    source = ASTSource(function, order, dict(variant.constants), multiples)
+    described = ASTSource(function, order, dict(variant.constants), multiples)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
     with _compiling, _private_compiler(target) as log:
         try:
-            kernel = triton.compile(source, target=GPUTarget("cuda", target.sm, 32), options=options)
+            kernel = triton.compile(described, target=GPUTarget("cuda", target.sm, 32), options=options)
         except Exception as error:
             raise ConfigError(f"kernel {variant.kernel} does not compile for sm_{target.sm} ({error})") from error
     return _compiled(kernel, log.getvalue())
@@ -181,7 +180,7 @@ def _compiled(kernel: Any, log: str) -> Compiled:
 
 
 def _digest(variant: Variant) -> str:
-    sources = SOURCE.read_bytes() + Path(__file__).read_bytes()
+    sources = Path(__file__).with_name(f"{variant.module}.py").read_bytes() + Path(__file__).read_bytes()
     return hashlib.sha256(sources + repr(variant).encode()).hexdigest()[:24]
 
 

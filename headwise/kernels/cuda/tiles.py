@@ -70,3 +70,41 @@ def _shared_bytes(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str) -> int
     q_bytes, kv_bytes = numpy_dtype(q_dtype).itemsize, numpy_dtype(kv_dtype).itemsize
     converted = 0 if kv_dtype == q_dtype else 2 * tile.keys * dims * q_bytes
     return tile.rows * dims * q_bytes + 2 * tile.stages * tile.keys * dims * kv_bytes + converted
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """Tiles of tokens times an expert's weights: ``rows`` of tokens by ``columns`` of the result, ``depth`` at a time.
+
+    gated_columns: of the result where ``gate`` and ``up`` are both multiplied with
+    least_rows:    of an expert on average, from which on such tiles pay
+    """
+
+    rows: int
+    columns: int
+    gated_columns: int
+    depth: int
+    warps: int
+    stages: int
+    least_rows: int = 0
+
+
+def expert_tiles(dtype: str, sm: int) -> tuple[ProductTile, ...]:
+    """By the number of an expert's rows, the smallest first.
+
+    Few rows: all that counts is that weights come in fast, in many small programs with loads far ahead. Many: tiles as
+    large as registers allow, so that weights serve many rows.
+    """
+    if dtype == "float32":  # multiplied without tensor cores, both operands in registers
+        return (ProductTile(16, 32, 16, 32, 4, 2),)
+    if sm >= 90 and SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90:
+        return (
+            ProductTile(16, 64, 32, 128, 4, 4),
+            ProductTile(64, 128, 64, 64, 4, 4, least_rows=24),
+            ProductTile(128, 128, 64, 64, 8, 4, least_rows=96),
+        )
+    return (
+        ProductTile(16, 64, 32, 64, 4, 4),
+        ProductTile(64, 64, 32, 64, 4, 3, least_rows=24),
+        ProductTile(128, 128, 64, 32, 8, 3, least_rows=96),
+    )

@@ -175,7 +175,7 @@ def test_queries_may_be_part_of_a_wider_row() -> None:
 
 
 def test_cost_of_a_windowed_head_does_not_grow_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    scope, steps = interpreter._interpreted_globals(), []
+    scope, steps = interpreter._interpreted_globals("attention_jit"), []
     step = scope["attend_tile"]
     monkeypatch.setitem(scope, "attend_tile", lambda *arguments: steps.append(1) or step(*arguments))
     counts = []

@@ -253,6 +253,13 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     for sm in (80, 90):
         for variant in variants_of(LLAMA, sm):
             CubinCache(tmp_path, Target(sm, 12)).get(variant)
+    mixture = ["--experts", "64", "--experts-per-token", "6", "--shared-experts", "2", "--expert-size", "1536"]
+    monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *mixture, "--hidden-size", "2560"])
+    more = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(set(more) - set(sources)) == ["experts", "multiply_experts"]
+    with pytest.raises(SystemExit, match="--experts needs --hidden-size and --expert-size"):
+        precompile.main([str(tmp_path), "--sm", "90", *model, *mixture])
     with pytest.raises(SystemExit, match=r"error: KV dtype float8_e4m3fn needs"):
         precompile.main([str(tmp_path), "--sm", "80", "--kv-dtype", "float8_e4m3fn", *model])
 
