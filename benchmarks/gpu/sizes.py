@@ -61,6 +61,7 @@ class Sizes:
 
     long:        whether inputs of the correctness section have hundreds of tokens
     compiled:    shapes of attention to compile; None is all
+    skewed:      (batch, context of all but one, context of that one)
     fills_card:  bytes of KV from which on a decode has enough to read to keep the card busy
     window:      (window, sink) of the windowed heads in `heads`
     product:     rows and columns of matrices whose product shows what the card computes at best
@@ -79,6 +80,7 @@ class Sizes:
     attention: Heads
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
+    skewed: tuple[int, int, int]
     fills_card: int
     heads_at: tuple[int, int]
     window: tuple[int, int]
@@ -169,6 +171,7 @@ FULL = Sizes(
     attention=Heads(32, 8, 128),
     batches=(1, 8, 64),
     contexts=(2048, 8192, 32768),
+    skewed=(256, 1024, 131072),
     fills_card=512 << 20,
     heads_at=(8, 32768),
     window=(1024, 64),
@@ -218,6 +221,7 @@ TINY = Sizes(
     attention=Heads(4, 2, 64),
     batches=(1, 2),
     contexts=(48,),
+    skewed=(3, 20, 200),
     fills_card=1,
     heads_at=(2, 96),
     window=(16, 4),

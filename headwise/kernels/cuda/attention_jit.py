@@ -35,6 +35,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 MERGED = tl.constexpr(16)
 """Splits merged at once."""
 
+MAX_SPLITS = tl.constexpr(128)
+"""Of one sequence, for one head."""
+
 
 # `JITFunction`, not `triton.jit`, which an environment variable turns into something else.
 @JITFunction
@@ -53,9 +56,69 @@ def window_of(head_window, kv_head):
 
 
 @JITFunction
-def split_of(tiles, splits, MIN_SPLIT_TILES: tl.constexpr):
-    """Tiles per split: as even as ``splits`` programs allow, but no fewer than pay."""
-    return tl.maximum((tiles + splits - 1) // splits, MIN_SPLIT_TILES)
+def tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr):
+    """Tiles that a head sees of each sequence of ``index``; 0 of those that do not decode, or are none."""
+    here = index < batch
+    queries = tl.load(cu_seqlens_q + index + 1, mask=here, other=0) - tl.load(cu_seqlens_q + index, mask=here, other=0)
+    decodes = here & (queries == 1)
+    position = tl.load(seq_lens + index, mask=decodes, other=1) - 1
+    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N)
+    return tl.where(decodes, tiles, 0)
+
+
+@JITFunction
+def split_of(
+    cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr
+):  # fmt: skip
+    """Tiles per split, for all sequences alike: as few as make ``units`` of all a head sees, but as many as pay."""
+    total, longest = 0, 0
+    for at in range(0, batch, SEARCHED):
+        tiles = tiles_of(at + tl.arange(0, SEARCHED), cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N)
+        total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    most = tl.maximum((total + units - 1) // units, (longest + MAX_SPLITS - 1) // MAX_SPLITS)
+    return tl.maximum(most, MIN_SPLIT_TILES)
+
+
+@JITFunction
+def find_unit(
+    unit, programs, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """(sequence, split) of a program's unit of work; a sequence that is none where there is nothing to do.
+
+    Splits of sequences that have several come first, since they are the longest; sequences in one piece are counted
+    from the last program on. So both are found in one pass, and a split's number is its place among partial results.
+    """
+    of_split, splits_before, of_whole, splits_all, whole_all = 0, 0, 0, 0, 0
+    back = programs - 1 - unit
+    for at in range(0, batch, SEARCHED):
+        index = at + tl.arange(0, SEARCHED)
+        tiles = tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N)
+        splits = (tiles + per_split - 1) // per_split
+        whole = (splits == 1).to(tl.int32)
+        splits = tl.where(splits > 1, splits, 0)
+        is_before = (splits_all + tl.cumsum(splits, 0) <= unit) & (index < batch)
+        of_split += tl.sum(is_before.to(tl.int32), 0)
+        splits_before += tl.sum(tl.where(is_before, splits, 0), 0)
+        of_whole += tl.sum(((whole_all + tl.cumsum(whole, 0) <= back) & (index < batch)).to(tl.int32), 0)
+        splits_all += tl.sum(splits, 0)
+        whole_all += tl.sum(whole, 0)
+    sequence = tl.where(unit < splits_all, of_split, of_whole)
+    return sequence, tl.where(unit < splits_all, unit - splits_before, 0)
+
+
+@JITFunction
+def splits_before(
+    sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Splits of the sequences before this one that have several: where its own begin."""
+    before = 0
+    for at in range(0, sequence, SEARCHED):
+        index = at + tl.arange(0, SEARCHED)
+        tiles = tiles_of(index, cu_seqlens_q, seq_lens, sequence, window, sink, BLOCK_N)
+        splits = (tiles + per_split - 1) // per_split
+        before += tl.sum(tl.where(splits > 1, splits, 0), 0)
+    return before
 
 
 @JITFunction
@@ -166,7 +229,7 @@ def attend(
     query, out, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
-    score_scale, cap, splits, fewest_queries,
+    score_scale, cap, units, fewest_queries,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
@@ -174,16 +237,25 @@ def attend(
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
-    With ``DECODE`` the grid is (splits, KV heads, batch), for sequences with exactly one query; without, (KV heads x
-    tiles of the batch), for those with at least ``fewest_queries``. Without ``SOFTCAP``, ``score_scale`` is
+    With ``DECODE`` the grid is (``units + batch``, KV heads), for sequences with exactly one query; without, (KV heads
+    x tiles of the batch), for those with at least ``fewest_queries``. Without ``SOFTCAP``, ``score_scale`` is
     ``scale * log2(e)``; with it, ``2 * log2(e) * scale / softcap``, and ``cap`` is ``softcap * log2(e)``.
 
-    Decode is cut into at most ``splits`` splits by what the head sees of the sequence, so programs of short sequences
-    and windowed heads end at once. If one split does, it goes straight to ``out``. Else each writes its normalised
-    ``partial [batch, q_heads, splits, HEAD_DIM]`` and ``partial_lse [batch, q_heads, splits]``, in base 2.
+    Decode is cut into splits of equal length by what the head sees of all sequences, about ``units`` in all: a long one
+    among short ones has as many programs as it needs. A sequence that is one split goes straight to ``out``. Of others
+    each split writes its normalised ``partial [q_heads, 2 * units, HEAD_DIM]`` and ``partial_lse [q_heads, 2 *
+    units]``, in base 2. There are no more: what has several splits is longer than one, so twice its length holds them.
     """
     if DECODE:
-        split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        unit, kv_head = tl.program_id(0), tl.program_id(1)
+        window = window_of(head_window, kv_head)
+        sink = tl.load(head_sink + kv_head)
+        per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES)
+        sequence, split = find_unit(
+            unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N
+        )  # fmt: skip
+        if sequence >= batch:
+            return
         first = 0
     else:
         # The tiles that see most begin first, so that none of them is left alone at the end.
@@ -192,28 +264,23 @@ def attend(
         sequence, first = find_tile(cu_seqlens_q, batch, program // kv_heads, TOKENS)
     query_begin = tl.load(cu_seqlens_q + sequence)
     query_count = tl.load(cu_seqlens_q + sequence + 1) - query_begin
-    if DECODE:
-        if query_count != 1:
+    if not DECODE:
+        if (first >= query_count) | (query_count < fewest_queries):
             return
-    elif (first >= query_count) | (query_count < fewest_queries):
-        return
+        window = window_of(head_window, kv_head)
+        sink = tl.load(head_sink + kv_head)
 
     group = tl.load(head_group + kv_head)
     slot = tl.load(head_slot + kv_head).to(tl.int64)
-    window = window_of(head_window, kv_head)
-    sink = tl.load(head_sink + kv_head)
     offset = tl.load(seq_lens + sequence) - query_count
     last = offset + tl.minimum(first + TOKENS, query_count) - 1
     tiles, sink_tiles, window_tile = walk_of(offset + first, last, window, sink, BLOCK_N)
     jump = window_tile - sink_tiles
     begin, end, used = 0, tiles, 1
     if DECODE:
-        per_split = split_of(tiles, splits, MIN_SPLIT_TILES)
         used = (tiles + per_split - 1) // per_split
         begin = split * per_split
         end = tl.minimum(begin + per_split, tiles)
-        if begin >= tiles:
-            return
 
     row = tl.arange(0, BLOCK_M)
     token = first + row // SHARE
@@ -259,7 +326,7 @@ def attend(
     if DECODE:
         if used > 1:
             mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
-            at_split = ((sequence * kv_heads * SHARE + head) * splits + split).to(tl.int64)
+            at_split = (head * (2 * units) + unit).to(tl.int64)
             tl.store(partial + at_split[:, None] * HEAD_DIM + dims[None, :], mixed, mask=real)
             lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
             tl.store(partial_lse + at_split, lse, mask=real_row)
@@ -273,9 +340,9 @@ def attend(
 
 @JITFunction
 def merge_splits(
-    partial, partial_lse, sink_logits, out, cu_seqlens_q, seq_lens, head_window, head_sink, out_stride, splits,
+    partial, partial_lse, sink_logits, out, cu_seqlens_q, seq_lens, head_window, head_sink, batch, out_stride, units,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_SPLIT_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The splits of one query head of one sequence, grid (query heads, batch), into ``out``."""
     head, sequence = tl.program_id(0), tl.program_id(1)
@@ -286,12 +353,15 @@ def merge_splits(
     sink = tl.load(head_sink + head // SHARE)
     position = tl.load(seq_lens + sequence) - 1
     tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N)
-    per_split = split_of(tiles, splits, MIN_SPLIT_TILES)
+    if tiles <= MIN_SPLIT_TILES:
+        return
+    per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES)
     used = (tiles + per_split - 1) // per_split
     if used <= 1:
         return
 
-    first = (sequence * tl.num_programs(0) + head).to(tl.int64) * splits
+    before = splits_before(sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N)
+    first = (head * (2 * units) + before).to(tl.int64)
     every = tl.arange(0, MAX_SPLITS)
     lse = tl.load(partial_lse + first + every, mask=every < used, other=float("-inf"))
     highest = tl.max(lse, 0)
