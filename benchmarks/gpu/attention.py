@@ -45,7 +45,8 @@ def _skewed_case(bench: Bench) -> None:
     step = skewed_step(bench.rig, bench.sizes.attention, batch, (contexts[0], contexts[1]), bench.sizes.block_size)
     error = check_step(bench.rig, step)
     seconds = bench.seconds({"ours": step.on(bench.rig)})["ours"]
-    note = f"one of {contexts[1]} tokens among {batch - 1} of {contexts[0]}, {seconds * 1e6:.1f} us, {error:.1e} from NumPy"
+    note = f"one of {contexts[1]} tokens among {batch - 1} of {contexts[0]}, {seconds * 1e6:.1f} us"
+    note += f", {error:.1e} from NumPy"
     bench.rows.add("skewed_of_bandwidth", step.kv_bytes / seconds / bench.bandwidth, least=0.85, note=note)
 
 

@@ -13,7 +13,8 @@ would keep the compiler from overlapping loads with arithmetic: what must not be
         tiles      [ 0 ][ 1 ]                             [ 2 ][ 3 ][ 4 ][ 5 ]
 
 **Masks.** Slots behind the last token and blocks nobody may see can hold NaN, and ``0 * NaN`` is NaN: they are masked
-where they are loaded, keys and values alike. No pointer is made from a block id below 0.
+where they are loaded, keys and values alike. No pointer is made from a block id below 0. Tiles of a prompt that all its
+rows see whole have a loop of their own, in which nothing is masked.
 
 The softmax is the online one (Milakov and Gimelshein, arXiv 1805.02867), in base 2; splits of one sequence are merged
 by their log-sum-exps (FlashDecoding).
@@ -146,6 +147,24 @@ def converted(values, DTYPE: tl.constexpr):
 
 
 @JITFunction
+def load_tile(at, mask, WHOLE: tl.constexpr):
+    """What lies there; 0 where the mask says no, unless ``WHOLE`` says that all may be read."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@JITFunction
+def has_all_blocks(table, first, end):
+    """Whether columns ``first`` to ``end``, this one excluded, all have a block."""
+    lowest = 0
+    for at in range(first, end, SEARCHED):
+        column = at + tl.arange(0, SEARCHED)
+        lowest = tl.minimum(lowest, tl.min(tl.load(table + column, mask=column < end, other=0), 0))
+    return lowest >= 0
+
+
+@JITFunction
 def attend_tile(
     accumulator, highest, total, queries, positions, tile, earliest, latest, window, sink,
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
@@ -155,7 +174,7 @@ def attend_tile(
     """One step of the online softmax: the tile's ``BLOCK_N`` keys and values go into the running state.
 
     ``earliest`` and ``latest`` are the positions of the first and the last query, ``positions`` those of all rows. With
-    ``INTERIOR`` every query sees every token of the tile.
+    ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked.
     """
     dims = tl.arange(0, BLOCK_D)
     within = tl.arange(0, BLOCK_N)
@@ -170,35 +189,38 @@ def attend_tile(
         at = within[:, None] * HEAD_DIM + dims[None, :]
         scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + skipped + within
     else:
-        block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
+        if INTERIOR:
+            block = tl.load(table + tokens // BLOCK_SIZE)
+        else:
+            block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
         mapped = block >= 0
         block = tl.maximum(block, 0).to(tl.int64)
         at = (block * block_stride + tokens % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
         scales_at = block * scale_stride + tokens % BLOCK_SIZE
     if not INTERIOR:
         mapped = mapped & ((tokens > earliest - window) | (tokens < sink))
-    loaded = mapped[:, None]
-    if HEAD_DIM != BLOCK_D:
-        loaded = loaded & (dims < HEAD_DIM)[None, :]
+    loaded = (dims < HEAD_DIM)[None, :]
+    if not INTERIOR:
+        loaded = mapped[:, None] & loaded if HEAD_DIM != BLOCK_D else mapped[:, None]
 
-    keys = converted(tl.load(key + at, mask=loaded, other=0.0), queries.dtype)
+    keys = converted(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if QUANTISED:
-        scores *= tl.load(key_scale + scales_at, mask=mapped, other=0.0)[None, :]
+        scores *= load_tile(key_scale + scales_at, mapped, INTERIOR)[None, :]
     if SOFTCAP:  # cap * tanh(x) with exp2, which stays finite for any score
         scores = cap - 2.0 * cap / (tl.exp2(scores * score_scale) + 1.0)
         exponent_scale = 1.0
     else:
         exponent_scale = score_scale
 
-    if INTERIOR or DECODE:
-        visible = mapped[None, :]
-    else:
+    if DECODE:
+        scores = tl.where(mapped[None, :], scores, float("-inf"))
+    elif not INTERIOR:
         # Two comparisons per score: sinks pass every window, unmapped tokens lie behind every query.
         after = tl.where(mapped, tokens, NEVER)[None, :]
         before = tl.where(tokens < sink, NEVER, tokens)[None, :]
         visible = (after <= positions[:, None]) & (before > (positions - window)[:, None])
-    scores = tl.where(visible, scores, float("-inf"))
+        scores = tl.where(visible, scores, float("-inf"))
 
     new_highest = tl.maximum(highest, tl.max(scores, 1) * exponent_scale)
     # A row that has seen nothing yet would compute inf - inf.
@@ -206,9 +228,9 @@ def attend_tile(
     weights = tl.exp2(scores * exponent_scale - reference[:, None])
     fading = tl.exp2(highest - reference)
     total = total * fading + tl.sum(weights, 1)
-    values = tl.load(value + at, mask=loaded, other=0.0)
+    values = load_tile(value + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D)
     if QUANTISED:
-        value_scales = tl.load(value_scale + scales_at, mask=mapped, other=0.0)
+        value_scales = load_tile(value_scale + scales_at, mapped, INTERIOR)
         if queries.dtype == tl.float16:  # weights times scales may be below its range
             values = converted(values, tl.float32) * value_scales[:, None]
         else:
@@ -304,6 +326,9 @@ def attend(
         whole = (tl.maximum(last - window + 1, 0) + BLOCK_N - 1) // BLOCK_N
         skipped_at = tl.maximum(whole - jump, sink_tiles)
         whole_end = tl.maximum((offset + first + 1) // BLOCK_N - jump, skipped_at)
+        columns_end = ((whole_end + jump) * BLOCK_N + BLOCK_SIZE - 1) // BLOCK_SIZE
+        if not has_all_blocks(table, (skipped_at + jump) * BLOCK_N // BLOCK_SIZE, columns_end):
+            whole_end = skipped_at  # as before there is a cache: each tile is masked
         skipped = whole_end - skipped_at
         for step in range(skipped_at, whole_end):
             accumulator, highest, total = attend_tile(

@@ -40,7 +40,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code in memory, with what the compiler says of it."""
+    """Machine code in memory, with what the compiler says of it.
+
+    is_serialised: the assembler waits for every matrix product before the next (ptxas, C7510 and its kin)
+    """
 
     cubin: bytes
     ptx: str
@@ -50,6 +53,7 @@ class Compiled:
     parameters: int
     registers: int
     spilled_bytes: int
+    is_serialised: bool = False
 
 
 class CubinCache:
@@ -176,6 +180,7 @@ def _compiled(kernel: Any, log: str) -> Compiled:
         parameters=entry.group(1).count(".param"),
         registers=int(registers.group(1)),
         spilled_bytes=sum(map(int, spilled)),
+        is_serialised="serialized" in log,
     )
 
 
