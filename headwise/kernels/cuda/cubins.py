@@ -1,7 +1,8 @@
 """Machine code of the Triton kernels, compiled without a GPU or its driver, and kept on disk.
 
 A file is named by everything its code depends on: kernel source, variant, target, and the Triton that compiled it. So
-machine code built elsewhere (`precompile`) serves where Triton is not installed at all.
+machine code built elsewhere (`precompile`) serves where Triton is not installed at all, and that of a newer Triton
+where an older one is: newer ones make better code of the same source.
 """
 
 from __future__ import annotations
@@ -78,17 +79,17 @@ class CubinCache:
         """
         stem = f"{variant.kernel}-sm{self._target.sm}-cuda{self._target.cuda}-{_digest(variant)}"
         version = _triton_version()
-        if version is None:
-            made = sorted(self._directory.glob(f"{stem}-triton*.json"))
-            if not made:
-                raise ConfigError(
-                    f"{self._directory} has no machine code of kernel {stem}: `pip install triton`, or fill it by "
-                    "`python -m headwise.kernels.cuda.precompile` elsewhere"
-                )
-            return _read(made[-1])
+        made = {_version_of(path): path for path in self._directory.glob(f"{stem}-triton*.json")}
+        newest = max(made, default=())
+        if version is None and not made:
+            raise ConfigError(
+                f"{self._directory} has no machine code of kernel {stem}: `pip install triton`, or fill it by "
+                "`python -m headwise.kernels.cuda.precompile` elsewhere"
+            )
+        if version is None or newest >= _numbers(version):
+            return _read(made[newest])
         notes = self._directory / f"{stem}-triton{version}.json"
-        if not notes.exists():
-            _write(notes, compile_variant(variant, self._target))
+        _write(notes, compile_variant(variant, self._target))
         return _read(notes)
 
 
@@ -137,7 +138,7 @@ def _private_compiler(target: Target) -> Iterator[io.StringIO]:
         if target.cuda <= NEWEST_CUDA_12 and not knobs.nvidia.ptxas_blackwell.version.startswith("12."):
             # Drivers of CUDA 12 take no machine code of CUDA 13's assembler; Triton brings both.
             knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
-        if tuple(map(int, re.findall(r"\d+", __version__)[:3])) < FENCED_SINCE:
+        if _numbers(__version__) < FENCED_SINCE:
             knobs.runtime.add_stages_inspection_hook = _add_fences
         with contextlib.redirect_stdout(log):
             yield log
@@ -195,6 +196,15 @@ def _triton_version() -> str | None:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
         return None
+
+
+def _version_of(notes: Path) -> tuple[int, ...]:
+    return _numbers(notes.stem.rpartition("-triton")[2])
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release that a version names: ``3.10.0+git1`` is later than ``3.9.1``."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _write(notes: Path, compiled: Compiled) -> None:

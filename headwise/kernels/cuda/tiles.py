@@ -30,13 +30,14 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
     """Large, so that every key read serves many rows, as far as registers go.
 
     From sm_90 on, 128 rows are two warp groups' worth; 128 keys let one instruction of theirs work at full speed. Keys
-    and values that are converted first are in registers at some time: half as many fit there.
+    and values that are converted first are in registers at some time: half as many fit there. Heads of 96 are padded to
+    128, and masked: with 128 keys that spills.
     """
     if q_dtype == "float32":
         tile = _EXACT.get(head_dim, _EXACT_WIDE)
     elif sm >= 90:
         keys = 128 if kv_dtype == q_dtype else 64
-        tile = {64: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)}.get(head_dim, Tile(128, keys, 8, 2))
+        tile = {64: Tile(128, 64, 8, 3), 96: Tile(128, 64, 8, 2), 256: Tile(128, 64, 8, 2)}.get(head_dim, Tile(128, keys, 8, 2))
     else:
         keys = 64 if kv_dtype == q_dtype else 32
         tile = {64: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 3)}.get(head_dim, Tile(64, keys, 4, 2))

@@ -122,6 +122,7 @@ def test_fences_are_added_where_the_compiler_leaves_them_out(monkeypatch: pytest
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_prefill_uses_the_tensor_cores_of_the_card_and_overlaps_its_loads(sm: int) -> None:
     compiled = cached(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12))
+    assert not compiled.is_serialised
     assert_overlaps_loads(compiled, MATRIX_INSTRUCTION[sm])
     # sm_80 has all accumulators in registers: a few values outside of the loops do not fit.
     assert compiled.spilled_bytes <= (128 if sm == 80 else 0)
@@ -214,6 +215,22 @@ def test_machine_code_made_elsewhere_serves_where_triton_is_not_installed(
     assert CubinCache(tmp_path, Target(90, 12)).get(MERGED) == here
     with pytest.raises(ConfigError, match=r"no machine code.*sm80.*pip install triton.*precompile"):
         CubinCache(tmp_path, Target(80, 12)).get(MERGED)
+
+
+@pytest.mark.parametrize(("installed", "found"), [(None, "3.10.0"), ("3.6.0", "3.10.0"), ("3.10.0", "3.10.0")])
+def test_of_what_was_made_the_newest_that_is_not_older_than_ours_serves(
+    installed: str | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Compiled(b"code", "", "kernel", 128, 0, 3, 32, 0)
+    monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    for version in ("3.9.1", "3.10.0", "3.11.0"):
+        monkeypatch.setattr(cubins, "_triton_version", lambda version=version: version)
+        path = CubinCache(tmp_path, Target(90, 12)).get(MERGED).path
+        assert path.stem.endswith(f"-triton{version}"), "what is older is compiled anew"
+    path.with_suffix(".json").unlink()
+    monkeypatch.setattr(cubins, "compile_variant", None)
+    monkeypatch.setattr(cubins, "_triton_version", lambda: installed)
+    assert CubinCache(tmp_path, Target(90, 12)).get(MERGED).path.stem.endswith(f"-triton{found}")
 
 
 def test_missing_triton_and_an_unusable_directory_are_config_errors(
