@@ -17,6 +17,7 @@ from gpu.cases import FULL_ATTENTION, Window, head_table, places_of
 from gpu.checkpoint import MOE, random_models, write_checkpoint
 from gpu.mixtures import compile_experts, expert_shape, experts_of
 from gpu.rig import Rig
+from gpu.sizes import FULL, Sizes
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_tables import BlockTables, HostBlockTables, TableShape
@@ -52,8 +53,7 @@ def compile_kernels(bench: Bench) -> None:
     Beside them, the random checkpoints are written.
     """
     sizes, target, work = bench.sizes, bench.rig.target, bench.rig.work
-    shapes = list(dict.fromkeys([*_model_shapes(bench), *(case.shape for case in cases(sizes.long, target.sm))]))
-    shapes = shapes[: sizes.compiled]
+    shapes = _shapes(sizes, target.sm, bench.options.layers)[: sizes.compiled]
     began, files = time.perf_counter(), 0
     processes = min(os.cpu_count() or 1, len(shapes) + 2)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -77,13 +77,24 @@ def _compile(shape: AttentionShape, target: Target, directory: Path) -> int:
     return len(list(precompile([shape], [target], directory)))
 
 
-def _model_shapes(bench: Bench) -> Iterator[AttentionShape]:
+def precompile_all(target: tuple[int, int], directory: Path, layers: int | None) -> int:
+    """Compile what all sections need on a card of some (compute capability, CUDA version); the number of kernels."""
+    where = Target(*target)
+    files = sum(_compile(shape, where, directory) for shape in _shapes(FULL, where.sm, layers))
+    return files + compile_experts(expert_shape(FULL.moe), where, directory)
+
+
+def _shapes(sizes: Sizes, sm: int, layers: int | None) -> list[AttentionShape]:
+    return list(dict.fromkeys([*_model_shapes(sizes, layers), *(case.shape for case in cases(sizes.long, sm))]))
+
+
+def _model_shapes(sizes: Sizes, layers: int | None) -> Iterator[AttentionShape]:
     """Of the timed sections, and of SmolLM2."""
-    heads, block_size = bench.sizes.attention, bench.sizes.block_size
+    heads, block_size = sizes.attention, sizes.block_size
     yield AttentionShape(heads.q_heads // heads.kv_heads, heads.head_dim, block_size, heads.dtype, heads.dtype)
-    for config in random_models(bench.sizes, bench.options.layers).values():
+    for config in random_models(sizes, layers).values():
         share = config["num_attention_heads"] // config["num_key_value_heads"]
-        for size in {block_size, bench.sizes.load.block_size}:
+        for size in {block_size, sizes.load.block_size}:
             yield AttentionShape(share, config["head_dim"], size, "bfloat16", "bfloat16")
     for dtype in ("bfloat16", "float32"):
         yield AttentionShape(3, 64, block_size, dtype, dtype)
