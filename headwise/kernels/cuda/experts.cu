@@ -109,6 +109,12 @@ __device__ __forceinline__ unsigned groups_of(const float (&corrected)[HELD])
     return used;
 }
 
+__device__ __forceinline__ float logit_of(const char* logits, int expert)
+{
+    return NUMBER == F32 ? reinterpret_cast<const float*>(logits)[expert]
+                         : to_f32<NUMBER>(reinterpret_cast<const unsigned short*>(logits)[expert]);
+}
+
 // Scores of a warp's token, by its logits.
 __device__ __forceinline__ void score(const char* logits, float (&scores)[HELD])
 {
@@ -119,8 +125,7 @@ __device__ __forceinline__ void score(const char* logits, float (&scores)[HELD])
         const int expert = i * WARP + lane;
         scores[i] = __uint_as_float(0xff800000u);
         if (expert >= EXPERTS) continue;
-        scores[i] = NUMBER == F32 ? reinterpret_cast<const float*>(logits)[expert]
-                                  : to_f32<NUMBER>(reinterpret_cast<const unsigned short*>(logits)[expert]);
+        scores[i] = logit_of(logits, expert);
         most = fmaxf(most, scores[i]);
     }
     if (!SIGMOID) most = most_of_lanes(most);
@@ -155,11 +160,16 @@ extern "C" __global__ void choose_experts(
         return;
     }
     float scores[HELD], corrected[HELD];
-    score(logits + token * token_stride, scores);
+    logits += token * token_stride;
+    score(logits, scores);
+    // Sigmoids that nothing is added to are compared by their logits, which differ where they round to 1.
+    const bool is_plain = SIGMOID && GROUPS == 1 && correction == nullptr;
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
         const int expert = i * WARP + lane;
-        corrected[i] = scores[i] + (correction != nullptr && expert < EXPERTS ? correction[expert] : 0.0f);
+        corrected[i] = scores[i];
+        if (expert < EXPERTS && correction != nullptr) corrected[i] += correction[expert];
+        if (expert < EXPERTS && is_plain) corrected[i] = logit_of(logits, expert);
     }
     const unsigned groups = groups_of(corrected);
     unsigned taken = 0;

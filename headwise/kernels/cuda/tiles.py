@@ -37,7 +37,9 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
         tile = _EXACT.get(head_dim, _EXACT_WIDE)
     elif sm >= 90:
         keys = 128 if kv_dtype == q_dtype else 64
-        tile = {64: Tile(128, 64, 8, 3), 96: Tile(128, 64, 8, 2), 256: Tile(128, 64, 8, 2)}.get(head_dim, Tile(128, keys, 8, 2))
+        tile = {64: Tile(128, 64, 8, 3), 96: Tile(128, 64, 8, 2), 256: Tile(128, 64, 8, 2)}.get(
+            head_dim, Tile(128, keys, 8, 2)
+        )
     else:
         keys = 64 if kv_dtype == q_dtype else 32
         tile = {64: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 3)}.get(head_dim, Tile(64, keys, 4, 2))

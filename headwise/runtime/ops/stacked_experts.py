@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.errors import ConfigError
 from headwise.kernels.cuda.experts import ExpertShape, StackedExperts
 from headwise.runtime.ops.base import GatedWeights, Mixture
 
@@ -28,8 +29,11 @@ def stack_experts(
     Weights are ``[in, out]``, as `ArrayOps` prepares them. Beside the stack there is never more than one expert.
 
     Raises:
+        ConfigError: the model weighs what goes into experts, which there is no kernel for.
         ValueError: the shared expert is no whole number of others.
     """
+    if mixture.weighs_input:
+        raise ConfigError("experts that are given weighted tokens have no GPU kernels yet: choose device cpu")
     routing, made = mixture.routing, None
     for index, parts in enumerate(_all(map(_parts, routed), shared)):
         gate_up, down, gate_up_bias, down_bias = parts

@@ -29,6 +29,7 @@ from headwise.runtime.ops.stacked_experts import stack_experts
 ERNIE = Routing(experts=8, per_token=3, norm_min=1e-12)
 V2 = Routing(8, 2, None, groups=4, groups_per_token=2, scale=16.0)
 V3 = Routing(64, 6, 1e-20, is_sigmoid=True, groups=8, groups_per_token=4, best_of_group=2, scale=2.5)
+PLAIN = Routing(384, 8, 1e-20, is_sigmoid=True)
 HIDDEN, INNER = 32, 48
 SMALL = (ProductTile(16, 16, 16, 32, 4, 2), ProductTile(32, 32, 16, 16, 4, 2, least_rows=6))
 """Of which a few tokens fill several."""
@@ -190,20 +191,22 @@ def test_shards_of_experts_add_up(ranks: int) -> None:
     np.testing.assert_allclose(total, scene.expected(x, logits), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("routing", [ERNIE, V2, V3, Routing(384, 8, 1e-20, is_sigmoid=True), Routing(1, 1, None)])
+@pytest.mark.parametrize("routing", [ERNIE, V2, V3, PLAIN, Routing(1, 1, None)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_the_chosen_are_those_of_the_rule(routing: Routing, dtype: str, backwards: bool) -> None:
     rng, count = np.random.default_rng(1), 60
     logits = (rng.standard_normal((count, routing.experts + 8)) * 2).astype(numpy_dtype(dtype))[:, : routing.experts]
     logits[0] = 0  # of equal scores the lower index counts as the higher
-    correction = (rng.standard_normal(routing.experts) * 0.3).astype(np.float32)
+    logits[1] += 40  # whose sigmoids round to 1
+    correction = None if routing is PLAIN else (rng.standard_normal(routing.experts) * 0.3).astype(np.float32)
     shape = ExpertShape(routing, 1, HIDDEN, INNER, "silu", dtype)
     experts = device(backwards)
     experts.prepare(shape)
     weights = StackedExperts(shape, None, None, None, None, correction, None)
     chosen, shares = experts._choose(experts._kernels[shape], logits, weights, np.array([count - 1], np.int32))
-    expected, wanted = route(logits[:-1].astype(np.float32), correction, routing)
+    added = np.float32(0) if correction is None else correction
+    expected, wanted = route(logits[:-1].astype(np.float32), added, routing)
     np.testing.assert_array_equal(chosen[:-1, :-1], expected)
     np.testing.assert_allclose(shares[:-1, :-1], wanted, rtol=2e-5)
     assert (chosen[:-1, -1] == routing.experts).all()
@@ -253,6 +256,8 @@ def test_what_is_not_served_is_refused_with_the_remedy() -> None:
         with pytest.raises(ConfigError, match=message):
             device().prepare(wrong)
     scene = Scene(Mixture(ERNIE, "silu"))
+    with pytest.raises(ConfigError, match="weighted tokens have no GPU kernels yet"):
+        stack_experts(np, np.array, replace(scene.mixture, weighs_input=True), scene.routed, None)
     with pytest.raises(ValueError, match="size 50 is no whole number of experts of size 48"):
         stack_experts(np, np.array, scene.mixture, scene.routed, draw(scene.rng, scene.ops, 50))
 
