@@ -15,6 +15,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.delta import DeltaSizes
+from headwise.kernels.experts import Routing
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 _Kept = TypeVar("_Kept")
@@ -55,6 +56,10 @@ class MoeConfig:
     num_shared_experts: int
     norm_min: float | None
     gated_shared_size: int = field(default=0, kw_only=True)
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.num_experts, self.experts_per_token, self.norm_min)
 
 
 @dataclass(frozen=True)
@@ -258,6 +263,9 @@ class PagedAttentionLayer(AttentionLayer, Protocol):
 
     def paged(self) -> PagedCache | None:
         """The cache; None where only the call may compute with it."""
+
+    def tokens(self) -> KernelArray | None:
+        """int32 ``[1]``: rows of the step from this one on are padding, which nobody reads; None: there is none."""
 
 
 class Model(ABC):

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.hf_config import (
@@ -28,7 +29,7 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
-from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_routing
+from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.weight_view import WeightView
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 

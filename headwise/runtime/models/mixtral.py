@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, positive, rope
 from headwise.runtime.models.mistral import window_everywhere
-from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_routing
+from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 
 ARCHITECTURE = "MixtralForCausalLM"
 

@@ -182,9 +182,11 @@ class ModelWorker:
         self._prompts = PromptScorer(self._ops, self._config.max_num_seqs)
 
     def _make_graphs(self) -> DecodeGraphs | None:
-        """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
-        ops, only_launches = self._ops, self._collectives.captures and self.card.config.moe is None
-        if not (only_launches and self._config.cuda_graphs and isinstance(ops, CapturingOps)):
+        """Graphs over this model and arena, where a step is nothing but launches."""
+        ops = self._ops
+        if not (self._config.cuda_graphs and self._collectives.captures and isinstance(ops, CapturingOps)):
+            return None
+        if self.card.config.moe is not None and not ops.captures_experts:
             return None
         return DecodeGraphs(ops, self._score, self._cache.tables, self._is_so_on_all_ranks)
 
@@ -438,6 +440,9 @@ class _PagedAttention:
 
     def paged(self) -> PagedCache | None:
         return self._worker.paged_cache(self._step)
+
+    def tokens(self) -> KernelArray | None:
+        return self._step.cu_seqlens_q[-1:]
 
 
 def _is_token_each(batch: BatchRequest) -> bool:
