@@ -82,10 +82,14 @@ def read_requests(path: Path, count: int, load: float) -> list[Request]:
 # ---- policies ----
 
 
+def number_of(engine: str) -> int:
+    return int(engine.rpartition("-")[2])
+
+
 class Routed:
     """The scheduler's router over the store's index."""
 
-    def __init__(self, policy: str, hardware: Hardware, index: PrefixIndex) -> None:
+    def __init__(self, policy: str, hardware: Hardware, index: PrefixIndex, peer_loads: bool = False) -> None:
         self.router = Router(
             RouterOptions(
                 policy=policy,
@@ -94,6 +98,7 @@ class Routed:
                 engine_queue=ENGINE_QUEUE,
                 max_num_seqs=hardware.max_num_seqs,
                 step_tokens=hardware.step_tokens,
+                peer_loads=peer_loads,
             ),
             random.Random(0),
         )
@@ -106,7 +111,10 @@ class Routed:
         routed = RoutedRequest(request.name, request.path, request.num_tokens)
         choice = self.router.select_and_reserve(routed, matches, now)
         self.seconds.append(time.perf_counter() - started)
-        return None if choice is None else int(choice.engine.rpartition("-")[2])
+        if choice is None:
+            return None
+        request.peer = -1 if choice.hint is None else number_of(choice.hint.engine)
+        return number_of(choice.engine)
 
     def report(self, engine: Engine, now: float) -> None:
         self.router.update(engine.status(), now)
@@ -178,7 +186,7 @@ POLICIES = ("cache_aware", "least_loaded", "round_robin", "guessed_prefixes", "o
 
 @dataclass(frozen=True)
 class Outcome:
-    """tiers: of the prompts' tokens, the shares that device, host and storage served
+    """tiers: of the prompts' tokens, the shares that device, host, storage and other engines served
     imbalance: the most that an engine spent on prompts in a minute, over the mean; mean of all minutes
     decision_us: of the router: index lookup and choice, median
     """
@@ -186,7 +194,7 @@ class Outcome:
     policy: str
     ttft_s: NDArray[np.float64]
     tpot_s: NDArray[np.float64]
-    tiers: tuple[float, float, float]
+    tiers: tuple[float, float, float, float]
     imbalance: float
     decision_us: float
     decisions: dict[str, int]
@@ -196,8 +204,11 @@ class Outcome:
         return sum(self.tiers)
 
 
-def run(policy: str, trace: Path, count: int, load: float) -> Outcome:
-    machine = hardware()
+def run(
+    policy: str, trace: Path, count: int, load: float, machine: Hardware | None = None, peer_loads: bool = False
+) -> Outcome:
+    """Serve the trace's first ``count`` requests; ``machine``: None: `hardware`."""
+    machine = machine or hardware()
     index = PrefixIndex()
     for number in range(ENGINES if machine.storage > 0 else 0):
         index.set_volume(f"engine-{number}", "shared")
@@ -216,7 +227,7 @@ def run(policy: str, trace: Path, count: int, load: float) -> Outcome:
     elif policy == "guessed_prefixes":
         dispatcher = Guessed(engines)
     else:
-        dispatcher = Routed(policy, machine, index)
+        dispatcher = Routed(policy, machine, index, peer_loads)
     spent = serve(requests, engines, dispatcher)
     return _outcome(policy, requests, np.array(spent), dispatcher)
 
@@ -233,6 +244,7 @@ def _outcome(policy: str, requests: Sequence[Request], spent: NDArray[np.float64
             sum(request.device for request in requests) / tokens,
             sum(request.loaded_host for request in requests) / tokens,
             sum(request.loaded_storage for request in requests) / tokens,
+            sum(request.loaded_peer for request in requests) / tokens,
         ),
         imbalance=float((by_minute.max(axis=1) / by_minute.mean(axis=1)).mean()) if len(by_minute) else 1.0,
         decision_us=float(np.median(dispatcher.seconds)) * 1e6 if isinstance(dispatcher, Routed) else 0.0,
@@ -258,7 +270,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     )
     for one in outcomes:
         p50, p90, p99 = np.percentile(one.ttft_s, (50, 90, 99))
-        device, host, storage = one.tiers
+        device, host, storage, _ = one.tiers
         decision = f"{one.decision_us:>14.0f}" if one.decision_us else f"{'':>14}"
         print(
             f"{one.policy:18}{one.hit_rate:>7.1%}{device:>8.1%}{host:>7.1%}{storage:>8.1%}{p50:>10.2f}{p90:>8.2f}"

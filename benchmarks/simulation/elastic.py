@@ -312,5 +312,5 @@ def _unfinished(engine: Engine) -> list[Request]:
         found.append(request)
     for request in found:
         request.held, request.reserved, request.left = [], 0, 0
-        request.loaded_host = request.loaded_storage = request.device = 0
+        request.loaded_host = request.loaded_peer = request.loaded_storage = request.device = 0
     return sorted(found, key=lambda request: request.arrived)

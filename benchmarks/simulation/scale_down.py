@@ -167,11 +167,7 @@ def show(compared: Compared, many: int, few: int) -> None:
 
 
 def _hits(requests: Sequence[Request]) -> Hits:
-    return Hits(sum(map(_found, requests)), sum(each.num_tokens for each in requests))
-
-
-def _found(request: Request) -> int:
-    return request.device + request.loaded_host + request.loaded_storage
+    return Hits(sum(each.found for each in requests), sum(each.num_tokens for each in requests))
 
 
 def _asked_first(requests: Sequence[Request], at: float, after: float) -> set[bytes]:
@@ -180,7 +176,7 @@ def _asked_first(requests: Sequence[Request], at: float, after: float) -> set[by
         if request.arrived < at:
             continue
         if request.arrived >= after:
-            found.update(block for block in request.path[: _found(request) // BLOCK] if block not in asked)
+            found.update(block for block in request.path[: request.found // BLOCK] if block not in asked)
         asked.update(request.path)
     return found
 

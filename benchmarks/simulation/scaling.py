@@ -86,5 +86,5 @@ def cluster(
 
 def hit_rate(requests: Sequence[Request]) -> float:
     """Of the prompts' tokens, the share that some tier served."""
-    found = sum(each.device + each.loaded_host + each.loaded_storage for each in requests)
+    found = sum(each.found for each in requests)
     return found / max(1, sum(each.num_tokens for each in requests))

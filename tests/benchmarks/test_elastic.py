@@ -54,7 +54,7 @@ def test_blocks_that_are_handed_over_are_found_again() -> None:
     for handover in (True, False):
         sent = requests(100, 1.0, output=20)
         cluster, found = served(sent, {0.0: 2, 50.0: 1}, handover=handover)
-        hits[handover] = sum(each.device + each.loaded_host + each.loaded_storage for each in sent[60:80])
+        hits[handover] = sum(each.found for each in sent[60:80])
         assert bool(cluster.storage.blocks) == handover
         assert [written == (every if handover else 0) for written, every in found.kept] == [True]
     assert hits[True] > hits[False]
