@@ -80,7 +80,10 @@ def _state(engine: Stats) -> str:
     silent_s = engine.get("silent_s", 0.0)
     if engine.get("is_leaving"):
         return "draining"
-    return f"silent for {silent_s:.0f} s" if silent_s > 2.0 else str(engine["state"])
+    if silent_s > 2.0:
+        return f"silent for {silent_s:.0f} s"
+    role = engine.get("role", "mixed")
+    return str(engine["state"]) if role == "mixed" else f"{engine['state']}, {role}"
 
 
 def _tiers(stats: Stats) -> Table:
