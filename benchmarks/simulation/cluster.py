@@ -5,6 +5,7 @@ roofline of the GPU says (`simulation/gpu.py`). Between prompts it decodes; many
 block lists: device (what runs is held, the rest is least recently used), host (what the device evicts), and storage,
 shared by all engines (what hosts evict). The unit of all caches is a block of the trace, 512 tokens. Engines may fetch
 blocks from each other: one copy at a time into and out of each, and what only the owner's device has goes to its host.
+Where a prompt is computed apart, its blocks are copied while the rest of it is computed.
 
 What it leaves out: preemption (a request holds its blocks from the start), cached outputs (the trace does not tell
 which blocks they are), and the network.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -57,6 +58,9 @@ class Request:
 
     path: hashes of the prompt's full blocks
     peer: number of the engine that is asked for what the chosen one lacks; -1: none
+    is_apart: that engine is to compute the prompt
+    target: the request and the engine for which this one's prompt is computed
+    began:  when its prompt was begun to be computed
     """
 
     name: str
@@ -66,6 +70,9 @@ class Request:
     output: int
     engine: int = -1
     peer: int = -1
+    is_apart: bool = False
+    target: tuple[Request, Engine] | None = None
+    began: float = 0.0
     device: int = 0
     loaded_host: int = 0
     loaded_peer: int = 0
@@ -292,6 +299,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.fetching: list[tuple[float, int, Request, list[bytes]]] = []
         self.copied_at = 0.0  # when copies to and from other engines will be over
+        self.gaps: Counter[float] = Counter()  # seconds between two tokens of a sequence, to a tenth of a millisecond
         self.computing: deque[Request] = deque()
         self.decoding: list[tuple[int, int, Request]] = []  # heap by the step of the last token
         self.context = 0
@@ -329,6 +337,26 @@ class Engine:
             heapq.heappush(self.fetching, (ready, next(self._tie), request, request.path[with_host:reach]))
         else:
             self.waiting.append(request)
+        self._interrupt(now)
+
+    def prefill(self, request: Request, target: Engine, now: float) -> None:
+        """Compute a request's prompt, for another engine that decodes it."""
+        path, tokens = request.path, request.num_tokens
+        self.submit(Request(request.name, now, path, tokens, 1, target=(request, target)), now)
+
+    def take_prefilled(self, prompt: Request, owner: Engine, now: float) -> None:
+        """The owner has just computed the prompt: its last chunk is still to be copied, and more if the link is slower
+        than the computing."""
+        assert prompt.target is not None
+        request, _ = prompt.target
+        request.engine, most, speed = self.number, _most(request), self.hardware.peer_token_s
+        with_host = self.cache.match(request.path, most)[1]
+        blocks = request.path[with_host : owner.cache.lend(request.path, with_host, most)]
+        request.loaded_peer = len(blocks) * BLOCK
+        end = max(self.copied_at, owner.copied_at, prompt.began) + request.loaded_peer * speed
+        end = max(end, now + min(self.hardware.step_tokens, request.loaded_peer) * speed)
+        self.copied_at = owner.copied_at = end
+        heapq.heappush(self.fetching, (end, next(self._tie), request, blocks))
         self._interrupt(now)
 
     def _copy_from(self, peer: Engine, tokens: int, now: float) -> float:
@@ -444,11 +472,13 @@ class Engine:
             request.loaded_host = loaded - request.loaded_peer - request.loaded_storage
             request.computed = with_host * BLOCK
             request.left = request.num_tokens - request.computed
+            request.began = self.now
             self.computing.append(request)
             room -= request.left
 
     def _finish_span(self) -> None:
         self.now += self._span * self._step_s
+        self.gaps[round(self._step_s, 4)] += self._span * len(self.decoding)
         self.steps += self._span
         self.context += self._span * len(self.decoding)
         while self.decoding and self.decoding[0][0] <= self.steps:
@@ -509,11 +539,29 @@ def serve(requests: Sequence[Request], engines: Sequence[Engine], dispatcher: Di
         number = dispatcher.route(request, now)
         if number is None:
             return False
-        engine = engines[number]
-        engine.submit(request, now, engines[request.peer] if request.peer >= 0 else None)
+        engine, peer = engines[number], engines[request.peer] if request.peer >= 0 else None
+        if request.is_apart and peer is not None:
+            engine.received.append(request.name)
+            peer.prefill(request, engine, now)
+            engine = peer
+        else:
+            engine.submit(request, now, peer)
         engine.advance(now)
         plan(engine)
         return True
+
+    def end(engine: Engine, now: float) -> int:
+        """How many requests have ended there."""
+        ended = 0
+        for request in engine.ended:
+            if request.target is None:
+                ended += 1
+            else:
+                target = request.target[1]
+                target.take_prefilled(request, engine, now)
+                plan(target)
+        engine.ended.clear()
+        return ended
 
     left = len(requests)
     while left:
@@ -526,8 +574,7 @@ def serve(requests: Sequence[Request], engines: Sequence[Engine], dispatcher: Di
                 del planned[what.number]
                 what.advance(now)
                 plan(what)
-                left -= len(what.ended)
-                what.ended.clear()
+                left -= end(what, now)
         else:
             dispatcher.report(what, now)
             heapq.heappush(events, (now + STATUS_INTERVAL_S, next(tie), "status", what))
