@@ -257,8 +257,8 @@ class ElasticCluster:
         if member.engine.ongoing:
             self._at(now + STATUS_INTERVAL_S, self._hand_over_when_done, member)
             return
-        block_s = BLOCK * self.hardware.storage_token_s
-        blocks = sum(each.count for each in self._sole(member)) if self._handover else 0
+        block_s = BLOCK * (self.hardware.storage_token_s if self._handover else self.hardware.peer_token_s)
+        blocks = sum(each.count for each in self._sole(member)) if self._handover or self._pulled else 0
         self._at(max(now, member.drained_at + blocks * block_s), self._hand_over, member)
 
     def _sole(self, member: Member) -> list[Any]:
