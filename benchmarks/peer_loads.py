@@ -1,6 +1,6 @@
 """Engines that fetch blocks from each other, and prefill apart from decode, over a trace of conversations.
 
-    python benchmarks/peer_loads.py [--quick] [--trace FILE.jsonl.gz] [--load 1.0] [--jobs 2]
+    python benchmarks/peer_loads.py [--quick] [--trace FILE.jsonl.gz] [--requests N] [--load 1.0] [--jobs 2]
 
 Eight simulated engines serve the trace behind the scheduler's router, as in `routing.py`: once as if engines knew
 nothing of each other (``today``), once with peer loads over a fast link, over a slow one, and without shared storage;
@@ -127,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the first 60 requests: seconds")
     parser.add_argument("--trace", type=Path, default=TRACE, help="Mooncake's conversation trace")
+    parser.add_argument("--requests", type=int, default=1 << 30, help="so many of its requests, from the first on")
     parser.add_argument("--load", type=float, default=1.0, help="how many times as fast as in the trace they arrive")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at a time")
     args = parser.parse_args(arguments)
@@ -134,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{args.trace} is not there: nothing was served; give a trace with --trace")
         print(json.dumps({"hit_rate": {}, "ttft_p50_s": {}, "tbt_p99_s": {}}))
         return
-    one = partial(serve, trace=args.trace, count=60 if args.quick else 1 << 30, load=args.load)
+    one = partial(serve, trace=args.trace, count=60 if args.quick else args.requests, load=args.load)
     if args.quick or args.jobs == 1:
         served = {name: one(name) for name in CASES}
     else:
