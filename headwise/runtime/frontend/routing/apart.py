@@ -5,14 +5,15 @@ itself. So the first token comes when the prompt is computed, or when all is fet
 
     cost = max(start there, fetching here) + what decoding costs here + WORK_WEIGHT * own there
 
-The engine for the prompt is the one where a whole request would cost least, as `costs` says. A prompt stays where it is
+The engine for the prompt is the one where a whole request would cost least, as `costs` says; it asks no other one for
+blocks. A prompt stays where it is
 decoded if there is little to compute (`RouterOptions.local_tokens`), if no engine for prompts can take it, or if
 fetching is slower than computing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,9 +63,12 @@ def plan(
     fetch_s = np.maximum(table.prefill_token_s - table.peer_gain_s, 0.0)
     if fetch_s[nearest] >= table.prefill_token_s[nearest]:
         return None
-    row = int(computing[np.argmin(estimated.cost[computing])])
+    alone = estimated.alone[computing]
+    start = (estimated.wait[computing] + alone) * (1.0 + table.pace[computing])
+    best = int(np.argmin(start + WORK_WEIGHT * alone + estimated.decoding[computing]))
+    row = int(computing[best])
     tokens = max(0, request.num_tokens - 1) // options.block_size * options.block_size
     fetched_s = np.maximum(tokens - estimated.served[:, 1], 0.0) * fetch_s
-    cost = np.maximum(estimated.start[row], fetched_s) + estimated.decoding + WORK_WEIGHT * estimated.own[row]
-    computed = request.num_tokens - sources(table, row, estimated).total
+    cost = np.maximum(start[best], fetched_s) + estimated.decoding + WORK_WEIGHT * alone[best]
+    computed = request.num_tokens - sources(table, row, replace(estimated, by_others=None)).total
     return Apart(row, computed, tokens, np.where(table.decodes > 0.0, cost, estimated.cost))

@@ -50,18 +50,18 @@ class Estimate:
     """Per engine the cost to minimise, and what its tiers could serve.
 
     served: ``float64 [engines, 3]``: tokens that the device, device and host, and all tiers could serve
-    start:  seconds until the prompt is computed, what decodes there considered
-    decoding: seconds of the rest: admission and answer
-    own:    seconds of computing and loads
+    wait:   seconds of the backlog
+    alone:  seconds of computing and loads, without what other engines have
+    decoding: seconds of admission and answer
     lent:   tokens that the engine could serve to others; None: none could, or they do not ask each other
     by_others: the most that another engine could serve to it; likewise
     """
 
     cost: Column
     served: NDArray[np.float64]
-    start: Column
+    wait: Column
+    alone: Column
     decoding: Column
-    own: Column
     lent: Column | None = None
     by_others: Column | None = None
 
@@ -108,7 +108,7 @@ def estimate(
     start += start * table.pace
     tokens = wait / prefill + (request.num_tokens + min(request.max_tokens, TYPICAL_OUTPUT))
     decoding = _decoding(table, tokens, options)
-    return Estimate(start + WORK_WEIGHT * work + decoding, served, start, decoding, own, lent, by_others)
+    return Estimate(start + WORK_WEIGHT * work + decoding, served, wait, least, decoding, lent, by_others)
 
 
 def sources(table: EngineTable, row: int, estimated: Estimate) -> Sources:

@@ -337,15 +337,19 @@ class EngineTable:
         """Seconds of computing before a request that arrives now can start."""
         return np.maximum(self.ready_at - now, 0.0)
 
-    def reserve(self, request_id: str, row: int, tokens: int, now: float) -> None:
-        """Count a request with ``tokens`` to compute against an engine until its status names it."""
+    def reserve(self, request_id: str, row: int, tokens: int, now: float, is_arrival: bool = True) -> None:
+        """Count a request with ``tokens`` to compute against an engine until its status names it.
+
+        is_arrival: False: it is reserved elsewhere, too, and counts there
+        """
         self._release(request_id)
         self._reservations[request_id] = _Reservation(self.names[row], tokens, now + RESERVATION_S)
         self.reserved[row] += 1
         own_s = float(tokens * self.prefill_token_s[row])
         self.ready_at[row] = max(self.ready_at[row], now) + own_s
-        slowed_s, seen = own_s * (1.0 + float(self.pace[row])), self.arrivals
-        self.arrivals = Arrivals(seen.requests + 1, seen.seconds + slowed_s, seen.squares + slowed_s**2)
+        if is_arrival:
+            slowed_s, seen = own_s * (1.0 + float(self.pace[row])), self.arrivals
+            self.arrivals = Arrivals(seen.requests + 1, seen.seconds + slowed_s, seen.squares + slowed_s**2)
 
     def release(self, request_id: str) -> None:
         """The request will not come: end its reservations. Unknown ids are ignored."""

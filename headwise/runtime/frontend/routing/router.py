@@ -188,7 +188,7 @@ class Router:
         else:
             choice = self._choice(row, reason, estimated)
         computed = request.num_tokens - choice.device - choice.host - choice.peer - choice.storage
-        self.table.reserve(request.request_id, row, computed, now)
+        self.table.reserve(request.request_id, row, computed, now, is_arrival=choice.reason != "apart")
         self.table.expect(request.hashes, row, now)
         self._policy.note_selected(row)
         self._remember(request, choice)

@@ -42,6 +42,7 @@ def test_both_engines_are_reserved_until_they_name_the_request() -> None:
     r = apart("p", "d")
     choose(r, request_id="one")
     rows, table = r.table.rows, r.table
+    assert table.arrivals.requests == 1
     assert [table.reserved[rows[name]] for name in "pd"] == [1, 1]
     assert table.backlog(0.0)[rows["p"]] == pytest.approx(LONG * SPEEDS["prefill_token_s"])
     assert table.backlog(0.0)[rows["d"]] == pytest.approx(SPEEDS["prefill_token_s"])
@@ -158,3 +159,10 @@ def test_roles_change_while_requests_are_served_and_no_engine_is_forgotten() -> 
     r.table.set_roles({})
     assert choose(r, name="y").reason == "no_hit"
     assert {name: each["role"] for name, each in r.table.stats(0.0).items()} == {"p": "mixed", "d": "mixed"}
+
+
+def test_an_engine_for_prompts_is_not_taken_for_one_that_asks_others() -> None:
+    r = apart("p", "d")
+    choice = choose_with(r, {"d": (8, 8, 8)})
+    assert (choice.device, choice.peer, choice.prefilled) == (8 * BLOCK, 8 * BLOCK, 8 * BLOCK)
+    assert r.table.backlog(0.0)[r.table.rows["p"]] == pytest.approx(LONG * SPEEDS["prefill_token_s"])
