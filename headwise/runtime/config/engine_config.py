@@ -93,6 +93,20 @@ class EngineConfig:
         0,
         1024,
     )
+    prefill_replicas: int = _option(
+        0,
+        "Of the engines, those that only compute prompts, for others that fetch the blocks: decoding is not held up by "
+        "long prompts then. Together with decode_replicas they may be more than replicas says; all others serve whole "
+        "requests.",
+        0,
+        1024,
+    )
+    decode_replicas: int = _option(0, "Of the engines, those that only decode. Needs prefill_replicas.", 0, 1024)
+    decode_prompt_tokens: int = _option(
+        256,
+        "Tokens of a prompt, those that are cached not counted, that an engine which only decodes computes itself.",
+        0,
+    )
     min_replicas: int = _option(
         1, "Fewest engines; 0: none while there are no requests, and the first request waits for one.", 0, 1024
     )
@@ -204,6 +218,11 @@ class EngineConfig:
     prefetch_timeout_s: float = _option(2.0, "Seconds that prefetch=timeout waits.", 0.0)
     storage_timeout_s: float = _option(
         10.0, "Seconds after which storage that does not answer is not waited for, nor used until it does.", 0.001
+    )
+    peer_loads: bool = _option(
+        True,
+        "Engines fetch from each other what they lack of a request's prefix, where that is faster than computing it. "
+        "Needs host_cache, prefix_caching, routing cache_aware, and max_replicas beyond 1.",
     )
     head_grouping: Literal["auto", "per_head_index"] = _option(
         "auto", "How heads are packed into groups: by policy, or one group per KV head index."
@@ -327,13 +346,28 @@ class EngineConfig:
             raise ConfigError(
                 "target_ttft_s and target_queue_s need max_replicas: the most engines that may be started"
             )
-        if self.max_replicas and self.max_replicas < max(self.min_replicas, self.replicas):
+        if self.max_replicas and self.max_replicas < self.first_replicas:
             raise ConfigError(
                 f"max_replicas {self.max_replicas} must be at least min_replicas {self.min_replicas} and replicas "
-                f"{self.replicas}"
+                f"{self.replicas}, and prefill_replicas with decode_replicas, {self.prefill_replicas} and "
+                f"{self.decode_replicas}"
             )
+        self._check_roles()
         if self.min_replicas and not self.replicas:
             raise ConfigError(f"replicas 0 needs min_replicas 0, got {self.min_replicas}")
+
+    def _check_roles(self) -> None:
+        if self.decode_replicas and not self.prefill_replicas:
+            raise ConfigError(f"decode_replicas {self.decode_replicas} needs prefill_replicas 1 at least")
+        if self.prefill_replicas and self.first_replicas <= self.prefill_replicas:
+            raise ConfigError(
+                f"prefill_replicas {self.prefill_replicas} compute prompts for others: give decode_replicas, or more "
+                f"replicas than {self.first_replicas}"
+            )
+        if self.prefill_replicas and self.without_peer_loads:
+            raise ConfigError(
+                f"prefill_replicas needs engines that fetch blocks from each other, and {self.without_peer_loads}"
+            )
 
     def _check_device(self) -> None:
         """Refuse what the device cannot do, once it is known: ``auto`` is resolved where there are GPUs to count."""
@@ -365,7 +399,7 @@ class EngineConfig:
     @property
     def first_replicas(self) -> int:
         """Engines that a deployment starts with."""
-        return max(self.replicas, self.min_replicas)
+        return max(self.replicas, self.min_replicas, self.prefill_replicas + self.decode_replicas)
 
     def _check_placement(self) -> None:
         parse_pairs(self.node_labels, "node_labels such as zone=a,ray.io/accelerator-type=H100")
@@ -433,6 +467,18 @@ class EngineConfig:
     @property
     def host_cache_bytes(self) -> int:
         return parse_bytes(self.host_cache)
+
+    @property
+    def without_peer_loads(self) -> str:
+        """Why engines do not fetch blocks from each other; empty: they do."""
+        reasons = {
+            "peer_loads is off": not self.peer_loads,
+            "host_cache is 0": not self.host_cache_bytes,
+            "prefix_caching is off": not self.prefix_caching,
+            f"routing is {self.routing}": self.routing != "cache_aware",
+            "there is one engine at most": self.most_replicas < 2,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     @property
     def longest_prefetch_s(self) -> float:

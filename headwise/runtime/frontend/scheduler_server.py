@@ -16,11 +16,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, NotReadyError, OverloadedError
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.frontend.client_socket import listen
+from headwise.runtime.frontend.directory import DirectoryService
 from headwise.runtime.frontend.dispatcher import Dispatched, Dispatcher, PendingCall
 from headwise.runtime.frontend.index_view import IndexClient, IndexView
 from headwise.runtime.frontend.preprocessing_pool import (
@@ -34,7 +36,7 @@ from headwise.runtime.frontend.preprocessing_pool import (
 from headwise.runtime.frontend.prompts import any_size
 from headwise.runtime.frontend.routing import Matches, Router, RouterOptions
 from headwise.runtime.frontend.routing.base import RESERVATION_S, Choice
-from headwise.runtime.frontend.scaling import Exchange, FleetState, observe
+from headwise.runtime.frontend.scaling import Exchange, FleetState, Split, observe
 from headwise.runtime.frontend.scaling.requests import ScaleRequests
 from headwise.runtime.frontend.tcp_proxy import TcpProxy
 from headwise.runtime.protocol import wire
@@ -142,6 +144,7 @@ class SchedulerServer:
         self._dispatcher = Dispatcher(self._router, self._index, self._clock)
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._heard: dict[bytes, float] = {}
+        self._directory = DirectoryService(secret) if self._router.options.peer_loads else None
         self._reporters: dict[str, bytes] = {}  # by an engine's endpoint, whose connection its statuses come over
         self._counts = dict.fromkeys(
             ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
@@ -224,14 +227,31 @@ class SchedulerServer:
             self._router.update(status, self._clock())
             self._reporters[status.endpoint] = identity
             self._proxy.relay.allow(status.endpoint, status.address or status.endpoint)
+            if self._directory is not None:
+                news = self._directory.answer(self._router.table, status)
+                if news is not None:
+                    self._listener.send(identity, news)
         else:
             self._counts["strangers"] += 1
 
     def _scale(self, identity: bytes, scale: Scale) -> None:
         try:
-            self._scale_requests.scale((identity, scale.key), scale.replicas, self._clock())
+            split = self._checked_split(scale.split)
+            self._scale_requests.scale((identity, scale.key), scale.replicas, self._clock(), split)
         except HeadwiseError as error:
             self._send(identity, failure(error, scale.key))
+
+    def _checked_split(self, split: tuple[int, int] | None) -> Split | None:
+        if split is None:
+            return None
+        if any(split) and not self._router.options.peer_loads:
+            raise InvalidRequestError(
+                "prompts are computed apart only where engines fetch blocks from each other: see peer_loads"
+            )
+        try:
+            return Split(*split)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
 
     def _roll(self, identity: bytes, roll: Roll) -> None:
         try:
@@ -364,7 +384,7 @@ class SchedulerServer:
         self._counts["rerouted"] += bool(call.lost)
         self._counts["delayed"] += now - call.prepared_at > DELAY_S
         self._tickets[call.identity, call.key] = request.request_id, now + RESERVATION_S
-        self._send(call.identity, Ticket(call.key, choice.endpoint, request))
+        self._send(call.identity, Ticket(call.key, choice.endpoint, replace(request, peer=choice.hint)))
 
     def _send_engines(self, identity: bytes, get: GetEngines) -> None:
         try:
@@ -400,6 +420,7 @@ class SchedulerServer:
         if now < self._watch_at:
             return
         self._watch_at = now + _WATCH_S
+        self._router.table.set_roles(self._fleet.roles)
         for silence in self._router.watch(now):
             log.warning("%s has been silent for %g s", silence.engine, silence.for_s)
             if silence.is_given_up:

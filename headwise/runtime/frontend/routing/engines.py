@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import Any
@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.frontend.routing.base import RESERVATION_S, STATUS_TIMEOUT_S, TYPICAL_OUTPUT, RouterOptions
+from headwise.runtime.frontend.routing.base import (
+    RESERVATION_S,
+    STATUS_TIMEOUT_S,
+    TYPICAL_OUTPUT,
+    EngineRole,
+    RouterOptions,
+)
 from headwise.runtime.frontend.routing.expected import EXPECTED_TOKENS, ExpectedBlocks
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineStatus
 
@@ -26,6 +32,9 @@ SUSPICION_NOTED_S = 60.0
 
 DEFAULT_SECONDS = {"prefill_token_s": 1e-3, "decode_step_s": 3e-2, "host_token_s": 1e-4, "storage_token_s": 4e-4}
 """Used until an engine has measured its own values. Only their proportions matter."""
+
+UNMEASURED_PEER_GAIN = 0.5
+"""Of a token's computing, what fetching it from another engine is taken to save until that was measured."""
 
 SLOW = 1.5
 """Engines of a deployment are alike, but their measured seconds per prompt token vary: behind a long context a token
@@ -88,10 +97,13 @@ class EngineTable:
     room:     how many more requests may wait there, reserved ones included; 0 if it accepts none
     requests: running and waiting
     prefill_token_s: see `SLOW`
-    host_gain_s, storage_gain_s: seconds by which loading a token from the host, or from storage, is faster than
-              computing it, as measured; the median of the others where an engine has measured nothing
+    host_gain_s, storage_gain_s, peer_gain_s: seconds by which loading a token from the host, from storage, or from
+              another engine is faster than computing it, as measured; the median of the others where an engine has
+              measured nothing
+    lends:    1 if others may ask the engine for blocks, else 0
     pace:     share by which running requests slow down the computing of prompts
     turnover_s: seconds in which all running requests end
+    prefills, decodes: 1 for engines that only compute prompts for others, or only decode what others computed, else 0
     used, used_per_token: shares of the pool that are held, and that one more token will hold; 0 where the pool is not
               known
     """
@@ -104,14 +116,18 @@ class EngineTable:
     prefill_token_s: Column
     host_gain_s: Column
     storage_gain_s: Column
+    peer_gain_s: Column
+    lends: Column
     pace: Column
     turnover_s: Column
+    prefills: Column
+    decodes: Column
     used: Column
     used_per_token: Column
 
     _COLUMNS = (
         *("heard", "ready_at", "reserved", "room", "requests", "prefill_token_s", "host_gain_s", "storage_gain_s"),
-        *("pace", "turnover_s", "used", "used_per_token"),
+        *("peer_gain_s", "lends", "pace", "turnover_s", "prefills", "decodes", "used", "used_per_token"),
     )
 
     def __init__(self, options: RouterOptions) -> None:
@@ -121,6 +137,7 @@ class EngineTable:
         self.arrivals = Arrivals()
         self.expected = ExpectedBlocks(max(1, EXPECTED_TOKENS // options.block_size))
         self._options = options
+        self._roles: Mapping[str, EngineRole] = {}
         self._slots: list[int] = []  # by row
         self._reservations: dict[str, _Reservation] = {}  # in the order in which they expire
         for column in self._COLUMNS:
@@ -161,7 +178,7 @@ class EngineTable:
 
     def _confirm(self, row: int, status: EngineStatus) -> None:
         """End the reservations of the requests that this status counts."""
-        for request_id in status.received:
+        for request_id in (each for name in status.received for each in (name, prefill_of(name))):
             held = self._reservations.get(request_id)
             if held is not None and held.engine == status.engine:
                 del self._reservations[request_id]
@@ -173,6 +190,7 @@ class EngineTable:
         work = engine.status.work
         takes = work.accepts and engine.lost_at is None and not engine.status.is_leaving
         self.room[row] = options.engine_queue - work.waiting if takes else 0
+        self.lends[row] = takes
         self.requests[row] = max(work.running + work.waiting, engine.status.load)
         self.used[row] = work.used_blocks / work.total_blocks if work.total_blocks else 0.0
         self.used_per_token[row] = options.blocks_per_token / work.total_blocks if work.total_blocks else 0.0
@@ -184,7 +202,14 @@ class EngineTable:
         host_token_s = self._own_or_median("host_token_s")
         self.host_gain_s[:] = self.prefill_token_s - host_token_s
         self.storage_gain_s[:] = self.host_gain_s - self._own_or_median("storage_token_s")
+        self.peer_gain_s[:] = self._peer_gain_s()
         self.turnover_s[:] = decode_step_s * TYPICAL_OUTPUT
+
+    def _peer_gain_s(self) -> Column:
+        """Engines ask each other only when told to: as long as none has measured that, it is taken for worth it."""
+        if not any(engine.status.work.peer_token_s > 0 for engine in self.engines):
+            return self.prefill_token_s * UNMEASURED_PEER_GAIN
+        return self.host_gain_s - self._own_or_median("peer_token_s")
 
     def _own_or_median(self, name: str) -> Column:
         own = np.array([getattr(engine.status.work, name) for engine in self.engines], np.float64)
@@ -213,6 +238,7 @@ class EngineTable:
         self.engines.append(Engine(status, self.expected.take_slot()))
         self._slots.append(self.engines[row].slot)
         self.heard[row] = now
+        self._apply_roles()
         return row
 
     def remove(self, name: str) -> None:
@@ -225,6 +251,23 @@ class EngineTable:
         del self.names[row], self.engines[row]
         self.rows = {name: row for row, name in enumerate(self.names)}
         del self._slots[row]
+
+    # ---- roles ----
+
+    def set_roles(self, roles: Mapping[str, EngineRole]) -> None:
+        """What engines are for from now on; those that are not named serve whole requests."""
+        if roles != self._roles:
+            self._roles = dict(roles)
+            self._apply_roles()
+
+    def _apply_roles(self) -> None:
+        roles = [self._roles.get(name, "mixed") for name in self.names]
+        self.prefills[:] = [role == "prefill" for role in roles]
+        self.decodes[:] = [role == "decode" for role in roles]
+
+    @property
+    def has_roles(self) -> bool:
+        return bool(self._roles)
 
     # ---- liveness ----
 
@@ -240,7 +283,7 @@ class EngineTable:
                 if engine.lost_at is None:
                     news.append(self.names[row])
                 engine.lost_at = now
-                self.room[row] = 0
+                self.room[row] = self.lends[row] = 0
         return news
 
     def suspect(self, endpoint: str, now: float) -> list[str]:
@@ -250,6 +293,7 @@ class EngineTable:
         for row, engine in enumerate(self.engines):
             if engine.status.endpoint == endpoint and not engine.status.is_leaving:  # it sends its requests away
                 engine.suspected_at = now
+                self.lends[row] = 0
                 if now - self.heard[row] <= OVERDUE_S and now - engine.suspicion_noted_at > SUSPICION_NOTED_S:
                     engine.suspicion_noted_at = now
                     wrong.append(self.names[row])
@@ -293,18 +337,26 @@ class EngineTable:
         """Seconds of computing before a request that arrives now can start."""
         return np.maximum(self.ready_at - now, 0.0)
 
-    def reserve(self, request_id: str, row: int, tokens: int, now: float) -> None:
-        """Count a request with ``tokens`` to compute against an engine until its status names it."""
-        self.release(request_id)
+    def reserve(self, request_id: str, row: int, tokens: int, now: float, is_arrival: bool = True) -> None:
+        """Count a request with ``tokens`` to compute against an engine until its status names it.
+
+        is_arrival: False: it is reserved elsewhere, too, and counts there
+        """
+        self._release(request_id)
         self._reservations[request_id] = _Reservation(self.names[row], tokens, now + RESERVATION_S)
         self.reserved[row] += 1
         own_s = float(tokens * self.prefill_token_s[row])
         self.ready_at[row] = max(self.ready_at[row], now) + own_s
-        slowed_s, seen = own_s * (1.0 + float(self.pace[row])), self.arrivals
-        self.arrivals = Arrivals(seen.requests + 1, seen.seconds + slowed_s, seen.squares + slowed_s**2)
+        if is_arrival:
+            slowed_s, seen = own_s * (1.0 + float(self.pace[row])), self.arrivals
+            self.arrivals = Arrivals(seen.requests + 1, seen.seconds + slowed_s, seen.squares + slowed_s**2)
 
     def release(self, request_id: str) -> None:
-        """The request will not come: end its reservation. Unknown ids are ignored."""
+        """The request will not come: end its reservations. Unknown ids are ignored."""
+        self._release(request_id)
+        self._release(prefill_of(request_id))
+
+    def _release(self, request_id: str) -> None:
         reservation = self._reservations.pop(request_id, None)
         if reservation is not None:
             row = self.rows[reservation.engine]
@@ -317,12 +369,12 @@ class EngineTable:
             request_id, first = next(iter(self._reservations.items()))
             if first.until > now:
                 break
-            self.release(request_id)
+            self._release(request_id)
         self.expected.expire(now)
 
     def _drop_reservations(self, name: str) -> None:
         for request_id in [each for each, held in self._reservations.items() if held.engine == name]:
-            self.release(request_id)
+            self._release(request_id)
 
     @property
     def num_reserved(self) -> int:
@@ -339,6 +391,7 @@ class EngineTable:
                 "work": asdict(self.engines[row].status.work),
                 "epoch": self.engines[row].status.epoch,
                 "restarts": self.engines[row].restarts,
+                "role": self._roles.get(name, "mixed"),
                 "is_leaving": self.engines[row].status.is_leaving,
                 "endpoint": self.engines[row].status.endpoint,
                 "silent_s": round(now - float(self.heard[row]), 3),
@@ -347,6 +400,11 @@ class EngineTable:
             }
             for name, row in sorted(self.rows.items())
         }
+
+
+def prefill_of(request_id: str) -> str:
+    """The name under which a request's prompt is reserved with the engine that computes it for another one."""
+    return f"{request_id}/prefill"
 
 
 def _outlying(slowness: float) -> float:
