@@ -246,7 +246,7 @@ def _check_complete(needs: NDArray[np.bool_], rows: NDArray[np.int32]) -> None:
     if len(rows) == 0:
         return
     if min(theirs.min(), ours.min()) < 0 or ours.max() >= needs.shape[0] or theirs.max() >= needs.shape[1]:
-        raise ValueError(f"rows name groups that are not there: there are {needs.shape[0]} here, {needs.shape[1]} there")
+        raise ValueError(f"rows name groups that are not there: {needs.shape[0]} here, {needs.shape[1]} there")
     if not needs[ours, theirs].all():
         raise ValueError("rows fill blocks from groups that have nothing for them")
     blocks, first, which = np.unique(rows[:, 3], return_index=True, return_inverse=True)

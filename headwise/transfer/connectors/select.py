@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from headwise.errors import ConfigError, first_line
+from headwise.errors import first_line
 from headwise.kernels.block_copy import RunCopy
 from headwise.storage.index.encryption import CurveKeys
+from headwise.transfer.connectors import names as transports
 from headwise.transfer.connectors import shared_memory, tcp
 from headwise.transfer.connectors.base import Export, Reader
 from headwise.transfer.host_memory import HostArena
 
 log = logging.getLogger(__name__)
-
-TRANSPORTS = (shared_memory.NAME, tcp.NAME)
-"""Those that there are, the best first."""
 
 T = TypeVar("T")
 
@@ -36,28 +34,13 @@ class PeerAccess:
     keys: CurveKeys | None = field(default=None, repr=False)
 
 
-def parse_transports(text: str) -> tuple[str, ...]:
-    """The transports that ``peer_transports`` names, the best first. Raises `ConfigError`."""
-    if text == "auto":
-        return TRANSPORTS
-    if text == "none":
-        return ()
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in TRANSPORTS:
-            raise ConfigError(
-                f"peer_transports has {name!r:.40}: choose auto, none, or some of {','.join(TRANSPORTS)}"
-            )
-    return tuple(name for name in TRANSPORTS if name in names)
-
-
 def open_exports(
     names: Sequence[str], access: PeerAccess, arena: HostArena, identity: bytes, copy: RunCopy
 ) -> list[Export]:
     """Those of the transports called ``names`` that can be made here, in that order."""
     ways: dict[str, Callable[[], Export]] = {
-        shared_memory.NAME: lambda: shared_memory.SharedMemoryExport(arena, identity),
-        tcp.NAME: lambda: tcp.open_export(arena.array, identity, access.host, access.ports, access.keys, copy),
+        transports.SHARED_MEMORY: lambda: shared_memory.SharedMemoryExport(arena, identity),
+        transports.TCP: lambda: tcp.open_export(arena.array, identity, access.host, access.ports, access.keys, copy),
     }
     return list(_made("export", names, ways).values())
 
@@ -65,8 +48,8 @@ def open_exports(
 def open_readers(names: Sequence[str], access: PeerAccess, copy: RunCopy) -> dict[str, Reader]:
     """Those of the transports called ``names`` that can be made here, by name."""
     ways: dict[str, Callable[[], Reader]] = {
-        shared_memory.NAME: lambda: shared_memory.SharedMemoryReader(copy),
-        tcp.NAME: lambda: tcp.TcpReader(copy, access.keys),
+        transports.SHARED_MEMORY: lambda: shared_memory.SharedMemoryReader(copy),
+        transports.TCP: lambda: tcp.TcpReader(copy, access.keys),
     }
     return _made("read", names, ways)
 

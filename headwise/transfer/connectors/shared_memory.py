@@ -1,7 +1,7 @@
 """Arenas of processes of the same machine and user, read by mapping them.
 
-The owner's arena is a file in memory, which a reader opens as ``/proc/PID/fd/FD``: what the kernel lets processes of the
-same user do alone. Its name is random: a process that got the number of a dead one has no file of that name. What is
+The owner's arena is a file in memory, that a reader opens as ``/proc/PID/fd/FD``: the kernel lets processes of the same
+user do that alone. Its name is random: a process that got the number of a dead one has no file of that name. What is
 mapped stays readable when its owner stops, or dies in the middle of a copy: it cannot shrink.
 
 A mapping also keeps the memory of an owner that died, so a thread waits for that, and lets go of it.
@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from headwise.kernels.block_copy import RunCopy
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs, this_node, unpack
+from headwise.transfer.connectors.names import SHARED_MEMORY
 from headwise.transfer.host_memory import HostArena
-
-NAME = "shared_memory"
 
 
 class SharedMemoryExport:
@@ -41,7 +40,7 @@ class SharedMemoryExport:
         if shared is None:
             raise ValueError("the host arena is private memory: make it with is_shared")
         location = msgpack.packb((shared.pid, shared.fd, shared.name))
-        self.address = ExportAddress(NAME, this_node(), location, identity, arena.array.size)
+        self.address = ExportAddress(SHARED_MEMORY, this_node(), location, identity, arena.array.size)
 
     def close(self) -> None:
         """See `Export.close`: the arena's end is this one's."""

@@ -6,8 +6,8 @@
 
 A reader asks for `ANSWER_BYTES` at a time and has at most `WINDOW` questions open, so that neither side ever holds more
 than that of one reader. It numbers its questions over its whole life and closes the connection to an owner that is
-late: nothing that comes late is taken for anything else. Bytes are sent from the arena itself, without a copy. What they
-are by then is for leases to say, as with every connector.
+late: nothing that comes late is taken for anything else. Bytes are sent from the arena itself, without a copy. What
+they are by then is for leases to say, as with every connector.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ from headwise.sockets.context import close_context, open_context
 from headwise.sockets.listener import Identity, Listener
 from headwise.storage.index.encryption import CurveAuthenticator, CurveKeys, secure_client, secure_server
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs, this_node, unpack
+from headwise.transfer.connectors.names import TCP
 
 if TYPE_CHECKING:
     import zmq
 
 log = logging.getLogger(__name__)
-
-NAME = "tcp"
 
 ANSWER_BYTES = 1 << 20
 """Most bytes that one question asks for."""
@@ -101,7 +100,7 @@ class TcpExport:
             close_context(self._context)
             raise
         location = msgpack.packb((self._listener.endpoint, self._key))
-        self.address = ExportAddress(NAME, this_node(), location, identity, arena.size)
+        self.address = ExportAddress(TCP, this_node(), location, identity, arena.size)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="headwise-peer-serve", daemon=True)
         self._thread.start()
@@ -207,9 +206,7 @@ class TcpReader:
             self.forget(address)  # what is still to come goes nowhere
             raise
 
-    def _read(
-        self, connection: _Connection, asked: Iterator[Runs], arena: NDArray[np.uint8], deadline: float
-    ) -> None:
+    def _read(self, connection: _Connection, asked: Iterator[Runs], arena: NDArray[np.uint8], deadline: float) -> None:
         open_: deque[tuple[int, Runs]] = deque()
         while True:
             while len(open_) < WINDOW and (runs := next(asked, None)) is not None:
@@ -267,9 +264,7 @@ def questions(runs: Runs) -> Iterator[Runs]:
 class _Connection:
     """To one owner. It is opened once: a connection that is lost stays lost, and another one takes a new object."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: ExportAddress, keys: CurveKeys | None
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: ExportAddress, keys: CurveKeys | None) -> None:
         import zmq
 
         values = unpack(address.location, [str, bytes])
