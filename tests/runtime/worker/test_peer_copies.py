@@ -46,6 +46,7 @@ class Rank:
         self.copies = KVOffload(config, CARD, 0, device, device_arena, peers=peers)
         self.blocks = device.arena.array.reshape(CARD.spec.num_host_blocks, -1)
         self.blocks[:] = number
+        self.is_shared = device.arena.shared is not None
         self.step, self.is_closed = 0, False
 
     def close(self) -> None:
@@ -122,6 +123,7 @@ def test_an_owner_that_is_gone_makes_blocks_missed_and_the_worker_goes_on(ranks)
 
 def test_the_best_transport_comes_first_and_an_address_says_whose_blocks_they_are(ranks) -> None:
     addresses = [ExportAddress.decode(export) for export in ranks[0].copies.exports]
+    assert ranks[0].is_shared == ("shared_memory" in ranks[0].copies.transports), "only where it is of use"
     assert ranks[0].copies.transports == ",".join(address.transport for address in addresses)
     assert {address.identity for address in addresses} == {identity_of_blocks(EngineConfig(), CARD)}
     assert {address.arena_bytes for address in addresses} == {ranks[0].blocks.size}
