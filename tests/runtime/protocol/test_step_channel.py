@@ -34,6 +34,7 @@ class Echo:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.num_blocks = 100 + rank
+        self.exports = (b"first of %d" % rank, b"second")
         self.seen: list[int] = []
 
     def execute(self, batch: BatchRequest) -> StepResult:
@@ -55,6 +56,7 @@ class Looks:
 
 class Scripted:
     num_blocks = 100
+    exports = ()
 
     def __init__(self, execute: Execute) -> None:
         self.execute = execute
@@ -113,6 +115,16 @@ def test_queued_steps_run_and_return_in_order_on_every_rank(group: Group) -> Non
     assert [r.token_ids.tolist() for r in results if r] == [[i, i] for i in range(5)]
     assert all(r and r.compute_s == 2.0 for r in results)
     assert all(worker.seen == [0, 1, 2, 3, 4] for worker in workers)
+
+
+def test_where_host_caches_are_read_is_known_once_all_ranks_are_ready(group: Group) -> None:
+    executor = group.start([Echo(0), Echo(1)])
+    assert executor.exports == ((b"first of 0", b"second"), (b"first of 1", b"second"))
+
+
+def test_where_one_rank_cannot_be_read_no_block_can(group: Group) -> None:
+    executor = group.start([Echo(0), Scripted(lambda batch: StepResult(0, 1, np.empty(0, np.int32)))])
+    assert executor.exports == ()
 
 
 def test_poll_gives_nothing_while_a_rank_is_still_computing(group: Group) -> None:
