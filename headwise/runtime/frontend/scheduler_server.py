@@ -62,6 +62,7 @@ from headwise.runtime.protocol.messages import (
 from headwise.runtime.protocol.request import GenerateRequest
 from headwise.runtime.protocol.request_checks import check_request
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import ServerKeys
 from headwise.storage.index.messages import TIERS
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class SchedulerServer:
     """Serves at ``tcp://host:port`` on one thread, behind a `TcpProxy`. A few other threads tokenise.
 
     secret:     of the deployment; engines report with it
+    keys:       only clients and engines with these keys may connect, encrypted; None: all may
     replicas:   engines of the deployment, until its owner tells by ``exchange``
     routing:    see `RouterOptions`
     max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
@@ -105,6 +107,7 @@ class SchedulerServer:
         *,
         secret: str,
         model: str,
+        keys: ServerKeys | None = None,
         replicas: int = 1,
         routing: RouterOptions | None = None,
         max_queued: int = 4096,
@@ -134,7 +137,7 @@ class SchedulerServer:
         self._proxy = TcpProxy(host, port)
         self.port = self._proxy.port
         self._context = open_context()
-        self._listener = listen(self._context, "127.0.0.1", 0)  # clients connect through the proxy
+        self._listener = listen(self._context, "127.0.0.1", 0, keys)  # clients connect through the proxy
         self._size = size
         self._preprocessing = PreprocessingPool(self._context, tokenizers)
         self._numbers = itertools.count(1)
