@@ -75,9 +75,11 @@ class HttpServerActor:
         client = Client(self._scheduler, keys=self._keys)
         self._closing.append(client.close)
         counts = RequestMetrics(self._name)
+        api_keys = ApiKeys(read_keys(config.api_key, config.api_key_file))
         options = AppOptions(
             config.model,
-            ApiKeys(read_keys(config.api_key, config.api_key_file)),
+            api_keys,
+            not (api_keys or config.insecure),
             parse_bytes(config.http_max_body),
             counts,
             groups=tuple(head_groups(card)),

@@ -60,6 +60,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 class AppOptions:
     """model: its name, as clients give it
     keys:     of which each request must bear one
+    is_local: requests must be for this machine, by an address or as localhost
     max_body: most bytes of a request's body
     counts:   what the server counts
     groups:   the model's head groups in words: which, and what they are
@@ -69,6 +70,7 @@ class AppOptions:
 
     model: str
     keys: ApiKeys = field(default_factory=ApiKeys)
+    is_local: bool = False
     max_body: int = MAX_BODY_BYTES
     counts: RequestMetrics = field(default_factory=lambda: RequestMetrics("http-0"))
     groups: tuple[tuple[str, str], ...] = ()
@@ -102,7 +104,7 @@ def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
         exception_handlers={HTTPException: _not_found, ApiError: _answer, HeadwiseError: _answer, Exception: _answer},
     )
     starlette.router.redirect_slashes = False
-    return Guard(starlette, options.keys, api.counts, (*routes, *PAGE_PATHS))
+    return Guard(starlette, options.keys, options.is_local, api.counts, (*routes, *PAGE_PATHS))
 
 
 class _Api:

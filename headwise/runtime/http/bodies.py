@@ -36,7 +36,7 @@ class Body(BaseModel):
     model: str | None = None
     stream: bool | None = None
     priority: int | None = Field(None, gt=-(2**31), lt=2**31)
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(None, min_length=1)
     prompt_cache_key: str | None = None
 
     @property
@@ -198,6 +198,8 @@ def _wanted(
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs are not streamed: leave them or stream out", "prompt_logprobs")
     sampling = sampling_of(body.model_extra or {}, most)
+    if n > 1 and not sampling.temperature:
+        raise invalid(f"at temperature 0 all {n} answers are the same one: ask for one, or give a temperature", "n")
     return Wanted(
         prompts,
         messages,

@@ -66,6 +66,9 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }
 """Fields that say what form an answer must have, and how `SamplingParams.guided` says it; None: it may have any."""
 
+MAX_TEMPERATURE = 2
+"""As OpenAI's and vLLM's; our own client may give more."""
+
 _NEVER: tuple[Any, ...] = ()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -109,9 +112,12 @@ def sampling_of(fields: Mapping[str, Any], max_tokens: int | None) -> SamplingPa
         elif not any(_is(value, neutral) for neutral in NEUTRAL[name]):
             raise invalid(f"{name} is not served yet: leave it out", name)
     try:
-        return SamplingParams(**given)
+        sampling = SamplingParams(**given)
     except InvalidRequestError as error:
         raise invalid(str(error), _at_fault(given)) from None
+    if sampling.temperature > MAX_TEMPERATURE:
+        raise invalid(f"temperature must be from 0 to {MAX_TEMPERATURE}, got {sampling.temperature:g}", "temperature")
+    return sampling
 
 
 def _add_form(given: dict[str, Any], name: str, value: Any) -> None:
