@@ -78,9 +78,7 @@ class OverHttp:
         reader, writer = self._connections[place]
         asked = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": True}
         body = json.dumps(asked).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         began, first = time.perf_counter(), 0.0
         writer.write(head.encode() + b"\r\n\r\n" + body)
         async for line in reader:

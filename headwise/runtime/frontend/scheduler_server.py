@@ -274,16 +274,16 @@ class SchedulerServer:
         self, call: PendingCall, asked: Route | FindPrefix, sampling: dict[str, Any], priority: int
     ) -> None:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
-        messages, salt = asked.messages, asked.cache_salt
+        chat, salt = asked.chat, asked.cache_salt
 
         def prepare() -> PreparedRequest:
             return self._prepared(
                 self._preprocessor.prepare(
-                    prompt=prompt, messages=messages, sampling=sampling, priority=priority, cache_salt=salt
+                    prompt=prompt, messages=chat, sampling=sampling, priority=priority, cache_salt=salt
                 )
             )
 
-        self._prepare(call, prepare, self._max_queued, prompt, messages)
+        self._prepare(call, prepare, self._max_queued, prompt, chat)
 
     def _prepared(self, request: GenerateRequest) -> PreparedRequest:
         return PreparedRequest(request, self._preprocessor.hashes(request))
