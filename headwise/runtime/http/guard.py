@@ -124,6 +124,9 @@ class BodyReader:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of another origin cannot send without being asked for leave
             raise ApiError(415, f"the body must be JSON: send `Content-Type: application/json`, not {kind!r:.80}")
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise ApiError(415, f"the body is encoded as {coding!r:.80}, which is not served: send it as it is")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._most):
             raise self._too_large(f"{declared:.20}")

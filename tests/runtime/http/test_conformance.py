@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -370,6 +371,13 @@ def test_a_body_that_does_not_say_it_is_json_is_refused(served: Served) -> None:
     response = served.http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert response.status_code == 415
     error(response.json())
+
+
+def test_a_body_that_is_encoded_is_refused_as_such(served: Served) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = served.http.post("/v1/completions", content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+    assert response.status_code == 415
+    assert "'gzip', which is not served" in error(response.json())["message"]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])
