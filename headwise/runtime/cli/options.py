@@ -77,10 +77,6 @@ class Access:
         self.server_key = server_key
         self.client_key_file = client_key_file
 
-    def __bool__(self) -> bool:
-        """Whether keys were given."""
-        return bool(self.server_key or self.client_key_file)
-
     def client(self, address: str) -> Client:
         """A client of the deployment there. Raises `ConfigError` for keys that are none, and what `Client` raises."""
         from headwise.runtime.client.client import Client
@@ -91,7 +87,7 @@ class Access:
         from headwise.runtime.config.keys import read_keys
         from headwise.sockets.curve import ClientKeys
 
-        if not self:
+        if not (self.server_key or self.client_key_file):
             return None
         if not (self.server_key and self.client_key_file):
             raise ConfigError("--server-key and --client-key-file go together: give both, or none")

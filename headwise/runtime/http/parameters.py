@@ -9,14 +9,18 @@ from headwise.errors import InvalidRequestError
 from headwise.runtime.http.errors import invalid
 from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.request import SamplingParams
+from headwise.runtime.protocol.values import as_number
 
 
 def _same(value: Any) -> Any:
     return value
 
 
+MAX_TEMPERATURE = 2.0
+"""As OpenAI's and vLLM's; our own client may give more."""
+
 SAMPLING: dict[str, Callable[[Any], Any]] = {
-    "temperature": _same,
+    "temperature": lambda value: as_number("temperature", value, 0.0, MAX_TEMPERATURE),
     "top_p": _same,
     "top_k": lambda value: 0 if value == -1 else value,  # vLLM's word for all
     "min_p": _same,
@@ -66,9 +70,6 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }
 """Fields that say what form an answer must have, and how `SamplingParams.guided` says it; None: it may have any."""
 
-MAX_TEMPERATURE = 2
-"""As OpenAI's and vLLM's; our own client may give more."""
-
 _NEVER: tuple[Any, ...] = ()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -104,7 +105,7 @@ def sampling_of(fields: Mapping[str, Any], max_tokens: int | None) -> SamplingPa
         if value is None or name in WITHOUT_EFFECT:
             continue
         if name in SAMPLING:
-            given[name] = SAMPLING[name](value)
+            given[name] = _read(name, value)
         elif name in FORMS:
             _add_form(given, name, value)
         elif name not in NEUTRAL:
@@ -112,12 +113,16 @@ def sampling_of(fields: Mapping[str, Any], max_tokens: int | None) -> SamplingPa
         elif not any(_is(value, neutral) for neutral in NEUTRAL[name]):
             raise invalid(f"{name} is not served yet: leave it out", name)
     try:
-        sampling = SamplingParams(**given)
+        return SamplingParams(**given)
     except InvalidRequestError as error:
         raise invalid(str(error), _at_fault(given)) from None
-    if sampling.temperature > MAX_TEMPERATURE:
-        raise invalid(f"temperature must be from 0 to {MAX_TEMPERATURE}, got {sampling.temperature:g}", "temperature")
-    return sampling
+
+
+def _read(name: str, value: Any) -> Any:
+    try:
+        return SAMPLING[name](value)
+    except InvalidRequestError as error:
+        raise invalid(str(error), name) from None
 
 
 def _add_form(given: dict[str, Any], name: str, value: Any) -> None:
