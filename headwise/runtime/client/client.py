@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
+from headwise.errors import ConfigError, DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.client.ways import RelayMode
@@ -47,6 +47,8 @@ class Client:
     """
 
     def __init__(self, address: str, relay: RelayMode = "auto", keys: ClientKeys | None = None) -> None:
+        if not (keys is None or isinstance(keys, ClientKeys)):
+            raise ConfigError(f"keys must be ClientKeys(SERVER_KEY, API_KEY) or None, got a {type(keys).__name__}")
         self.address, found = _resolve(address)
         locate = partial(_locate, address) if address.startswith("ray:") else None
         self._io = ClientIO(self.address, relay=relay, keys=keys or found, locate=locate)

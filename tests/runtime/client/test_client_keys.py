@@ -12,7 +12,7 @@ from support.engine.scripted_deployment import SECRET, Deployment
 from support.waiting import eventually
 
 from headwise.actors.front import Keys
-from headwise.errors import DeploymentError, EngineDiedError
+from headwise.errors import ConfigError, DeploymentError, EngineDiedError
 from headwise.runtime.client.client import Client
 from headwise.sockets.curve import ClientKeys, client_key, new_secret, public_key
 
@@ -51,6 +51,11 @@ def test_each_key_is_served_directly_and_through_the_relay(
 def test_strangers_are_told_why_and_get_nothing(deployment: Deployment, keys: ClientKeys | None, why: str) -> None:
     with pytest.raises(DeploymentError, match=rf"{deployment.address} refuses this client: {why}"):
         Client(deployment.address, keys=keys)
+
+
+def test_what_is_no_pair_of_keys_is_said_to_be_none(deployment: Deployment) -> None:
+    with pytest.raises(ConfigError, match=r"keys must be ClientKeys.*got a str"):
+        Client(deployment.address, keys=TOKENS[0])  # type: ignore[arg-type]
 
 
 def test_a_client_with_keys_does_not_talk_to_a_deployment_without() -> None:
