@@ -264,9 +264,9 @@ def serve(
         return
     with _deployment(config, cluster) as deployment:
         with until_signal() as caught:  # Ray sets handlers of its own when it starts
-            typer.echo(f"serving {config.model} at {deployment.client_address}")
             if deployment.client_keys is not None:
                 typer.echo(f"clients need an API key and the server key {deployment.client_keys.server}")
+            typer.echo(f"serving {config.model} at {deployment.client_address}")
             if deployment.http_address:
                 typer.echo(f"OpenAI's API is at {deployment.http_address}/v1")
             deployment.wait()

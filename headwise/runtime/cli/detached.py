@@ -30,11 +30,11 @@ def serve_detached(config: EngineConfig, cluster: str | None) -> None:
         directory = resolve_model(config.model, config.cache_path, bars)
         read_model_card(config, directory, identify=False)  # what is wrong is told at once
         address, was_there = start_detached(config, cluster, bars)
-    typer.echo(f"{'already serving' if was_there else 'serving'} {config.model} at {address}")
     if config.is_encrypted:
         _, keys = resolve_client(cluster, config.name)
         assert keys is not None
         typer.echo(f"clients need an API key and the server key {keys.server}")
+    typer.echo(f"{'already serving' if was_there else 'serving'} {config.model} at {address}")
     if config.http:
         typer.echo(f"OpenAI's API is at {http_address(config, address)}/v1")
 
