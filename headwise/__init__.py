@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Client": "headwise.runtime.client.client",
+    "ClientKeys": "headwise.sockets.curve",
     "EngineConfig": "headwise.runtime.config.engine_config",
     "GenerationResult": "headwise.runtime.protocol.request",
     "HeadwiseError": "headwise.errors",
@@ -16,7 +17,7 @@ _PUBLIC = {
     "SamplingParams": "headwise.runtime.protocol.request",
 }
 
-__all__ = ["Client", "EngineConfig", "GenerationResult", "HeadwiseError", "LocalEngine", "SamplingParams"]
+__all__ = ["Client", "ClientKeys", "EngineConfig", "GenerationResult", "HeadwiseError", "LocalEngine", "SamplingParams"]
 
 if TYPE_CHECKING:
     from headwise.errors import HeadwiseError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from headwise.runtime.client.local_engine import LocalEngine
     from headwise.runtime.config.engine_config import EngineConfig
     from headwise.runtime.protocol.request import GenerationResult, SamplingParams
+    from headwise.sockets.curve import ClientKeys
 
 
 def __getattr__(name: str) -> Any:

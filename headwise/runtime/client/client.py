@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
+from headwise.errors import ConfigError, DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.client.ways import RelayMode
@@ -23,6 +23,7 @@ from headwise.runtime.loader.chat import Chat, chat_of, plain_chat
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.protocol.request_checks import check_one_sample
+from headwise.sockets.curve import ClientKeys
 
 Prompt = str | Sequence[int]
 Messages = Chat
@@ -42,12 +43,15 @@ class Client:
 
     relay: ``auto``: engines that cannot be reached from here are reached through the scheduler's port; ``always``: all
            engines are; ``never``: none is, and a request whose engine cannot be reached fails
+    keys:  of a deployment that wants them: its server key and an API key. Who comes by way of its cluster needs none
     """
 
-    def __init__(self, address: str, relay: RelayMode = "auto") -> None:
-        self.address = _resolve(address)
-        locate = partial(_resolve, address) if address.startswith("ray:") else None
-        self._io = ClientIO(self.address, relay=relay, locate=locate)
+    def __init__(self, address: str, relay: RelayMode = "auto", keys: ClientKeys | None = None) -> None:
+        if not (keys is None or isinstance(keys, ClientKeys)):
+            raise ConfigError(f"keys must be ClientKeys(SERVER_KEY, API_KEY) or None, got a {type(keys).__name__}")
+        self.address, found = _resolve(address)
+        locate = partial(_locate, address) if address.startswith("ray:") else None
+        self._io = ClientIO(self.address, relay=relay, keys=keys or found, locate=locate)
         try:
             self.stats()
         except HeadwiseError:
@@ -209,19 +213,24 @@ class Client:
         self.close()
 
 
-def _resolve(address: str) -> str:
-    """The ZeroMQ endpoint of an address; raises `DeploymentError`."""
+def _resolve(address: str) -> tuple[str, ClientKeys | None]:
+    """The ZeroMQ endpoint of an address, and what keys are known of it; raises `DeploymentError`."""
     if not isinstance(address, str):
         raise _no_address(address)
     if address.startswith("ray:"):
-        from headwise.actors.deployment import resolve_client_address
+        from headwise.actors.deployment import resolve_client
 
         cluster, _, name = address.removeprefix("ray:").partition("/")
-        return resolve_client_address(cluster, name or "headwise")
+        return resolve_client(cluster, name or "headwise")
     match = re.fullmatch(r"(?:tcp://)?([^/:\s\[\]]+|\[([0-9a-fA-F:.]+)\]):(\d{1,5})", address)
     if match is None or not 0 < int(match[3]) < 65536 or (match[2] and not _is_ipv6(match[2])):
         raise _no_address(address)
-    return f"tcp://{match[1]}:{match[3]}"
+    return f"tcp://{match[1]}:{match[3]}", None
+
+
+def _locate(address: str) -> str:
+    """Where a scheduler that may have moved is now."""
+    return _resolve(address)[0]
 
 
 def _is_ipv6(host: str) -> bool:

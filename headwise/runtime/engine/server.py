@@ -48,6 +48,7 @@ from headwise.runtime.protocol.messages import (
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta
 from headwise.runtime.protocol.request_checks import check_request
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import ServerKeys
 from headwise.sockets.listener import Listener
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class EngineServer:
     flusher:    gets the cache's index updates; used by the server's thread only
     epoch:      of the cache that the first core starts with, and that the flusher has; higher with every new core
     send_queue: messages a client may leave unread before it is dropped
+    keys:       only clients with these keys may connect, encrypted; None: all may
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
     loop_count: counts up for as long as the server's thread gets on
 
@@ -135,6 +137,7 @@ class EngineServer:
         flusher: Flusher | None = None,
         epoch: int = 0,
         send_queue: int = 1000,
+        keys: ServerKeys | None = None,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
         on_died: Callable[[EngineDiedError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
@@ -142,7 +145,12 @@ class EngineServer:
         self._context = open_context()
         try:
             self._listener = Listener(
-                self._context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=send_queue, clock=clock
+                self._context,
+                endpoint,
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                send_queue=send_queue,
+                keys=keys,
+                clock=clock,
             )
         except Exception:
             close_context(self._context)

@@ -36,7 +36,7 @@ class Body(BaseModel):
     model: str | None = None
     stream: bool | None = None
     priority: int | None = Field(None, gt=-(2**31), lt=2**31)
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(None, min_length=1)
     prompt_cache_key: str | None = None
 
     @property
@@ -48,12 +48,14 @@ class Body(BaseModel):
 
 class StreamOptions(BaseModel):
     """include_usage: whether a last event tells the usage
+    continuous_usage_stats: vLLM's: whether each event tells that of its answer so far, besides
     include_obfuscation: OpenAI's padding of events, which there is none of here
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -106,6 +108,7 @@ class Wanted:
     """What is to be generated: ``n`` answers to each prompt, or to one chat.
 
     options: of each call of the client: priority, cache_salt, session
+    counts:  whether each event of a stream tells the usage so far
     source:  the field that has the prompts or the chat
     kept:    how many of the ``n`` are told, the likeliest ones; 0: all
     """
@@ -117,6 +120,7 @@ class Wanted:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    counts: bool = False
     echo: bool = False
     source: str = "prompt"
     kept: int = 0
@@ -198,6 +202,8 @@ def _wanted(
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs are not streamed: leave them or stream out", "prompt_logprobs")
     sampling = sampling_of(body.model_extra or {}, most)
+    if n > 1 and not sampling.temperature:
+        raise invalid(f"at temperature 0 all {n} answers are the same one: ask for one, or give a temperature", "n")
     return Wanted(
         prompts,
         messages,
@@ -206,6 +212,7 @@ def _wanted(
         n,
         bool(body.stream),
         usage is not None and bool(usage.include_usage),
+        usage is not None and bool(usage.include_usage and usage.continuous_usage_stats),
         echo,
         "prompt" if messages is None else "messages",
     )

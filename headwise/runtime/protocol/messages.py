@@ -49,14 +49,14 @@ class Route:
     """Ask for an engine. Exactly one of the prompt's three forms is given; ``sampling`` is checked by the scheduler.
 
     key: the client's number of the call, repeated in the answer
-    messages: a chat, as `headwise.runtime.loader.chat.plain_chat` returns it
+    chat: messages, and what comes with them, as `headwise.runtime.loader.chat.plain_chat` returns it
     session: requests of one session go to the same engine while that costs little; empty: no session
     """
 
     key: int
     text: str | None
     token_ids: NDArray[np.int32] | None
-    messages: Any
+    chat: Any
     sampling: dict[str, Any]
     priority: int
     cache_salt: str
@@ -170,7 +170,7 @@ class FindPrefix:
     key: int
     text: str | None
     token_ids: NDArray[np.int32] | None
-    messages: Any
+    chat: Any
     cache_salt: str
 
 

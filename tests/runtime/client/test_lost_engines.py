@@ -482,6 +482,6 @@ def test_prefixes_of_texts_tokens_and_chats_can_be_found(place: Place, client: C
     assert client.find_prefix([1, 2]) == found
     assert client.find_chat_prefix(messages) == found
     text, tokens, chat = place.scheduler.of(FindPrefix)
-    assert (text.text, text.token_ids, text.messages, text.cache_salt) == ("abc", None, None, "mine")
-    assert (tokens.text, tokens.token_ids.tolist(), tokens.messages) == (None, [1, 2], None)
+    assert (text.text, text.token_ids, text.chat, text.cache_salt) == ("abc", None, None, "mine")
+    assert (tokens.text, tokens.token_ids.tolist(), tokens.chat) == (None, [1, 2], None)
     assert (chat.text, chat.token_ids, chat.messages) == (None, None, {"messages": messages})

@@ -241,7 +241,7 @@ def make() -> Iterator[Callable[..., Deployment]]:
 
 
 def route(key: int, text: str, **options: Any) -> Route:
-    fields = {"messages": None, "sampling": {}, "priority": 0, "cache_salt": "", **options}
+    fields = {"chat": None, "sampling": {}, "priority": 0, "cache_salt": "", **options}
     return Route(key, text, None, **fields)
 
 

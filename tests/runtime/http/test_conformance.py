@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -252,6 +253,21 @@ def test_include_usage_ends_a_stream_with_the_usage(served: Served, path: str, b
     assert told[-1]["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "abc"}), ("/v1/chat/completions", {"messages": HELLO})]
+)
+def test_each_event_has_the_usage_so_far_where_that_is_asked_for(
+    served: Served, path: str, body: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *told, last = events(served, path, max_tokens=3, n=2, stream_options=options, **body)
+    for index in range(2):
+        usages = [event["usage"] for event in told if event["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages][-3:] == [1, 2, 3]
+        assert all(usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"] > 0 for usage in usages)
+    assert last["usage"]["completion_tokens"] == 6
+
+
 def test_streams_of_several_prompts_are_told_apart_by_index(served: Served) -> None:
     told = events(served, "/v1/completions", prompt=["a", "b"], n=2, max_tokens=3)
     texts = dict.fromkeys(range(4), "")
@@ -355,6 +371,13 @@ def test_a_body_that_does_not_say_it_is_json_is_refused(served: Served) -> None:
     response = served.http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert response.status_code == 415
     error(response.json())
+
+
+def test_a_body_that_is_encoded_is_refused_as_such(served: Served) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = served.http.post("/v1/completions", content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+    assert response.status_code == 415
+    assert "'gzip', which is not served" in error(response.json())["message"]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])

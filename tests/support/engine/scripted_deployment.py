@@ -9,6 +9,7 @@ from typing import Any
 from support.engine.scripted import ScriptedCore
 from support.waiting import eventually
 
+from headwise.actors.front import Keys
 from headwise.errors import EngineDiedError, InvalidRequestError
 from headwise.runtime.client.client import Client
 from headwise.runtime.engine.reports import Reporting
@@ -38,16 +39,21 @@ class ScriptedPreprocessor:
 
 
 class Deployment:
-    """A scheduler and engines of this process, whose owner is the test: it has ``exchange``."""
+    """A scheduler and engines of this process, whose owner is the test: it has ``exchange``.
 
-    def __init__(self, replicas: int = 1) -> None:
+    keys: of the deployment; without, its connections are in the clear
+    """
+
+    def __init__(self, replicas: int = 1, keys: Keys | None = None) -> None:
+        self.keys = keys or Keys(SECRET)
         self.exchange = Exchange()
         self.scheduler = SchedulerServer(
             ScriptedPreprocessor(),
             "127.0.0.1",
             0,
-            secret=SECRET,
+            secret=self.keys.secret,
             model="scripted",
+            keys=self.keys.outer,
             replicas=replicas,
             exchange=self.exchange,
         )
@@ -57,13 +63,16 @@ class Deployment:
         self.died: list[EngineDiedError] = []
 
     def add_engine(self, core: ScriptedCore | None, **options: Any) -> EngineServer:
-        reporting = Reporting(f"tcp://{self.address}", SECRET, f"engine-{len(self.servers)}")
+        reporting = Reporting(
+            f"tcp://{self.address}", self.keys.secret, f"engine-{len(self.servers)}", keys=self.keys.own
+        )
+        options = {"keys": self.keys.outer, **options}
         server = EngineServer("tcp://127.0.0.1:*", reporting=reporting, on_died=self.died.append, **options)
         if core is not None:
             server.attach(core)
         server.start()
         self.servers.append(server)
-        with Client(self.address) as client:
+        with Client(self.address, keys=self.keys.own) as client:
             eventually(lambda: len(client.stats()["engines"]) == len(self.servers))
         return server
 
