@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.runtime.models.base import MoeConfig
 from headwise.runtime.models.decoder import GatedMlp, Linear
+from headwise.runtime.ops.base import GroupedExperts
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class MoeMlp:
     experts:    each split over the ranks like a dense MLP
     shared:     the experts that every token goes through, as one MLP
     shared_gate: by how much a token does, as a sigmoid of its result; None: as it is
+    grouped:    all experts as one; None where they are computed one by one
     """
 
     config: MoeConfig
@@ -29,6 +31,7 @@ class MoeMlp:
     experts: tuple[GatedMlp, ...]
     shared: GatedMlp | None
     shared_gate: Linear | None = None
+    grouped: GroupedExperts | None = None
 
 
 def route(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.decoder import Decoder, Linear
-from headwise.runtime.models.hf_config import HfConfig, check_served
+from headwise.runtime.models.base import ModelConfig, MoeConfig
+from headwise.runtime.models.decoder import Decoder, GatedMlp, Linear
+from headwise.runtime.models.hf_config import HfConfig, check_served, positive
 from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
-from headwise.runtime.ops.base import Tensor
+from headwise.runtime.ops.base import GroupedExperts, GroupingOps, Tensor
 
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "scoring_func": (None, "softmax"),
@@ -50,15 +52,23 @@ class MoeDecoder(Decoder):
                 f"config.json says {expected}: weights and config.json do not belong together"
             )
         bias = self.ops.linear_bias(self._weights.tensor(f"{name}.bias")) if self.router_bias else None
-        experts = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
+        experts = tuple(self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
         shared_size = moe.num_shared_experts * moe.expert_size
         return MoeMlp(
             config=moe,
             router=Linear(self._prepare(f"{name}.weight", lambda: self.ops.linear_weight(router)), bias),
             correction=correction,
-            experts=tuple(experts),
+            experts=experts,
+            grouped=self._grouped(experts),
             shared=self.gated_mlp(f"{at}{self.shared_name}.", shared_size) if shared_size else None,
         )
+
+    def _grouped(self, experts: Sequence[GatedMlp]) -> GroupedExperts | None:
+        """All experts as one, where the operations can."""
+        if not isinstance(self.ops, GroupingOps):
+            return None
+        parts = [((mlp.gate_up.weight, mlp.gate_up.bias), (mlp.down.weight, mlp.down.bias)) for mlp in experts]
+        return self.ops.group_experts(parts, self.activation)
 
     def correction(self, at: str) -> NDArray[np.float32] | np.float32:
         """See `MoeMlp.correction`, of the layer whose MLP is named ``at...``."""
@@ -67,8 +77,10 @@ class MoeDecoder(Decoder):
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         if not isinstance(mlp, MoeMlp):
             return super().feed_forward(mlp, x)
-        total = self._shared(mlp, x)
-        for expert, tokens, weights in tokens_by_expert(*self._route(mlp, x)):
+        total, (chosen, shares) = self._shared(mlp, x), self._route(mlp, x)
+        if mlp.grouped is not None and mlp.grouped.add(x, chosen, shares, total):
+            return total
+        for expert, tokens, weights in tokens_by_expert(chosen, shares):
             part = super().feed_forward(mlp.experts[expert], self.ops.take_rows(x, tokens))
             self.ops.scatter_add_rows(total, tokens, part, weights)
         return total
@@ -85,6 +97,22 @@ class MoeDecoder(Decoder):
     def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         logits = self.ops.numpy(self._linear(x, mlp.router))
         return route(logits, mlp.correction, mlp.config.experts_per_token, mlp.config.norm_min)
+
+
+def local_experts(config: HfConfig, decoder: ModelConfig, *, experts: int, per_token: int) -> ModelConfig:
+    """``decoder`` with experts in every layer, each as large as its MLP, by Mixtral's names; and their defaults."""
+    num_experts = positive(config, "num_local_experts", default=experts)
+    chosen = positive(config, "num_experts_per_tok", default=per_token)
+    check_routing(config, {"num_experts_per_tok": chosen}, {"num_local_experts": num_experts})
+    moe = MoeConfig(
+        layers=tuple(range(decoder.num_layers)),
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        expert_size=decoder.intermediate_size,
+        num_shared_experts=0,
+        norm_min=NORM_MIN,
+    )
+    return replace(decoder, moe=moe)
 
 
 def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:

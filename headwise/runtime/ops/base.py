@@ -178,6 +178,30 @@ class FusingOps(TensorOps, Protocol):
         """A decoder of ``layers``, whose weights these operations prepared."""
 
 
+class GroupedExperts(Protocol):
+    """A layer's experts, whose weights some operations prepared."""
+
+    def add(self, x: Tensor, chosen: NDArray[np.int64], weights: NDArray[np.float32], total: Tensor) -> bool:
+        """Add to ``total [T, N]`` what the experts ``chosen [T, k]`` make of ``x [T, in]``, times ``weights [T, k]``.
+
+        False: nothing was added, for these tokens are better computed expert by expert.
+        """
+
+
+ExpertLinear = tuple[Weight, Tensor | None]
+"""A weight and its bias."""
+
+
+@runtime_checkable
+class GroupingOps(TensorOps, Protocol):
+    """Operations that can compute all experts of a layer in one call."""
+
+    def group_experts(
+        self, experts: Sequence[tuple[ExpertLinear, ExpertLinear]], activation: Activation
+    ) -> GroupedExperts | None:
+        """Experts, each with a gated weight and the one behind it; None if these are better computed one by one."""
+
+
 @dataclass(frozen=True)
 class PackedParts:
     """A packed weight, taken apart for a file to hold.
