@@ -73,7 +73,8 @@ class PackedExperts:
         """Add to ``out [T, columns]`` what each token's experts ``chosen [T, k]`` make of ``x [T, inputs]``, times
         ``weights [T, k]``. False: nothing was done, for there would be less than one part for each thread.
 
-        A token's result depends neither on the tokens beside it nor on the number of threads.
+        A token's result depends neither on the tokens beside it nor on the number of threads, and is to the bit what
+        its experts give one after the other, in the order of their numbers.
         """
         (rows, per_token), columns = chosen.shape, self.down.outputs
         if x.shape != (rows, self.gate.inputs) or out.shape != (rows, columns) or weights.shape != chosen.shape:
@@ -81,6 +82,8 @@ class PackedExperts:
         parts = _Parts.of(np.bincount(chosen.reshape(-1), minlength=len(self.weights)))
         if len(parts.experts) < threads:
             return False
+        by_number = np.argsort(chosen, axis=1)
+        chosen, weights = (np.take_along_axis(each, by_number, axis=1) for each in (chosen, weights))
         x, weights = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(weights, np.float32)
         order = np.argsort(chosen, axis=None, kind="stable")
         tokens, places = order // per_token, np.empty(rows * per_token, np.int64)

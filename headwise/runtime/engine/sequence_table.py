@@ -62,8 +62,7 @@ class SequenceTable:
         self.num_prompt[row] = sequence.num_prompt
         self.max_length[row] = sequence.max_length
         self.chunk[row] = chunk
-        embeds = sequence.request.embeds
-        self.embeds_end[row] = embeds[-1].end if embeds else 0
+        self.embeds_end[row] = max((each.end for each in sequence.request.embeds), default=0)
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.wanted[row] = True
         return row

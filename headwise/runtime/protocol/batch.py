@@ -69,7 +69,7 @@ class NewSequence:
 class StepEmbeds:
     """Embeddings that a step computes with in place of those of its tokens.
 
-    rows:   ``[k]`` which of the step's tokens, ascending
+    rows:   ``[k]`` which of the step's tokens
     values: ``[k, hidden]``
     """
 

@@ -168,7 +168,7 @@ def _as_embeds(given: Any, length: int) -> NDArray[np.float32]:
         found = f"{array.dtype} {list(array.shape)}"
         if (array.dtype.kind == "f" or array.dtype.name == "bfloat16") and array.ndim == 2 and len(array) == length:
             with np.errstate(over="ignore"):  # what is infinite is told by `check_embeds`
-                return np.ascontiguousarray(array, dtype="<f4")
+                return np.array(array, dtype="<f4", order="C")  # a copy: the caller may go on with its own
     except (TypeError, ValueError):
         pass
     raise InvalidRequestError(

@@ -5,6 +5,8 @@ The simulated model takes an embedding for that of the token that it begins with
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.engine.simulated_engine import make_engine, request, run
@@ -13,7 +15,7 @@ from support.engine.simulation import continuation
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.engine import core
-from headwise.runtime.protocol.prompt_items import PromptEmbeds, PromptItem, placed
+from headwise.runtime.protocol.prompt_items import PromptItem, placed
 from headwise.runtime.protocol.request import GenerateRequest
 
 PLACEHOLDER = 2
@@ -49,6 +51,13 @@ def test_chunks_and_batches_are_as_of_the_tokens_that_are_shown(policies, max_ba
     assert results["items"].usage.cached_tokens == 0
 
 
+def test_embeddings_may_come_in_any_order() -> None:
+    engine, _ = make_engine(num_blocks=64, max_batched_tokens=3)
+    given = shown("r", PROMPT, *ITEMS)
+    engine.add(replace(given, embeds=given.embeds[::-1]))
+    assert run(engine)["r"].token_ids == continuation(PROMPT, 9)
+
+
 def test_a_preempted_request_is_computed_again_with_its_embeddings() -> None:
     engine, _ = make_engine(num_blocks=9, prefix_caching=False)
     prompts = {f"r{i}": [i + 1, i + 3, i + 1, i + 5, i + 1, i + 2] for i in range(4)}
@@ -75,15 +84,7 @@ def test_the_cache_serves_equal_items_and_what_is_before_others() -> None:
 def test_it_goes_on_behind_what_a_lost_engine_has_said() -> None:
     engine, _ = make_engine(num_blocks=64)
     whole, said = shown("r", PROMPT, *ITEMS), continuation(PROMPT, 4)
-    rest = GenerateRequest(
-        "r",
-        whole.prompt_token_ids,
-        whole.sampling,
-        extra_keys=whole.extra_keys,
-        embeds=whole.embeds,
-        output_token_ids=tuple(said),
-    )
-    engine.add(rest)
+    engine.add(replace(whole, output_token_ids=tuple(said)))
     assert run(engine)["r"].token_ids == continuation(PROMPT, 9)[4:]
 
 
@@ -107,5 +108,3 @@ def test_embeddings_are_let_go_of_with_their_request_and_too_many_are_refused(mo
     run(engine)
     engine.add(shown("second", PROMPT, *ITEMS))
     assert run(engine)["second"].token_ids == continuation(PROMPT, 9)
-    assert isinstance(placed([], 0).embeds, tuple)
-    assert PromptEmbeds(3, np.zeros((2, 1), np.float32)).end == 5

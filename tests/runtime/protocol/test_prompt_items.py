@@ -30,6 +30,13 @@ def test_items_come_in_the_order_of_their_places_named_by_hash_bytes_or_embeddin
     assert placed((), 7) == placed([], 0)
 
 
+def test_what_the_caller_does_with_its_array_later_changes_nothing() -> None:
+    rows = ROWS.copy()
+    found = placed([PromptItem(0, 2, embeds=rows)], 2)
+    rows[:] = 9
+    np.testing.assert_array_equal(found.embeds[0].values, ROWS)
+
+
 def test_embeddings_with_a_hash_are_known_by_that() -> None:
     assert placed([PromptItem(0, 2, "cat", ROWS)], 2).extra_keys == ((0, 2, "cat"),)
 
