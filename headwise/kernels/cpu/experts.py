@@ -83,7 +83,8 @@ class PackedExperts:
         if len(parts.experts) < threads:
             return False
         by_number = np.argsort(chosen, axis=1)
-        chosen, weights = (np.take_along_axis(each, by_number, axis=1) for each in (chosen, weights))
+        chosen = np.take_along_axis(chosen, by_number, axis=1)
+        weights = np.take_along_axis(weights, by_number, axis=1)
         x, weights = np.ascontiguousarray(x, np.float32), np.ascontiguousarray(weights, np.float32)
         order = np.argsort(chosen, axis=None, kind="stable")
         tokens, places = order // per_token, np.empty(rows * per_token, np.int64)
