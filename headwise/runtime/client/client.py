@@ -21,6 +21,7 @@ from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import Chat, chat_of, plain_chat
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
+from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.protocol.request_checks import check_one_sample
 from headwise.sockets.curve import ClientKeys
@@ -28,6 +29,10 @@ from headwise.sockets.curve import ClientKeys
 Prompt = str | Sequence[int]
 Messages = Chat
 Sampling = SamplingParams | Mapping[str, Any] | None
+Items = Sequence[PromptItem | Mapping[str, Any]]
+
+Asked = tuple[Route, tuple[PromptEmbeds, ...]]
+"""A call's message to the scheduler, and the embeddings that go to an engine only."""
 
 
 class Client:
@@ -37,7 +42,8 @@ class Client:
 
     Safe to use from several threads and event loops. Every call takes its sampling as a `SamplingParams`, or as
     keywords of that name, and ``priority`` and ``cache_salt`` (see `GenerateRequest`), and ``session``: requests of
-    one session go to the same engine while that costs little. A request whose engine is lost continues on another
+    one session go to the same engine while that costs little. A prompt of token ids may have ``items``: images or
+    audio, as `PromptItem`. A request whose engine is lost continues on another
     engine, and its stream goes on. Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing answers
     at the address.
 
@@ -71,7 +77,7 @@ class Client:
         """
         streams: list[TokenStream] = []
         try:
-            streams.extend(TokenStream(self._io, route) for route in _routes(prompt, sampling, options))
+            streams.extend(TokenStream(self._io, *route) for route in _routes(prompt, sampling, options))
             return _as_asked(prompt, [stream.read() for stream in streams])
         finally:
             for stream in streams:
@@ -79,7 +85,7 @@ class Client:
 
     def stream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> TokenStream:
         """Complete a prompt and iterate over its deltas, whose ``text`` is what is new."""
-        return TokenStream(self._io, _route(prompt, None, sampling, options))
+        return TokenStream(self._io, *_route(prompt, None, sampling, options))
 
     def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
         """Answer a chat: messages of ``role`` (system, developer, user, assistant, tool) and ``content`` (a string or a
@@ -93,28 +99,31 @@ class Client:
         return self.stream_chat(messages, sampling, **options).read()
 
     def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> TokenStream:
-        return TokenStream(self._io, _route(None, messages, sampling, options))
+        return TokenStream(self._io, *_route(None, messages, sampling, options))
 
     def stats(self) -> dict[str, Any]:
         """Plain data: the model, the scheduler's counts, and the engines' statistics by name, at most 0.5 s old."""
         stats: dict[str, Any] = _answer_to(lambda deliver: self._io.ask(GetStats, deliver))
         return stats
 
-    def find_prefix(self, prompt: Prompt, cache_salt: str = "") -> dict[str, Any]:
+    def find_prefix(self, prompt: Prompt, cache_salt: str = "", items: Items = ()) -> dict[str, Any]:
         """Who holds how much of a prompt: its ``tokens``, and by engine and tier how many of them the tier could
         serve, together with faster ones: ``{"tokens": 900, "engines": {"engine-0": {"device": 640, ...}}}``.
         """
-        return self._find_prefix(prompt, None, cache_salt)
+        return self._find_prefix(prompt, None, cache_salt, items)
 
     def find_chat_prefix(self, messages: Messages, cache_salt: str = "") -> dict[str, Any]:
         """Like `find_prefix`, for a chat."""
         return self._find_prefix(None, messages, cache_salt)
 
-    def _find_prefix(self, prompt: Prompt | None, messages: Messages | None, cache_salt: str) -> dict[str, Any]:
+    def _find_prefix(
+        self, prompt: Prompt | None, messages: Messages | None, cache_salt: str, items: Items = ()
+    ) -> dict[str, Any]:
         text, token_ids, plain = _prompt(prompt, messages)
+        keys = _placed(items, token_ids).extra_keys
         salt = as_string("cache_salt", cache_salt)
         found: dict[str, Any] = _answer_to(
-            lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, plain, salt), deliver)
+            lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, plain, salt, keys), deliver)
         )
         return found
 
@@ -175,7 +184,7 @@ class Client:
     ) -> GenerationResult | list[GenerationResult]:
         streams: list[AsyncTokenStream] = []
         try:
-            streams.extend(AsyncTokenStream(self._io, route) for route in _routes(prompt, sampling, options))
+            streams.extend(AsyncTokenStream(self._io, *route) for route in _routes(prompt, sampling, options))
             return _as_asked(prompt, list(await asyncio.gather(*(stream.read() for stream in streams))))
         finally:
             for stream in streams:
@@ -183,13 +192,13 @@ class Client:
 
     def astream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> AsyncTokenStream:
         """Called in an event loop; iterate over it with ``async for``."""
-        return AsyncTokenStream(self._io, _route(prompt, None, sampling, options))
+        return AsyncTokenStream(self._io, *_route(prompt, None, sampling, options))
 
     async def achat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
         return await self.astream_chat(messages, sampling, **options).read()
 
     def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> AsyncTokenStream:
-        return AsyncTokenStream(self._io, _route(None, messages, sampling, options))
+        return AsyncTokenStream(self._io, *_route(None, messages, sampling, options))
 
     async def astats(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.stats)
@@ -265,7 +274,7 @@ def _is_one(prompt: Any) -> bool:
     return len(prompt) == 0 or not (isinstance(prompt[0], str | Sequence) or hasattr(prompt[0], "__len__"))
 
 
-def _routes(prompt: Prompt | Sequence[Prompt], sampling: Sampling, options: dict[str, Any]) -> list[Route]:
+def _routes(prompt: Prompt | Sequence[Prompt], sampling: Sampling, options: dict[str, Any]) -> list[Asked]:
     """A message for each sample of each prompt."""
     prompts: Any = [prompt] if _is_one(prompt) else prompt
     names = {field.name for field in fields(SamplingParams)}
@@ -281,17 +290,24 @@ def _as_asked(
     return results[0] if _is_one(prompt) and len(results) == 1 else results
 
 
-def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Route:
-    """The message for a call; raises `InvalidRequestError` for values that no deployment accepts."""
+def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Asked:
+    """The message for a call, and its embeddings; raises `InvalidRequestError` for what no deployment accepts."""
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
     session = as_string("session", options.pop("session", ""))
     if messages is not None:
         messages = chat_of(messages, options.pop("tools", None), options.pop("chat_template_kwargs", None))
     text, token_ids, plain = _prompt(prompt, messages)
+    items = _placed(options.pop("items", ()), token_ids)
     chosen = SamplingParams.of(sampling, options)
     check_one_sample(chosen)
-    return Route(0, text, token_ids, plain, chosen.to_wire(), priority, cache_salt, session)
+    route = Route(0, text, token_ids, plain, chosen.to_wire(), priority, cache_salt, session, items.extra_keys)
+    return route, items.embeds
+
+
+def _placed(items: Items, token_ids: NDArray[np.int32] | None) -> PlacedItems:
+    check_items(items, token_ids)
+    return placed(items, 0 if token_ids is None else len(token_ids))
 
 
 def _prompt(

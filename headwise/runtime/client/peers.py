@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import Reroute, Route, Submit
+from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
 from headwise.sockets.curve import ClientKeys, secure_client
 from headwise.sockets.pieces import split
@@ -39,8 +40,9 @@ class Call:
     Once started, only the I/O thread uses it, but for ``prompt``.
 
     key:      of the latest question to the scheduler
-    request:  as submitted to ``engine``. Each attempt has its own request id, so that a late message about an earlier
-              attempt is not taken for one about the present attempt
+    embeds:   of the prompt's items: each engine that serves the request gets them, and nobody else
+    request:  as submitted to ``engine``, but for the embeddings. Each attempt has its own request id, so that a late
+              message about an earlier attempt is not taken for one about the present attempt
     name:     the id by which the caller knows the request
     prompt:   the token ids of the prompt, once the scheduler has told them
     produced: the delivered tokens
@@ -51,6 +53,7 @@ class Call:
 
     route: Route
     deliver: Callable[[Event], None]
+    embeds: Sequence[PromptEmbeds] = ()
     key: int = 0
     request: GenerateRequest | None = None
     engine: Peer | None = None
@@ -67,7 +70,7 @@ class Call:
         self.name = self.name or request.request_id
         self.request, self.engine, self.is_in_doubt = request, engine, False
         self.prompt = request.prompt_token_ids
-        return Submit(self.key, request)
+        return Submit(self.key, replace(request, embeds=tuple(self.embeds)))
 
     def reroute(self, key: int, is_lost: bool) -> Reroute:
         """The message that asks for an engine: another one than the present one, if that is lost."""

@@ -61,6 +61,7 @@ from headwise.runtime.protocol.messages import (
     Withdraw,
     failure,
 )
+from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.protocol.request import GenerateRequest
 from headwise.runtime.protocol.request_checks import check_request
 from headwise.sockets.context import close_context, open_context
@@ -277,6 +278,8 @@ class SchedulerServer:
         call = self._new_call(identity, reroute.key, (reroute.request.priority, 0))
         try:
             check_request(reroute.request)
+            if reroute.request.embeds:
+                raise InvalidRequestError("embeddings go to engines, with Submit, and not to the scheduler")
         except InvalidRequestError as error:
             self._fail(call, error)
             return
@@ -295,11 +298,12 @@ class SchedulerServer:
     ) -> None:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
         chat, salt = asked.chat, asked.cache_salt
+        items = [PromptItem(start, end - start, key) for start, end, key in asked.extra_keys]
 
         def prepare() -> PreparedRequest:
             return self._prepared(
                 self._preprocessor.prepare(
-                    prompt=prompt, messages=chat, sampling=sampling, priority=priority, cache_salt=salt
+                    prompt=prompt, messages=chat, sampling=sampling, priority=priority, cache_salt=salt, items=items
                 )
             )
 

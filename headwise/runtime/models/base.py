@@ -232,6 +232,10 @@ Rotation = tuple[KernelArray, KernelArray]
 """Cosines and sines of the tokens' positions, as `TensorOps.rotation` gives them."""
 
 
+Embeds = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""Embeddings that stand for those of some tokens: which of a step's ``T``, ``[k]``; and they, ``[k, hidden]``."""
+
+
 class AttentionLayer(Protocol):
     """Given to `Model.forward` by the model runner: rotates, writes what is kept, waits for loads, attends."""
 
@@ -274,10 +278,17 @@ class Model(ABC):
     config: ModelConfig
 
     @abstractmethod
-    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+    def forward(
+        self,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
+    ) -> Tensor:
         """Hidden states ``[T, hidden]`` after the final norm, the same on every rank.
 
-        ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them.
+        ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them. ``embeds`` takes the place
+        of what `Decoder.embed` makes of these tokens; whatever else a model looks up, it looks up by ``token_ids``.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
-from headwise.runtime.models.base import AttentionLayer, ModelConfig, MoeConfig, RopeConfig
+from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.decoder import Layer, Weights
 from headwise.runtime.models.hf_config import (
     HfConfig,
@@ -177,16 +177,21 @@ class Llama4(MoeDecoder):
 
     # ---- computation ----
 
-    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+    def forward(
+        self,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
+    ) -> Tensor:
         config = self.config
         unrotated = frozenset(layer for layer, rope in enumerate(config.ropes) if rope.is_none)
         if not config.temperature or not unrotated:
-            return super().forward(token_ids, positions, attention)
+            return super().forward(token_ids, positions, attention, embeds)
         steps = np.floor((positions.astype(np.float32) + np.float32(1)) / np.float32(config.floor_scale))
         scales = np.log1p(steps) * np.float32(config.temperature) + np.float32(1)
-        return super().forward(
-            token_ids, positions, TemperedAttention(attention, self, scales.reshape(-1, 1, 1), unrotated)
-        )
+        tempered = TemperedAttention(attention, self, scales.reshape(-1, 1, 1), unrotated)
+        return super().forward(token_ids, positions, tempered, embeds)
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         query, key, value = super().query_key_value(index, layer, x)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import AttentionLayer, MoeConfig
+from headwise.kernels.experts import NORM_MIN
+from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder, Linear
-from headwise.runtime.models.hf_config import HfConfig, check_served
+from headwise.runtime.models.hf_config import HfConfig, check_served, positive
 from headwise.runtime.models.moe import MoeMlp
 from headwise.runtime.ops.base import KernelArray, Mixture, Tensor
 
@@ -68,9 +70,15 @@ class MoeDecoder(Decoder):
         """What a layer's experts are besides their weights."""
         return Mixture(moe.routing, self.activation, correction)
 
-    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+    def forward(
+        self,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
+    ) -> Tensor:
         self._tokens = tokens_of(attention)  # for the layers of this pass
-        return super().forward(token_ids, positions, attention)
+        return super().forward(token_ids, positions, attention, embeds)
 
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         if not isinstance(mlp, MoeMlp):
@@ -86,6 +94,22 @@ def tokens_of(attention: AttentionLayer) -> KernelArray | None:
     """See `PagedAttentionLayer.tokens`; None where the layer does not say."""
     told: Callable[[], KernelArray | None] | None = getattr(attention, "tokens", None)
     return None if told is None else told()
+
+
+def local_experts(config: HfConfig, decoder: ModelConfig, *, experts: int, per_token: int) -> ModelConfig:
+    """``decoder`` with experts in every layer, each as large as its MLP, by Mixtral's names; and their defaults."""
+    num_experts = positive(config, "num_local_experts", default=experts)
+    chosen = positive(config, "num_experts_per_tok", default=per_token)
+    check_routing(config, {"num_experts_per_tok": chosen}, {"num_local_experts": num_experts})
+    moe = MoeConfig(
+        layers=tuple(range(decoder.num_layers)),
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        expert_size=decoder.intermediate_size,
+        num_shared_experts=0,
+        norm_min=NORM_MIN,
+    )
+    return replace(decoder, moe=moe)
 
 
 def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:

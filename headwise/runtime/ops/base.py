@@ -201,6 +201,12 @@ class TensorOps(Protocol):
     def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor:
         """Rows ``rows [R]`` of ``x [T, N]``, as a copy ``[R, N]``."""
 
+    def put_rows(self, target: Tensor, rows: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+        """Overwrite the rows ``rows [R]`` of ``target [T, N]`` with ``values [R, N]``, in place.
+
+        The caller sees to it that ``rows`` names no row twice, and that ``target`` is an operation's result.
+        """
+
     def scatter_add_rows(
         self, target: Tensor, rows: NDArray[np.int64], x: Tensor, weights: NDArray[np.float32]
     ) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,27 @@ from headwise.runtime.ops.base import GatedWeights, KernelArray, Mixture, Tensor
 from headwise.runtime.ops.quantised import Matrix, as_float32
 
 
+class GroupedExperts(Protocol):
+    """A layer's experts, whose weights some operations prepared."""
+
+    def add(self, x: Tensor, chosen: NDArray[np.int64], weights: NDArray[np.float32], total: Tensor) -> bool:
+        """Add to ``total [T, N]`` what the experts ``chosen [T, k]`` make of ``x [T, in]``, times ``weights [T, k]``.
+
+        False: nothing was added, for these tokens are better computed expert by expert.
+        """
+
+
 @dataclass(frozen=True)
 class HostRoutedExperts:
-    """Those of a layer, computed one after the other by tokens that the host deals out."""
+    """Those of a layer, by tokens that the host deals out.
+
+    grouped: the routed ones in one call; None: they are computed one after the other
+    """
 
     mixture: Mixture
     routed: tuple[GatedWeights, ...]
     shared: GatedWeights | None
+    grouped: GroupedExperts | None = None
 
 
 class UnfusedOps(ABC):
@@ -75,7 +89,12 @@ class UnfusedOps(ABC):
         return self.tensor(as_float32(table))
 
     def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> Any:
-        return HostRoutedExperts(mixture, tuple(routed), shared)
+        alone = tuple(routed)
+        return HostRoutedExperts(mixture, alone, shared, self.grouped(mixture, alone))
+
+    def grouped(self, mixture: Mixture, routed: Sequence[GatedWeights]) -> GroupedExperts | None:
+        """All of a layer's experts in one call; None: these operations cannot, or not these."""
+        return None
 
     def mix_experts(self, x: Tensor, logits: Tensor, experts: Any, tokens: KernelArray | None = None) -> Tensor:
         mixture = experts.mixture
@@ -86,6 +105,8 @@ class UnfusedOps(ABC):
             total = self._gated_mlp(x, experts.shared, mixture.activation)
         chosen, shares = route(self.numpy(logits), correction, mixture.routing)
         shares = shares if mixture.scales is None else shares * mixture.scales[chosen]
+        if experts.grouped is not None and experts.grouped.add(x, chosen, shares, total):
+            return total
         for expert, rows, weights in tokens_by_expert(chosen, shares):
             given = self.take_rows(x, rows)
             if mixture.weighs_input:

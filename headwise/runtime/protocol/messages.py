@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise import errors
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
 from headwise.runtime.protocol.wire import register
@@ -51,6 +52,7 @@ class Route:
     key: the client's number of the call, repeated in the answer
     chat: messages, and what comes with them, as `headwise.runtime.loader.chat.plain_chat` returns it
     session: requests of one session go to the same engine while that costs little; empty: no session
+    extra_keys: of the prompt's multimodal items. Their embeddings go to the engine, with `Submit`
     """
 
     key: int
@@ -61,6 +63,7 @@ class Route:
     priority: int
     cache_salt: str
     session: str = ""
+    extra_keys: tuple[ExtraKey, ...] = ()
 
 
 @register
@@ -172,6 +175,7 @@ class FindPrefix:
     token_ids: NDArray[np.int32] | None
     chat: Any
     cache_salt: str
+    extra_keys: tuple[ExtraKey, ...] = ()
 
 
 @register

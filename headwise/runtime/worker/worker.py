@@ -339,7 +339,7 @@ class ModelWorker:
 
     def _is_plain_decode(self, batch: BatchRequest) -> bool:
         """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""
-        is_decode = _is_token_each(batch) and bool(batch.sample.all())
+        is_decode = _is_token_each(batch) and bool(batch.sample.all()) and batch.embeds is None
         return is_decode and (self._copies is None or not self._copies.is_loading)
 
     def _input_tokens(self, batch: BatchRequest) -> NDArray[np.int32]:
@@ -362,7 +362,8 @@ class ModelWorker:
         tables = self._cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()))
-        return self._model.forward(tokens, places, _PagedAttention(self, step))
+        given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
+        return self._model.forward(tokens, places, _PagedAttention(self, step), given)
 
     def _sample(self, batch: BatchRequest, found: Tensor | Scored | None) -> _Computed:
         """Sample on rank 0 and tell the others, who need the tokens as the next step's input.

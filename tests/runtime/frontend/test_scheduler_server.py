@@ -61,7 +61,7 @@ class ScriptedPreprocessor:
     """Its tokens are characters, and a request's id is its text."""
 
     def prepare(
-        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
+        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str, items: Any
     ) -> GenerateRequest:
         if not prompt:
             raise InvalidRequestError("the prompt is empty")

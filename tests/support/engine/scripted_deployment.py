@@ -16,6 +16,7 @@ from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.scaling import Exchange
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
+from headwise.runtime.protocol.prompt_items import placed
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
 
 SECRET = "of-this-deployment"
@@ -25,14 +26,15 @@ class ScriptedPreprocessor:
     """A preprocessor whose tokens are characters."""
 
     def prepare(
-        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
+        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str, items: Any
     ) -> GenerateRequest:
         text = prompt if messages is None else "".join(message["content"] or "" for message in messages["messages"])
         tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
         if not len(tokens):
             raise InvalidRequestError("the prompt is empty")
         params = SamplingParams.from_wire(sampling)
-        return GenerateRequest(f"r-{time.monotonic_ns()}-{threading.get_ident()}", tokens, params, priority, cache_salt)
+        name, keys = f"r-{time.monotonic_ns()}-{threading.get_ident()}", placed(items, len(tokens)).extra_keys
+        return GenerateRequest(name, tokens, params, priority, cache_salt, extra_keys=keys)
 
     def hashes(self, request: GenerateRequest) -> list[bytes]:
         return []
