@@ -36,6 +36,7 @@ pytestmark = [
 CONFIG = EngineConfig(
     port=0,
     host="0.0.0.0",
+    insecure=True,
     replicas=2,
     engine_resources="engine=1",
     max_model_len=512,

@@ -11,7 +11,7 @@ from headwise.kernels.cpu import experts as experts_module
 from headwise.kernels.cpu import matmul
 from headwise.kernels.cpu.experts import Packed, PackedExperts
 from headwise.kernels.cpu.matmul import PackedWeight
-from headwise.runtime.models.moe import tokens_by_expert
+from headwise.kernels.experts import tokens_by_expert
 from headwise.runtime.ops.numpy_ops import NumpyOps
 
 INPUTS, SIZE, EXPERTS, EACH = 96, 40, 12, 3
