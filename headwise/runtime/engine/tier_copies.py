@@ -68,7 +68,7 @@ class TierCopies:
             raise EngineDiedError(f"nothing is known of the blocks that step {batch.step_id} loaded")
         self._measure(report, prefill_token_s)
         self._host.stored(report.stored.tolist(), report.not_stored.tolist())
-        self._storage.fetched(report.fetched.tolist(), report.missed.tolist())
+        self._host.arrived(report.fetched.tolist(), report.missed.tolist())
         self._storage.put_done(report.put.tolist(), report.not_put.tolist())
         return self._cache.loads_done(batch.step_id, _NO_BLOCKS if report.not_loaded is None else report.not_loaded)
 

@@ -13,6 +13,9 @@ client -> engine      Operate      -> Operated | Failed
 client -> scheduler   Scale        -> Scaled | Failed
 client -> scheduler   Roll         -> Scaled | Failed
 engine -> scheduler   EngineStatus                  every `STATUS_INTERVAL_S`
+engine -> engine      AskLease     -> Leased ...    what is leased is read from host to host, by the workers
+engine -> engine      RenewLease   -> Leased | LeaseEnded
+engine -> engine      EndLease     -> LeaseEnded
 """
 
 from __future__ import annotations
@@ -258,7 +261,8 @@ class EngineLoad:
     used_blocks, total_blocks: of the device's pool: held by running requests, and all
     prefill_token_s:  seconds to compute a token of a prompt
     decode_step_s:    seconds of a step that only decodes
-    host_token_s, storage_token_s: seconds to bring a token's cache from the host, from storage to the host
+    host_token_s, storage_token_s, peer_token_s: seconds to bring a token's cache from the host; from storage to the
+                      host; from another engine's host to this one's
     accepts:          False while it sleeps or is leaving: it gets no requests
     """
 
@@ -271,6 +275,7 @@ class EngineLoad:
     decode_step_s: float = 0.0
     host_token_s: float = 0.0
     storage_token_s: float = 0.0
+    peer_token_s: float = 0.0
     accepts: bool = True
 
 
@@ -299,6 +304,81 @@ class EngineStatus:
     faults: tuple[str, ...] = ()
     is_leaving: bool = False
     address: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class AskLease:
+    """Let the sender read blocks from the receiver's host. Said again until it is answered.
+
+    secret: of the deployment; without it nothing is leased
+    lease:  16 random bytes, never used twice
+    epoch:  of the cache that is meant
+    hashes: of a path's blocks, one after the other
+    wanted: ``bool [blocks, groups]``, which blocks of the path are meant
+    """
+
+    secret: str
+    lease: bytes
+    epoch: int
+    hashes: bytes
+    wanted: NDArray[np.bool_]
+
+
+@register
+@dataclass(frozen=True)
+class Leased:
+    """These blocks are held for the reader until it ends the lease, or is silent for `load_timeout_s`.
+
+    grant:   no other lease of this epoch has had it: a lease of the same name with another one is not the same
+    first:   how many blocks of the lease were told before
+    blocks:  ``int32 [m, 3]`` (column of the path, group, host block), those after the ``first``
+    exports: where each rank is read: encoded `ExportAddress`es, by rank
+    is_all:  no more will be leased
+    """
+
+    lease: bytes
+    epoch: int
+    grant: int
+    first: int
+    blocks: NDArray[np.int32]
+    exports: tuple[tuple[bytes, ...], ...]
+    is_all: bool
+
+
+@register
+@dataclass(frozen=True)
+class RenewLease:
+    """The reader is there still, and has been told of ``heard`` blocks."""
+
+    secret: str
+    lease: bytes
+    epoch: int
+    heard: int
+
+
+@register
+@dataclass(frozen=True)
+class EndLease:
+    """The reader reads no more of what was granted. Said again until it is answered."""
+
+    secret: str
+    lease: bytes
+    epoch: int
+    grant: int
+
+
+@register
+@dataclass(frozen=True)
+class LeaseEnded:
+    """held: all that was leased under this grant stayed what it was until the reader ended it. Else nothing that was
+    read of it may be used.
+    """
+
+    lease: bytes
+    epoch: int
+    grant: int
+    held: bool
 
 
 _ERRORS = {

@@ -684,7 +684,7 @@ class StoredMachine(TieredMachine):
         EngineMachine.teardown(self)  # also while storage hangs
         self.executor.faults.storage_steps = 0
         self.executor.faults.late_loads, self.executor.model.fails = 0, None  # what was to come still
-        while self.engine.cache.host.storage.held_host_blocks():
+        while self.engine.cache.host.pool.num_held:
             self.engine.add(request("last" + str(self.engine._clock()), [90], 2))
             self.executor.faults.lose_load = lambda: False
             run(self.engine)
