@@ -138,6 +138,10 @@ class Deployment:
         directory = resolve_model(self.config.model, self.config.cache_path, progress)  # for the scheduler, here
         card = read_model_card(self.config, directory, progress)
         log.info(chosen(self.config, card, directory))
+        log.info(
+            "engines fetch blocks from each other: %s",
+            f"no, {why_not}" if (why_not := self.config.without_peer_loads) else "yes",
+        )
         if foreign := foreign_storage(self.config, card):
             log.warning(foreign)
 

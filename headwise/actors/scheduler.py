@@ -174,4 +174,5 @@ def _router_options(config: EngineConfig, preprocessor: Preprocessor) -> RouterO
         step_tokens=config.max_batched_tokens,
         engine_timeout_s=config.engine_timeout_s,
         forget_s=max(config.start_timeout_s, config.engine_timeout_s),
+        peer_loads=not config.without_peer_loads,
     )

@@ -205,6 +205,11 @@ class EngineConfig:
     storage_timeout_s: float = _option(
         10.0, "Seconds after which storage that does not answer is not waited for, nor used until it does.", 0.001
     )
+    peer_loads: bool = _option(
+        True,
+        "Engines fetch from each other what they lack of a request's prefix, where that is faster than computing it. "
+        "Needs host_cache, prefix_caching, routing cache_aware, and max_replicas beyond 1.",
+    )
     head_grouping: Literal["auto", "per_head_index"] = _option(
         "auto", "How heads are packed into groups: by policy, or one group per KV head index."
     )
@@ -428,6 +433,18 @@ class EngineConfig:
     @property
     def host_cache_bytes(self) -> int:
         return parse_bytes(self.host_cache)
+
+    @property
+    def without_peer_loads(self) -> str:
+        """Why engines do not fetch blocks from each other; empty: they do."""
+        reasons = {
+            "peer_loads is off": not self.peer_loads,
+            "host_cache is 0": not self.host_cache_bytes,
+            "prefix_caching is off": not self.prefix_caching,
+            f"routing is {self.routing}": self.routing != "cache_aware",
+            "there is one engine at most": self.most_replicas < 2,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     @property
     def longest_prefetch_s(self) -> float:

@@ -1,4 +1,5 @@
-"""What an engine tells the scheduler of itself, twice a second and at once when it lost its workers."""
+"""What an engine tells the scheduler of itself, twice a second and at once when it lost its workers, and what it hears
+of the other engines."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineStatus
+from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, Directory, EngineStatus
 from headwise.sockets.pieces import split
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ MAX_FAULTS = 16
 """In one status; the first ones."""
 MAX_RECEIVED = 65_536
 """Requests named in one status; those beyond are counted as on their way until their reservations end."""
+MAX_DIRECTORY_BYTES = 1 << 20
+"""More than thousands of engines take."""
+_MAX_UNREAD = 4
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,10 @@ class Reporting:
 
 
 class EngineReports:
-    """Gathers what a status tells of the time since the last one, and sends it when it is due. Never blocks."""
+    """Gathers what a status tells of the time since the last one, and sends it when it is due. Never blocks.
+
+    directory: the other engines and this one, as the scheduler told last; it outlives the scheduler
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], reporting: Reporting, clock: Callable[[], float]):
         self.reporting = reporting
@@ -50,6 +57,7 @@ class EngineReports:
         self._context = context
         self._socket = self._connected()
         self._due = clock()
+        self.directory = Directory("", "", {})
         self._received: list[str] = []
         self._faults: list[str] = []
         self._is_away = False
@@ -59,6 +67,7 @@ class EngineReports:
 
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a scheduler that is away
+        socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
         socket.connect(self.reporting.endpoint)
         return socket
 
@@ -90,7 +99,9 @@ class EngineReports:
         now = self._clock()
         if now < self._due:
             return
+        self._hear()
         message = status(self.reporting, tuple(self._received), tuple(self._faults))
+        message = replace(message, directory=self.directory.version)
         try:
             for piece in split(wire.encode(message)):
                 self._socket.send(piece, zmq.NOBLOCK)
@@ -104,3 +115,19 @@ class EngineReports:
         self._is_away = False
         self._received.clear()
         self._faults.clear()
+
+    def _hear(self) -> None:
+        """Take in what the scheduler has answered. Whatever else came is none of the engine's business."""
+        import zmq
+
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                heard = wire.decode(frames[0], Directory) if len(frames[0]) <= MAX_DIRECTORY_BYTES else None
+            except wire.WireError:
+                continue
+            if heard is not None and heard.secret == self.reporting.secret:
+                self.directory = heard

@@ -16,11 +16,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, NotReadyError, OverloadedError
 from headwise.liveness_clock import LivenessClock
 from headwise.runtime.frontend.client_socket import listen
+from headwise.runtime.frontend.directory import DirectoryService
 from headwise.runtime.frontend.dispatcher import Dispatched, Dispatcher, PendingCall
 from headwise.runtime.frontend.index_view import IndexClient, IndexView
 from headwise.runtime.frontend.preprocessing_pool import (
@@ -142,6 +144,7 @@ class SchedulerServer:
         self._dispatcher = Dispatcher(self._router, self._index, self._clock)
         self._tickets: dict[tuple[bytes, int], tuple[str, float]] = {}  # request ids that may still be withdrawn
         self._heard: dict[bytes, float] = {}
+        self._directory = DirectoryService(secret) if self._router.options.peer_loads else None
         self._reporters: dict[str, bytes] = {}  # by an engine's endpoint, whose connection its statuses come over
         self._counts = dict.fromkeys(
             ("routed", "rerouted", "delayed", "refused", "withdrawn", "malformed", "strangers"), 0
@@ -224,6 +227,10 @@ class SchedulerServer:
             self._router.update(status, self._clock())
             self._reporters[status.endpoint] = identity
             self._proxy.relay.allow(status.endpoint, status.address or status.endpoint)
+            if self._directory is not None:
+                news = self._directory.answer(self._router.table, status)
+                if news is not None:
+                    self._listener.send(identity, news)
         else:
             self._counts["strangers"] += 1
 
@@ -364,7 +371,7 @@ class SchedulerServer:
         self._counts["rerouted"] += bool(call.lost)
         self._counts["delayed"] += now - call.prepared_at > DELAY_S
         self._tickets[call.identity, call.key] = request.request_id, now + RESERVATION_S
-        self._send(call.identity, Ticket(call.key, choice.endpoint, request))
+        self._send(call.identity, Ticket(call.key, choice.endpoint, replace(request, peer=choice.hint)))
 
     def _send_engines(self, identity: bytes, get: GetEngines) -> None:
         try:

@@ -12,7 +12,7 @@ client -> scheduler   GetEngines   -> Engines | Failed
 client -> engine      Operate      -> Operated | Failed
 client -> scheduler   Scale        -> Scaled | Failed
 client -> scheduler   Roll         -> Scaled | Failed
-engine -> scheduler   EngineStatus                  every `STATUS_INTERVAL_S`
+engine -> scheduler   EngineStatus -> Directory     every `STATUS_INTERVAL_S`; answered if the engine knows another one
 engine -> engine      AskLease     -> Leased ...    what is leased is read from host to host, by the workers
 engine -> engine      RenewLease   -> Leased | LeaseEnded
 engine -> engine      EndLease     -> LeaseEnded
@@ -261,8 +261,8 @@ class EngineLoad:
     used_blocks, total_blocks: of the device's pool: held by running requests, and all
     prefill_token_s:  seconds to compute a token of a prompt
     decode_step_s:    seconds of a step that only decodes
-    host_token_s, storage_token_s, peer_token_s: seconds to bring a token's cache from the host; from storage to the
-                      host; from another engine's host to this one's
+    host_token_s, storage_token_s, peer_token_s: seconds to bring a token's cache from the host, and from storage or
+                      another engine to the host
     accepts:          False while it sleeps or is leaving: it gets no requests
     """
 
@@ -291,6 +291,7 @@ class EngineStatus:
     faults:   what went wrong since the last status, in words
     is_leaving: it takes no new requests, and ends for good once it has none
     address:  where it is reached within the deployment, if that is not ``endpoint``
+    directory: the version of the last `Directory` that it got; empty: none yet
     """
 
     secret: str
@@ -304,6 +305,23 @@ class EngineStatus:
     faults: tuple[str, ...] = ()
     is_leaving: bool = False
     address: str = ""
+    directory: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class Directory:
+    """All engines of the deployment, for those that fetch blocks from each other: the answer to a status that names
+    another version. It replaces the one before.
+
+    secret:  of the deployment; a directory with another one is ignored
+    version: says the same of the same engines, whichever scheduler sends it
+    engines: by name the epoch of its cache, and the address where it is reached within the deployment
+    """
+
+    secret: str
+    version: str
+    engines: dict[str, tuple[int, str]]
 
 
 @register

@@ -30,6 +30,7 @@ from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
     CLIENT_TIMEOUT_S,
     FORGOTTEN,
+    Directory,
     EngineLoad,
     EngineStatus,
     Failed,
@@ -48,7 +49,7 @@ from headwise.runtime.protocol.messages import (
     Ticket,
     Withdraw,
 )
-from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
+from headwise.runtime.protocol.request import GenerateRequest, PeerHint, SamplingParams, as_token_ids
 from headwise.sockets.pieces import split
 from headwise.storage.index.messages import IndexStats, Matches
 
@@ -971,3 +972,81 @@ def test_operations_wait_for_the_engines_that_stay(make: Make) -> None:
     assert client.ask(GetEngines(1)).error == "OverloadedError"
     deployment.exchange.swap(FleetState(2, "", expected=2))
     assert client.ask(GetEngines(2)).endpoints == {"a": "tcp://a", "b": "tcp://b"}
+
+
+# ---- engines that fetch blocks from each other ----
+
+
+def status(name: str, epoch: int = 1, **fields: Any) -> EngineStatus:
+    fields = {"work": EngineLoad(prefill_token_s=1.0), "secret": SECRET, **fields}
+    return EngineStatus(fields.pop("secret"), name, f"tcp://{name}", 0, {}, epoch, **fields)
+
+
+def test_an_engine_is_told_who_the_others_are_until_it_knows(make: Make) -> None:
+    deployment = make(routing={"peer_loads": True})
+    a, b = deployment.peer(), deployment.peer()
+    first = a.ask(status("a", address="tcp://10.0.0.1:5"))
+    assert first == Directory(SECRET, first.version, {"a": (1, "tcp://10.0.0.1:5")})
+    a.send(status("a", address="tcp://10.0.0.1:5", directory=first.version))
+    assert a.hears_nothing()
+    both = b.ask(status("b", epoch=3))
+    assert both.engines == {"a": (1, "tcp://10.0.0.1:5"), "b": (3, "tcp://b")}
+    assert a.ask(status("a", address="tcp://10.0.0.1:5", directory=first.version)) == both
+    assert a.ask(status("a", address="tcp://10.0.0.1:5", directory=first.version)) == both  # it missed the first one
+    renewed = b.ask(status("b", epoch=4, directory=both.version))
+    assert renewed.engines["b"] == (4, "tcp://b")
+    assert renewed.version != both.version
+
+
+def test_an_engine_that_has_left_is_in_no_directory(make: Make) -> None:
+    deployment = make(routing={"peer_loads": True})
+    a, b = deployment.peer(), deployment.peer()
+    a.ask(status("a"))
+    both = b.ask(status("b", is_leaving=True))
+    assert set(both.engines) == {"a", "b"}
+    b.socket.close(linger=0)
+
+    def is_alone() -> bool:
+        a.send(status("a", directory=both.version))
+        a.send(Ping())
+        answer = a.receive()
+        return isinstance(answer, Directory) and isinstance(a.receive(), Pong) and set(answer.engines) == {"a"}
+
+    eventually(is_alone)
+
+
+def test_another_scheduler_says_the_same_of_the_same_engines(make: Make) -> None:
+    told = []
+    for _ in range(2):
+        deployment = make(routing={"peer_loads": True})
+        engine = deployment.peer()
+        told.append(engine.ask(status("a")))
+    assert told[0] == told[1]
+
+
+def test_strangers_and_deployments_without_peer_loads_are_told_nothing(make: Make) -> None:
+    stranger = make(routing={"peer_loads": True}).peer()
+    stranger.send(status("a", secret="another"))
+    assert stranger.hears_nothing()
+    engine = make().peer()
+    engine.send(status("a"))
+    assert engine.hears_nothing()
+
+
+def test_a_ticket_says_which_engine_has_more_of_the_prefix_and_a_reroute_says_it_anew(make: Make) -> None:
+    store = StoreStandIn()
+    deployment = make(store=store, routing={"peer_loads": True})
+    engines = {name: deployment.peer() for name in "abc"}
+    for name, engine in engines.items():
+        work = EngineLoad(prefill_token_s=1.0, queued_tokens=0 if name == "c" else 500)
+        engine.ask(status(name, epoch=5, work=work))
+    client = deployment.peer()
+    index_answers(client)
+    store.depths = {"a": (3, 3, 3), "b": (2, 2, 2)}
+    ticket = client.ask(route(1, "sixteen letters!"))
+    assert ticket.endpoint == "tcp://c"
+    assert ticket.request.peer == PeerHint("a", 5, 3 * BLOCK)
+    store.depths = {}
+    again = client.ask(Reroute(2, ticket.request, "tcp://c"))
+    assert again.endpoint != "tcp://c"
+    assert again.request.peer is None

@@ -3,6 +3,7 @@
 base       the router's input and output
 engines    the engines' reports, and the requests sent to them since (reservations)
 expected   blocks that engines have or will soon have, and that the index does not know yet
+peers      what engines could fetch from each other
 costs      the cost of a request on each engine, in seconds
 policies   cache_aware, least_loaded, round_robin
 router     select and reserve in one step

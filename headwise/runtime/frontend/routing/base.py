@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from headwise.runtime.protocol.request import PeerHint
+
 STATUS_TIMEOUT_S = 3.0
 """An engine that sends no report for so long gets no requests."""
 
@@ -48,7 +50,8 @@ class Choice:
     cost:   the cost that the policy minimised: seconds for ``cache_aware``
     reason: why this engine: ``session``, ``rerouted``, ``hit`` (none has more of the prefix), ``spread`` (one that has
             more is too busy), ``no_hit``; under other policies their name
-    device, host, storage: tokens expected from each tier
+    device, host, peer, storage: tokens expected from each tier, and from another engine
+    hint:   that engine; None: what it has is not worth asking for
     """
 
     engine: str
@@ -57,7 +60,9 @@ class Choice:
     reason: str
     device: int = 0
     host: int = 0
+    peer: int = 0
     storage: int = 0
+    hint: PeerHint | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class RouterOptions:
     step_tokens:      tokens that an engine computes in a step
     engine_timeout_s: an engine that is silent for so long is replaced
     forget_s:         an engine that is silent for so long is not expected back
+    peer_loads:       engines fetch from each other what they lack of a prefix
     """
 
     policy: str = "cache_aware"
@@ -82,3 +88,4 @@ class RouterOptions:
     step_tokens: int = 512
     engine_timeout_s: float = 20.0
     forget_s: float = 600.0
+    peer_loads: bool = False

@@ -5,7 +5,8 @@
 - wait: the engine's backlog: tokens of prompts not computed yet (its status, and reservations since), times its
   measured seconds per token, less the time that has passed since.
 - own: the prompt's tokens that no tier serves, times seconds per token, and the loads. Device blocks are free. Another
-  tier is used only where loading from it, at its measured throughput, is faster than computing.
+  tier is used only where loading from it, at its measured throughput, is faster than computing. So is what another
+  engine has on device or host (`peers`).
 - pace: prompts are computed in steps of ``step_tokens``, and each step also decodes what runs: where anything runs,
   wait and own take longer by a decode step's measured seconds over those of ``step_tokens`` tokens of a prompt.
 - admission: a request that does not fit into the pool, or has too many sequences beside it, waits until others have
@@ -22,14 +23,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.runtime.frontend.routing import peers
 from headwise.runtime.frontend.routing.base import TYPICAL_OUTPUT, Matches, RoutedRequest, RouterOptions
 from headwise.runtime.frontend.routing.engines import Column, EngineTable
 
 WORK_WEIGHT = 1.0
+
+ASK_S = 0.01
+"""Seconds that asking another engine for blocks takes, whatever it has: two round trips between engines that are busy.
+"""
 
 _NOTHING = (0, 0, 0)
 
@@ -39,10 +46,24 @@ class Estimate:
     """Per engine the cost to minimise, and what its tiers could serve.
 
     served: ``float64 [engines, 3]``: tokens that the device, device and host, and all tiers could serve
+    lent:   tokens that the engine could serve to others; None: none could, or they do not ask each other
+    by_others: the most that another engine could serve to it; likewise
     """
 
     cost: Column
     served: NDArray[np.float64]
+    lent: Column | None = None
+    by_others: Column | None = None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """How many tokens of a request's prefix come from where."""
+
+    device: int = 0
+    host: int = 0
+    peer: int = 0
+    storage: int = 0
 
 
 def estimate(
@@ -50,38 +71,61 @@ def estimate(
 ) -> Estimate:
     """The cost on every engine; see the module."""
     most = max(0, request.num_tokens - 1) // options.block_size  # the last token is always computed
-    served = _depths(table, request.hashes, matches, most) * options.block_size
+    served, lent = _served(table, request.hashes, matches, most, options, now)
     prefill = table.prefill_token_s
     own = (request.num_tokens - served[:, 0]) * prefill
     if matches:
         with_host = own - (served[:, 1] - served[:, 0]) * table.host_gain_s
         with_all = with_host - (served[:, 2] - served[:, 1]) * table.storage_gain_s
-        own = np.minimum(np.minimum(own, with_host), with_all)
+        least = np.minimum(np.minimum(own, with_host), with_all)
+    else:
+        with_host = least = own
+    by_others = None if lent is None else peers.of_others(lent)
+    if by_others is not None:
+        reach = np.maximum(by_others, served[:, 1])
+        with_peer = with_host - (reach - served[:, 1]) * table.peer_gain_s + ASK_S
+        with_rest = with_peer - np.maximum(served[:, 2] - reach, 0.0) * table.storage_gain_s
+        least = np.minimum(np.minimum(least, with_peer), with_rest)
+    own = least
     wait = table.backlog(now)
     cost = wait + own
     cost += cost * table.pace
     cost += WORK_WEIGHT * own
     cost += _decoding(table, wait / prefill + (request.num_tokens + min(request.max_tokens, TYPICAL_OUTPUT)), options)
-    return Estimate(cost, served)
+    return Estimate(cost, served, lent, by_others)
 
 
-def tiers_used(table: EngineTable, row: int, served: NDArray[np.float64]) -> tuple[int, int, int]:
-    """Tokens that one engine's device serves, that are loaded from its host, and that are loaded from storage.
-
-    served: the engine's of `Estimate.served`
-    """
-    device, with_host, with_all = served.tolist()
+def sources(table: EngineTable, row: int, estimated: Estimate) -> Sources:
+    """Where the engine of this row gets the prefix from: what makes its cost the least."""
+    device, with_host, with_all = map(int, estimated.served[row])
     host, storage = with_host - device, with_all - with_host
-    gain_of_host = host * float(table.host_gain_s[row])
-    gain_of_both = gain_of_host + storage * float(table.storage_gain_s[row])
-    if gain_of_both > max(gain_of_host, 0.0):
-        return int(device), int(host), int(storage)
-    return int(device), int(host) if gain_of_host > 0.0 else 0, 0
+    gains = float(table.host_gain_s[row]), float(table.storage_gain_s[row]), float(table.peer_gain_s[row])
+    of_host, of_storage = host * gains[0], storage * gains[1]
+    plans = [
+        (0.0, Sources(device)),
+        (of_host, Sources(device, host)),
+        (of_host + of_storage, Sources(device, host, storage=storage)),
+    ]
+    reach = 0 if estimated.by_others is None else int(estimated.by_others[row])
+    if reach > with_host:
+        peer, rest = reach - with_host, max(0, with_all - reach)
+        of_peer = of_host + peer * gains[2] - ASK_S
+        plans += [
+            (of_peer, Sources(device, host, peer)),
+            (of_peer + rest * gains[1], Sources(device, host, peer, rest)),
+        ]
+    return max(plans, key=itemgetter(0))[1]
 
 
-def _depths(table: EngineTable, path: Sequence[bytes], matches: Matches | None, most: int) -> NDArray[np.float64]:
-    """``float64 [engines, 3]``: blocks that the device, device and host, and all tiers serve, by the index and by
-    what is expected besides; at most ``most``."""
+def _served(
+    table: EngineTable,
+    path: Sequence[bytes],
+    matches: Matches | None,
+    most: int,
+    options: RouterOptions,
+    now: float,
+) -> tuple[NDArray[np.float64], Column | None]:
+    """`Estimate.served` and `Estimate.lent` of at most ``most`` blocks: by the index, and by what is expected."""
     count = len(table)
     if matches:
         served = chain.from_iterable(map(matches.get, table.names, repeat(_NOTHING)))
@@ -89,9 +133,13 @@ def _depths(table: EngineTable, path: Sequence[bytes], matches: Matches | None, 
     else:
         depths = np.zeros((count, 3))
     expected = table.expected_depths(path)
+    lent = peers.lent(table, depths, expected, now) if options.peer_loads else None
     if expected is not None:
         np.maximum(depths, expected[:, None], out=depths)
-    return depths if len(path) <= most else np.minimum(depths, most, out=depths)
+    if len(path) > most:
+        np.minimum(depths, most, out=depths)
+        lent = None if lent is None else np.minimum(lent, most)
+    return depths * options.block_size, None if lent is None else lent * options.block_size
 
 
 def _decoding(table: EngineTable, tokens: Column, options: RouterOptions) -> Column:

@@ -27,6 +27,9 @@ SUSPICION_NOTED_S = 60.0
 DEFAULT_SECONDS = {"prefill_token_s": 1e-3, "decode_step_s": 3e-2, "host_token_s": 1e-4, "storage_token_s": 4e-4}
 """Used until an engine has measured its own values. Only their proportions matter."""
 
+UNMEASURED_PEER_GAIN = 0.5
+"""Of a token's computing, what fetching it from another engine is taken to save until that was measured."""
+
 SLOW = 1.5
 """Engines of a deployment are alike, but their measured seconds per prompt token vary: behind a long context a token
 costs several times as much. So each engine counts with the median of all, unless it has been so many times slower or
@@ -88,8 +91,10 @@ class EngineTable:
     room:     how many more requests may wait there, reserved ones included; 0 if it accepts none
     requests: running and waiting
     prefill_token_s: see `SLOW`
-    host_gain_s, storage_gain_s: seconds by which loading a token from the host, or from storage, is faster than
-              computing it, as measured; the median of the others where an engine has measured nothing
+    host_gain_s, storage_gain_s, peer_gain_s: seconds by which loading a token from the host, from storage, or from
+              another engine is faster than computing it, as measured; the median of the others where an engine has
+              measured nothing
+    lends:    1 if others may ask the engine for blocks, else 0
     pace:     share by which running requests slow down the computing of prompts
     turnover_s: seconds in which all running requests end
     used, used_per_token: shares of the pool that are held, and that one more token will hold; 0 where the pool is not
@@ -104,6 +109,8 @@ class EngineTable:
     prefill_token_s: Column
     host_gain_s: Column
     storage_gain_s: Column
+    peer_gain_s: Column
+    lends: Column
     pace: Column
     turnover_s: Column
     used: Column
@@ -111,7 +118,7 @@ class EngineTable:
 
     _COLUMNS = (
         *("heard", "ready_at", "reserved", "room", "requests", "prefill_token_s", "host_gain_s", "storage_gain_s"),
-        *("pace", "turnover_s", "used", "used_per_token"),
+        *("peer_gain_s", "lends", "pace", "turnover_s", "used", "used_per_token"),
     )
 
     def __init__(self, options: RouterOptions) -> None:
@@ -173,6 +180,7 @@ class EngineTable:
         work = engine.status.work
         takes = work.accepts and engine.lost_at is None and not engine.status.is_leaving
         self.room[row] = options.engine_queue - work.waiting if takes else 0
+        self.lends[row] = takes
         self.requests[row] = max(work.running + work.waiting, engine.status.load)
         self.used[row] = work.used_blocks / work.total_blocks if work.total_blocks else 0.0
         self.used_per_token[row] = options.blocks_per_token / work.total_blocks if work.total_blocks else 0.0
@@ -184,7 +192,14 @@ class EngineTable:
         host_token_s = self._own_or_median("host_token_s")
         self.host_gain_s[:] = self.prefill_token_s - host_token_s
         self.storage_gain_s[:] = self.host_gain_s - self._own_or_median("storage_token_s")
+        self.peer_gain_s[:] = self._peer_gain_s()
         self.turnover_s[:] = decode_step_s * TYPICAL_OUTPUT
+
+    def _peer_gain_s(self) -> Column:
+        """Engines ask each other only when told to: as long as none has measured that, it is taken for worth it."""
+        if not any(engine.status.work.peer_token_s > 0 for engine in self.engines):
+            return self.prefill_token_s * UNMEASURED_PEER_GAIN
+        return self.host_gain_s - self._own_or_median("peer_token_s")
 
     def _own_or_median(self, name: str) -> Column:
         own = np.array([getattr(engine.status.work, name) for engine in self.engines], np.float64)
@@ -240,7 +255,7 @@ class EngineTable:
                 if engine.lost_at is None:
                     news.append(self.names[row])
                 engine.lost_at = now
-                self.room[row] = 0
+                self.room[row] = self.lends[row] = 0
         return news
 
     def suspect(self, endpoint: str, now: float) -> list[str]:
@@ -250,6 +265,7 @@ class EngineTable:
         for row, engine in enumerate(self.engines):
             if engine.status.endpoint == endpoint and not engine.status.is_leaving:  # it sends its requests away
                 engine.suspected_at = now
+                self.lends[row] = 0
                 if now - self.heard[row] <= OVERDUE_S and now - engine.suspicion_noted_at > SUSPICION_NOTED_S:
                     engine.suspicion_noted_at = now
                     wrong.append(self.names[row])

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import OverloadedError
+from headwise.runtime.frontend.routing import peers
 from headwise.runtime.frontend.routing.base import STATUS_TIMEOUT_S, Choice, Matches, RoutedRequest, RouterOptions
-from headwise.runtime.frontend.routing.costs import Estimate, tiers_used
+from headwise.runtime.frontend.routing.costs import Estimate, sources
 from headwise.runtime.frontend.routing.engines import EngineTable
 from headwise.runtime.frontend.routing.policies import make_policy
 from headwise.runtime.protocol.messages import EngineStatus
@@ -24,6 +25,9 @@ TIE = 0.01
 
 SESSION_TIE, SESSION_TIE_S = 1.5, 0.2
 """A session stays on its engine while that costs at most so many times the least cost plus so many seconds."""
+
+TIERS = ("device", "host", "peer", "storage")
+"""Where a prefix comes from; ``peer`` is another engine."""
 
 MAX_SESSIONS = 100_000
 MAX_FAULTS = 200
@@ -170,7 +174,7 @@ class Router:
         estimated = self._policy.estimate(self.table, request, matches, now)
         row, reason = self._select(request, estimated, rows)
         choice = self._choice(row, reason, estimated)
-        computed = request.num_tokens - choice.device - choice.host - choice.storage
+        computed = request.num_tokens - choice.device - choice.host - choice.peer - choice.storage
         self.table.reserve(request.request_id, row, computed, now)
         self.table.expect(request.hashes, row, now)
         self._policy.note_selected(row)
@@ -212,21 +216,28 @@ class Router:
         return row, "hit" if served[row] else "no_hit"
 
     def _choice(self, row: int, reason: str, estimated: Estimate) -> Choice:
-        status = self.table.engines[row].status
+        status, used = self.table.engines[row].status, sources(self.table, row, estimated)
+        hint = None
+        if used.peer and estimated.lent is not None:
+            hint = peers.hint(self.table, row, estimated.lent)
+        cost = float(estimated.cost[row])
         return Choice(
             status.engine,
             status.endpoint,
-            float(estimated.cost[row]),
+            cost,
             reason,
-            *tiers_used(self.table, row, estimated.served[row]),
+            device=used.device,
+            host=used.host,
+            peer=used.peer,
+            storage=used.storage,
+            hint=hint,
         )
 
     def _remember(self, request: RoutedRequest, choice: Choice) -> None:
         self._decisions[choice.reason] += 1
         tokens = self._tokens
-        tokens["device"] += choice.device
-        tokens["host"] += choice.host
-        tokens["storage"] += choice.storage
+        for tier in TIERS:
+            tokens[tier] += getattr(choice, tier)
         tokens["all"] += request.num_tokens
         if request.session:
             self._sessions[request.session] = choice.engine
@@ -249,7 +260,7 @@ class Router:
         return {
             "policy": self.options.policy,
             "decisions": dict(self._decisions),
-            "expected_tokens": {key: self._tokens[key] for key in ("device", "host", "storage", "all")},
+            "expected_tokens": {key: self._tokens[key] for key in (*TIERS, "all")},
             "reserved": self.table.num_reserved,
             "sessions": len(self._sessions),
         }

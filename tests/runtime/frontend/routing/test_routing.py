@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from typing import Any
 
@@ -13,60 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from simulation.cluster import StepTime
 from simulation.gpu import A800, SimulatedGpu
+from support.routers import BLOCK, choose, choose_with, path, report, request, router
 
 from headwise.errors import OverloadedError
-from headwise.runtime.frontend.routing import STATUS_TIMEOUT_S, Choice, RoutedRequest, Router, RouterOptions
+from headwise.runtime.frontend.routing import STATUS_TIMEOUT_S, Router, RouterOptions
 from headwise.runtime.frontend.routing.base import RESERVATION_S
 from headwise.runtime.frontend.routing.engines import IN_FLIGHT_S
 from headwise.runtime.frontend.routing.expected import EXPECTED_BLOCKS, EXPECTED_S, ExpectedBlocks
 from headwise.runtime.models.registry import model_config
-from headwise.runtime.protocol.messages import EngineLoad, EngineStatus
-
-BLOCK = 64
-SPEEDS = {"prefill_token_s": 1e-3, "decode_step_s": 0.02, "host_token_s": 1e-4, "storage_token_s": 2e-4}
 
 _numbers = itertools.count()
-
-
-def router(**options: Any) -> Router:
-    return Router(RouterOptions(**{"block_size": BLOCK, **options}), random.Random(0))
-
-
-def report(
-    router: Router,
-    *names: str,
-    now: float = 0.0,
-    epoch: int = 1,
-    received: tuple[str, ...] = (),
-    faults: tuple[str, ...] = (),
-    **work: Any,
-) -> None:
-    for name in names:
-        load = EngineLoad(**{**SPEEDS, **work})
-        requests = load.running + load.waiting
-        router.update(EngineStatus("", name, f"tcp://{name}", requests, {}, epoch, load, received, faults), now)
-
-
-def path(blocks: int, name: str = "", shared: int = 0) -> list[bytes]:
-    """Hashes of a prompt: the first ``shared`` blocks are everybody's, the others its own."""
-    return [f"{'' if block < shared else name}/{block}".encode() for block in range(blocks)]
-
-
-def request(blocks: int = 16, name: str = "", **fields: Any) -> RoutedRequest:
-    fields = {"hashes": path(blocks, name), "num_tokens": blocks * BLOCK + 1, **fields}
-    return RoutedRequest(fields.pop("request_id", f"r{next(_numbers)}"), **fields)
-
-
-def choose(router: Router, *args: Any, now: float = 0.0, **fields: Any) -> Choice:
-    choice = router.select_and_reserve(request(*args, **fields), fields.pop("matches", None), now)
-    assert choice is not None
-    return choice
-
-
-def choose_with(router: Router, matches: dict[str, tuple[int, int, int]], now: float = 0.0, **fields: Any) -> Choice:
-    choice = router.select_and_reserve(request(**fields), matches, now)
-    assert choice is not None
-    return choice
 
 
 # ---- where a request goes ----
