@@ -110,6 +110,13 @@ class Arrivals:
         fetch.left = len(asked)
         return fetch, arrivals
 
+    def leave(self, fetch: Fetch) -> list[Arrival]:
+        """Nobody waits for a fetch any more; what it waited for."""
+        left = [arrival for arrival in self._by_block.values() if fetch in arrival.waiting]
+        for arrival in left:
+            arrival.waiting.remove(fetch)
+        return left
+
     def are_coming(self, path: Sequence[bytes], num_groups: int) -> NDArray[np.bool_]:
         """``[n, groups]``: which blocks of a path are on their way."""
         coming = [[(block_hash, group) in self._by_key for group in range(num_groups)] for block_hash in path]

@@ -30,7 +30,7 @@ MAX_REMEMBERED = 1024
 """Leases that have ended lately of which it is known whether they held: who did not hear it may ask again."""
 
 _NO_PLACES: Blocks = np.empty((0, 2), dtype=np.int32)
-_NO_BLOCKS: Blocks = np.empty((0, 3), dtype=np.int32)
+NO_BLOCKS: Blocks = np.empty((0, 3), dtype=np.int32)
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Lease:
     until: float
     is_growing: bool
     pending: Blocks
-    blocks: Blocks = field(default_factory=lambda: _NO_BLOCKS)
+    blocks: Blocks = field(default_factory=lambda: NO_BLOCKS)
     is_void: bool = False
     asked: set[tuple[int, int]] = field(default_factory=set)
     told: tuple[int, bool] = (0, False)
@@ -108,6 +108,9 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._leases
+
     def stats(self) -> LeaseStats:
         return LeaseStats(len(self), self._num_held, self._given, self._refused, self._expired, self._leased)
 
@@ -152,9 +155,9 @@ class Leases:
         if name in self._leases:
             self._leases[name].is_growing = False
 
-    def advance(self, now: float) -> list[Lease]:
+    def advance(self, now: float) -> list[tuple[Lease, int]]:
         """Lease what has come to be there, and end what has expired; the leases that have got more, or all, of what
-        they will."""
+        they will, and how many blocks they had before."""
         for lease in [lease for lease in self._leases.values() if lease.until <= now]:
             self._expired += 1
             self._let_go(lease)
@@ -163,8 +166,8 @@ class Leases:
             if len(lease.pending):
                 self._take_more(lease)
             if lease.told != (now_has := (len(lease.blocks), lease.is_all)):
+                changed.append((lease, lease.told[0]))
                 lease.told = now_has
-                changed.append(lease)
         return changed
 
     def end(self, name: bytes, grant: int) -> bool:

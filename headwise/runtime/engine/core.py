@@ -11,7 +11,7 @@ from typing import Any
 from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.hand_over import HandOver
-from headwise.cache_controller.host_tier import HostConfig
+from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate
 from headwise.cache_controller.storage_tier import StorageTier
 from headwise.errors import InvalidRequestError, OverloadedError
@@ -19,6 +19,9 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.operations import EVERY_TIER, Operation, Operations, State
 from headwise.runtime.engine.output import OutputText
+from headwise.runtime.engine.peers.base import Ask, Peers
+from headwise.runtime.engine.peers.lending import Lending
+from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
@@ -48,6 +51,7 @@ class EngineCore:
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
         lookup: Lookup | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.config = config
         self.card = card
@@ -65,12 +69,15 @@ class EngineCore:
             checkpoint_tokens=config.checkpoint_tokens,
             host=_host_config(config, card),
         )
+        self._peer_loads = _peer_loads(config, self.cache, peers)
+        self._lending = _lending(config, self.cache, executor, peers)
         self.resources = ResourceManager(
             self.cache,
             max_rows=card.spec.max_rows,
             max_batched_tokens=config.max_batched_tokens,
             prefill_chunk=config.prefill_chunk,
             prefetcher=_prefetcher(config, self.cache, lookup),
+            peer_loads=self._peer_loads,
         )
         self._operations = Operations(self.resources)
         self._lookup = lookup
@@ -164,6 +171,27 @@ class EngineCore:
     def is_handing_over(self) -> bool:
         """Whether storage has yet to get something."""
         return self._hand_over is not None and not self._hand_over.is_over
+
+    # ---- other engines ----
+
+    def asked(self, reader: bytes, message: Ask) -> None:
+        """Another engine asks for blocks of this one's cache, whose epoch it knows. Raises `InvalidRequestError`."""
+        if self._lending is not None:
+            self._lending.take(reader, message, self._clock())
+
+    def refuse(self, reader: bytes, message: Ask) -> None:
+        """Another engine asks for blocks of a cache that is no more."""
+        if self._lending is not None:
+            self._lending.refuse(reader, message)
+
+    def serve_peers(self) -> None:
+        """Take in what other engines have answered, and tell them what is due. To be called also while there is nothing
+        to do."""
+        now = self._clock()
+        if self._lending is not None:
+            self._lending.advance(now)
+        if self._peer_loads is not None:
+            self.resources.waiting.advance(now)
 
     # ---- steps ----
 
@@ -308,6 +336,7 @@ class EngineCore:
             decode_step_s=self.resources.step_times.decode_step_s,
             host_token_s=self.cache.costs.host_token_s,
             storage_token_s=self.cache.costs.storage_token_s,
+            peer_token_s=self.cache.costs.peer_token_s,
             accepts=self._operations.state is State.AWAKE,
         )
 
@@ -326,11 +355,38 @@ class EngineCore:
             "cache": asdict(self.cache.stats()),
             "host": None if host is None else asdict(host),
             "storage": None if storage is None else asdict(storage),
+            "peers": self._peer_stats(),
             "transfers": {name: _speed(transfer) for name, transfer in self.resources.copies.transfers.items()},
             "steps": self._counts["steps"],
             "output_tokens": self._counts["tokens_out"],
             "compute_s": self._compute_s,
         }
+
+    def _peer_stats(self) -> dict[str, Any] | None:
+        if self._peer_loads is None or self._lending is None:
+            return None
+        return {**self._peer_loads.stats(), "lent": self._lending.stats()}
+
+
+def _peer_loads(config: EngineConfig, cache: CacheManager, peers: Peers | None) -> PeerLoads | None:
+    host = cache.host
+    if peers is None or not isinstance(host, HostTier):
+        return None
+    return PeerLoads(cache, host.arrivals, peers, config.load_timeout_s)
+
+
+def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peers: Peers | None) -> Lending | None:
+    host = cache.host
+    if peers is None or not isinstance(host, HostTier):
+        return None
+    return Lending(
+        host.leases,
+        peers,
+        executor.exports,
+        timeout_s=config.load_timeout_s,
+        num_groups=len(cache.policies),
+        max_blocks=cache.max_blocks,
+    )
 
 
 def _host_config(config: EngineConfig, card: ModelCard) -> HostConfig | None:

@@ -6,6 +6,7 @@ be replaced while the server runs (new workers after a lost one); requests that 
 
 from __future__ import annotations
 
+import hmac
 import logging
 import queue
 import threading
@@ -26,6 +27,8 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.engine.peers.base import Ask
+from headwise.runtime.engine.peers.connections import PeerConnections
 from headwise.runtime.engine.reports import EngineReports, Reporting
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
@@ -33,6 +36,8 @@ from headwise.runtime.protocol.messages import (
     MAX_MESSAGE_BYTES,
     MAX_PING_REQUESTS,
     Abort,
+    AskLease,
+    EndLease,
     EngineLoad,
     EngineStatus,
     GetStats,
@@ -41,6 +46,7 @@ from headwise.runtime.protocol.messages import (
     Outputs,
     Ping,
     Pong,
+    RenewLease,
     Stats,
     Submit,
     failure,
@@ -73,6 +79,9 @@ _NOT_SERVED = RequestAbortedError(
 )
 
 
+_MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, RenewLease, EndLease)
+
+
 class Core(Protocol):
     """What the server needs of `headwise.runtime.engine.core.EngineCore`."""
 
@@ -87,6 +96,9 @@ class Core(Protocol):
     def fail_all(self, error: str) -> list[OutputDelta]: ...
     def not_begun(self) -> list[str]: ...
     def hand_over(self, hashes: list[bytes] | None) -> None: ...
+    def asked(self, reader: bytes, message: Ask) -> None: ...
+    def refuse(self, reader: bytes, message: Ask) -> None: ...
+    def serve_peers(self) -> None: ...
     @property
     def is_handing_over(self) -> bool: ...
 
@@ -123,6 +135,7 @@ class EngineServer:
     send_queue: messages a client may leave unread before it is dropped
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
     loop_count: counts up for as long as the server's thread gets on
+    peers:      other engines, for a core that has blocks to fetch from them; None: nobody tells of them
 
     Raises `zmq.ZMQError` if it cannot listen there.
     """
@@ -153,6 +166,7 @@ class EngineServer:
         self._burst_clock = clock
         self._clock = LivenessClock(clock)
         self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
+        self.peers = None if self._reports is None else self._open_peers(self._reports)
         self._flusher = flusher
         self._epoch = epoch
         self._client_timeout_s = client_timeout_s
@@ -167,6 +181,16 @@ class EngineServer:
         self._malformed = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-engine", daemon=True)
+
+    def _open_peers(self, reports: EngineReports) -> PeerConnections:
+        return PeerConnections(
+            self._context,
+            reports.reporting.engine,
+            reports.reporting.secret,
+            directory=lambda: reports.directory,
+            answer=self._send,
+            clock=self._clock,
+        )
 
     # ---- from any thread ----
 
@@ -217,7 +241,7 @@ class EngineServer:
         busy = False
         while not self._stopping.is_set():
             poller = zmq.Poller()
-            for socket in (self._listener.socket, *self._core_sockets):
+            for socket in (self._listener.socket, *self._core_sockets, *self._peer_sockets):
                 poller.register(socket, zmq.POLLIN)
             ready = dict(poller.poll(0 if busy else int(IDLE_S * 1000)))
             self._run_commands()
@@ -227,6 +251,8 @@ class EngineServer:
             self._answer_operations()
             self._go_on_leaving()
             self._drop_silent()
+            if self.peers is not None:
+                self.peers.service()
             if self._reports is not None:
                 self._reports.service(self._status)
             if self._flusher is not None:
@@ -234,6 +260,10 @@ class EngineServer:
                 self._epoch = self._flusher.epoch  # it may have had to exceed what the index knows
             self.loop_count += 1
         self._end_all(_STOPPING)
+
+    @property
+    def _peer_sockets(self) -> list[zmq.Socket[bytes]]:
+        return [] if self.peers is None else self.peers.sockets
 
     def _run_commands(self) -> None:
         while True:
@@ -247,6 +277,7 @@ class EngineServer:
             return False
         deltas: list[OutputDelta] = []
         try:
+            self._core.serve_peers()
             if self._core.has_work():
                 deltas = self._core.step(0)
             if self._flusher is not None:
@@ -338,7 +369,7 @@ class EngineServer:
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-                self._take(identity, wire.decode(frames[0], Submit, Abort, GetStats, Operate, Ping))
+                self._take(identity, wire.decode(frames[0], *_MESSAGES))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))
@@ -357,6 +388,8 @@ class EngineServer:
             self._send(identity, Stats(message.key, self.stats()))
         elif isinstance(message, Operate):
             self._operate(identity, message)
+        elif isinstance(message, (AskLease, RenewLease, EndLease)):
+            self._lease(identity, message)
         else:
             if len(message.request_ids) > MAX_PING_REQUESTS:
                 raise wire.WireError(
@@ -397,6 +430,18 @@ class EngineServer:
             self._operations.append((identity, message.key, self._core.operate(message.action, message.tier)))
         except HeadwiseError as error:
             self._send(identity, failure(error, message.key))
+
+    def _lease(self, identity: bytes, message: Ask) -> None:
+        """Another engine asks for blocks. Who does not know the deployment's secret is told nothing of them."""
+        secret = "" if self._reports is None else self._reports.reporting.secret
+        if not secret or not hmac.compare_digest(message.secret.encode(), secret.encode()):
+            raise InvalidRequestError("only engines of this deployment may ask for its blocks")
+        if self._core is None:
+            return  # it asks again
+        if message.epoch == self._epoch:
+            self._core.asked(identity, message)
+        else:
+            self._core.refuse(identity, message)
 
     # ---- messages out ----
 

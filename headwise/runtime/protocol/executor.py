@@ -13,7 +13,12 @@ class Executor(Protocol):
 
     `submit` and `poll` never block for a step; both raise `headwise.errors.EngineDiedError` once a worker is
     lost, after which only `close` may be called.
+
+    exports: where each rank's host arena is read: encoded `ExportAddress`es, by rank; none: it is not
     """
+
+    @property
+    def exports(self) -> tuple[tuple[bytes, ...], ...]: ...
 
     def submit(self, batch: BatchRequest) -> None: ...
 

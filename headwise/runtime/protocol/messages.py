@@ -336,11 +336,11 @@ class AskLease:
     wanted: ``bool [blocks, groups]``, which blocks of the path are meant
     """
 
-    secret: str
     lease: bytes
     epoch: int
     hashes: bytes
     wanted: NDArray[np.bool_]
+    secret: str = ""
 
 
 @register
@@ -369,10 +369,10 @@ class Leased:
 class RenewLease:
     """The reader is there still, and has been told of ``heard`` blocks."""
 
-    secret: str
     lease: bytes
     epoch: int
     heard: int
+    secret: str = ""
 
 
 @register
@@ -380,10 +380,10 @@ class RenewLease:
 class EndLease:
     """The reader reads no more of what was granted. Said again until it is answered."""
 
-    secret: str
     lease: bytes
     epoch: int
     grant: int
+    secret: str = ""
 
 
 @register
