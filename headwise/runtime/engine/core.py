@@ -22,13 +22,14 @@ from headwise.runtime.engine.output import OutputText
 from headwise.runtime.engine.peers.base import Ask, Peers
 from headwise.runtime.engine.peers.lending import Lending
 from headwise.runtime.engine.peers.loads import PeerLoads
+from headwise.runtime.engine.peers.prefills import Prefills
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import StepResult
 from headwise.runtime.protocol.executor import Executor
-from headwise.runtime.protocol.messages import EngineLoad
+from headwise.runtime.protocol.messages import EngineLoad, Prefill
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.transfer.stats import TransferStats
 
@@ -79,6 +80,9 @@ class EngineCore:
             prefetcher=_prefetcher(config, self.cache, lookup),
             peer_loads=self._peer_loads,
         )
+        self._prefills: Prefills | None = None
+        if self._lending is not None:
+            self._prefills = Prefills(self._lending, config.block_size, self._add_for_another, self.abort)
         self._operations = Operations(self.resources)
         self._lookup = lookup
         self._depth = config.steps_in_flight
@@ -176,8 +180,17 @@ class EngineCore:
 
     def asked(self, reader: bytes, message: Ask) -> None:
         """Another engine asks for blocks of this one's cache, whose epoch it knows. Raises `InvalidRequestError`."""
-        if self._lending is not None:
+        if self._prefills is not None and isinstance(message, Prefill):
+            self._prefills.begin(reader, message, self._clock())
+        elif self._lending is not None:
             self._lending.take(reader, message, self._clock())
+
+    def _add_for_another(self, request: GenerateRequest) -> Sequence:
+        """Queue a request of which only the blocks matter."""
+        if self._operations.state is not State.AWAKE:
+            raise OverloadedError("the engine sleeps")
+        self.add(request)
+        return self._live[request.request_id]
 
     def refuse(self, reader: bytes, message: Ask) -> None:
         """Another engine asks for blocks of a cache that is no more."""
@@ -190,6 +203,8 @@ class EngineCore:
         now = self._clock()
         if self._lending is not None:
             self._lending.advance(now)
+        if self._prefills:
+            self._prefills.end_unleased()
         if self._peer_loads is not None:
             self.resources.waiting.advance(now)
 
@@ -289,12 +304,14 @@ class EngineCore:
         """The only way a request ends: the last delta is sent, and its blocks go back."""
         sequence.finished = True
         del self._live[sequence.id], self._texts[sequence.id]
+        self.resources.leave(sequence)
+        if self._prefills is not None and self._prefills.ended(sequence.id):
+            return
         self._outbox.append(
             OutputDelta(
                 sequence.id, finish_reason=reason, usage=_usage(sequence), timings=self._timings(sequence), **last
             )
         )
-        self.resources.leave(sequence)
 
     def _timings(self, sequence: Sequence) -> Timings:
         now = self._clock()

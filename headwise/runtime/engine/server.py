@@ -46,6 +46,7 @@ from headwise.runtime.protocol.messages import (
     Outputs,
     Ping,
     Pong,
+    Prefill,
     RenewLease,
     Stats,
     Submit,
@@ -79,7 +80,7 @@ _NOT_SERVED = RequestAbortedError(
 )
 
 
-_MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, RenewLease, EndLease)
+_MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, Prefill, RenewLease, EndLease)
 
 
 class Core(Protocol):
@@ -388,7 +389,7 @@ class EngineServer:
             self._send(identity, Stats(message.key, self.stats()))
         elif isinstance(message, Operate):
             self._operate(identity, message)
-        elif isinstance(message, (AskLease, RenewLease, EndLease)):
+        elif isinstance(message, (AskLease, Prefill, RenewLease, EndLease)):
             self._lease(identity, message)
         else:
             if len(message.request_ids) > MAX_PING_REQUESTS:
@@ -438,7 +439,11 @@ class EngineServer:
             raise InvalidRequestError("only engines of this deployment may ask for its blocks")
         if self._core is None:
             return  # it asks again
-        if message.epoch == self._epoch:
+        if isinstance(message, Prefill):
+            check_request(message.request)
+            if self._reports is not None:
+                self._reports.received(message.request.request_id)
+        if message.epoch == self._epoch and not (self._leave is not None and isinstance(message, Prefill)):
             self._core.asked(identity, message)
         else:
             self._core.refuse(identity, message)

@@ -14,6 +14,7 @@ client -> scheduler   Scale        -> Scaled | Failed
 client -> scheduler   Roll         -> Scaled | Failed
 engine -> scheduler   EngineStatus -> Directory     every `STATUS_INTERVAL_S`; answered if the engine knows another one
 engine -> engine      AskLease     -> Leased ...    what is leased is read from host to host, by the workers
+engine -> engine      Prefill      -> Leased ...
 engine -> engine      RenewLease   -> Leased | LeaseEnded
 engine -> engine      EndLease     -> LeaseEnded
 """
@@ -339,6 +340,23 @@ class AskLease:
     lease: bytes
     epoch: int
     hashes: bytes
+    wanted: NDArray[np.bool_]
+    secret: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class Prefill:
+    """Compute a prompt, and let the sender read its blocks as they come. Said again until it is answered. When the
+    lease ends, so does the request.
+
+    request: of full blocks; its sampling does not matter, for nothing is sampled that anybody hears of
+    wanted:  ``bool [blocks, groups]``, which blocks of the prompt are meant
+    """
+
+    lease: bytes
+    epoch: int
+    request: GenerateRequest
     wanted: NDArray[np.bool_]
     secret: str = ""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
+from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Prefill, RenewLease
 
-Ask = AskLease | RenewLease | EndLease
+Ask = AskLease | Prefill | RenewLease | EndLease
 Answer = Leased | LeaseEnded
 
 

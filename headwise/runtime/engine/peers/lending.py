@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from headwise.cache_controller.leases import MAX_LEASES, NO_BLOCKS, Lease, Leases
 from headwise.errors import InvalidRequestError
 from headwise.runtime.engine.peers.base import Ask, Peers
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
+from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Prefill, RenewLease
 from headwise.storage.index.messages import HASH_BYTES
 
 LEASE_BYTES = 16
@@ -51,41 +52,59 @@ class Lending:
         if isinstance(message, AskLease):
             self._ask(reader, message, now)
         elif isinstance(message, RenewLease):
-            lease = self._leases.find(message.lease, now + self._timeout_s)
-            if lease is None:
-                self._peers.answer(reader, LeaseEnded(message.lease, message.epoch, NO_GRANT, held=False))
-            else:
-                self._readers[message.lease] = reader, message.epoch
-                self._tell(lease, message.heard)
-        else:
+            self.renew(reader, message.lease, message.epoch, message.heard, now)
+        elif isinstance(message, EndLease):
             self._end(reader, message)
 
     def _ask(self, reader: bytes, message: AskLease, now: float) -> None:
+        hashes = [message.hashes[at : at + HASH_BYTES] for at in range(0, len(message.hashes), HASH_BYTES)]
+        if len(set(hashes)) < len(hashes):
+            raise InvalidRequestError("a lease is asked for a path with the same token block twice")
+        self.lend(reader, message, hashes, now)
+
+    def lend(
+        self, reader: bytes, message: AskLease | Prefill, path: Sequence[bytes], now: float, is_growing: bool = False
+    ) -> None:
+        """Lease what is wanted of a path, and what of it is yet to be computed; say so, or that nothing is leased.
+
+        Raises:
+            InvalidRequestError: what is wanted cannot be of this cache.
+        """
+        if message.wanted.shape != (len(path), self._num_groups) or len(path) > self._max_blocks:
+            raise InvalidRequestError(
+                f"a lease is asked for {len(path)} token blocks and places of shape {message.wanted.shape}; "
+                f"this engine has {self._num_groups} head groups and at most {self._max_blocks} token blocks"
+            )
         lease = None
         if self._exports:
-            lease = self._leases.ask(message.lease, self._path(message), message.wanted, now + self._timeout_s)
+            lease = self._leases.ask(message.lease, path, message.wanted, now + self._timeout_s, is_growing)
         if lease is None:
             self.refuse(reader, message)
             return
         self._readers[message.lease] = reader, message.epoch
         self._tell(lease, 0)
 
-    def _path(self, message: AskLease) -> list[bytes]:
-        """The path that is asked for; raises `InvalidRequestError` if it is none of this cache's."""
-        hashes = [message.hashes[at : at + HASH_BYTES] for at in range(0, len(message.hashes), HASH_BYTES)]
-        if message.wanted.shape != (len(hashes), self._num_groups) or len(hashes) > self._max_blocks:
-            raise InvalidRequestError(
-                f"a lease is asked for {len(hashes)} token blocks and places of shape {message.wanted.shape}; "
-                f"this engine has {self._num_groups} head groups and at most {self._max_blocks} token blocks"
-            )
-        if len(set(hashes)) < len(hashes):
-            raise InvalidRequestError("a lease is asked for a path with the same token block twice")
-        return hashes
+    def is_known(self, name: bytes) -> bool:
+        """Whether there is such a lease."""
+        return name in self._leases
+
+    def renew(self, reader: bytes, name: bytes, epoch: int, heard: int, now: float) -> None:
+        """A reader is there still: tell it what it has not heard of, or that there is no such lease."""
+        lease = self._leases.find(name, now + self._timeout_s)
+        if lease is None:
+            self._peers.answer(reader, LeaseEnded(name, epoch, NO_GRANT, held=False))
+            return
+        self._readers[name] = reader, epoch
+        self._tell(lease, heard)
+
+    def computed(self, name: bytes) -> None:
+        """What a lease was growing with has ended."""
+        self._leases.grown(name)
 
     def refuse(self, reader: bytes, message: Ask) -> None:
         """Say that nothing is leased, and that what was does not hold."""
         name, epoch = message.lease, message.epoch
-        if isinstance(message, AskLease):
+        if isinstance(message, (AskLease, Prefill)):
             self._peers.answer(reader, Leased(name, epoch, NO_GRANT, 0, NO_BLOCKS, (), is_all=True))
         else:
             self._peers.answer(reader, LeaseEnded(name, epoch, NO_GRANT, held=False))

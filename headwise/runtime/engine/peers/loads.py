@@ -14,21 +14,26 @@ import math
 import secrets
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwise.cache_controller.arrivals import Arrival, Arrivals, Fetch
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.runtime.engine.peers.base import Peers
-from headwise.runtime.engine.peers.lending import LEASE_BYTES
+from headwise.runtime.engine.peers.lending import LEASE_BYTES, NO_GRANT
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.protocol.copies import PeerFetch
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
+from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Prefill, RenewLease
+from headwise.runtime.protocol.request import GenerateRequest, PeerHint, SamplingParams
 
 MAX_LOADS = 128
 """Most leases that are asked for or read from at a time."""
+
+MAX_PREFILL_S = 120.0
+"""Longest that an owner may compute a prompt for us, whatever it says."""
 
 ASK_SHARE, RENEW_SHARE = 0.1, 0.25
 """Shares of the timeout after which a question that was not answered is asked again, and a sign of life is given."""
@@ -74,7 +79,8 @@ class _Load:
     name: bytes
     engine: str
     epoch: int
-    ask: AskLease
+    ask: AskLease | Prefill
+    since: float
     until: float
     say_at: float
     waits: dict[tuple[int, int], Arrival]
@@ -87,6 +93,11 @@ class _Load:
     is_over: bool = False
 
     @property
+    def prefills(self) -> bool:
+        """Whether the owner computes what it leases: that takes its time, as long as there are signs of life."""
+        return isinstance(self.ask, Prefill)
+
+    @property
     def is_copied(self) -> bool:
         """Whether all is there that will come, as far as the copies go."""
         return self.is_all and not self.ordered
@@ -97,11 +108,16 @@ class _Load:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A sequence that is held back, and until when at most."""
+    """A sequence that is held back, and until when at most. load: by which an owner computes its prompt, if one does"""
 
     sequence: Sequence
     fetch: Fetch
     until: float
+    load: _Load | None = None
+
+    def is_over(self, now: float) -> bool:
+        is_computed = self.load is not None and not self.load.is_over
+        return not self.fetch.left or (now > self.until and not is_computed)
 
 
 class PeerLoads:
@@ -149,16 +165,26 @@ class PeerLoads:
         size = self._cache.block_size
         path = tuple(sequence.block_hashes(min(sequence.servable, max(0, hint.tokens)), size))
         wanted, gained = self._cache.lacking(path, np.ones((len(path), self._num_groups), np.bool_), self._room)
-        if not gained or not self._cache.costs.is_worth_asking(int(np.count_nonzero(wanted)), gained):
+        prefills = hint.prefills and not sequence.request.extra_keys
+        if not gained or not (prefills or self._is_worth_it(hint, int(np.count_nonzero(wanted)), gained)):
             return False
         path = path[: len(wanted)]
         if len(self._loads) >= MAX_LOADS and not self._arrivals.are_coming(path, self._num_groups)[wanted].all():
             return False
         fetch, arrivals = self._arrivals.expect(self, path, wanted, gained)
-        self._waiting[sequence.id] = _Waiting(sequence, fetch, now + self._timeout_s)
+        waiting = self._waiting[sequence.id] = _Waiting(sequence, fetch, now + self._timeout_s)
         if arrivals:
-            self._ask(hint.engine, hint.epoch, path, arrivals, now)
+            name = secrets.token_bytes(LEASE_BYTES)
+            wanted = _places(arrivals, len(path), self._num_groups)
+            ask: AskLease | Prefill = AskLease(name, hint.epoch, b"".join(path), wanted)
+            if prefills:
+                ask = Prefill(name, hint.epoch, _prompt_of(sequence, len(path) * size), wanted)
+            load = self._ask(hint.engine, ask, arrivals, now)
+            waiting.load = load if prefills else None
         return True
+
+    def _is_worth_it(self, hint: PeerHint, blocks: int, tokens: int) -> bool:
+        return not hint.prefills and self._cache.costs.is_worth_asking(blocks, tokens)
 
     @property
     def _num_groups(self) -> int:
@@ -168,17 +194,14 @@ class PeerLoads:
     def _room(self) -> int:
         return self._arrivals.room(len(self._load_of))
 
-    def _ask(self, engine: str, epoch: int, path: Items[bytes], arrivals: Items[Arrival], now: float) -> None:
-        name = secrets.token_bytes(LEASE_BYTES)
-        wanted = np.zeros((len(path), self._num_groups), dtype=np.bool_)
+    def _ask(self, engine: str, ask: AskLease | Prefill, arrivals: Items[Arrival], now: float) -> _Load:
         waits = {(arrival.column, arrival.group): arrival for arrival in arrivals}
-        wanted[tuple(np.array(list(waits)).T)] = True
-        ask = AskLease(name, epoch, b"".join(path), wanted)
-        load = _Load(name, engine, epoch, ask, now + self._timeout_s, now, waits)
-        self._loads[name] = load
+        load = _Load(ask.lease, engine, ask.epoch, ask, now, now + self._timeout_s, now, waits)
+        self._loads[ask.lease] = load
         self._load_of.update(dict.fromkeys(arrivals, load))
         self.counts.asked += 1
         self._say(load, now)
+        return load
 
     def advance(self, now: float) -> list[Sequence]:
         """Take in what owners have said, and say what is due; the sequences that need not be held back any longer."""
@@ -191,7 +214,7 @@ class PeerLoads:
                 self._give_up(load)
             elif now >= load.say_at:
                 self._say(load, now)
-        over = [waiting for waiting in self._waiting.values() if not waiting.fetch.left or now > waiting.until]
+        over = [waiting for waiting in self._waiting.values() if waiting.is_over(now)]
         for waiting in over:
             del self._waiting[waiting.sequence.id]
         return [waiting.sequence for waiting in over]
@@ -203,7 +226,11 @@ class PeerLoads:
             return
         for arrival in self._arrivals.leave(waiting.fetch):
             load = self._load_of.get(arrival)
-            if load is not None and not load.ordered and not any(each.waiting for each in load.arrivals()):
+            if (
+                load is not None
+                and (load.prefills or not load.ordered)
+                and not any(each.waiting for each in load.arrivals())
+            ):
                 self._give_up(load)
 
     # ---- what owners say, and what they are told ----
@@ -234,6 +261,8 @@ class PeerLoads:
     def _leased(self, load: _Load, answer: Leased, now: float) -> None:
         """The owner holds blocks for us: have the workers copy those that were not told of before."""
         load.grant = answer.grant
+        if load.prefills:
+            load.until = min(now + self._timeout_s, load.since + MAX_PREFILL_S)
         if answer.first > load.heard:  # what came between was lost
             self._say(load, now)
             return
@@ -259,9 +288,7 @@ class PeerLoads:
         if not leased:
             return False
         path = leased[0][0].path
-        there = np.zeros((len(path), self._num_groups), dtype=np.bool_)
-        for arrival, group, _ in leased:
-            there[arrival.column, group] = True
+        there = _places([arrival for arrival, _, _ in leased], len(path), self._num_groups)
         elsewhere = self._arrivals.are_coming(path, self._num_groups)
         for column, group in load.waits:
             elsewhere[column, group] = False
@@ -315,8 +342,8 @@ class PeerLoads:
         if not load.is_over:
             load.is_over = True
             self.counts.given_up += 1
-            if load.grant:
-                self._peers.send(load.engine, EndLease(load.name, load.epoch, load.grant))
+            if load.grant != NO_GRANT:
+                self._peers.send(load.engine, EndLease(load.name, load.epoch, load.grant or NO_GRANT))
         self._miss([*load.waits.values(), *load.copied, *load.failed])
         load.waits.clear()
         load.copied, load.failed = [], []
@@ -339,6 +366,26 @@ class PeerLoads:
         for arrival in lacking:
             self.counts.missed_blocks += 1
             del self._load_of[arrival]
+
+
+def _places(arrivals: Items[Arrival], columns: int, groups: int) -> NDArray[np.bool_]:
+    places = np.zeros((columns, groups), dtype=np.bool_)
+    for arrival in arrivals:
+        places[arrival.column, arrival.group] = True
+    return places
+
+
+def _prompt_of(sequence: Sequence, tokens: int) -> GenerateRequest:
+    """The first of a sequence's tokens, as a prompt."""
+    request = sequence.request
+    return replace(
+        request,
+        prompt_token_ids=sequence.tokens(0, tokens),
+        sampling=SamplingParams(),
+        output_token_ids=(),
+        prompt_told=0,
+        peer=None,
+    )
 
 
 def _is_sane(answer: Leased) -> bool:

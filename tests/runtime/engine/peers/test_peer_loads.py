@@ -8,7 +8,7 @@ from support.engine.simulated_peers import TICK_S, TIMEOUT_S, Network, WireFault
 from support.engine.simulation import continuation
 
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
-from headwise.runtime.protocol.messages import AskLease
+from headwise.runtime.protocol.messages import AskLease, Leased
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 
 PROMPT = list(range(1, 30))
@@ -138,6 +138,67 @@ def test_an_aborted_request_frees_what_nobody_else_waits_for() -> None:
     settle(network)
 
 
+# ---- prefill apart from decode ----
+
+
+def to_prefill(network: Network, name: str, prompt: list[int], count: int, engine: str) -> GenerateRequest:
+    hint = PeerHint(engine, network.nodes[engine].epoch, len(prompt) // 4 * 4, prefills=True)
+    return replace(request(name, prompt, count), peer=hint)
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+def test_another_engine_computes_a_prompt_and_this_one_what_is_behind_its_full_blocks(policies) -> None:
+    prompt = [1 + i % 50 for i in range(58)]
+    network = Network("pd", policies, checkpoint_tokens=8, faults=WireFaults(delay_bytes=3))
+    assert serve(network, "d", to_prefill(network, "r", prompt, 5, "p")) == continuation(prompt, 5)
+    assert network.nodes["d"].results["r"].usage.cached_tokens == 56
+    settle(network)
+    assert network.nodes["p"].core.stats()["requests"]["finished"] == 1
+    assert not network.nodes["p"].results, "nobody hears of it"
+    news = [message for message in network.sent if isinstance(message, Leased) and len(message.blocks)]
+    assert len(news) > 2, "blocks are leased while the rest is computed"
+    if policies == POLICIES[1]:
+        assert peers(network, "d")["fetched_blocks"] == 14 + 1 + 1, "of the window its sink and its end"
+
+
+def test_a_prompt_that_nobody_waits_for_any_more_is_not_computed_further() -> None:
+    network = Network("pd", (FULL,))
+    network.nodes["d"].core.add(to_prefill(network, "r", [1 + i % 50 for i in range(58)], 5, "p"))
+    while not network.nodes["p"].core.has_requests:
+        network.turn()
+    network.nodes["d"].core.abort("r")
+    settle(network)
+    assert network.nodes["p"].core.stats()["requests"]["aborted"] == 1
+
+
+@pytest.mark.parametrize("when", range(1, 16, 2))
+@pytest.mark.parametrize("who", "pd")
+def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, when: int) -> None:
+    prompt = [1 + i % 50 for i in range(58)]
+    network = Network("pd", (FULL, HeadPolicy(window=5)), faults=WireFaults(delay_bytes=3))
+    asked = to_prefill(network, "r", prompt, 5, "p")
+    network.nodes["d"].core.add(asked)
+    for _ in range(when):
+        network.turn()
+    begun = network.clock()
+    network.kill(who)
+    if who == "d":
+        network.nodes["d"].results.clear()
+        network.nodes["d"].core.add(asked)
+    assert finish(network, "d", "r") == continuation(prompt, 5)
+    assert network.clock() - begun < TIMEOUT_S + 2
+    settle(network)
+
+
+def test_an_engine_that_sleeps_computes_for_nobody() -> None:
+    network = Network("pd", (FULL,))
+    network.nodes["p"].core.operate("sleep")
+    begun = network.clock()
+    prompt = [1 + i % 50 for i in range(58)]
+    assert serve(network, "d", to_prefill(network, "r", prompt, 5, "p")) == continuation(prompt, 5)
+    assert network.clock() - begun < TIMEOUT_S
+
+
 # ---- whatever goes wrong ----
 
 
@@ -171,7 +232,7 @@ def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int, policies) -> No
         take(network, live)
         for node in network.nodes.values():
             for waiting in node.core._peer_loads._waiting.values():
-                assert waiting.until >= network.clock() - 2 * TICK_S
+                assert waiting.load or waiting.until >= network.clock() - 2 * TICK_S
     for node in network.nodes.values():
         node.core.operate("wake")
     for _ in range(600):
@@ -194,6 +255,7 @@ def arrive(network: Network, live: dict[str, Asked], name: str) -> None:
     asked = hinted(network, name, prompt, draw.randint(1, 6), other, draw.randint(0, 40))
     if draw.random() < 0.1:
         asked = replace(asked, peer=replace(asked.peer, epoch=asked.peer.epoch - 1))
+    asked = replace(asked, peer=replace(asked.peer, prefills=draw.random() < 0.3))
     live[name] = Asked(engine, asked, continuation(prompt, asked.sampling.max_tokens))
     network.nodes[engine].core.add(asked)
 
@@ -206,7 +268,7 @@ def die(network: Network, live: dict[str, Asked], engine: str) -> None:
         if asked.engine == engine:
             so_far = network.nodes[engine].results.pop(name, None)
             output = tuple(so_far.token_ids) if so_far else ()
-            asked.expected = asked.expected[len(output) - len(asked.request.output_token_ids) :]
+            asked.expected = asked.expected[len(output) :]
             asked.request = replace(asked.request, output_token_ids=(*asked.request.output_token_ids, *output))
             network.nodes[engine].core.add(asked.request)
 
