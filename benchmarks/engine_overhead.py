@@ -60,6 +60,10 @@ class RecordingWorker:
     def num_blocks(self) -> int:
         return self.worker.num_blocks
 
+    @property
+    def exports(self) -> tuple[bytes, ...]:
+        return self.worker.exports
+
     def execute(self, batch: BatchRequest) -> StepResult:
         result = self.worker.execute(batch)
         self.steps.append((batch, result))

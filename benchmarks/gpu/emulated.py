@@ -105,8 +105,8 @@ class EmulatedRig:
     def copy_stream(self, name: str) -> Stream:
         return CpuStream(name)
 
-    def host_arena(self, num_bytes: int) -> HostArena:
-        return HostArena(num_bytes)
+    def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
+        return HostArena(num_bytes, is_shared=is_shared)
 
     def upload(self, array: NDArray[Any]) -> Array:
         return np.array(array)

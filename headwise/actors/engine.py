@@ -230,7 +230,7 @@ class Engine:
         restarts = Restarts()
         while not self._stopping.is_set():
             assert self._placement is not None, "started in its placement group"
-            group = WorkerGroup(self._config, self._model_dir, self._placement)
+            group = WorkerGroup(self._config, self._model_dir, self._placement, self._keys.curve)
             try:
                 group.wait_ready()
                 self._attach(group)

@@ -7,12 +7,17 @@ import os
 import threading
 from pathlib import Path
 
+from headwise.actors.addresses import engine_host
+from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
+from headwise.runtime.config.addresses import parse_ports
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.protocol.step_channel import serve_steps
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
 from headwise.runtime.worker.worker import ModelWorker
+from headwise.storage.index.encryption import CurveKeys
+from headwise.transfer.connectors.select import PeerAccess
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +26,10 @@ log = logging.getLogger(__name__)
 class Worker:
     """Holds a `ModelWorker`; `serve` keeps one thread, so that the other methods stay responsive."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, rank: int) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, rank: int, keys: CurveKeys | None = None) -> None:
+        """``keys``: with which other engines' workers connect, if the deployment is secure"""
         self._config = config
+        self._keys = keys
         self._model_dir = model_dir
         self._rank = rank
         self._stopping = threading.Event()
@@ -31,7 +38,7 @@ class Worker:
         """Load, warm up, and execute steps until `stop`. Raises what goes wrong."""
         comm = self._communicator(comm_name, comm_bytes)
         try:
-            worker = ModelWorker(self._config, self._model_dir, self._rank, comm)
+            worker = ModelWorker(self._config, self._model_dir, self._rank, comm, peers=self._peers())
             worker.initialize_cache()
             log.info("headwise: %s", worker.describe())
             serve_steps(worker, endpoint, self._rank, self._stopping.is_set)
@@ -44,6 +51,10 @@ class Worker:
             return SingleRank()
         timeout_s = self._config.step_timeout_s
         return SharedMemoryComm(name, self._rank, self._config.tp_size, max_bytes, timeout_s, create=self._rank == 0)
+
+    def _peers(self) -> PeerAccess:
+        host = engine_host(self._config.host, node_address())
+        return PeerAccess(host, parse_ports(self._config.peer_ports, "peer_ports"), self._keys)
 
     def stop(self) -> None:
         self._stopping.set()

@@ -18,6 +18,7 @@ from headwise.errors import EngineDiedError, HeadwiseError, first_line
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.protocol.step_channel import ZmqExecutor
+from headwise.storage.index.encryption import CurveKeys
 
 COMM_BUFFER_BYTES = 4 << 20
 """Size of each of a rank's two buffers in shared memory. Containers have little of it; larger payloads are split."""
@@ -32,7 +33,9 @@ class WorkerGroup:
     pids: process ids by rank, once the group is ready
     """
 
-    def __init__(self, config: EngineConfig, model_dir: Path, placement: PlacementGroup) -> None:
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, placement: PlacementGroup, keys: CurveKeys | None = None
+    ) -> None:
         self._config = config
         self.pids: list[int] = []
         self._scratch = ScratchDirectory(tempfile.gettempdir(), SOCKETS_PREFIX)
@@ -49,7 +52,7 @@ class WorkerGroup:
         worker_class: Any = Worker
         self._workers = [
             worker_class.options(**in_bundle(placement, rank + 1), runtime_env={"env_vars": env}).remote(
-                config, model_dir, rank
+                config, model_dir, rank, keys
             )
             for rank in range(config.tp_size)
         ]

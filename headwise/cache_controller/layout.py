@@ -68,9 +68,17 @@ class BlockLayout:
     @property
     def identity(self) -> str:
         """A string that differs whenever the bytes of a block would be read differently."""
-        roles = ",".join(f"{r.name}:{'x'.join(map(str, r.shape))}:{r.dtype}" for r in self.roles)
         tail = f"/t{self.tail_bytes}" if self.tail_bytes else ""
-        return f"v1/b{self.block_size}/s{self.slots}/a{self.alignment}{tail}/{roles}"
+        return f"v1/b{self.block_size}/s{self.slots}/a{self.alignment}{tail}/{self._roles_text}"
+
+    @property
+    def slot_identity(self) -> str:
+        """The same of one slot, however many a block has."""
+        return f"v1/b{self.block_size}/a{self.alignment}/{self._roles_text}"
+
+    @property
+    def _roles_text(self) -> str:
+        return ",".join(f"{r.name}:{'x'.join(map(str, r.shape))}:{r.dtype}" for r in self.roles)
 
     def slot_range(self, first: int, last: int) -> tuple[int, int]:
         """Byte range ``[start, stop)`` inside a block of the slots ``[first, last)``."""

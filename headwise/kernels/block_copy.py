@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = Any
+Runs = NDArray[np.int64]
+"""``int64 [n, 3]``: (first byte in the source, first byte in the target, bytes)."""
 
 
 class BlockCopy(Protocol):
@@ -29,6 +31,20 @@ class BlockCopy(Protocol):
 
         Raises:
             ValueError: a block outside its arena, an unknown group, or a range outside the block.
+        """
+
+
+class RunCopy(Protocol):
+    """Copies runs of bytes from one arena to another; safe to call from several threads at once."""
+
+    def __call__(self, source: Array, target: Array, runs: Runs) -> None:
+        """Copy each run. Runs must not overlap in ``target``. Nothing is written if one is refused.
+
+        source, target: flat uint8 arrays that do not overlap
+        runs:           ``int64 [n, 3]`` (first byte in source, first byte in target, bytes)
+
+        Raises:
+            ValueError: a run outside its array.
         """
 
 
@@ -55,6 +71,32 @@ class ReferenceBlockCopy:
         for group, (first, last) in enumerate(ranges.tolist()):
             rows = pairs[pairs[:, 0] == group]
             target[rows[:, 2], first:last] = source[rows[:, 1], first:last]
+
+
+def reference_run_copy(source: NDArray[np.uint8], target: NDArray[np.uint8], runs: Runs) -> None:
+    """`RunCopy` in NumPy."""
+    wrong = outside(runs, source.size, target.size)
+    if wrong is not None:
+        raise bad_run(runs, wrong, source.size, target.size)
+    for from_, to, count in runs.tolist():
+        target[to : to + count] = source[from_ : from_ + count]
+
+
+def outside(runs: Runs, source_bytes: int, target_bytes: int) -> int | None:
+    """Index of the first run that does not lie within both arrays; None if all do."""
+    # Not `first + count`, which may wrap around.
+    left = np.array([source_bytes, target_bytes]) - runs[:, :2]
+    wrong = np.flatnonzero((runs < 0).any(axis=1) | (left < runs[:, 2:]).any(axis=1))
+    return int(wrong[0]) if len(wrong) else None
+
+
+def bad_run(runs: Runs, index: int, source_bytes: int, target_bytes: int) -> ValueError:
+    """The error for a run that is not within its arrays."""
+    source, target, count = runs[index].tolist()
+    return ValueError(
+        f"run {index} copies {count} bytes at {source} of {source_bytes} to {target} of {target_bytes}: runs must lie "
+        "within both"
+    )
 
 
 def check_ranges(ranges: NDArray[np.int64], block_bytes: int) -> None:

@@ -1,14 +1,16 @@
-"""Block copy on CPU cores: the thin Python half (the compiled half is `block_copy_jit`)."""
+"""Copies of blocks and runs on CPU cores: the thin Python half (the compiled half is `block_copy_jit`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError
-from headwise.kernels.block_copy import bad_pair, check_ranges
+from headwise.kernels.block_copy import Runs, bad_pair, bad_run, check_ranges, outside
 
 THREAD_BYTES = 512 << 10
 """Bytes that are worth handing to another thread: fewer are copied in the time that waking it takes (50 us)."""
@@ -27,14 +29,11 @@ class NumbaBlockCopy:
     name = "numba"
 
     def __init__(self, threads: int) -> None:
-        if threads < 1:
-            raise ConfigError(f"threads={threads} cannot copy blocks: use 1 or more")
         from headwise.kernels import block_copy_jit
 
         self._measure, self._copy_share = block_copy_jit.measure, block_copy_jit.copy_share
         self._fine = block_copy_jit.FINE
-        self._threads = threads
-        self._others = ThreadPoolExecutor(threads - 1, "block-copy") if threads > 1 else None
+        self._sharing = _Sharing(threads)
 
     def __call__(
         self,
@@ -51,15 +50,56 @@ class NumbaBlockCopy:
             raise bad_pair(pairs, wrong, len(ranges), *counts)
         if wrong != self._fine:
             check_ranges(ranges, block_bytes)
+        self._sharing(self._copy_share, total, source, target, pairs, ranges, block_bytes)
+
+    def close(self) -> None:
+        """End the threads. The last call."""
+        self._sharing.close()
+
+
+class NumbaRunCopy:
+    """`RunCopy` between arrays in host memory, as `NumbaBlockCopy` copies blocks; it raises the same."""
+
+    def __init__(self, threads: int) -> None:
+        from headwise.kernels import block_copy_jit
+
+        self._copy_share = block_copy_jit.copy_run_share
+        self._sharing = _Sharing(threads)
+
+    def __call__(self, source: NDArray[np.uint8], target: NDArray[np.uint8], runs: Runs) -> None:
+        """See `RunCopy`."""
+        wrong = outside(runs, source.size, target.size)
+        if wrong is not None:
+            raise bad_run(runs, wrong, source.size, target.size)
+        self._sharing(self._copy_share, int(runs[:, 2].sum()), source, target, runs)
+
+    def close(self) -> None:
+        """End the threads. The last call."""
+        self._sharing.close()
+
+
+class _Sharing:
+    """Shares a copy of some bytes between the calling thread and ``threads - 1`` more."""
+
+    def __init__(self, threads: int) -> None:
+        if threads < 1:
+            raise ConfigError(f"threads={threads} cannot copy blocks: use 1 or more")
+        self._threads = threads
+        self._others = ThreadPoolExecutor(threads - 1, "block-copy") if threads > 1 else None
+
+    def __call__(self, copy_share: Callable[..., None], total: int, *arguments: Any) -> None:
+        """Call ``copy_share(*arguments, begin, end)`` on each thread, with its share of ``total`` bytes."""
         shares = max(1, min(self._threads, total // THREAD_BYTES))
         bounds = [total * share // shares for share in range(shares + 1)]
-        work = [(source, target, pairs, ranges, block_bytes, *bounds[share : share + 2]) for share in range(shares)]
-        others = [self._others.submit(self._copy_share, *share) for share in work[1:]] if self._others else []
-        self._copy_share(*work[0])
+        others = [
+            self._others.submit(copy_share, *arguments, *bounds[share : share + 2])
+            for share in range(1, shares)
+            if self._others
+        ]
+        copy_share(*arguments, *bounds[:2])
         for other in others:
             other.result()
 
     def close(self) -> None:
-        """End the threads. The last call."""
         if self._others:
             self._others.shutdown()

@@ -125,6 +125,7 @@ def _read(dtype: Any, dims: int) -> Any:
 
 
 _SOURCE, _PAIRS, _RANGES = _read(types.uint8, 1), _read(types.int32, 2), _read(types.int64, 2)
+_RUNS = _RANGES
 
 
 FINE, BAD_RANGE = -1, -2
@@ -175,4 +176,24 @@ def copy_share(source, target, pairs, ranges, block_bytes, begin, end):
             _copy(source, from_ * block_bytes + first + low, target, to * block_bytes + first + low, high - low)
         at += run * size
         index += run
+    _fence()
+
+
+@numba.njit(
+    types.void(_SOURCE, types.uint8[::1], _RUNS, types.int64, types.int64),
+    cache=True, nogil=True, error_model="numpy",
+)  # fmt: skip
+def copy_run_share(source, target, runs, begin, end):
+    """Copy the bytes ``[begin, end)`` of all ``runs`` (first byte in source, in target, bytes), counted in order."""
+    at = np.int64(0)
+    for index in range(len(runs)):
+        if at >= end:
+            break
+        size = runs[index, 2]
+        if index + 1 < len(runs):
+            _prefetch(source, runs[index + 1, 0])
+        low, high = max(begin - at, 0), min(end - at, size)
+        if low < high:
+            _copy(source, runs[index, 0] + low, target, runs[index, 1] + low, high - low)
+        at += size
     _fence()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
-from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy
+from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy, RunCopy, reference_run_copy
 from headwise.kernels.delta_base import DeltaKernels
 from headwise.kernels.delta_reference import ReferenceDeltaKernels
 from headwise.kernels.mla_base import LatentKernels
@@ -85,15 +85,34 @@ def make_block_copy(name: str, threads: int) -> BlockCopy:
     Raises:
         ConfigError: no such kernels, or their package is not installed.
     """
-    if name == "reference":
+    if _is_reference_copy(name):
         return ReferenceBlockCopy()
-    if name not in ("auto", "numba"):
-        raise ConfigError(f"unknown block copy {name!r}; choose one of auto, numba, reference")
     try:
         from headwise.kernels.block_copy_cpu import NumbaBlockCopy
     except ImportError as error:
-        raise ConfigError(
-            f"block copy {name!r} needs numba, which cannot be imported ({error}): "
-            "`pip install numba`, or choose 'reference' (slow)"
-        ) from error
+        raise _copy_without_numba(name, error) from error
     return NumbaBlockCopy(threads)
+
+
+def make_run_copy(name: str, threads: int) -> RunCopy:
+    """The copy of runs of bytes that goes with `make_block_copy`; it raises the same."""
+    if _is_reference_copy(name):
+        return reference_run_copy
+    try:
+        from headwise.kernels.block_copy_cpu import NumbaRunCopy
+    except ImportError as error:
+        raise _copy_without_numba(name, error) from error
+    return NumbaRunCopy(threads)
+
+
+def _is_reference_copy(name: str) -> bool:
+    if name not in KERNELS:
+        raise ConfigError(f"unknown block copy {name!r}; choose one of {', '.join(KERNELS)}")
+    return name == "reference"
+
+
+def _copy_without_numba(name: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"block copy {name!r} needs numba, which cannot be imported ({error}): "
+        "`pip install numba`, or choose 'reference' (slow)"
+    )

@@ -16,7 +16,7 @@ import socket as sockets
 import struct
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -235,10 +235,19 @@ class Listener:
         """Send without waiting. False: the peer is gone, or has left too much unread. In that case its connection is
         closed, which tells the peer that its answer will not come.
         """
+        return self._send(identity, [data], copy=True)
+
+    def send_views(self, identity: Identity, frames: Sequence[bytes | memoryview]) -> bool:
+        """As `send`, a message of several frames, of which the long ones are not copied: they must not be written to
+        until they are sent, and stay in memory until then.
+        """
+        return self._send(identity, frames, copy=False)
+
+    def _send(self, identity: Identity, frames: Sequence[bytes | memoryview], copy: bool) -> bool:
         import zmq
 
         try:
-            self.socket.send_multipart((identity, data), zmq.NOBLOCK)
+            self.socket.send_multipart((identity, *frames), zmq.NOBLOCK, copy=copy)
         except zmq.Again:
             self.drop(identity, "does not read what it is sent")
             return False
@@ -246,7 +255,7 @@ class Listener:
             return False
         connection = self._peers.get(identity)
         if connection is not None:
-            connection.sent += len(data)
+            connection.sent += sum(map(len, frames))
         return True
 
     def drop(self, identity: Identity, why: str) -> None:

@@ -9,6 +9,7 @@ is what waits, and the host goes on at once. A stream is used by one thread: the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -82,3 +83,11 @@ def ends_by(event: Event, timeout_s: float) -> bool:
         return event.wait(timeout_s)
     except Exception:
         return True
+
+
+def end(stream: Stream, last: Event | None) -> None:
+    """Close a stream, without waiting for a ``last`` piece of work that hangs: the stream's thread ends with it."""
+    if last is None or last.done:
+        stream.close()
+    else:
+        threading.Thread(target=stream.close, name="headwise-stream-end", daemon=True).start()

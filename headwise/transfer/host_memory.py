@@ -1,14 +1,17 @@
 """Host memory for cached blocks: what this process may have, and an arena that is ready without holding up the start.
 
-Sources: cgroups v1 and v2, proc(5), madvise(2), mbind(2) of the Linux man pages.
+Sources: cgroups v1 and v2, proc(5), madvise(2), mbind(2), memfd_create(2) of the Linux man pages.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
+import os
 import platform
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -117,6 +120,18 @@ def _lines(path: Path) -> list[str]:
 # ---- the arena ----
 
 
+@dataclass(frozen=True)
+class SharedArena:
+    """How processes of the same user, on the same machine, find an arena: ``/proc/PID/fd/FD``.
+
+    name: of the memory; random, so that an arena is never taken for another one that got its numbers later
+    """
+
+    pid: int
+    fd: int
+    name: str
+
+
 class HostArena:
     """``num_bytes`` of host memory, usable at once, that a thread makes resident (and pins) in the background.
 
@@ -124,12 +139,22 @@ class HostArena:
     numa_node: take the pages from this node while it has any; then None if they come from anywhere
     pin:       register the memory with CUDA
     is_pinned: whether a GPU may read and write it directly; not before `wait_ready` says so
+    is_shared: let other processes map it, where the system can: then ``shared`` tells how. It takes no room in
+               ``/dev/shm``, counts towards the same cgroup, and cannot shrink while it is mapped. Huge pages are for
+               the system to give: ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` must not be ``never``
 
     The thread never writes to the memory, so blocks may be written while it is at work.
     """
 
-    def __init__(self, num_bytes: int, *, numa_node: int | None = None, pin: bool = False) -> None:
-        self._memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def __init__(
+        self, num_bytes: int, *, numa_node: int | None = None, pin: bool = False, is_shared: bool = False
+    ) -> None:
+        size = max(num_bytes, 1)
+        self.shared = _create_shared(size) if is_shared else None
+        if self.shared is None:
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._memory = mmap.mmap(self.shared.fd, size, flags=mmap.MAP_SHARED)
         self.array: NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)[:num_bytes]
         self._address = int(self.array.ctypes.data)
         self._bytes = len(self._memory)
@@ -147,9 +172,15 @@ class HostArena:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop the thread and unpin. The memory itself goes when nobody refers to `array` any more."""
+        """Stop the thread, unpin, and let no process map it any more.
+
+        The memory itself goes when nobody refers to `array`, and no process maps it.
+        """
         self._stop.set()
         self._thread.join()
+        if self.shared is not None:
+            os.close(self.shared.fd)
+            self.shared = None
         if self.is_pinned:
             _cuda_runtime().hostUnregister(self._address)
             self.is_pinned = False
@@ -198,6 +229,24 @@ class HostArena:
             self.is_pinned = True
         except Exception as error:  # CuPy's own kind, or no CuPy: copies are slower, and right
             log.warning("the host arena of %d bytes is not pinned: %s", self._bytes, error)
+
+
+def _create_shared(size: int) -> SharedArena | None:
+    """Memory with a descriptor. Sealed: a process that maps it would die of a file that shrinks. None: not here."""
+    name = f"headwise-{secrets.token_hex(16)}"
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:  # no Linux, or a sandbox
+        log.warning("other processes cannot map the host arena: %s", error)
+        return None
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return SharedArena(os.getpid(), fd, name)
 
 
 def numa_node_of_gpu(device: int, root: Path = Path("/")) -> int | None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import first_line
 from headwise.storage.backends.base import Arena, BlockStorage, Hits
-from headwise.transfer.base import Event, Stream, ends_by
+from headwise.transfer.base import Event, Stream, end, ends_by
 from headwise.transfer.stats import TransferStats, TransferTotals
 
 log = logging.getLogger(__name__)
@@ -229,8 +229,8 @@ class StorageManager:
         if self._last_read.done:  # storage that is being read must not be closed
             self._last_write = self._writes.submit(self._close_storage)
             self._drain_until(deadline)
-        _end(self._reads, self._last_read)
-        _end(self._writes, self._last_write)
+        end(self._reads, self._last_read)
+        end(self._writes, self._last_write)
 
     # ---- storage calls: on the streams ----
 
@@ -284,11 +284,3 @@ def _call_storage(call: _Call, batch: _Batch, arena: Arena) -> None:
 def _check(blocks: NDArray[np.int32], hashes: Sequence[bytes]) -> None:
     if blocks.shape != (len(hashes), 2):
         raise ValueError(f"blocks {list(blocks.shape)} with {len(hashes)} hashes: give a (group, host block) each")
-
-
-def _end(stream: Stream, last: Event | None) -> None:
-    """End a stream, without waiting for a call that hangs in it."""
-    if last is None or last.done:
-        stream.close()
-    else:
-        threading.Thread(target=stream.close, name="headwise-storage-end", daemon=True).start()

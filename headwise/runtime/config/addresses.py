@@ -12,16 +12,14 @@ _NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 _NUMBERS = re.compile(r"[0-9.]+")
 
 
-def parse_ports(text: str) -> range:
+def parse_ports(text: str, name: str = "engine_ports") -> range:
     """The ports of ``FIRST-LAST``, such as ``9000-9015``; empty text: none. Raises `ConfigError`."""
     if not text:
         return range(0)
     match = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text)
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= 65535:
-        raise ConfigError(
-            f"engine_ports must be FIRST-LAST, such as 9000-9015, with ports from 1 to 65535, got {text!r:.80}"
-        )
+        raise ConfigError(f"{name} must be FIRST-LAST, such as 9000-9015, with ports from 1 to 65535, got {text!r:.80}")
     return range(first, last + 1)
 
 

@@ -210,6 +210,16 @@ class EngineConfig:
         "Engines fetch from each other what they lack of a request's prefix, where that is faster than computing it. "
         "Needs host_cache, prefix_caching, routing cache_aware, and max_replicas beyond 1.",
     )
+    peer_transports: str = _option(
+        "auto",
+        "How engines read each other's host caches: some of shared_memory,tcp, the best of which that leads from one "
+        "to the other is used; auto is all that can be had; none.",
+    )
+    peer_ports: str = _option(
+        "",
+        "Ports FIRST-LAST of a node, of which each worker there takes a free one for peer_transports tcp, for "
+        "firewalls; empty: any free port.",
+    )
     head_grouping: Literal["auto", "per_head_index"] = _option(
         "auto", "How heads are packed into groups: by policy, or one group per KV head index."
     )
@@ -303,12 +313,17 @@ class EngineConfig:
         if self.host_cache_bytes and not self.prefix_caching:
             raise ConfigError("host_cache keeps blocks for requests with the same prefix: it needs prefix_caching")
         parse_ports(self.engine_ports)
+        parse_ports(self.peer_ports, "peer_ports")
         check_advertised(self.advertise_host)
         check_http(self.http, self.port, self.http_cert, self.http_key, parse_bytes(self.http_max_body))
         check_collector(self.otlp_endpoint, self.http)
         self._check_scaling()
         self._check_device()
         self._check_placement()
+        if self.peer_transports not in ("auto", "none"):
+            from headwise.transfer.connectors.names import parse_transports  # not for `--help`
+
+            parse_transports(self.peer_transports)
         if self.storage and not self.host_cache_bytes:
             raise ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
         if self.storage:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+from headwise.cache_controller.head_exchange import Arrangement
 from headwise.cache_controller.head_pattern import HeadPattern, parse_pattern, policies_from_scores
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
@@ -167,6 +168,15 @@ def with_pool(card: ModelCard, config: EngineConfig, num_bytes: int) -> ModelCar
             "raise the one or lower the other"
         )
     return replace(card, spec=spec, max_model_len=max_model_len)
+
+
+def arrangement_with(config: EngineConfig, card: ModelCard, tp_size: int) -> Arrangement:
+    """How engines of this model that have ``tp_size`` ranks keep its blocks.
+
+    Raises:
+        ConfigError: the model cannot be served by so many.
+    """
+    return Arrangement.of(*_plan(replace(config, tp_size=tp_size), card.config, attention_of(card.config)))
 
 
 def _plan(

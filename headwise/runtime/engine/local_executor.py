@@ -6,7 +6,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
-from headwise.runtime.protocol.executor import Worker, death
+from headwise.runtime.protocol.executor import Worker, death, exports_of_all
 
 
 class LocalExecutor:
@@ -19,6 +19,11 @@ class LocalExecutor:
         self._worker = worker
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headwise-worker")
         self._steps: deque[Future[StepResult]] = deque()
+
+    @property
+    def exports(self) -> tuple[tuple[bytes, ...], ...]:
+        """See `Executor.exports`."""
+        return exports_of_all([self._worker.exports])
 
     def submit(self, batch: BatchRequest) -> None:
         self._steps.append(self.thread.submit(self._worker.execute, batch))

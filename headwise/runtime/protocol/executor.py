@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from headwise.errors import EngineDiedError, first_line
@@ -13,12 +14,13 @@ class Executor(Protocol):
 
     `submit` and `poll` never block for a step; both raise `headwise.errors.EngineDiedError` once a worker is
     lost, after which only `close` may be called.
-
-    exports: where each rank's host arena is read: encoded `ExportAddress`es, by rank; none: it is not
     """
 
     @property
-    def exports(self) -> tuple[tuple[bytes, ...], ...]: ...
+    def exports(self) -> tuple[tuple[bytes, ...], ...]:
+        """By rank, where its host cache can be read by other engines' workers: encoded `ExportAddress`es, the best
+        first; empty if there is a rank that nobody can read. The same for as long as the workers live.
+        """
 
     def submit(self, batch: BatchRequest) -> None: ...
 
@@ -41,7 +43,15 @@ class Worker(Protocol):
     @property
     def num_blocks(self) -> int: ...
 
+    @property
+    def exports(self) -> tuple[bytes, ...]: ...
+
     def execute(self, batch: BatchRequest) -> StepResult: ...
+
+
+def exports_of_all(of_ranks: Sequence[tuple[bytes, ...]]) -> tuple[tuple[bytes, ...], ...]:
+    """An executor's exports: a block can be read where the parts of all ranks can."""
+    return tuple(of_ranks) if all(of_ranks) else ()
 
 
 def death(error: BaseException) -> EngineDiedError:

@@ -24,7 +24,7 @@ from headwise.liveness_clock import LivenessClock
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.batch import WAKE, BatchRequest, StepResult
 from headwise.runtime.protocol.copies import MergedReports
-from headwise.runtime.protocol.executor import Worker, death
+from headwise.runtime.protocol.executor import Worker, death, exports_of_all
 from headwise.runtime.protocol.step_limits import Limit, StepLimits, Work
 from headwise.sockets.context import close_context, open_context
 
@@ -43,10 +43,14 @@ _SLICE_S = 0.1
 @wire.register
 @dataclass(frozen=True)
 class WorkerReady:
-    """A worker's first message: it is connected and ready for steps, with so many blocks in its pool."""
+    """A worker's first message: it is connected and ready for steps, with so many blocks in its pool.
+
+    exports: where its host cache can be read: encoded `ExportAddress`es, the best first
+    """
 
     rank: int
     num_blocks: int = 0
+    exports: tuple[bytes, ...] = ()
 
 
 @wire.register
@@ -100,7 +104,7 @@ class ZmqExecutor:
         self._socket.bind(endpoint)
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._ranks = [_identity(rank) for rank in range(size)]
-        self._ready: dict[int, int] = {}  # blocks in the pool, by rank
+        self._ready: dict[int, WorkerReady] = {}  # by rank
         self._limits = StepLimits(step_timeout_s, load_timeout_s)
         start_timeout_s = step_timeout_s if start_timeout_s is None else start_timeout_s
         self._command_limit = Limit(start_timeout_s, f"start_timeout_s = {start_timeout_s:g} s")
@@ -132,7 +136,12 @@ class ZmqExecutor:
     @property
     def num_blocks(self) -> int:
         """Blocks in every worker's pool, once they are ready."""
-        return min(self._ready.values())
+        return min(ready.num_blocks for ready in self._ready.values())
+
+    @property
+    def exports(self) -> tuple[tuple[bytes, ...], ...]:
+        """See `Executor.exports`."""
+        return exports_of_all([self._ready[rank].exports for rank in range(len(self._ranks)) if rank in self._ready])
 
     def submit(self, batch: BatchRequest) -> None:
         import zmq
@@ -206,7 +215,7 @@ class ZmqExecutor:
         if message.rank != rank:
             self.lost(f"a worker sent a message as TP rank {message.rank} over the connection of {identity!r}")
         elif isinstance(message, WorkerReady):
-            self._ready[rank] = message.num_blocks
+            self._ready[rank] = message
         elif isinstance(message, WorkerFailed):
             self.lost(message.reason)
         else:
@@ -250,7 +259,7 @@ def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, _identity(rank))
         socket.connect(endpoint)
-        socket.send(wire.encode(WorkerReady(rank, worker.num_blocks)))
+        socket.send(wire.encode(WorkerReady(rank, worker.num_blocks, worker.exports)))
         while not should_stop():
             if socket.poll(math.ceil(_SLICE_S * 1000)):
                 _serve_one(worker, rank, socket)

@@ -101,5 +101,5 @@ class CudaDevice:
     def copy_stream(self, name: str) -> CudaStream:
         return CudaStream(GPU)
 
-    def host_arena(self, num_bytes: int) -> HostArena:
-        return HostArena(num_bytes, numa_node=numa_node_of_gpu(GPU), pin=True)
+    def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
+        return HostArena(num_bytes, numa_node=numa_node_of_gpu(GPU), pin=True, is_shared=is_shared)

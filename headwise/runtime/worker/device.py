@@ -74,8 +74,8 @@ class Device(Protocol):
     def copy_stream(self, name: str) -> Stream:
         """A stream for them, beside the compute stream."""
 
-    def host_arena(self, num_bytes: int) -> HostArena:
-        """Host memory that the device reads and writes as fast as it can."""
+    def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
+        """Host memory that the device reads and writes as fast as it can. is_shared: see `HostArena`"""
 
 
 class CpuDevice:
@@ -110,8 +110,8 @@ class CpuDevice:
     def copy_stream(self, name: str) -> Stream:
         return CpuStream(name)
 
-    def host_arena(self, num_bytes: int) -> HostArena:
-        return HostArena(num_bytes)
+    def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
+        return HostArena(num_bytes, is_shared=is_shared)
 
 
 def resolve_device(config: EngineConfig, gpus: int) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""A worker's copies between its device arena, its part of the host cache, and storage."""
+"""A worker's copies between its device arena, its part of the host cache, storage, and other engines' host caches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.copies import CopyReport
 from headwise.runtime.worker.device import Device
+from headwise.runtime.worker.peer_parts import PeerParts
 from headwise.storage.backends.base import BlockStorage
 from headwise.transfer.base import Stream
+from headwise.transfer.connectors.names import parse_transports
+from headwise.transfer.connectors.select import PeerAccess
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import check_host_memory
 from headwise.transfer.stats import TransferStats
@@ -40,7 +43,8 @@ class KVOffload:
     """Owns the rank's host arena and starts, waits for and reports the copies that batches ask for.
 
     storage:    the configured one, unless another is given
-    background: makes the streams on which storage is called
+    background: makes the streams on which storage is called, and other workers are read
+    peers:      how other engines' workers reach this one's part of the host cache; None: not at all
 
     Raises `ConfigError` if storage cannot be opened.
     """
@@ -55,8 +59,11 @@ class KVOffload:
         *,
         storage: BlockStorage | None = None,
         background: Callable[[str], Stream] = CpuStream,
+        peers: PeerAccess | None = None,
     ) -> None:
-        self._arena = device.host_arena(card.spec.num_host_blocks * card.layout.block_bytes)
+        transports = () if peers is None or config.without_peer_loads else parse_transports(config.peer_transports)
+        num_bytes = card.spec.num_host_blocks * card.layout.block_bytes
+        self._arena = device.host_arena(num_bytes, is_shared=True) if transports else device.host_arena(num_bytes)
         self._manager = TransferManager(
             card.layout,
             layer_ranges(card.plan, card.layouts, rank),
@@ -80,6 +87,7 @@ class KVOffload:
             if self._storage is not None
             else None
         )
+        self._peers = PeerParts(config, card, rank, transports, peers or PeerAccess(), self._arena, background)
         self._num_groups = len(card.plan.groups)
         self._reported: dict[str, TransferStats] = {}
 
@@ -92,6 +100,18 @@ class KVOffload:
             self._storage_manager.put(swap_out.puts.blocks, swap_out.puts.hashes)
             self._storage_manager.delete(swap_out.deletes, self._num_groups)
             self._storage_manager.fetch(swap_in.fetches.blocks, swap_in.fetches.hashes)
+        for fetch in swap_in.from_peers:
+            self._peers.reads.fetch(fetch.exports, fetch.blocks)
+
+    @property
+    def exports(self) -> tuple[bytes, ...]:
+        """Where other engines' workers read this rank's host blocks: encoded `ExportAddress`es, the best first."""
+        return tuple(export.address.encode() for export in self._peers.exports)
+
+    @property
+    def transports(self) -> str:
+        """Those by which others read from here, in words."""
+        return ",".join(export.address.transport for export in self._peers.exports) or "none"
 
     @property
     def is_loading(self) -> bool:
@@ -129,10 +149,16 @@ class KVOffload:
                 put=finished.put,
                 not_put=finished.not_put,
             )
-        return replace(report, transfers=self._news())
+        from_peers = self._peers.reads.finished()
+        return replace(
+            report,
+            fetched=np.concatenate([report.fetched, from_peers.fetched]),
+            missed=np.concatenate([report.missed, from_peers.missed]),
+            transfers=self._news(),
+        )
 
     def _wait_a_little(self) -> None:
-        if self._manager.drain(IDLE_WAIT_S) and self._storage_manager is not None:
+        if self._manager.drain(IDLE_WAIT_S) and self._peers.reads.drain(IDLE_WAIT_S) and self._storage_manager:
             self._storage_manager.drain(IDLE_WAIT_S)
 
     def _news(self) -> dict[str, TransferStats]:
@@ -140,6 +166,8 @@ class KVOffload:
         stats = {"load": self._manager.load_stats(), "store": self._manager.store_stats()}
         if self._storage_manager is not None:
             stats |= {"fetch": self._storage_manager.fetch_stats(), "put": self._storage_manager.put_stats()}
+        if self._peers.transports:
+            stats["peer"] = self._peers.reads.stats()
         if stats == self._reported:
             return {}
         self._reported = stats
@@ -155,6 +183,7 @@ class KVOffload:
     def close(self) -> None:
         """Finish what was started. The last call."""
         self._manager.close()
+        self._peers.close(CLOSE_S)
         if self._storage_manager is not None:
             self._storage_manager.close(CLOSE_S)
         self._arena.close()

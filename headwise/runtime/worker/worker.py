@@ -45,6 +45,7 @@ from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
+from headwise.transfer.connectors.select import PeerAccess
 
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
 
@@ -55,7 +56,7 @@ class WorkerParts:
 
     read_card: Callable[[EngineConfig, Path], ModelCard] = read_model_card
     load_model: Callable[[ModelCard, EngineConfig, Path, TensorOps, Collectives, Shard], Model] = load_model
-    open_copies: Callable[[EngineConfig, ModelCard, int, Device, Any], KVOffload] = KVOffload
+    open_copies: Callable[..., KVOffload] = KVOffload
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -83,12 +84,17 @@ class ModelWorker:
         comm: Communicator,
         device: Device | None = None,
         parts: WorkerParts | None = None,
+        peers: PeerAccess | None = None,
     ) -> None:
-        """``device`` is the configured one, unless another is given."""
+        """
+        device: the configured one, unless another is given
+        peers:  how workers of other engines reach this one; None: there are none
+        """
         self.rank = rank
         self._config = config
         self._model_dir = model_dir
         self._parts = parts or WorkerParts()
+        self._peers = peers
         self.card: ModelCard = self._parts.read_card(config, model_dir)
         self._comm = comm
         self._device = device or open_device(config, threads_per_worker(config))
@@ -136,7 +142,8 @@ class ModelWorker:
             f"kv_dtype={self._config.kv_dtype_name} collectives={self._collectives.name} "
             f"groups={len(plan.groups)} slots={plan.slots_text} "
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
-            f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'}"
+            f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'} "
+            f"peers={'none' if self._copies is None else self._copies.transports}"
         )
 
     def initialize_cache(self) -> None:
@@ -149,12 +156,18 @@ class ModelWorker:
             self._warm_up()
             if self.card.spec.num_host_blocks:
                 where = self.rank, self._device, self._cache.arena
-                self._copies = self._parts.open_copies(self._config, self.card, *where)
+                peers = {} if self._peers is None else {"peers": self._peers}
+                self._copies = self._parts.open_copies(self._config, self.card, *where, **peers)
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool."""
         return self.card.spec.num_blocks
+
+    @property
+    def exports(self) -> tuple[bytes, ...]:
+        """See `KVOffload.exports`."""
+        return () if self._copies is None else self._copies.exports
 
     def _measure_pool(self) -> int:
         """Bytes for the pool: what the largest step leaves of the device, on the rank that has the least."""

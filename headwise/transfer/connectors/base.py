@@ -11,16 +11,23 @@ where the receiver still holds blocks for them, or nowhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import os
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import HeadwiseError
+from headwise.kernels.block_copy import bad_run, outside
 
 Runs = NDArray[np.int64]
 """``int64 [n, 3]``: (first byte in the owner's arena, first byte in ours, bytes)."""
+
+_VERSION = 1
+MAX_ADDRESS_BYTES = 4096
 
 
 class PeerLostError(HeadwiseError):
@@ -32,17 +39,28 @@ class ExportAddress:
     """Where a rank's host arena is read.
 
     transport:   name of the connector
-    node:        of the machine (boot id): what is shared there is reached on it alone
-    location:    what the connector needs to find it, opaque to all others
+    node:        `this_node` of the owner: what is shared there is reached there alone
+    location:    what the connector needs to find it, opaque to all others. May hold a key: not for logs
     identity:    what the arena's blocks are: model, layout, precision; not the TP rank and size
     arena_bytes: of the arena
     """
 
     transport: str
     node: str
-    location: bytes
+    location: bytes = field(repr=False)
     identity: bytes
     arena_bytes: int
+
+    def encode(self) -> bytes:
+        return bytes(msgpack.packb((_VERSION, *astuple(self))))
+
+    @classmethod
+    def decode(cls, data: bytes) -> ExportAddress:
+        """Raises `PeerLostError` for what is no address of this version."""
+        values = unpack(data, [int, str, str, bytes, bytes, int])
+        if values is None or values[0] != _VERSION or values[-1] < 0:
+            raise PeerLostError(f"{len(data)} bytes are no address of an arena, as of version {_VERSION}")
+        return cls(*values[1:])
 
 
 class Export(Protocol):
@@ -58,6 +76,9 @@ class Export(Protocol):
 class Reader(Protocol):
     """The receiver's side of one transport, for any number of owners. Used by one thread, that of a stream."""
 
+    def reaches(self, address: ExportAddress) -> bool:
+        """Whether this transport leads there: it may still turn out that nobody is there."""
+
     def read(self, address: ExportAddress, runs: Runs, arena: NDArray[np.uint8], timeout_s: float) -> None:
         """Copy ``runs`` from the owner's arena into ``arena``; return when all bytes are there.
 
@@ -72,3 +93,40 @@ class Reader(Protocol):
         """The owner is not read any more: let go of what is kept open for it. Unknown ones are ignored."""
 
     def close(self) -> None: ...
+
+
+def unpack(data: bytes, types: list[type]) -> list[Any] | None:
+    """The msgpack list of values of just these types that ``data`` is; None if it is anything else."""
+    if len(data) > MAX_ADDRESS_BYTES:
+        return None
+    try:
+        values = msgpack.unpackb(data)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return values if type(values) is list and [type(value) for value in values] == types else None
+
+
+def check_runs(runs: Runs, source_bytes: int, target_bytes: int) -> None:
+    """Raises ValueError unless runs lie within both arenas and do not overlap in the target."""
+    if runs.ndim != 2 or runs.shape[1] != 3 or runs.dtype != np.int64:
+        raise ValueError(f"runs are {runs.dtype} {list(runs.shape)}: give int64 [n, 3]")
+    wrong = outside(runs, source_bytes, target_bytes)
+    if wrong is not None:
+        raise bad_run(runs, wrong, source_bytes, target_bytes)
+    ordered = runs[np.argsort(runs[:, 1], kind="stable")]
+    over = np.flatnonzero(ordered[:-1, 1] + ordered[:-1, 2] > ordered[1:, 1])
+    if len(over):
+        first, second = ordered[over[0], 1:].tolist(), ordered[over[0] + 1, 1:].tolist()
+        raise ValueError(f"runs overlap in the target: {first} and {second} (first byte, bytes)")
+
+
+def this_node(root: Path = Path("/")) -> str:
+    """The same for processes that can share memory by `/proc`: one boot of one machine, and one PID namespace.
+
+    Unlike every other where the system does not tell.
+    """
+    try:
+        boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink(root / 'proc/self/ns/pid')}"
+    except OSError:
+        return f"unknown/{os.getpid()}"

@@ -34,6 +34,7 @@ class Echo:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.num_blocks = 100 + rank
+        self.exports = (b"first of %d" % rank, b"second")
         self.seen: list[int] = []
 
     def execute(self, batch: BatchRequest) -> StepResult:
@@ -55,6 +56,7 @@ class Looks:
 
 class Scripted:
     num_blocks = 100
+    exports = ()
 
     def __init__(self, execute: Execute) -> None:
         self.execute = execute

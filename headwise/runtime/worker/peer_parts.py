@@ -1,0 +1,73 @@
+"""What a worker needs to read other engines' host caches, and to have its own part of one read by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
+from headwise.kernels.select import make_run_copy
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard, arrangement_with
+from headwise.transfer.base import Stream
+from headwise.transfer.connectors.base import Export
+from headwise.transfer.connectors.select import PeerAccess, open_exports, open_readers
+from headwise.transfer.host_memory import HostArena
+from headwise.transfer.peer_reads import PeerBlocks, PeerReads
+
+COPY_THREADS = 1
+"""Threads that copy what comes: the forward pass wants the cores."""
+
+
+class PeerParts:
+    """The exports of one rank's host arena, and its reads of others.
+
+    transports: names of those that may be used; none: nobody reads, and what is asked for is missed
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        card: ModelCard,
+        rank: int,
+        transports: Sequence[str],
+        access: PeerAccess,
+        arena: HostArena,
+        background: Callable[[str], Stream],
+    ) -> None:
+        self.transports = transports
+        copy = make_run_copy(config.kernels if config.kernels != "cuda" else "auto", COPY_THREADS)
+        blocks = PeerBlocks(
+            identity_of_blocks(config, card),
+            rank,
+            card.layout.block_bytes,
+            lambda tp_size: exchange_with(config, card, tp_size),
+        )
+        self.exports: list[Export] = open_exports(transports, access, arena, blocks.identity, copy)
+        self.reads = PeerReads(
+            open_readers(transports, access, copy),
+            blocks,
+            arena.array,
+            stream=background("headwise-peer"),
+            timeout_s=config.load_timeout_s,
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Read no more, and be read no more. The last call."""
+        for export in self.exports:
+            export.close()
+        self.reads.close(timeout_s)
+
+
+def exchange_with(config: EngineConfig, card: ModelCard, tp_size: int) -> HeadExchange:
+    """How blocks of this deployment's engines that have ``tp_size`` ranks fill ours.
+
+    Raises `ConfigError` or ValueError if there are no such engines.
+    """
+    own = Arrangement.of(card.plan, card.layouts)
+    return HeadExchange(own, own if tp_size == card.plan.tp_size else arrangement_with(config, card, tp_size))
+
+
+def identity_of_blocks(config: EngineConfig, card: ModelCard) -> bytes:
+    """Equal for engines whose blocks have the same members' keys and values, in the same form, grouped alike."""
+    slots = dict.fromkeys(layout.slot_identity for layout in card.layouts)
+    return "/".join([card.identity, config.head_grouping, *slots]).encode()

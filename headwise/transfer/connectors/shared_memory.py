@@ -1,0 +1,211 @@
+"""Arenas of processes of the same machine and user, read by mapping them.
+
+The owner's arena is a file in memory, that a reader opens as ``/proc/PID/fd/FD``: the kernel lets processes of the same
+user do that alone. Its name is random: a process that got the number of a dead one has no file of that name. What is
+mapped stays readable when its owner stops, or dies in the middle of a copy: it cannot shrink.
+
+A mapping also keeps the memory of an owner that died, so a thread waits for that, and lets go of it.
+
+Sources: memfd_create(2), proc(5), ptrace(2) of the Linux man pages.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.kernels.block_copy import RunCopy
+from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs, this_node, unpack
+from headwise.transfer.connectors.names import SHARED_MEMORY
+from headwise.transfer.host_memory import HostArena
+
+
+class SharedMemoryExport:
+    """`Export` of an arena that is shared. It is readable until the arena is closed.
+
+    Raises:
+        ValueError: the arena is not shared.
+    """
+
+    def __init__(self, arena: HostArena, identity: bytes) -> None:
+        shared = arena.shared
+        if shared is None:
+            raise ValueError("the host arena is private memory: make it with is_shared")
+        location = msgpack.packb((shared.pid, shared.fd, shared.name))
+        self.address = ExportAddress(SHARED_MEMORY, this_node(), location, identity, arena.array.size)
+
+    def close(self) -> None:
+        """See `Export.close`: the arena's end is this one's."""
+
+
+@dataclass(frozen=True)
+class _Location:
+    pid: int
+    fd: int
+    name: str
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Location:
+        values = unpack(data, [int, int, str])
+        if values is None or min(values[:2]) < 0:
+            raise PeerLostError("the address has no process and no file to map")
+        return cls(*values)
+
+
+class SharedMemoryReader:
+    """`Reader` of owners on this node. copy: without the GIL, beside the forward pass"""
+
+    def __init__(self, copy: RunCopy) -> None:
+        self._copy = copy
+        self._node = this_node()
+        self._arenas: dict[bytes, _Mapped] = {}  # by location
+        self._deaths = _Deaths(lambda location: self._arenas.pop(location, None))
+
+    def reaches(self, address: ExportAddress) -> bool:
+        """See `Reader.reaches`."""
+        return address.node == self._node
+
+    def read(self, address: ExportAddress, runs: Runs, arena: NDArray[np.uint8], timeout_s: float) -> None:
+        """See `Reader.read`. Copies at the speed of memory, and does not look at the time."""
+        check_runs(runs, address.arena_bytes, arena.size)
+        mapped = self._arenas.get(address.location)
+        if mapped is None:
+            mapped = self._arenas[address.location] = self._map(address)
+        elif not mapped.is_shared:
+            raise PeerLostError("its host cache is no more")
+        self._copy(mapped.array[: address.arena_bytes], arena, runs)
+
+    def _map(self, address: ExportAddress) -> _Mapped:
+        location = _Location.decode(address.location)
+        if not self.reaches(address):
+            raise PeerLostError(f"its memory is on node {address.node}, and this is {self._node}")
+        try:
+            # While it is watched, the number is given to no other process that we would not notice: the name is
+            # looked at later.
+            self._deaths.watch(location.pid, address.location)
+            mapped = _open(location, address.arena_bytes)
+        except OSError as error:
+            self._deaths.forget(address.location)
+            raise PeerLostError(f"process {location.pid} shares no memory any more: {error.strerror}") from None
+        except PeerLostError:
+            self._deaths.forget(address.location)
+            raise
+        return mapped
+
+    def forget(self, address: ExportAddress) -> None:
+        """See `Reader.forget`."""
+        self._arenas.pop(address.location, None)
+        self._deaths.forget(address.location)
+
+    def close(self) -> None:
+        self._deaths.close()
+        self._arenas.clear()
+
+
+def _open(location: _Location, arena_bytes: int) -> _Mapped:
+    """Raises `OSError` if there is nothing to map, `PeerLostError` if it is something else."""
+    path = f"/proc/{location.pid}/fd/{location.fd}"
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # Looked at once it is open, when nobody can put another one in its place.
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{location.name} "):
+            raise PeerLostError(f"process {location.pid} is another one than when it gave its address")
+        about = os.fstat(fd)
+        if about.st_size < max(arena_bytes, 1):
+            raise PeerLostError(f"process {location.pid} shares {about.st_size} bytes, not {arena_bytes}")
+        memory = mmap.mmap(fd, about.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    return _Mapped(np.frombuffer(memory, dtype=np.uint8), path, about.st_ino)
+
+
+@dataclass(frozen=True, eq=False)
+class _Mapped:
+    """Another process' arena. path, inode: where it was found"""
+
+    array: NDArray[np.uint8]
+    path: str
+    inode: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its owner still has it open."""
+        try:
+            return os.stat(self.path).st_ino == self.inode
+        except OSError:
+            return False
+
+
+class _Deaths:
+    """A thread that tells, by ``died``, which of the watched processes have ended: what is mapped of one keeps its
+    memory, which the process that takes its place may need.
+    """
+
+    def __init__(self, died: Callable[[bytes], object]) -> None:
+        self._died = died
+        self._watched: dict[bytes, int] = {}  # descriptors of processes
+        self._unwatched: list[int] = []  # to be closed once no `poll` has them
+        self._lock = threading.Lock()
+        self._wake_read, self._wake_write = os.pipe()
+        self._is_open = True
+        self._thread: threading.Thread | None = None
+
+    def watch(self, pid: int, location: bytes) -> None:
+        """Raises `OSError` if there is no such process."""
+        fd = os.pidfd_open(pid)
+        with self._lock:
+            self._unwatch(location)
+            self._watched[location] = fd
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="headwise-peer-deaths", daemon=True)
+            self._thread.start()
+        os.write(self._wake_write, b"+")
+
+    def forget(self, location: bytes) -> None:
+        with self._lock:
+            self._unwatch(location)
+
+    def _unwatch(self, location: bytes) -> None:
+        fd = self._watched.pop(location, None)
+        if fd is not None:
+            self._unwatched.append(fd)
+
+    def close(self) -> None:
+        self._is_open = False
+        if self._thread is not None:
+            os.write(self._wake_write, b"-")
+            self._thread.join()
+        for fd in (*self._watched.values(), *self._unwatched, self._wake_read, self._wake_write):
+            os.close(fd)
+
+    def _run(self) -> None:
+        while self._is_open:
+            with self._lock:
+                for fd in self._unwatched:
+                    os.close(fd)
+                self._unwatched = []
+                watched = {fd: location for location, fd in self._watched.items()}
+            poll = select.poll()
+            for fd in (self._wake_read, *watched):
+                poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll():
+                if fd == self._wake_read:
+                    os.read(fd, 512)
+                else:
+                    self._tell(watched[fd], fd)
+
+    def _tell(self, location: bytes, fd: int) -> None:
+        with self._lock:
+            is_watched = self._watched.get(location) == fd
+            if is_watched:
+                self._unwatch(location)
+        if is_watched:
+            self._died(location)

@@ -1,0 +1,270 @@
+"""One worker's reads of other workers' host arenas, in the background: an owner may be slow, gone or hung."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.head_exchange import HeadExchange
+from headwise.errors import ConfigError, first_line
+from headwise.transfer.base import Event, Stream, end, ends_by
+from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Reader, Runs
+from headwise.transfer.stats import TransferStats, TransferTotals
+
+log = logging.getLogger(__name__)
+
+BATCH_BLOCKS = 64
+"""Most blocks of one read: enough for few calls, few enough for the first ones of a long prefix to come early."""
+BATCH_BYTES = 64 << 20
+"""Most bytes of one read, but for one block: what a slow network brings well within the timeout."""
+LOST_S = 10.0
+"""Seconds for which an address is not tried again at which nothing could be read."""
+
+Exports = tuple[tuple[bytes, ...], ...]
+"""Encoded `ExportAddress`es, by rank of the owner, the best of each first"""
+
+
+class FinishedReads(NamedTuple):
+    """Our host blocks whose reads are over: ``int32 [m]`` of each kind, each block once."""
+
+    fetched: NDArray[np.int32]
+    missed: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PeerBlocks:
+    """How this rank's arena and those of others fit together.
+
+    identity:    of the blocks in this one: others must have the same
+    rank:        of this worker
+    block_bytes: of our blocks
+    exchange:    with an owner of so many ranks. Raises ValueError or `ConfigError` if there is none with such an owner
+    """
+
+    identity: bytes
+    rank: int
+    block_bytes: int
+    exchange: Callable[[int], HeadExchange]
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Blocks of one read. rows: ``int32 [m, 4]`` (its group, its host block, our group, our host block)"""
+
+    exports: Exports
+    rows: NDArray[np.int32]
+    ours: NDArray[np.int32]
+    is_read: bool = False
+    event: Event = field(init=False)
+
+
+class PeerReads:
+    """Fills host blocks from those of other engines, on a stream of its own.
+
+    Used by the worker's thread alone, which never waits for an owner but in `drain` and `close`. Whatever goes wrong
+    makes blocks ``missed``; nothing writes to them any more once they are. Owners are read one after the other.
+
+    readers:   by transport, for all owners
+    blocks:    what is in our arena
+    arena:     flat uint8
+    timeout_s: longest wait for an owner, for each read of at most `BATCH_BYTES`
+    clock:     in seconds
+    """
+
+    def __init__(
+        self,
+        readers: Mapping[str, Reader],
+        blocks: PeerBlocks,
+        arena: NDArray[np.uint8],
+        *,
+        stream: Stream,
+        timeout_s: float,
+        batch_blocks: int = BATCH_BLOCKS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._readers, self._blocks, self._arena = readers, blocks, arena
+        self._stream, self._timeout_s = stream, timeout_s
+        self._batch_blocks, self._clock = batch_blocks, clock
+        self._batches: deque[_Batch] = deque()
+        self._totals = TransferTotals()
+        self._last: Event | None = None
+        self._may_read = True
+        # Of the stream's thread alone:
+        self._exchanges: dict[int, HeadExchange | str] = {}  # by the owner's ranks; or why there is none
+        self._lost: dict[bytes, float] = {}  # address: when it may be tried again
+        self._logged: set[str] = set()
+
+    def fetch(self, exports: Exports, blocks: NDArray[np.int32]) -> None:
+        """Start to fill host blocks: ``blocks [m, 4]`` (its group, its host block, our group, our host block).
+
+        Returns at once. A block of ours may be in several rows, one for each group of the owner's that it is filled
+        from; it is there once all are copied. Blocks come in the order in which they are first named.
+
+        Raises:
+            ValueError: ``blocks`` are of another shape.
+        """
+        if blocks.ndim != 2 or blocks.shape[1] != 4:
+            raise ValueError(f"blocks {list(blocks.shape)}: give (its group, its host block, our group, ours) each")
+        ours, first, which = np.unique(blocks[:, 3], return_index=True, return_inverse=True)
+        place = np.argsort(np.argsort(first))[which]  # of each row's block, in the order in which they are named
+        rows = blocks[np.argsort(place, kind="stable")].astype(np.int32)
+        place.sort()
+        step = min(self._batch_blocks, max(1, BATCH_BYTES // self._blocks.block_bytes))
+        for start in range(0, len(ours), step):
+            part = rows[slice(*np.searchsorted(place, (start, start + step)))]
+            batch = _Batch(exports, part, np.unique(part[:, 3]))
+            batch.event = self._last = self._stream.submit(partial(self._read, batch))
+            self._batches.append(batch)
+
+    def finished(self) -> FinishedReads:
+        """The blocks whose reads came to an end since the last call, each once. Never waits."""
+        fetched, missed = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
+        while self._batches and self._batches[0].event.done:
+            batch = self._batches.popleft()
+            (fetched if batch.is_read else missed).append(batch.ours)
+            read = len(batch.ours) if batch.is_read else 0
+            busy_s = batch.event.busy_s if batch.is_read else 0.0  # waiting for who is gone says nothing of copies
+            self._totals.add(read, read * self._blocks.block_bytes, busy_s, failed_blocks=len(batch.ours) - read)
+        return FinishedReads(np.concatenate(fetched), np.concatenate(missed))
+
+    def stats(self) -> TransferStats:
+        """Statistics as of the last `finished`. ``failed_blocks`` were missed."""
+        return self._totals.stats(self._stream.waited_s, sum(len(batch.ours) for batch in self._batches))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all reads are over, and return whether they are."""
+        return self._last is None or ends_by(self._last, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Give up what has not begun, and close readers and stream, within about ``timeout_s``. The last call but for
+        `finished`. A read that is under way then is left to the stream's thread, which ends with it.
+        """
+        self._may_read = False
+        self._last = self._stream.submit(self._close_readers)
+        self.drain(timeout_s)
+        end(self._stream, self._last)
+
+    # ---- on the stream ----
+
+    def _read(self, batch: _Batch) -> None:
+        if not self._may_read:
+            return
+        deadline = self._clock() + self._timeout_s
+        try:
+            exchange = self._exchange(len(batch.exports))
+            for owner_rank, runs in runs_of(exchange, self._blocks.rank, batch.rows).items():
+                self._read_rank(batch.exports[owner_rank], runs, deadline)
+            batch.is_read = True
+        except PeerLostError as error:
+            self._log("blocks of another engine did not come: %s", error)
+        except Exception as error:  # of a transport, or of an address from elsewhere: the blocks can be computed
+            self._log(f"blocks of another engine cannot be read: {type(error).__name__}: %s", error)
+
+    def _exchange(self, owner_ranks: int) -> HeadExchange:
+        known = self._exchanges.get(owner_ranks)
+        if known is None:
+            try:
+                known = self._blocks.exchange(owner_ranks)
+            except (ValueError, ConfigError) as error:
+                known = f"not with {owner_ranks} ranks: {first_line(error)}"
+            self._exchanges[owner_ranks] = known
+        if isinstance(known, str):
+            raise PeerLostError(known)
+        return known
+
+    def _read_rank(self, exports: tuple[bytes, ...], runs: Runs, deadline: float) -> None:
+        """Read from one rank, in the first way that works. Raises `PeerLostError` if none does."""
+        why = "its engine has no transport that this one has"
+        for encoded in exports:
+            address = ExportAddress.decode(encoded)
+            reader = self._readers.get(address.transport)
+            if reader is None or not reader.reaches(address):
+                continue
+            if address.identity != self._blocks.identity:
+                raise PeerLostError("they are of another model, or kept in another way, than this engine's")
+            if self._lost.get(encoded, -math.inf) > self._clock():
+                why = "it could not be read a moment ago"
+                continue
+            try:
+                reader.read(address, runs, self._arena, deadline - self._clock())
+            except PeerLostError as error:
+                why = f"{address.transport}: {error}"
+                self._give_up(encoded, reader, address)
+                continue
+            if (key := f"{address.transport}/{address.node}") not in self._logged:
+                self._logged.add(key)
+                log.info("blocks of engines on node %s come by %s", address.node, address.transport)
+            return
+        raise PeerLostError(why)
+
+    def _give_up(self, encoded: bytes, reader: Reader, address: ExportAddress) -> None:
+        """Do not try an address for a while, in which the blocks that wait for it are missed at once."""
+        reader.forget(address)
+        now = self._clock()
+        self._lost = {other: until for other, until in self._lost.items() if until > now}
+        self._lost[encoded] = now + LOST_S
+
+    def _log(self, text: str, error: Exception) -> None:
+        """Once for each kind of failure: what is missed is counted."""
+        if text not in self._logged:
+            self._logged.add(text)
+            log.warning(text + "; they are computed, and further ones are not logged", first_line(error))
+
+    def _close_readers(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+def runs_of(exchange: HeadExchange, rank: int, rows: NDArray[np.int32]) -> dict[int, Runs]:
+    """What our ``rank`` reads of each of the owner's ranks to fill the blocks of ``rows``, as of `PeerReads.fetch`.
+
+    Raises:
+        ValueError: rows that do not fill a block of ours, or fill it from groups that have nothing for it.
+    """
+    _check_complete(exchange.needs, rows)
+    runs: dict[int, list[Runs]] = {}
+    for group, owner_group, owner_rank, first, to, count in exchange.pieces(rank).tolist():
+        of_piece = rows[(rows[:, 0] == owner_group) & (rows[:, 2] == group)].astype(np.int64)
+        sources = of_piece[:, 1] * exchange.owner_block_bytes + first
+        targets = of_piece[:, 3] * exchange.block_bytes + to
+        runs.setdefault(owner_rank, []).append(np.column_stack([sources, targets, np.full_like(sources, count)]))
+    joined = {owner_rank: np.concatenate(parts) for owner_rank, parts in runs.items()}
+    return {owner_rank: merged(parts) for owner_rank, parts in joined.items() if len(parts)}
+
+
+def _check_complete(needs: NDArray[np.bool_], rows: NDArray[np.int32]) -> None:
+    theirs, ours = rows[:, 0], rows[:, 2]
+    if len(rows) == 0:
+        return
+    if min(theirs.min(), ours.min()) < 0 or ours.max() >= needs.shape[0] or theirs.max() >= needs.shape[1]:
+        raise ValueError(f"rows name groups that are not there: {needs.shape[0]} here, {needs.shape[1]} there")
+    if not needs[ours, theirs].all():
+        raise ValueError("rows fill blocks from groups that have nothing for them")
+    blocks, first, which = np.unique(rows[:, 3], return_index=True, return_inverse=True)
+    given = np.bincount(which)
+    is_one_group = (ours == ours[first][which]).all()
+    if not is_one_group or len(np.unique(rows[:, [0, 3]], axis=0)) != len(rows):
+        raise ValueError("rows fill a block twice, or with two groups")
+    lacking = np.flatnonzero(given != needs.sum(axis=1)[ours[first]])
+    if len(lacking):
+        raise ValueError(f"rows fill block {blocks[lacking[0]]} in part only")
+
+
+def merged(runs: Runs) -> Runs:
+    """The same bytes in the fewest runs: those that go on in both arenas are one. In the order of the target."""
+    runs = runs[np.argsort(runs[:, 1], kind="stable")]
+    ends = runs[:, :2] + runs[:, 2:]
+    begins = np.ones(len(runs), dtype=np.bool_)
+    begins[1:] = (ends[:-1] != runs[1:, :2]).any(axis=1)
+    result = runs[begins].copy()
+    result[:, 2] = np.add.reduceat(runs[:, 2], np.flatnonzero(begins)) if len(runs) else result[:, 2]
+    return result

@@ -1,0 +1,463 @@
+"""What all transports promise, with owners in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from support.peer_owner import IDENTITY, PeerOwner
+from support.waiting import PATIENCE_S, eventually
+
+from headwise.errors import ConfigError
+from headwise.kernels.select import make_run_copy
+from headwise.storage.index.encryption import CurveKeys
+from headwise.transfer.connectors import tcp
+from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Reader, check_runs, this_node
+from headwise.transfer.connectors.names import TRANSPORTS, parse_transports
+from headwise.transfer.connectors.select import PeerAccess, open_exports, open_readers
+from headwise.transfer.connectors.shared_memory import SharedMemoryExport
+from headwise.transfer.host_memory import HostArena
+
+NUM_BYTES = 5 << 20
+SHORT_S = 0.3
+"""For what must not come."""
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def shared_owner() -> Iterator[PeerOwner]:
+    """One that all tests read which leave it as it is."""
+    owner = PeerOwner(NUM_BYTES, TRANSPORTS)
+    yield owner
+    owner.kill()
+
+
+@pytest.fixture
+def owner(transport: str) -> Iterator[PeerOwner]:
+    """One that a test may stop and kill."""
+    owner = PeerOwner(NUM_BYTES, [transport])
+    yield owner
+    owner.kill()
+
+
+@pytest.fixture
+def reader(transport: str) -> Iterator[Reader]:
+    reader = make_reader(transport)
+    yield reader
+    reader.close()
+
+
+def make_reader(transport: str, keys: CurveKeys | None = None) -> Reader:
+    return open_readers([transport], PeerAccess(keys=keys), make_run_copy("numba", 1))[transport]
+
+
+def runs(*rows: tuple[int, int, int]) -> np.ndarray:
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def scattered(seed: int, count: int, size: int) -> np.ndarray:
+    """Runs of up to ``size`` bytes, everywhere in both arenas."""
+    rng = np.random.default_rng(seed)
+    places = np.column_stack([rng.permutation(NUM_BYTES // size)[:count] * size for _ in range(2)])
+    return np.column_stack([places, rng.integers(0, size + 1, count)])
+
+
+def expected(content: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    arena = np.zeros(NUM_BYTES, dtype=np.uint8)
+    for first, to, count in asked.tolist():
+        arena[to : to + count] = content[first : first + count]
+    return arena
+
+
+WHAT = {
+    "nothing": runs(),
+    "all at once": runs((0, 0, NUM_BYTES)),
+    "the ends": runs((NUM_BYTES - 1, 0, 1), (0, NUM_BYTES - 1, 1)),
+    "a run that is not cut evenly": runs((7, 100, (3 << 20) + 5)),
+    "short": scattered(1, 3000, 1 << 10),
+    "long": scattered(2, 40, 96 << 10),
+    "long and short": np.concatenate([runs((0, 0, 2 << 20)), scattered(3, 300, 1 << 10) + [0, 3 << 20, 0]])[:120],
+}
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_the_bytes_that_were_asked_for_come_and_no_others(shared_owner, transport, reader, what) -> None:
+    asked, arena = WHAT[what], np.zeros(NUM_BYTES, dtype=np.uint8)
+    asked = asked[(asked[:, :2] + asked[:, 2:] <= NUM_BYTES).all(axis=1)]
+    for _ in range(2):
+        arena[:] = 0
+        reader.read(shared_owner.addresses[transport], asked, arena, PATIENCE_S)
+        assert (arena == expected(shared_owner.content, asked)).all()
+
+
+def test_two_readers_at_once_get_each_its_own(shared_owner, transport) -> None:
+    arenas, failures = np.zeros((2, NUM_BYTES), dtype=np.uint8), []
+
+    def read(which: int) -> None:
+        reader = make_reader(transport)
+        try:
+            for turn in range(6):
+                asked = scattered(10 * which + turn, 30, 128 << 10)
+                arenas[which] = 0
+                reader.read(shared_owner.addresses[transport], asked, arenas[which], PATIENCE_S)
+                assert (arenas[which] == expected(shared_owner.content, asked)).all()
+        except Exception as error:
+            failures.append(error)
+        finally:
+            reader.close()
+
+    threads = [threading.Thread(target=read, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (runs((NUM_BYTES - 4, 0, 5)), "must lie within both"),
+        (runs((0, NUM_BYTES, 1)), "must lie within both"),
+        (runs((-1, 0, 1)), "must lie within both"),
+        (runs((0, 0, -1)), "must lie within both"),
+        (runs((1, 1, (1 << 63) - 1)), "must lie within both"),
+        (runs((0, 8, 9), (50, 0, 9)), "overlap in the target"),
+        (np.zeros((1, 3), np.int32), "give int64"),
+    ],
+)
+def test_runs_that_reach_beyond_an_arena_or_overlap_are_refused(
+    shared_owner, transport, reader, asked, message
+) -> None:
+    arena = np.zeros(NUM_BYTES, dtype=np.uint8)
+    with pytest.raises(ValueError, match=message):
+        reader.read(shared_owner.addresses[transport], asked, arena, PATIENCE_S)
+    assert not arena.any()
+
+
+def test_an_owner_that_died_is_lost_at_once(owner, transport, reader) -> None:
+    owner.kill()
+    before = time.monotonic()
+    with pytest.raises(PeerLostError):
+        reader.read(owner.addresses[transport], runs((0, 0, 9)), np.zeros(9, np.uint8), PATIENCE_S)
+    assert time.monotonic() - before < PATIENCE_S / 2
+
+
+def test_an_owner_that_dies_after_a_read_is_lost_by_the_next_one(owner, transport, reader) -> None:
+    arena = np.zeros(NUM_BYTES, np.uint8)
+    reader.read(owner.addresses[transport], runs((0, 0, NUM_BYTES)), arena, PATIENCE_S)
+    owner.kill()
+    with pytest.raises(PeerLostError):
+        reader.read(owner.addresses[transport], runs((0, 0, 9)), arena, PATIENCE_S)
+    assert (arena == owner.content).all()
+
+
+def test_an_owner_that_is_killed_amid_reads_ends_none_but_itself(owner, transport, reader) -> None:
+    arena, num_reads = np.zeros(NUM_BYTES, np.uint8), 0
+    timer = threading.Timer(0.2, owner.kill)
+    timer.start()
+    with pytest.raises(PeerLostError):  # noqa: PT012
+        while True:
+            reader.read(owner.addresses[transport], runs((0, 0, NUM_BYTES)), arena, PATIENCE_S)
+            num_reads += 1
+            assert (arena == owner.content).all()
+    timer.join()
+    assert num_reads
+
+
+def test_an_export_that_was_closed_is_read_no_more(owner, transport, reader) -> None:
+    arena = np.zeros(9, np.uint8)
+    reader.read(owner.addresses[transport], runs((0, 0, 9)), arena, PATIENCE_S)
+    owner.close_exports()
+    for each in (reader, make_reader(transport)):
+        with pytest.raises(PeerLostError):
+            each.read(owner.addresses[transport], runs((0, 0, 9)), arena, PATIENCE_S)
+    each.close()
+
+
+def test_an_arena_that_is_smaller_than_its_address_says_is_another_one(shared_owner, transport, reader) -> None:
+    address = shared_owner.claims(transport, NUM_BYTES + (1 << 20))
+    arena = np.zeros(NUM_BYTES + (1 << 20), np.uint8)
+    with pytest.raises(PeerLostError):
+        reader.read(address, runs((NUM_BYTES, 0, 9)), arena, PATIENCE_S)
+    assert not arena.any()
+    reader.read(shared_owner.addresses[transport], runs((0, 0, 9)), arena, PATIENCE_S)
+
+
+def test_an_address_of_nothing_is_lost(transport, reader) -> None:
+    for location in (b"", b"\x93\x01", msgpack.packb((1, 2)), msgpack.packb(("tcp://127.0.0.1:1;x", bytes(16)))):
+        address = ExportAddress(transport, this_node(), location, IDENTITY, 64)
+        with pytest.raises(PeerLostError):
+            reader.read(address, runs((0, 0, 9)), np.zeros(9, np.uint8), PATIENCE_S)
+
+
+# ---- owners that stand still ----
+
+
+def test_memory_of_an_owner_that_stands_still_is_read_all_the_same() -> None:
+    owner, reader = PeerOwner(NUM_BYTES, ["shared_memory"]), make_reader("shared_memory")
+    arena = np.zeros(NUM_BYTES, np.uint8)
+    owner.stop()
+    reader.read(owner.addresses["shared_memory"], runs((0, 0, NUM_BYTES)), arena, SHORT_S)
+    assert (arena == owner.content).all()
+    reader.close()
+    owner.kill()
+
+
+def test_over_tcp_an_owner_that_stands_still_is_late_and_its_late_answers_go_nowhere() -> None:
+    owner, reader = PeerOwner(NUM_BYTES, ["tcp"]), make_reader("tcp")
+    address, arena = owner.addresses["tcp"], np.zeros(NUM_BYTES, np.uint8)
+    reader.read(address, runs((0, 0, 9)), arena, PATIENCE_S)
+    arena[:] = 0
+    owner.stop()
+    with pytest.raises(PeerLostError, match="did not answer in time"):
+        reader.read(address, runs((0, 0, NUM_BYTES)), arena, SHORT_S)
+    owner.go_on()
+    reader.read(address, runs((5, 9, 100)), arena, PATIENCE_S)
+    assert (arena[9:109] == owner.content[5:105]).all()
+    arena[9:109] = 0
+    assert not arena.any()
+    reader.close()
+    owner.kill()
+
+
+# ---- shared memory ----
+
+
+def location_of(address: ExportAddress) -> list:
+    return msgpack.unpackb(address.location)
+
+
+def test_a_process_that_got_the_number_of_another_one_is_refused() -> None:
+    arena, reader = HostArena(1 << 16, is_shared=True), make_reader("shared_memory")
+    address = SharedMemoryExport(arena, IDENTITY).address
+    pid, fd, _ = location_of(address)
+    forged = replace(address, location=msgpack.packb((pid, fd, "headwise-" + "0" * 32)))
+    with pytest.raises(PeerLostError, match="is another one"):
+        reader.read(forged, runs((0, 0, 9)), np.zeros(9, np.uint8), SHORT_S)
+    elsewhere = replace(address, node="another/node")
+    assert not reader.reaches(elsewhere)
+    with pytest.raises(PeerLostError, match="node another/node"):
+        reader.read(elsewhere, runs((0, 0, 9)), np.zeros(9, np.uint8), SHORT_S)
+    reader.close()
+    arena.close()
+
+
+def test_an_arena_of_an_earlier_life_is_refused_when_a_later_one_has_its_descriptor() -> None:
+    arena = HostArena(1 << 16, is_shared=True)
+    address = SharedMemoryExport(arena, IDENTITY).address
+    arena.close()
+    later = HostArena(1 << 16, is_shared=True)
+    same_descriptor = location_of(SharedMemoryExport(later, IDENTITY).address)[1] == location_of(address)[1]
+    reader = make_reader("shared_memory")
+    with pytest.raises(PeerLostError, match="is another one" if same_descriptor else ""):
+        reader.read(address, runs((0, 0, 9)), np.zeros(9, np.uint8), SHORT_S)
+    reader.close()
+    later.close()
+
+
+def test_what_is_mapped_can_neither_shrink_nor_be_written_to() -> None:
+    arena, reader = HostArena(1 << 16, is_shared=True), make_reader("shared_memory")
+    address = SharedMemoryExport(arena, IDENTITY).address
+    assert arena.shared is not None
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.shared.fd, size)
+    reader.read(address, runs((0, 0, 9)), np.zeros(9, np.uint8), SHORT_S)
+    mapped = reader._arenas[address.location].array
+    with pytest.raises(ValueError, match="read-only"):
+        mapped[0] = 1
+    assert os.fstat(arena.shared.fd).st_mode & 0o077 == 0, "for this user alone"
+    reader.close()
+    arena.close()
+
+
+def test_the_memory_of_an_owner_that_died_is_let_go_of_without_being_asked() -> None:
+    owner, reader = PeerOwner(NUM_BYTES, ["shared_memory"]), make_reader("shared_memory")
+    reader.read(owner.addresses["shared_memory"], runs((0, 0, 9)), np.zeros(9, np.uint8), SHORT_S)
+    assert len(reader._arenas) == 1
+    owner.kill()
+    eventually(lambda: not reader._arenas)
+    reader.close()
+
+
+def test_a_private_arena_has_no_export_and_the_worker_goes_on_with_what_there_is(caplog) -> None:
+    arena = HostArena(1 << 16)
+    exports = open_exports(TRANSPORTS, PeerAccess(), arena, IDENTITY, make_run_copy("reference", 1))
+    assert [export.address.transport for export in exports] == ["tcp"]
+    assert "goes on without shared_memory to export host caches: the host arena is private" in caplog.text
+    for export in exports:
+        export.close()
+    arena.close()
+
+
+# ---- TCP ----
+
+
+@pytest.fixture
+def export() -> Iterator[tcp.TcpExport]:
+    arena = np.arange(1 << 16, dtype=np.uint32).view(np.uint8)
+    export = tcp.TcpExport(arena, IDENTITY, "tcp://127.0.0.1:*", None, make_run_copy("reference", 1))
+    yield export
+    export.close()
+
+
+def test_a_wrong_key_ends_the_connection_and_other_readers_go_on(export) -> None:
+    endpoint, key = location_of(export.address)
+    forged = replace(export.address, location=msgpack.packb((endpoint, bytes(len(key)))))
+    arena, reader = np.zeros(64, np.uint8), make_reader("tcp")
+    with pytest.raises(PeerLostError, match="has ended"):
+        reader.read(forged, runs((0, 0, 9)), arena, PATIENCE_S)
+    assert not arena.any()
+    reader.read(export.address, runs((4, 0, 8)), arena, PATIENCE_S)
+    assert arena[:8].view(np.uint32).tolist() == [1, 2]
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        b"",
+        bytes(10),
+        bytes(24 + 5),
+        bytes(1 << 20),
+        [b"", b"two frames"],
+        [b"\x00" * 24, b"more", b"more"],
+    ],
+)
+def test_whatever_else_is_sent_ends_that_connection_alone(export, question) -> None:
+    endpoint, key = location_of(export.address)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(endpoint)
+        socket.send_multipart(question if isinstance(question, list) else [question])
+        reader, arena = make_reader("tcp"), np.zeros(64, np.uint8)
+        reader.read(export.address, runs((4, 0, 8)), arena, PATIENCE_S)
+        assert not socket.poll(0)
+    reader.close()
+
+
+@pytest.mark.parametrize("asked", [(1 << 18, 1), (0, (1 << 18) + 1), (-1, 2), (0, -1), (0, 2 << 20)])
+def test_bytes_that_an_arena_does_not_have_are_not_sent(export, asked) -> None:
+    endpoint, key = location_of(export.address)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        ended = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(endpoint)
+        socket.send(key + (1).to_bytes(8, "little") + np.array(asked, np.int64).tobytes())
+        assert ended.poll(1000 * PATIENCE_S)
+        assert not socket.poll(0)
+        socket.disable_monitor()
+        ended.close()
+
+
+def test_a_reader_that_takes_nothing_is_dropped_and_holds_no_memory(export) -> None:
+    endpoint, key = location_of(export.address)
+    question = key + (1).to_bytes(8, "little") + np.array((0, 1 << 18), np.int64).tobytes()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        ended = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(endpoint)
+        for _ in range(2000):
+            with suppress(zmq.Again):
+                socket.send(question, zmq.NOBLOCK)
+            if ended.poll(1):
+                break
+        assert ended.poll(1000 * PATIENCE_S), "it left 32 answers unread"
+        reader, arena = make_reader("tcp"), np.zeros(64, np.uint8)
+        reader.read(export.address, runs((4, 0, 8)), arena, PATIENCE_S)
+        reader.close()
+        socket.disable_monitor()
+        ended.close()
+
+
+def test_a_secure_deployment_reads_with_its_keys_and_nobody_reads_without() -> None:
+    keys = CurveKeys.generate()
+    owner = PeerOwner(NUM_BYTES, ["tcp"], keys)
+    arena, reader = np.zeros(NUM_BYTES, np.uint8), make_reader("tcp", keys)
+    reader.read(owner.addresses["tcp"], runs((0, 0, NUM_BYTES)), arena, PATIENCE_S)
+    assert (arena == owner.content).all()
+    reader.close()
+    others = CurveKeys.generate()
+    stolen = CurveKeys(keys.server_public, b"", others.client_public, others.client_secret)
+    arena[:] = 0
+    for wrong in (None, stolen):
+        reader = make_reader("tcp", wrong)
+        with pytest.raises(PeerLostError):
+            reader.read(owner.addresses["tcp"], runs((0, 0, 9)), arena, 1.0)
+        reader.close()
+    assert not arena.any()
+    owner.kill()
+
+
+def test_a_port_is_taken_of_those_that_are_given() -> None:
+    arena, copy = np.zeros(64, np.uint8), make_run_copy("reference", 1)
+    first = tcp.open_export(arena, IDENTITY, "127.0.0.1", (), None, copy)
+    taken = int(location_of(first.address)[0].rpartition(":")[2])
+    with pytest.raises(OSError, match=rf"none of the ports {taken}-{taken} is free: give more peer_ports"):
+        tcp.open_export(arena, IDENTITY, "127.0.0.1", range(taken, taken + 1), None, copy)
+    first.close()
+    second = tcp.open_export(arena, IDENTITY, "127.0.0.1", range(taken, taken + 1), None, copy)
+    assert location_of(second.address)[0] == f"tcp://127.0.0.1:{taken}"
+    second.close()
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_questions_ask_for_all_and_none_for_too_much(what) -> None:
+    asked = WHAT[what]
+    parts = list(tcp.questions(asked))
+    assert all(part[:, 2].sum() <= tcp.ANSWER_BYTES and len(part) <= tcp.MAX_RUNS for part in parts)
+    content = np.random.default_rng(0).integers(1, 256, 9 << 20, dtype=np.uint8)
+    arena, wanted = np.zeros((2, 9 << 20), dtype=np.uint8)
+    copy = make_run_copy("reference", 1)
+    for part in parts:
+        copy(content, arena, part)
+    copy(content, wanted, asked)
+    assert (arena == wanted).all()
+
+
+# ---- addresses and names ----
+
+
+def test_an_address_survives_its_way_and_nothing_else_is_one() -> None:
+    address = ExportAddress("tcp", "node", b"secret place", IDENTITY, 1 << 40)
+    assert ExportAddress.decode(address.encode()) == address
+    assert "secret" not in repr(address)
+    bad = [b"", b"x", msgpack.packb((1, "tcp", "node", b"", b"")), msgpack.packb((2, "tcp", "node", b"", b"", 1))]
+    bad += [msgpack.packb((1, "tcp", "node", b"", b"", -1)), msgpack.packb((1, "tcp", "node", "", b"", 1))]
+    bad += [address.encode() + b"x", bytes(5000)]
+    for data in bad:
+        with pytest.raises(PeerLostError, match="no address"):
+            ExportAddress.decode(data)
+
+
+def test_a_machine_that_does_not_tell_is_like_no_other(tmp_path) -> None:
+    assert this_node() == this_node()
+    assert this_node(tmp_path) != this_node()
+
+
+def test_transports_are_named_and_the_best_comes_first() -> None:
+    assert parse_transports("auto") == TRANSPORTS
+    assert parse_transports("none") == ()
+    assert parse_transports("tcp, shared_memory") == ("shared_memory", "tcp")
+    with pytest.raises(ConfigError, match=r"peer_transports has 'rdma': choose auto, none, or some of shared_memory"):
+        parse_transports("tcp,rdma")
+
+
+def test_runs_that_touch_do_not_overlap() -> None:
+    check_runs(runs((0, 0, 5), (0, 5, 5), (0, 10, 0)), 10, 10)
