@@ -205,6 +205,8 @@ class EngineCore:
             self._lending.advance(now)
         if self._prefills:
             self._prefills.end_unleased()
+            if self._operations.state is not State.AWAKE:
+                self._prefills.end_all()
         if self._peer_loads is not None:
             self.resources.waiting.advance(now)
 

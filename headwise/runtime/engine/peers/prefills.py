@@ -70,3 +70,8 @@ class Prefills:
         for name, lease in list(self._leases.items()):
             if not self._lending.is_known(lease):
                 self._abort(name)
+
+    def end_all(self) -> None:
+        """Nothing is computed for a while: let readers compute it."""
+        for name in list(self._leases):
+            self._abort(name)
