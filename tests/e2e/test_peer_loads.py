@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import zmq
 from support.reference import Answer, answers, assert_same
-from support.waiting import PATIENCE_S, eventually
+from support.waiting import eventually
 
 from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.messages import Failed, Outputs, Submit
+from headwise.runtime.protocol.messages import Failed, Outputs, Ping, Pong, Submit
 from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, PeerHint, SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -85,10 +85,12 @@ class Ask:
             socket.send(wire.encode(Submit(1, request)))
             meanwhile()
             while result.finish_reason is None:
-                assert socket.poll(int(PATIENCE_S * 1000)), "the engine says nothing"
-                message = wire.decode(socket.recv(), Outputs, Failed)
-                assert isinstance(message, Outputs), message
-                for delta in message.deltas:
+                if not socket.poll(1000):
+                    socket.send(wire.encode(Ping()))  # the requests of a client that is silent are aborted
+                    continue
+                message = wire.decode(socket.recv(), Outputs, Pong, Failed)
+                assert not isinstance(message, Failed), message
+                for delta in message.deltas if isinstance(message, Outputs) else ():
                     result.add(delta)
         assert_same(answer.first(TOKENS), result.token_ids)
         return result
