@@ -1,7 +1,7 @@
 """Published models as caches see them: what each layer keeps, from the ``config.json`` of each.
 
-Models that headwise serves are read by their own modules. Of the others only the cache is known here: what a latent and
-an indexer keep (DeepSeek-V3.2), and states beside attention (Qwen3-Next, Qwen3.5).
+They are read by the modules of the models, but for states beside attention (Qwen3-Next, Qwen3.5): these are counted as
+if they lay one behind the other, as in pages of layers, and not by key heads.
 """
 
 from __future__ import annotations
@@ -89,15 +89,13 @@ def planned(geometry: Geometry, tp_size: int = 1) -> Planned:
 
 def published() -> dict[str, Geometry]:
     """Geometries by the names of their files."""
-    paths = sorted(PUBLISHED.rglob("*.json"), key=lambda path: path.stem)
+    paths = sorted(PUBLISHED.glob("*.json"), key=lambda path: path.stem)
     return {path.stem: geometry(json.loads(path.read_text())) for path in paths}
 
 
 def geometry(config: Config) -> Geometry:
     """That of a ``config.json``."""
     text = {**config, **config.get("text_config", {})}
-    if "index_head_dim" in text:
-        return _latents_and_indexers(text)
     if "linear_num_value_heads" in text:
         return _states_and_attention(text)
     return _served(config)
@@ -113,14 +111,6 @@ def _served(config: Config) -> Geometry:
         tuple(size for size in valid_tp_sizes(model) if size <= MOST_RANKS),
         is_replicated=attention.is_replicated,
     )
-
-
-def _latents_and_indexers(text: Config) -> Geometry:
-    """A layer keeps a latent, and one key of its indexer."""
-    numbers = text["kv_lora_rank"] + text["qk_rope_head_dim"] + text["index_head_dim"]
-    layers = text["num_hidden_layers"]
-    tp_sizes = _divisors(text["num_attention_heads"], text["index_n_heads"])
-    return Geometry(((FULL,),) * layers, (numbers * BYTES,) * layers, tp_sizes, is_replicated=True)
 
 
 def _states_and_attention(text: Config) -> Geometry:

@@ -18,7 +18,7 @@ from headwise.actors.cluster import Cluster, cluster_of_this_job, connection
 from headwise.actors.found import Found, find_scheduler, wait_until_gone
 from headwise.actors.front import Front, Keys
 from headwise.actors.http_server import check_http_start, http_address
-from headwise.actors.names import SCHEDULER, STANDBY, actor_name
+from headwise.actors.names import SCHEDULER, STANDBY, STORE, actor_name
 from headwise.actors.restarts import Life, Phase
 from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
@@ -152,8 +152,7 @@ class Deployment:
 
         assert self._frontend is not None
         config, supervisor, frontend = self.config, self._supervisor, self._frontend
-        have_standby = [SCHEDULER] if config.standby else []
-        self._watchdog = FrontendWatchdog(supervisor, list(frontend.roles), have_standby, config)
+        self._watchdog = FrontendWatchdog(supervisor, list(frontend.roles), config)
         for role in frontend.roles.values():
             supervisor.add(role)
         number = None if found is None else len(set(engines) - found.leaving)
@@ -288,7 +287,7 @@ class Deployment:
 
     def store_stats(self) -> dict[str, Any]:
         """The attention store's statistics: see `AttentionStore.stats`. `DeploymentError`: it is being restarted."""
-        store = self._actors.get("store")
+        store = self._actors.get(STORE)
         if store is None:
             raise DeploymentError("the attention store is being started again; try again in a second")
         stats: dict[str, Any] = get(store.stats.remote())

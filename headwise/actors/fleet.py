@@ -14,7 +14,7 @@ import ray
 
 from headwise.actors import placement, rebalance
 from headwise.actors.first_start import EngineStart
-from headwise.actors.names import SCHEDULER
+from headwise.actors.names import SCHEDULER, STORE
 from headwise.actors.restarts import Phase
 from headwise.actors.role import Role
 from headwise.actors.store_worth import StoreWorth
@@ -68,7 +68,7 @@ class Fleet:
         policy = policy_of(config)
         number = config.first_replicas if number is None else number
         self._controller = ReplicaSet(policy, min(max(number, policy.min_replicas), policy.max_replicas))
-        self._store = StoreWorth(lambda: supervisor.serving("store"))
+        self._store = StoreWorth(lambda: supervisor.serving(STORE))
         self._epochs = itertools.count(1)
         self._epoch: dict[str, int] = {}  # of each engine: one that comes back under an old name is another one
         self._decision: Decision | None = None

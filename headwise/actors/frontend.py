@@ -9,7 +9,7 @@ from headwise.actors.addresses import client_host, endpoint_here, free_ports, is
 from headwise.actors.calls import get
 from headwise.actors.found import Found, find_scheduler, wait_until_gone
 from headwise.actors.front import Front, Keys
-from headwise.actors.names import SCHEDULER
+from headwise.actors.names import SCHEDULER, STORE
 from headwise.actors.placement import FrontendSite
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
@@ -143,7 +143,7 @@ class Frontend:
             return self._config, self.front.store_endpoint, self._namespace, self._keys.curve
 
         life = Life(self._config.start_timeout_s)
-        return Role(self._config.name, "store", AttentionStore, arguments, self._site, life)
+        return Role(self._config.name, STORE, AttentionStore, arguments, self._site, life)
 
     def _http_roles(self) -> list[Role]:
         from headwise.actors.http_server import HttpServerActor

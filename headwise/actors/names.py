@@ -4,6 +4,7 @@ from __future__ import annotations
 
 NAMESPACE = "headwise"
 SCHEDULER = "scheduler"
+STORE = "store"
 OWNER = "owner"
 """The role of the actor that owns a detached deployment."""
 STANDBY = "-standby"

@@ -8,6 +8,7 @@ import time
 from headwise.actors.addresses import client_host, endpoint_here
 from headwise.actors.ending import Ending
 from headwise.actors.front import About, Front
+from headwise.actors.owner_watch import OwnerWatch
 from headwise.actors.placement import node_address
 from headwise.actors.ray_metrics import RayMetrics
 from headwise.actors.remote import remote
@@ -57,6 +58,7 @@ class GlobalScheduler:
         self._observer: Client | None = None  # asks the server what Ray is told
         self._metrics: RayMetrics | None = None
         self._exchange = Exchange()
+        self._owner_watch: OwnerWatch | None = None
         self._asked = 0
         self._ending = Ending()
         self._starting = threading.Lock()
@@ -112,6 +114,8 @@ class GlobalScheduler:
             store.close()
             raise
         self._server.start()
+        self._owner_watch = OwnerWatch(config.name, config.owner_timeout_s)
+        self._owner_watch.start()
         self._tell_ray()
         return self.address()
 
@@ -147,6 +151,8 @@ class GlobalScheduler:
         return self._server.loop_count
 
     def stop(self) -> None:
+        if self._owner_watch is not None:
+            self._owner_watch.close()
         if self._observer is not None and self._metrics is not None:
             self._observer.close()  # a question under way ends, and with it the thread that asked
             self._metrics.close()
@@ -160,6 +166,8 @@ class GlobalScheduler:
 
     def exchange(self, fleet: FleetState) -> SchedulerNews:
         """See `Exchange.swap`: the process that started the deployment calls once a second."""
+        if self._owner_watch is not None:
+            self._owner_watch.called()
         return self._exchange.swap(fleet)
 
 

@@ -84,11 +84,13 @@ class Supervisor:
         role.cause = cause
         role.kill_at_once()
 
-    def can_fail_over(self, name: str) -> bool:
-        """Whether a standby would take the place of the role's actor at once. Callable from any thread."""
+    def can_replace(self, name: str) -> bool:
+        """Whether another actor would take the place of the role's at once: the one that stands by, if one is to.
+        Callable from any thread."""
         role = self._roles.get(name)
-        has_standby = role is not None and role.standby is not None and self.serving(role.standby.name) is not None
-        return role is not None and has_standby and role.life.can_be_replaced(self._now)
+        if role is None or (role.standby is not None and self.serving(role.standby.name) is None):
+            return False
+        return role.life.can_be_replaced(self._now)
 
     def retire(self, role: Role, why: str) -> None:
         """Forget a role, end its actor if it still lives, and give back its place. On the supervisor's thread."""

@@ -34,8 +34,8 @@ def latent_layout(block_size: int, slots: int, width: int, dtype: str = "float32
 
 
 def is_latent(layout: BlockLayout) -> bool:
-    """Whether the layout is one of latents."""
-    return len(layout.roles) == 1 and layout.roles[0].name == LATENT
+    """Whether the layout is one of latents, whatever else it keeps beside them."""
+    return layout.roles[0].name == LATENT
 
 
 def latent_width(layout: BlockLayout) -> int:

@@ -7,6 +7,8 @@ from headwise.kernels.base import AttentionKernels
 from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy, RunCopy, reference_run_copy
 from headwise.kernels.delta_base import DeltaKernels
 from headwise.kernels.delta_reference import ReferenceDeltaKernels
+from headwise.kernels.dsa_base import IndexedKernels
+from headwise.kernels.dsa_reference import ReferenceIndexedKernels
 from headwise.kernels.mla_base import LatentKernels
 from headwise.kernels.mla_reference import ReferenceLatentKernels
 from headwise.kernels.reference import ReferenceKernels
@@ -51,6 +53,17 @@ def make_latent_kernels(name: str, threads: int) -> LatentKernels:
     except ImportError as error:
         raise _without_numba(name, error) from error
     return NumbaLatentKernels(threads)
+
+
+def make_indexed_kernels(name: str, threads: int) -> IndexedKernels:
+    """Those of latent attention with an indexer, as `make_kernels`; they raise the same."""
+    if _is_reference(name):
+        return ReferenceIndexedKernels()
+    try:
+        from headwise.kernels.cpu.dsa_attention import NumbaIndexedKernels
+    except ImportError as error:
+        raise _without_numba(name, error) from error
+    return NumbaIndexedKernels(threads)
 
 
 def make_delta_kernels(name: str, threads: int) -> DeltaKernels:

@@ -54,6 +54,14 @@ def schedulers(deployment: Deployment) -> tuple[int, int]:
     return pids["scheduler"], pids["scheduler-standby"]
 
 
+def pid_of(deployment: Deployment, role: str) -> int | None:
+    """None while none serves, or nobody knows yet that the last one is dead."""
+    try:
+        return deployment.actor_pids().get(role)
+    except DeploymentError:
+        return None
+
+
 def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -114,14 +122,19 @@ def test_one_that_stands_by_and_dies_is_replaced_and_the_scheduler_serves_on(
     os.kill(standby, signal.SIGKILL)
     assert client.generate("Still there?", max_tokens=2).token_ids
 
-    def has_another() -> bool:
-        try:
-            return standby not in schedulers(deployment)
-        except DeploymentError:  # nobody knows yet that it is dead
-            return False
-
-    eventually(has_another)
+    eventually(lambda: pid_of(deployment, "scheduler-standby") not in (None, standby))
     assert schedulers(deployment)[0] == scheduler
+
+
+def test_a_store_that_hangs_is_replaced_while_the_scheduler_that_stands_by_answers(
+    deployment: Deployment, client: Client
+) -> None:
+    eventually(lambda: deployment.has_standby)
+    store = deployment.actor_pids()["store"]
+    os.kill(store, signal.SIGSTOP)
+    eventually(lambda: not is_there(store))
+    assert client.generate("Still there?", max_tokens=2).token_ids
+    eventually(lambda: pid_of(deployment, "store") not in (None, store))
 
 
 def test_a_deployment_whose_scheduler_was_replaced_keeps_its_name(deployment: Deployment, client: Client) -> None:

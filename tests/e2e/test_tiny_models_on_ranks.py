@@ -39,14 +39,14 @@ def run_twice(name: str, size: int, **changes: object) -> list[np.ndarray]:
     return [worker._cache.arena.view(np.float32) for worker in ranks.workers]
 
 
-@pytest.mark.parametrize(("name", "size"), [("deepseek-v2", 2), ("deepseek-v3", 4)])
+@pytest.mark.parametrize(("name", "size"), [("deepseek-v2", 2), ("deepseek-v3", 4), ("deepseek-v3.2", 2)])
 def test_ranks_say_the_reference_tokens_whole_chunked_batched_and_cached_twice(name: str, size: int) -> None:
     arenas = run_twice(name, size)
     for arena in arenas[1:]:
         np.testing.assert_allclose(arena, arenas[0], rtol=0, atol=1e-5)  # and NaN where nothing was written
 
 
-@pytest.mark.parametrize(("name", "block_size"), [("qwen3-next", 16), ("qwen3.5", 64)])
+@pytest.mark.parametrize(("name", "block_size"), [("qwen3-next", 16), ("qwen3.5", 64), ("qwen3.5-moe", 16)])
 def test_ranks_that_share_states_out_say_the_reference_tokens(name: str, block_size: int) -> None:
     run_twice(name, 2, block_size=block_size)
 
@@ -55,3 +55,7 @@ def test_ranks_that_share_states_out_say_the_reference_tokens(name: str, block_s
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_ranks_with_heads_of_two_sizes_say_the_reference_tokens(name: str, block_size: int) -> None:
     run_twice(name, 2, block_size=block_size)
+
+
+def test_ranks_that_see_chunks_say_the_reference_tokens() -> None:
+    run_twice("llama4", 2, block_size=16)

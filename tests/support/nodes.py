@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,6 +38,13 @@ _HEAD_PORTS = ("port", "ray-client-server-port", "dashboard-agent-listen-port")
 
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that a process has started, and those that these have."""
+    done = subprocess.run(["pgrep", "--parent", str(pid)], check=False, capture_output=True, text=True)
+    children = [int(line) for line in done.stdout.split()]
+    return [*children, *(each for child in children for each in descendants(child))]
 
 
 @cache
@@ -114,10 +121,11 @@ class Node:
 class Nodes:
     """A Ray cluster: a head without room for engines, in this process's own namespace, and nodes to be added.
 
-    address: ``HOST:PORT`` of the cluster
+    address:    ``HOST:PORT`` of the cluster
+    other_host: another address of the head's machine
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         number = os.getpid()
         self._prefix = f"hw{number % 10**8}"
         self._network = f"10.{64 + number % 128}.{number // 128 % 256}"
@@ -125,34 +133,52 @@ class Nodes:
         self._bridge = f"{self._prefix}br"
         self._nodes: list[Node] = []
         self._count = 0
-        self.host = f"{self._network}.1"
+        self.host, self.other_host = f"{self._network}.1", f"{self._network}.254"
         self._ports = dict(zip(_HEAD_PORTS, free_ports(len(_HEAD_PORTS)), strict=True))
         self.address = f"{self.host}:{self._ports['port']}"
         self._head: list[subprocess.Popen[bytes]] = []
+        self._environment = environment or {}
 
     @classmethod
     @contextmanager
-    def started(cls) -> Iterator[Nodes]:
-        """A head and no other nodes yet; at the end this process leaves the cluster, too."""
-        nodes = cls()
+    def started(cls, environment: Mapping[str, str] | None = None) -> Iterator[Nodes]:
+        """A head, with these variables, and no other nodes yet; at the end this process leaves the cluster, too."""
+        nodes = cls(environment)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_AUTH_MODE", "disabled")
             read_authentication()
             try:
-                nodes._start()
+                nodes._connect()
+                nodes.start_head()
                 yield nodes
             finally:
                 _ray.shutdown()
                 nodes._close()
 
-    def _start(self) -> None:
+    def _connect(self) -> None:
         run("ip", "link", "add", self._bridge, "type", "bridge")
-        run("ip", "address", "add", f"{self.host}/24", "dev", self._bridge)
+        for host in (self.host, self.other_host):
+            run("ip", "address", "add", f"{host}/24", "dev", self._bridge)
         run("ip", "link", "set", self._bridge, "up")
+
+    def start_head(self, host: str = "") -> None:
+        """Once more, after `kill_head`: with the same variables, and another address for its own node: Ray thinks a
+        head at this one runs already, since the other nodes, which know it, are on this machine, too.
+        """
         ports = [f"--{name}={port}" for name, port in self._ports.items()]
-        place = f"--node-ip-address={self.host}", f"--temp-dir={self._temp}"
-        self._head.append(ray_head.start("--head", "--num-cpus=0", "--include-dashboard=false", *ports, *place))
+        place = f"--node-ip-address={host or self.host}", f"--temp-dir={self._temp}"
+        options = ("--head", "--num-cpus=0", "--include-dashboard=false", *ports, *place)
+        self._head.append(ray_head.start(*options, environment=self._environment))
         eventually(self._is_up)
+
+    def kill_head(self) -> None:
+        """As when its machine fails: Ray's control service is gone."""
+        process = self._head.pop()
+        for pid in descendants(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
 
     def _is_up(self) -> bool:
         try:
@@ -175,6 +201,7 @@ class Nodes:
         run(*inside, "address", "add", f"{node.address}/24", "dev", peer)
         run(*inside, "link", "set", peer, "up")
         run(*inside, "link", "set", "lo", "up")
+        run(*inside, "route", "add", "default", "via", self.host)  # by which Ray finds out a machine's address
         node.processes.append(
             ray_head.start(
                 f"--address={self.address}",

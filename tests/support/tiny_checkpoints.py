@@ -210,6 +210,22 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         norm_topk_prob=True,
         rope_scaling=_yarn(1.0, 0.6),
     ),
+    "deepseek-v3.2": _config(
+        "DeepseekV32ForCausalLM",
+        "deepseek_v32",
+        **_DEEPSEEK,
+        q_lora_rank=32,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        rope_scaling=_yarn(1.0, 1.0),
+        index_n_heads=16,  # with few of them many scores are exactly 0, and torch takes any of equal ones
+        index_head_dim=32,
+        index_topk=24,
+    ),
     "qwen3-next": _config(
         "Qwen3NextForCausalLM",
         "qwen3_next",
@@ -221,16 +237,44 @@ TINY_CONFIGS: Mapping[str, dict[str, Any]] = {
         mlp_only_layers=[1],
     ),
     "qwen3.5": _config("Qwen3_5ForCausalLM", "qwen3_5_text", **_DELTA_NET),
+    "qwen3.5-moe": _config(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        **_DELTA_NET,
+        intermediate_size=_ABSENT,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+    ),
+    "llama4": _config(
+        "Llama4ForCausalLM",
+        "llama4_text",
+        num_hidden_layers=4,  # the last of which sees all
+        intermediate_size=48,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=64,
+        floor_scale=32,
+        attn_scale=0.3,
+        rms_norm_eps=1e-5,
+    ),
     "gpt-oss": _GPT_OSS,
     "gpt-oss-mxfp4": {**_GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}},
 }
 """Each model's ``config.json``."""
 
 
+_NORMS_FROM_ONE = ("gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Model types whose norms are stored as distances from 1."""
+
+
 def draw_weights(config: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, np.ndarray]:
     """Weights of these names and shapes, whose activations neither vanish nor grow, and whose logits lie apart."""
     draw, found = np.random.default_rng(0), {}
-    from_one = config["model_type"] in ("gemma2", "qwen3_next", "qwen3_5_text")  # norms are stored as distances from 1
+    from_one = config["model_type"] in _NORMS_FROM_ONE
     for name, shape in sorted(shapes.items()):
         if name.endswith(("_blocks", "_scales")):
             low, high = (0, 256) if name.endswith("_blocks") else (122, 125)

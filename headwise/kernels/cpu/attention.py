@@ -46,6 +46,7 @@ class NumbaKernels:
     """
 
     name = "numba"
+    _compile = staticmethod(CacheKernels.of)
 
     def __init__(self, threads: int, kv_dtype: str | None = "float32") -> None:
         self._known: dict[int, CacheKernels] = {}
@@ -180,8 +181,14 @@ class NumbaKernels:
         if known is None:
             if len(self._known) == MOST_LAYOUTS:
                 self._known.clear()
-            known = self._known[id(layout)] = CacheKernels.of(layout)
+            known = self._known[id(layout)] = self._compile(layout)
         return known
+
+
+class TokenKernels(NumbaKernels):
+    """The same over single tokens' latents: entries of tables are their places, in `attention_pass.token_step`."""
+
+    _compile = staticmethod(CacheKernels.of_tokens)
 
 
 def _check(rows: int, kv_heads: int, dim: int, kernels: CacheKernels, batch: AttentionBatch, heads: HeadTable) -> None:

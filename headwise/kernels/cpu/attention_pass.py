@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,20 @@ class CacheKernels:
         numbers = tuple(cache[name] for name in (records.CACHE.names or ())[2:])  # behind the arena's
         return CacheKernels(layout, dim, numbers, write_of(dtype), attend_of(dtype))
 
+    @staticmethod
+    def of_tokens(layout: BlockLayout) -> CacheKernels:
+        """The same for tables of single tokens' latents: each "block" is one token's place, see `token_step`.
+
+        Raises:
+            ConfigError: as `of`, or the layout is not one of latents.
+        """
+        latent_width(layout)
+        kernels, size = CacheKernels.of(layout), np.dtype(STORED[kv_dtype_of(layout)]).itemsize
+        places = {"block_stride": token_step(layout) // size, "slot_stride": 0, "block_size": 1}
+        names = (records.CACHE.names or ())[2:]
+        cache = tuple(places.get(name, number) for name, number in zip(names, kernels.cache, strict=True))
+        return replace(kernels, cache=cache)
+
     def a_pass(self, arena: NDArray[np.uint8], batch: AttentionBatch, **fields: Any) -> NDArray[np.int64]:
         """A `records.PASS` over this arena of this batch, with these fields besides."""
         tables = batch.block_tables
@@ -85,6 +100,11 @@ class CacheKernels:
             sequences=len(batch.seq_lens), tables=address_of(tables, np.int32), table_columns=tables.shape[1],
             groups=batch.groups, **fields,
         )  # fmt: skip
+
+
+def token_step(layout: BlockLayout) -> int:
+    """Bytes that every token's latent in an arena begins at a multiple of: places of single tokens count these."""
+    return gcd(layout.block_bytes, layout.slot_bytes, layout.roles[0].token_bytes)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class DenseModel:
             raise ConfigError(f"{card.model} keeps no keys of single heads (MLA): there is no head pattern to measure")
         if card.has_states:
             raise ConfigError(f"{card.model} keeps states in some layers: no pattern of such is measured yet")
+        if geometry.chunk:
+            raise ConfigError(f"{card.model} has chunked attention: no pattern of such is measured yet")
         if geometry.layer_heads:
             raise ConfigError(
                 f"{card.model} has layers of unlike heads or with a shared cache: no pattern of such is measured yet"

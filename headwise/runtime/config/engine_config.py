@@ -280,8 +280,13 @@ class EngineConfig:
     failover_timeout_s: float = _option(
         1.5,
         "Seconds after which a scheduler that is alive but does nothing is replaced by the one that stands by, if that "
-        "answers meanwhile.",
+        "answers meanwhile; the index after twice as many.",
         0.5,
+    )
+    owner_timeout_s: float = _option(
+        30.0,
+        "Seconds after which the owner of a detached deployment is started again if the scheduler hears nothing of it.",
+        5.0,
     )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs.")
     step_timeout_s: float = _option(

@@ -127,6 +127,8 @@ def read_model_card(
             f"{config.model} has layers of unlike heads or with a shared cache: head patterns, and sparsity, are for "
             "models whose layers are alike; leave head_pattern out"
         )
+    if config.head_pattern and model.chunk:
+        raise ConfigError(f"{config.model} has chunked attention, which no head pattern has: serve it without")
     if config.head_pattern and any(policy.is_state for row in model.policies for policy in row):
         raise ConfigError(f"{config.model} keeps states in some layers, which no head pattern has: serve it without")
     if config.head_pattern:

@@ -27,12 +27,14 @@ class RopeConfig:
     scaling: the ``rope_scaling`` mapping of ``config.json``, or None
     share:   of a head's elements, the first ones, that are rotated; `inverse_frequencies` puts their pairs first
     is_long: LongRoPE for sequences longer than those that the model was first trained with
+    is_none: nothing is rotated
     """
 
     theta: float
     scaling: Mapping[str, Any] | None = None
     share: float = 1.0
     is_long: bool = False
+    is_none: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """What chooses the tokens that a layer's latent attention sees (DSA).
+
+    heads, head_dim: of the indexer (``index_n_heads``, ``index_head_dim``)
+    top:             tokens that are chosen for a query, at most (``index_topk``)
+    """
+
+    heads: int
+    head_dim: int
+    top: int
+
+
+@dataclass(frozen=True)
 class MlaConfig:
     """Multi-head latent attention: sizes of what heads and latents are made of.
 
@@ -77,6 +92,7 @@ class MlaConfig:
     plain:     those of a head's own key, without a position (``qk_nope_head_dim``)
     value_dim: of a head's value
     q_rank:    numbers that a token's queries are made of (``q_lora_rank``); None: of its whole hidden state
+    indexer:   None: attention sees all tokens
     """
 
     rank: int
@@ -84,6 +100,7 @@ class MlaConfig:
     plain: int
     value_dim: int
     q_rank: int | None
+    indexer: IndexerConfig | None = None
 
     @property
     def width(self) -> int:
@@ -115,6 +132,8 @@ class ModelConfig:
     ropes:    per layer
     attention_scale: factor on q.k; softcaps are 0 where there is none
     sink_logits:     whether every query head has learned the score of a sink, see `AttentionKernels.attend`
+    chunk:           layers whose heads have a window of so many tokens see none before their own chunk of as many; 0: a
+                     window is what its policy says
     attention_bias:  of the projections of queries, keys and values; out_bias of that of attention's output
     """
 
@@ -144,6 +163,7 @@ class ModelConfig:
     mla: MlaConfig | None = None
     layer_heads: tuple[LayerHeads, ...] = ()
     delta: DeltaConfig | None = None
+    chunk: int = 0
 
     def heads_of(self, layer: int) -> LayerHeads:
         """Keys and values of a layer."""

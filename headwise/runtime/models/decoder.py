@@ -318,6 +318,7 @@ class Decoder(Model):
             or config.sink_logits
             or config.mla
             or config.delta
+            or config.chunk
             or not all(isinstance(layer.mlp, GatedMlp) for layer in self._layers)
         ):
             return None

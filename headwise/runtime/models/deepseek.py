@@ -40,14 +40,17 @@ Floats = NDArray[np.float32]
 
 
 def parse_v2(config: HfConfig) -> ModelConfig:
-    return _parse(config, V2, v2_moe)
+    return parse_latents(config, V2, v2_moe)
 
 
 def parse_v3(config: HfConfig) -> ModelConfig:
-    return _parse(config, V3, v3_moe)
+    return parse_latents(config, V3, v3_moe)
 
 
-def _parse(config: HfConfig, architecture: str, read_moe: Callable[[HfConfig, int], GroupedMoeConfig]) -> ModelConfig:
+def parse_latents(
+    config: HfConfig, architecture: str, read_moe: Callable[[HfConfig, int], GroupedMoeConfig]
+) -> ModelConfig:
+    """Read a ``config.json`` of latent attention, and its experts, if it has any, by ``read_moe``."""
     check_served(config, _SERVED_VALUES)
     if isinstance(config.get("quantization_config"), dict):
         method = shown(config["quantization_config"].get("quant_method"))
@@ -217,13 +220,19 @@ class Deepseek(MoeDecoder):
         mla, weights, tokens = self.mla, layer.attention, x.shape[0]
         made = self._linear(x, weights.into)
         queries, compressed, shared = made[:, : -mla.width], made[:, -mla.width : -mla.rotated], made[:, -mla.rotated :]
+        choosing: tuple[Any, ...] = ()
         if weights.into_heads is not None:
             norm, into_heads = weights.into_heads
-            queries = self._linear(self.ops.rms_norm(queries, norm, _NORM_EPS), into_heads)
+            ranked = self.ops.rms_norm(queries, norm, _NORM_EPS)
+            queries, choosing = self._linear(ranked, into_heads), self.choosing(weights, x, ranked)
         queries = queries.reshape([tokens, -1, mla.plain + mla.rotated])
         latents = self.ops.rms_norm(compressed, weights.latent_norm, _NORM_EPS)
-        heads = attention(index, queries, latents, shared, weights.up, rotation)
+        heads = attention(index, queries, latents, shared, weights.up, rotation, *choosing)
         return self.reduce(self._linear(heads.reshape([tokens, -1]), weights.out))
+
+    def choosing(self, weights: Any, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
+        """What tokens are chosen by, for attention that sees only some: of ``x``, and of what queries are made of."""
+        return ()
 
     def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], Floats]:
         assert isinstance(mlp.config, GroupedMoeConfig), "parsed so"

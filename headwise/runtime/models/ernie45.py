@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from headwise.runtime.models.decoder import Decoder, Weights
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, integer, number, positive, rope
 from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
-from headwise.runtime.models.weight_view import WeightView
+from headwise.runtime.models.weight_view import InterleavedWeights
 
 DENSE = "Ernie4_5ForCausalLM"
 MOE = "Ernie4_5_MoeForCausalLM"
@@ -136,61 +135,15 @@ def _windowed(config: HfConfig, num_layers: int) -> list[bool]:
 # ---- weights ----
 
 
-class ErnieWeights(WeightView):
-    """A checkpoint's weights in the shape that the shared decoder takes.
+class ErnieWeights(InterleavedWeights):
+    """A checkpoint's weights in the shape that the shared decoder takes."""
 
-    Rotary embedding: ERNIE rotates neighbours ``(2i, 2i + 1)`` of a head by the angle ``i``, the rope operation
-    the elements ``(i, i + D / 2)``. So the rows of the query and the key projection are reordered here, each head's
-    even ones before its odd ones: then the rope operation turns the pairs that ERNIE turns, and queries and keys,
-    being reordered alike, have the same products.
-
-    Experts: published checkpoints have three matrices per expert; those that transformers 5 keeps in its own layout
-    have one ``gate_up_proj [E, 2 I, hidden]`` and one ``down_proj [E, hidden, I]`` a layer. Either is read by the
-    published names.
-    """
-
-    _ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-    _EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
     _CORRECTION = ("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias")
-
-    def __init__(self, source: Weights, head_dim: int) -> None:
-        super().__init__(source)
-        self._known = frozenset(source.names)
-        self._even_first = np.concatenate([np.arange(0, head_dim, 2), np.arange(1, head_dim, 2)])
-
-    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        expert = self._fused_expert(name)
-        if expert is not None:
-            return expert[start:stop]
-        rows = self._source.rows(name, start, stop)
-        if not name.endswith(self._ROTATED):
-            return rows
-        heads = rows.reshape(-1, len(self._even_first), rows.shape[1])
-        return heads[:, self._even_first].reshape(rows.shape)
-
-    def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        expert = self._fused_expert(name)
-        return self._source.columns(name, start, stop) if expert is None else expert[:, start:stop]
 
     def correction(self, at: str) -> NDArray[np.float32]:
         """A router's ``e_score_correction_bias [num_experts]``."""
         published, fused = (at + name for name in self._CORRECTION)
         return self._source.tensor(fused if fused in self._known else published).reshape(-1)
-
-    def _fused_expert(self, name: str) -> NDArray[np.float32] | None:
-        """One expert's matrix out of a layer's, if that is how this checkpoint has it."""
-        match = None if name in self._known else self._EXPERT.fullmatch(name)
-        if match is None:
-            return None
-        expert, is_down = int(match["expert"]), match["kind"] == "down"
-        fused = f"{match['at']}.{'down' if is_down else 'gate_up'}_proj"
-        if fused not in self._known:
-            return None
-        matrix: NDArray[np.float32] = self._source.rows(fused, expert, expert + 1)[0]
-        if is_down:
-            return matrix
-        gate, up = np.split(matrix, 2)
-        return gate if match["kind"] == "gate" else up
 
 
 # ---- models ----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +15,7 @@ from headwise.runtime.models.decoder import GatedMlp, Layer, Linear, Residual, W
 from headwise.runtime.models.gemma2 import Gemma2
 from headwise.runtime.models.gemma4_config import ARCHITECTURES, Gemma4Config, parse
 from headwise.runtime.models.moe import route, tokens_by_expert
-from headwise.runtime.models.weight_view import WeightView
+from headwise.runtime.models.weight_view import ExpertWeights
 from headwise.runtime.ops.base import KernelArray, Tensor, Weight
 
 __all__ = ["ARCHITECTURES", "Gemma4", "parse"]
@@ -72,29 +71,6 @@ class SideEmbedding:
     norm: Tensor
 
 
-class Gemma4Weights(WeightView):
-    """A checkpoint's experts one by one: it has a layer's in two tensors, gates above ups."""
-
-    _EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
-
-    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        match = self._EXPERT.fullmatch(name)
-        return super().rows(name, start, stop) if match is None else self._expert(match)[start:stop]
-
-    def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        match = self._EXPERT.fullmatch(name)
-        return super().columns(name, start, stop) if match is None else self._expert(match)[:, start:stop]
-
-    def _expert(self, match: re.Match[str]) -> NDArray[np.float32]:
-        expert, is_down = int(match["expert"]), match["kind"] == "down"
-        name = f"{match['at']}.{'down' if is_down else 'gate_up'}_proj"
-        matrix: NDArray[np.float32] = self._source.rows(name, expert, expert + 1)[0]
-        if is_down:
-            return matrix
-        gate, up = np.split(matrix, 2)
-        return gate if match["kind"] == "gate" else up
-
-
 class Gemma4(Gemma2):
     """Gemma 2's norms around attention and MLP, with queries, keys and values normed, too, and no offset of weights.
 
@@ -113,7 +89,7 @@ class Gemma4(Gemma2):
     # ---- weights ----
 
     def view(self, weights: Weights) -> Weights:
-        return weights if self.config.moe is None else Gemma4Weights(weights)
+        return weights if self.config.moe is None else ExpertWeights(weights)
 
     def norms_of(self, layer: int) -> Mapping[str, str]:
         names = dict(self.norm_names)

@@ -34,7 +34,8 @@ class MoeDecoder(Decoder):
     """
 
     router_name: ClassVar[str] = "gate"
-    """Of a layer's router, below its MLP."""
+    shared_name: ClassVar[str] = "shared_experts"
+    """Of a layer's router and of the experts that every token goes through, below its MLP."""
     router_bias: ClassVar[bool] = False
 
     def load_mlp(self, layer: int, at: str) -> Any:
@@ -56,7 +57,7 @@ class MoeDecoder(Decoder):
             router=Linear(self._prepare(f"{name}.weight", lambda: self.ops.linear_weight(router)), bias),
             correction=correction,
             experts=tuple(experts),
-            shared=self.gated_mlp(f"{at}shared_experts.", shared_size) if shared_size else None,
+            shared=self.gated_mlp(f"{at}{self.shared_name}.", shared_size) if shared_size else None,
         )
 
     def correction(self, at: str) -> NDArray[np.float32] | np.float32:

@@ -30,30 +30,47 @@ from headwise.runtime.models.moe_decoder import MoeDecoder, sigmoid
 from headwise.runtime.models.qwen import Qwen3, moe_config
 from headwise.runtime.models.qwen3_next_weights import GatedHeadWeights, JoinedDeltaWeights
 from headwise.runtime.models.values import finite_number, shown
+from headwise.runtime.models.weight_view import ExpertWeights
 from headwise.runtime.ops.base import Tensor
 
 NEXT = "Qwen3NextForCausalLM"
 QWEN3_5 = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+QWEN3_5_MOE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 
 MOST_CONVOLUTION = 64
 _PARTIAL = "partial_rotary_factor"
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_NOT_OF_QWEN3_5 = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+"""Fields of Qwen3-Next by which experts are weighted, or missing from some layers: Qwen3.5 always has them alike."""
 _DEFAULTS = {"head_dim": 256, "hidden_act": "silu"}
 
 Floats = NDArray[np.float32]
 
 
 def parse_next(config: HfConfig) -> ModelConfig:
-    decoder = _parse(config, NEXT)
-    moe = moe_config(
-        {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True, **config}, decoder.num_layers
-    )
-    shared = positive(config, "shared_expert_intermediate_size", default=512)
-    return replace(decoder, moe=replace(moe, gated_shared_size=shared))
+    return _with_experts(_parse(config, NEXT), {"num_experts": 512, "num_experts_per_tok": 10, **config})
 
 
 def parse_qwen3_5(config: HfConfig) -> ModelConfig:
-    return _parse({**config, **mapping(config, "text_config")}, QWEN3_5[0])
+    return _parse(_text(config), QWEN3_5[0])
+
+
+def parse_qwen3_5_moe(config: HfConfig) -> ModelConfig:
+    text = {key: value for key, value in _text(config).items() if key not in _NOT_OF_QWEN3_5}
+    size = positive(text, "moe_intermediate_size", default=512)
+    decoder = _parse({**text, "intermediate_size": size}, QWEN3_5_MOE[0])  # no layer has a dense MLP
+    return _with_experts(decoder, {"num_experts": 256, "moe_intermediate_size": size, **text})
+
+
+def _text(config: HfConfig) -> HfConfig:
+    """The decoder's part of a multimodal model's config."""
+    return {**config, **mapping(config, "text_config")}
+
+
+def _with_experts(decoder: ModelConfig, config: HfConfig) -> ModelConfig:
+    moe = moe_config({"norm_topk_prob": True, **config}, decoder.num_layers)
+    shared = positive(config, "shared_expert_intermediate_size", default=512)
+    return replace(decoder, moe=replace(moe, gated_shared_size=shared))
 
 
 def _parse(config: HfConfig, architecture: str) -> ModelConfig:
@@ -238,6 +255,13 @@ class Qwen3Next(MoeDecoder, Qwen3_5):
             shared=self.gated_mlp(f"{at}shared_expert.", moe.gated_shared_size),
             shared_gate=Linear(self._prepare(f"{gate}.weight", lambda: self.ops.linear_weight(weight))),
         )
+
+
+class Qwen3_5Moe(Qwen3Next):  # noqa: N801
+    """The same by Qwen3.5's names, with a layer's experts in two tensors or one by one."""
+
+    def view(self, weights: Weights) -> Weights:
+        return Qwen3_5.view(self, ExpertWeights(weights))
 
 
 def _by_key_head(rows: Floats, delta: DeltaConfig) -> Floats:

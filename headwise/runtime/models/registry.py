@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from headwise.errors import ModelError
 from headwise.runtime.models import (
     deepseek,
+    deepseek_v32,
     ernie45,
     gemma2,
     gemma3,
     gemma4,
     gpt_oss,
     llama,
+    llama4,
     mistral,
     mixtral,
     phi3,
@@ -38,7 +40,9 @@ class _Entry:
 _MODELS = {
     deepseek.V2: _Entry(deepseek.parse_v2, deepseek.Deepseek),
     deepseek.V3: _Entry(deepseek.parse_v3, deepseek.Deepseek),
+    deepseek_v32.ARCHITECTURE: _Entry(deepseek_v32.parse, deepseek_v32.DeepseekV32),
     **dict.fromkeys(llama.ARCHITECTURES, _Entry(llama.parse, llama.Llama)),
+    **dict.fromkeys(llama4.ARCHITECTURES, _Entry(llama4.parse, llama4.Llama4)),
     **dict.fromkeys(mistral.ARCHITECTURES, _Entry(mistral.parse, mistral.Mistral)),
     gemma2.ARCHITECTURE: _Entry(gemma2.parse, gemma2.Gemma2),
     **dict.fromkeys(gemma3.ARCHITECTURES, _Entry(gemma3.parse, gemma3.Gemma3)),
@@ -48,6 +52,7 @@ _MODELS = {
     qwen.QWEN3_MOE: _Entry(qwen.parse_qwen3_moe, qwen.Qwen3Moe),
     qwen3_next.NEXT: _Entry(qwen3_next.parse_next, qwen3_next.Qwen3Next),
     **dict.fromkeys(qwen3_next.QWEN3_5, _Entry(qwen3_next.parse_qwen3_5, qwen3_next.Qwen3_5)),
+    **dict.fromkeys(qwen3_next.QWEN3_5_MOE, _Entry(qwen3_next.parse_qwen3_5_moe, qwen3_next.Qwen3_5Moe)),
     mixtral.ARCHITECTURE: _Entry(mixtral.parse, mixtral.Mixtral),
     phi3.ARCHITECTURE: _Entry(phi3.parse, phi3.Phi3),
     gpt_oss.ARCHITECTURE: _Entry(gpt_oss.parse, gpt_oss.GptOss),

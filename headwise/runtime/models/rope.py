@@ -35,6 +35,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> NDArray[np.float32
     Raises:
         ModelError: the scaling is not supported, lacks a field, or is out of float32's range.
     """
+    if config.is_none:
+        return np.zeros(head_dim // 2, np.float32)
     with np.errstate(all="ignore"):
         scaled = _scaled(config, rotated_elements(config, head_dim))
     if not np.isfinite(scaled).all():

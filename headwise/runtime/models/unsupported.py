@@ -18,14 +18,14 @@ class Missing:
 _POSITIONS = "learned positions and layer norms"
 
 MISSING = {
-    "DeepseekV32ForCausalLM": Missing("an indexer beside latents (DSA)", "DeepseekV3ForCausalLM"),
+    "DeepseekV4ForCausalLM": Missing("a cache of compressed tokens", "DeepseekV32ForCausalLM"),
+    "GlmMoeDsaForCausalLM": Missing("an indexer's choice that several layers share", "DeepseekV32ForCausalLM"),
     "Glm4MoeForCausalLM": Missing("routing by sigmoid", "Qwen3MoeForCausalLM"),
     "Qwen2MoeForCausalLM": Missing("a gated shared expert", "Qwen3MoeForCausalLM"),
-    "Qwen3_5MoeForCausalLM": Missing("experts joined in one tensor beside recurrent states", "Qwen3NextForCausalLM"),
     "Gemma3nForConditionalGeneration": Missing("alternating updates (AltUp) and sparse MLPs", "Gemma4ForCausalLM"),
     "Gemma4UnifiedForConditionalGeneration": Missing("the unified form's vision and audio", "Gemma4ForCausalLM"),
     "GemmaForCausalLM": Missing("a GELU MLP without post norms", "Gemma2ForCausalLM"),
-    "Llama4ForConditionalGeneration": Missing("chunked attention and vision", "LlamaForCausalLM"),
+    "KimiLinearForCausalLM": Missing("states that decay by channel (KDA) beside latents", "Qwen3NextForCausalLM"),
     "Mistral3ForConditionalGeneration": Missing("vision", "MistralForCausalLM"),
     "Phi3SmallForCausalLM": Missing("block-sparse attention", "Phi3ForCausalLM"),
     "PhiMoEForCausalLM": Missing("layer norms and sparse mixing of experts", "MixtralForCausalLM"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,3 +43,68 @@ class WeightView:
     def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
         """None: no such files are read."""
         return None
+
+
+class ExpertWeights(WeightView):
+    """Experts one by one, whether a checkpoint has them so or a layer's in two tensors.
+
+    These are ``experts.gate_up_proj [E, 2 I, hidden]``, gates above ups, and ``experts.down_proj [E, hidden, I]``.
+    Either form is read by the names ``experts.N.gate_proj.weight`` and so on.
+
+    has_inputs_first: joined experts are ``[E, hidden, 2 I]`` and ``[E, I, hidden]``
+    """
+
+    has_inputs_first: ClassVar[bool] = False
+
+    _EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self._source.names)
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        expert = self._joined_expert(name)
+        return super().rows(name, start, stop) if expert is None else expert[start:stop]
+
+    def columns(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        expert = self._joined_expert(name)
+        return super().columns(name, start, stop) if expert is None else expert[:, start:stop]
+
+    def _joined_expert(self, name: str) -> NDArray[np.float32] | None:
+        """One expert's matrix out of a layer's, if that is how this checkpoint has it."""
+        match = None if name in self._known else self._EXPERT.fullmatch(name)
+        if match is None:
+            return None
+        is_down = match["kind"] == "down"
+        joined = f"{match['at']}.{'down' if is_down else 'gate_up'}_proj"
+        if joined not in self._known:
+            return None
+        expert = int(match["expert"])
+        matrix: NDArray[np.float32] = self._source.rows(joined, expert, expert + 1)[0]
+        matrix = matrix.T if self.has_inputs_first else matrix
+        if is_down:
+            return matrix
+        gate, up = np.split(matrix, 2)
+        return gate if match["kind"] == "gate" else up
+
+
+class InterleavedWeights(ExpertWeights):
+    """The same, of models that rotate neighbours ``(2i, 2i + 1)`` of a head by the angle ``i``.
+
+    The rope operation rotates the elements ``(i, i + D / 2)``. So the rows of the query and the key projection are
+    reordered here, each head's even ones before its odd ones: then the rope operation turns the pairs that the model
+    turns, and queries and keys, being reordered alike, have the same products.
+    """
+
+    _ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+
+    def __init__(self, source: Weights, head_dim: int) -> None:
+        super().__init__(source)
+        self._even_first = np.concatenate([np.arange(0, head_dim, 2), np.arange(1, head_dim, 2)])
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
+        rows = super().rows(name, start, stop)
+        if not name.endswith(self._ROTATED):
+            return rows
+        heads = rows.reshape(-1, len(self._even_first), rows.shape[1])
+        return heads[:, self._even_first].reshape(rows.shape)

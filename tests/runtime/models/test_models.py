@@ -151,8 +151,8 @@ def test_window_layers_become_window_policies() -> None:
             "that is served is LlamaForCausalLM; supported are",
         ),
         (
-            {"architectures": ["DeepseekV32ForCausalLM"]},
-            r"needs an indexer beside latents \(DSA\); the nearest that is served is DeepseekV3ForCausalLM",
+            {"architectures": ["GlmMoeDsaForCausalLM"]},
+            "needs an indexer's choice that several layers share; the nearest that is served is DeepseekV32ForCausalLM",
         ),
         ({"architectures": ["Gemma9ForCausalLM"]}, "the nearest by name that is served is Gemma[234]ForCausalLM; supp"),
         ({"architectures": ["Xyzzy"]}, "architecture Xyzzy is not supported; supported are"),

@@ -58,6 +58,9 @@ class DenseAttention:
         out = np.empty_like(q)
         for local, head in enumerate(heads):
             mask = visible(c.policies[kept][head], len(q))
+            if c.chunk and c.policies[kept][head].window:
+                chunks = np.arange(len(q)) // c.chunk
+                mask &= chunks[:, None] == chunks
             for index in range(local * share, (local + 1) * share):
                 scores = q[:, index] @ k[:, local].T * c.attention_scale
                 scores, seen = capped(scores, c.attention_softcap), mask
@@ -69,22 +72,38 @@ class DenseAttention:
 
 
 class DenseLatentAttention:
-    """The same for latents: every head's own keys and values, made of them."""
+    """The same for latents: every head's own keys and values, made of them. An indexer may choose which it sees."""
 
     def __init__(self, config: ModelConfig, ops) -> None:
         self._config, self._ops = config, ops
 
-    def __call__(self, layer: int, query, compressed, shared, up, rotation):
+    def __call__(self, layer: int, query, compressed, shared, up, rotation, index=None, index_key=None):
         ops, mla, tokens = self._ops, self._config.mla, len(query)
         turned = ops.kernel_array(ops.rope(query[:, :, mla.plain :], *rotation)).astype(np.float64)
         rotated = ops.kernel_array(ops.rope(shared.reshape([tokens, 1, mla.rotated]), *rotation))[:, 0]
         plain, latents = (ops.kernel_array(t).astype(np.float64) for t in (query[:, :, : mla.plain], compressed))
+        mask = visible(self._config.policies[layer][0], tokens)
+        if index is not None:
+            mask = self._chosen(index, index_key, rotation, mask)
         out = np.empty((tokens, query.shape[1], mla.value_dim))
         for head in range(query.shape[1]):
             scores = plain[:, head] @ (latents @ up.key[head].T).T + turned[:, head] @ rotated.T
-            mask = visible(self._config.policies[layer][0], tokens)
             out[:, head] = softmax(scores * self._config.attention_scale, mask) @ (latents @ up.value[head])
         return ops.from_kernel_array(out.astype(np.float32))
+
+    def _chosen(self, index, key, rotation, mask: np.ndarray) -> np.ndarray:
+        rotated, dim = self._config.mla.rotated, index.query.shape[2]
+        turn = [np.arctan2(*map(np.asarray, reversed(rotation)))]
+        query, keys = (
+            np.concatenate([rotate(x[:, :, :rotated], *turn), x[:, :, rotated:]], axis=2)
+            for x in (index.query, key[:, None])
+        )
+        scores = np.maximum(np.einsum("thd,kd->thk", query, keys[:, 0]) * dim**-0.5, 0)
+        scores = np.where(mask, np.einsum("th,thk->tk", index.weights, scores), -np.inf)
+        kept = np.argsort(-scores, axis=1, kind="stable")[:, : index.top]
+        found = np.zeros_like(mask)
+        np.put_along_axis(found, kept, True, axis=1)
+        return found & mask
 
 
 class DenseMixedAttention(DenseAttention):

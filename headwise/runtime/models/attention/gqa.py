@@ -8,10 +8,10 @@ from typing import Any
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
-from headwise.kernels.base import AttentionKernels, RotatingKernels
+from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable, RotatingKernels
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.select import make_kernels
-from headwise.runtime.models.attention.base import LayerCache, Serving
+from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import ModelConfig, Rotation
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
@@ -49,7 +49,7 @@ class GroupedQueryAttention:
     def host_kernels(self, name: str, threads: int) -> AttentionKernels:
         return make_kernels(name, threads)
 
-    def over_cache(self, ops: TensorOps, kernels: Any) -> GroupedQueryOverCache:
+    def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
         return GroupedQueryOverCache(ops, kernels, self.config.attention_scale, self.config.attention_softcap)
 
     def weight_elements(self, layer: int = 0) -> int:
@@ -105,6 +105,11 @@ class GroupedQueryOverCache:
         cache.wait()
         out = ops.empty_like(queries)
         self._kernels.attend(
-            queries, *where, scale=self._scale, softcap=self._softcap, out=out, sink_logits=sink_logits
-        )
+            queries, cache.arena, cache.layout, *self.seen(cache), scale=self._scale, softcap=self._softcap, out=out,
+            sink_logits=sink_logits,
+        )  # fmt: skip
         return ops.from_kernel_array(out)
+
+    def seen(self, cache: LayerCache) -> tuple[AttentionBatch, HeadTable]:
+        """What the kernels attend to for this layer."""
+        return cache.batch, cache.heads

@@ -16,9 +16,9 @@ from headwise.errors import ConfigError
 from headwise.kernels.mla import latent_layout
 from headwise.kernels.mla_base import LatentKernels, UpProjections
 from headwise.kernels.select import make_latent_kernels
-from headwise.runtime.models.attention.base import LayerCache, Serving
+from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
-from headwise.runtime.ops.base import Tensor, TensorOps
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 CPU_WIDTH_MULTIPLE = 16
 """Of a latent's numbers, for the CPU's kernels to read them: the lanes of a vector."""
@@ -54,7 +54,7 @@ class LatentAttention:
     def host_kernels(self, name: str, threads: int) -> LatentKernels:
         return make_latent_kernels(name, threads)
 
-    def over_cache(self, ops: TensorOps, kernels: Any) -> LatentOverCache:
+    def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
         return LatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
 
     def weight_elements(self, layer: int = 0) -> int:
@@ -95,17 +95,23 @@ class LatentOverCache:
         compressed: ``[T, rank]``, the part of latents that is not rotated
         shared:     ``[T, rotated]``, the part of keys that is, and that heads share
         """
-        ops, mla = self._ops, self._mla
-        tokens, heads = query.shape[:2]
+        queries, latents = self.rotated(query, compressed, shared, rotation)
+        where = cache.arena, cache.layout, cache.batch, cache.heads
+        self._kernels.write_latent(latents, *where)
+        cache.wait()
+        out = self._ops.empty_like(queries, (*queries.shape[:2], self._mla.value_dim))
+        self._kernels.attend_latent(queries, up, *where, scale=self._scale, out=out)
+        return self._ops.from_kernel_array(out)
+
+    def rotated(
+        self, query: Tensor, compressed: Tensor, shared: Tensor, rotation: Rotation
+    ) -> tuple[KernelArray, KernelArray]:
+        """Queries and latents ``[T, width]``, whose parts that carry positions are rotated."""
+        ops, mla, tokens = self._ops, self._mla, query.shape[0]
         queries = ops.kernel_array(query)
         queries[:, :, mla.plain :] = ops.kernel_array(ops.rope(query[:, :, mla.plain :], *rotation))
         latents = ops.empty_like(queries, (tokens, mla.width))
         latents[:, : mla.rank] = ops.kernel_array(compressed)
         turned = ops.rope(shared.reshape([tokens, 1, mla.rotated]), *rotation)
         latents[:, mla.rank :] = ops.kernel_array(turned)[:, 0]
-        where = cache.arena, cache.layout, cache.batch, cache.heads
-        self._kernels.write_latent(latents, *where)
-        cache.wait()
-        out = ops.empty_like(queries, (tokens, heads, mla.value_dim))
-        self._kernels.attend_latent(queries, up, *where, scale=self._scale, out=out)
-        return ops.from_kernel_array(out)
+        return queries, latents

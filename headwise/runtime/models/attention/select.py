@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from headwise.runtime.models.attention.base import AttentionVariant
+from headwise.runtime.models.attention.chunked import ChunkedAttention
 from headwise.runtime.models.attention.delta import DeltaNetAttention
+from headwise.runtime.models.attention.dsa import IndexedLatentAttention
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
 from headwise.runtime.models.attention.mla import LatentAttention
 from headwise.runtime.models.base import ModelConfig
@@ -11,8 +13,12 @@ from headwise.runtime.models.base import ModelConfig
 
 def attention_of(config: ModelConfig) -> AttentionVariant:
     """The variant of a model. Another one is a field of `ModelConfig` with its geometry, and a line here."""
+    if config.mla is not None and config.mla.indexer is not None:
+        return IndexedLatentAttention(config, config.mla, config.mla.indexer)
     if config.mla is not None:
         return LatentAttention(config, config.mla)
     if config.delta is not None:
         return DeltaNetAttention(config, config.delta)
+    if config.chunk:
+        return ChunkedAttention(config)
     return GroupedQueryAttention(config)

@@ -22,7 +22,7 @@ from headwise.runtime.models.base import valid_tp_sizes
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
 
-NEXT, DENSE = TINY_CONFIGS["qwen3-next"], TINY_CONFIGS["qwen3.5"]
+NEXT, DENSE, MOE = (TINY_CONFIGS[name] for name in ("qwen3-next", "qwen3.5", "qwen3.5-moe"))
 CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
 
 
@@ -85,6 +85,47 @@ def test_weights_that_do_not_belong_to_the_config_are_refused(
 def test_the_text_of_a_multimodal_checkpoint_is_served() -> None:
     nested = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**DENSE, "architectures": None}}
     assert model_config(nested) == model_config(DENSE)
+
+
+def test_the_text_of_a_multimodal_checkpoint_with_experts_is_served_by_the_published_fields_alone() -> None:
+    nested = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": {**MOE, "architectures": None}}
+    assert model_config(nested) == model_config(MOE)
+    known = model_config({key: value for key, value in MOE.items() if "expert" not in key and key != "head_dim"})
+    assert known.moe is not None
+    assert (known.moe.num_experts, known.moe.experts_per_token, known.moe.expert_size) == (256, 8, 32)
+    assert (known.moe.gated_shared_size, known.moe.layers, known.head_dim) == (512, (0, 1, 2, 3), 256)
+    assert model_config({**MOE, "norm_topk_prob": False, "decoder_sparse_step": 2}) == model_config(MOE)  # not its own
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "'num_experts_per_tok' 9 is more than 'num_experts' 8"),
+        ({"moe_intermediate_size": 0}, "'moe_intermediate_size' must be a positive integer, got 0"),
+        ({"shared_expert_intermediate_size": -1}, "'shared_expert_intermediate_size' must be a positive integer"),
+    ],
+)
+def test_experts_that_cannot_be_served_are_refused_before_weights_are_read(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        model_config({**MOE, **changes})
+
+
+def test_a_layers_experts_in_two_tensors_are_those_one_by_one() -> None:
+    weights = draw_weights(MOE, reference("qwen3.5-moe")["shapes"])
+    joined = {name: array for name, array in weights.items() if ".experts." not in name}
+    for layer in range(4):
+        at, projections = f"model.layers.{layer}.mlp.experts", ("gate", "up", "down")
+        gate, up, down = (
+            np.stack([weights[f"{at}.{expert}.{name}_proj.weight"] for expert in range(8)]) for name in projections
+        )
+        joined |= {f"{at}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{at}.down_proj": down}
+    ids = np.arange(3, 43, dtype=np.int32)
+    one_by_one, together = (
+        run_rank(model_config(MOE), DictWeights(each), SingleRank(), ids) for each in (weights, joined)
+    )
+    np.testing.assert_array_equal(one_by_one, together)
 
 
 def test_layers_without_names_have_attention_in_every_fourth() -> None:

@@ -1,0 +1,53 @@
+"""The contract of kernels of latent attention with an indexer (DSA). What `headwise.kernels.mla_base` says holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import Array, AttentionBatch, HeadTable
+from headwise.kernels.mla_base import LatentKernels, UpProjections
+
+
+@dataclass(frozen=True)
+class IndexQueries:
+    """What a layer's indexer asks with, for its tokens in a step: the same on every rank. float32 and C-contiguous.
+
+    query:   ``[tokens, index_heads, index_dim]``, rotated as keys are
+    weights: ``[tokens, index_heads]``, of any sign
+    top:     how many tokens are chosen for a query, at most
+    """
+
+    query: Array
+    weights: Array
+    top: int
+
+
+class IndexedKernels(LatentKernels, Protocol):
+    """Write and attention of latents that an indexer chooses."""
+
+    def write_index(
+        self, key: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+    ) -> None:
+        """Store the indexer's keys of this step's tokens, ``[tokens, index_dim]``, as `write_latent` does latents."""
+
+    def attend_chosen(
+        self,
+        query: Array,
+        up: UpProjections,
+        index: IndexQueries,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """`attend_latent`, but each query sees only the ``index.top`` best of what is visible to it, or all of fewer.
+
+        A token's score is ``sum over heads of weight * max(query @ key, 0)``. Of equal scores the earlier token's
+        counts as the higher. Published code computes them in FP8, for which it turns queries and keys by one Hadamard
+        matrix: that leaves their products as they are, so it is left out here.
+        """

@@ -1,0 +1,85 @@
+"""Latent attention with an indexer in plain NumPy: the definition that other implementations are tested against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.dsa import index_view
+from headwise.kernels.dsa_base import IndexQueries
+from headwise.kernels.mla import latent_view
+from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.mla_reference import ReferenceLatentKernels
+from headwise.kernels.reference import blocks_of, sequences_of, softmax_attention, visible_to
+
+
+class ReferenceIndexedKernels(ReferenceLatentKernels):
+    """Clarity over speed: one (sequence, head) at a time, in the expanded form, in float64."""
+
+    def write_index(
+        self,
+        key: NDArray[Any],
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """See `IndexedKernels.write_index`."""
+        view = index_view(arena, layout)
+        for sequence, rows, positions in sequences_of(batch):
+            blocks = blocks_of(batch, sequence, heads.group[0], positions, layout.block_size)
+            mapped = blocks >= 0
+            written = key[rows][mapped]
+            at = (blocks[mapped], heads.slot[0], positions[mapped] % layout.block_size)
+            view[at] = to_bits(written) if view.dtype == np.uint16 else written
+
+    def attend_chosen(
+        self,
+        query: NDArray[Any],
+        up: UpProjections,
+        index: IndexQueries,
+        arena: NDArray[np.uint8],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: NDArray[Any],
+    ) -> None:
+        """See `IndexedKernels.attend_chosen`. A visible token whose block is ``-1`` is treated as not visible."""
+        for sequence, rows, positions in sequences_of(batch):
+            context = np.arange(positions[-1] + 1)
+            visible = visible_to(positions, context, int(heads.window[0]), int(heads.sink[0]))
+            seen = context[visible.any(axis=0)]
+            blocks = blocks_of(batch, sequence, heads.group[0], seen, layout.block_size)
+            seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
+            at = blocks, heads.slot[0], seen % layout.block_size
+            latents, keys = (_exact(view(arena, layout)[at]) for view in (latent_view, index_view))
+            of_heads = np.maximum(np.einsum("tnd,kd->tnk", index.query[rows].astype(np.float64), keys), 0)
+            scores = np.einsum("tn,tnk->tk", index.weights[rows].astype(np.float64), of_heads)
+            is_seen = visible[:, seen]
+            chosen = best(scores, is_seen, index.top)
+            compressed, rotated = np.split(latents, [up.value.shape[1]], axis=1)
+            for head in range(query.shape[1]):
+                key = np.concatenate([compressed @ up.key[head].T.astype(np.float64), rotated], axis=1)
+                value = compressed @ up.value[head].astype(np.float64)
+                one = slice(head, head + 1)
+                out[rows, one] = softmax_attention(query[rows, one], key, value, chosen, scale, softcap=0.0)
+            out[rows][(np.isnan(scores) & is_seen).any(axis=1)] = np.nan  # nothing can be chosen by these
+
+
+def best(scores: NDArray[np.float64], visible: NDArray[np.bool_], top: int) -> NDArray[np.bool_]:
+    """``bool [queries, keys]``: the ``top`` keys of highest score that are visible, of equal ones the first."""
+    order = np.argsort(np.where(visible, -scores, np.inf), axis=1, kind="stable")
+    chosen = np.zeros_like(visible)
+    np.put_along_axis(chosen, order[:, :top], True, axis=1)
+    return chosen & visible
+
+
+def _exact(stored: NDArray[Any]) -> NDArray[np.float64]:
+    return (to_float32(stored) if stored.dtype == np.uint16 else stored).astype(np.float64)

@@ -1,0 +1,111 @@
+"""Latent attention with an indexer (DSA): beside a token's latent, its layer keeps the key that it is chosen by.
+
+Tensor parallel: what is cached is on every rank, as with latents alone, and so is the indexer: all of its heads
+together choose tokens. To deal them out would have ranks send each other scores of the whole context in each layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.cache_controller.policy import HeadPolicy
+from headwise.errors import ConfigError
+from headwise.kernels.dsa import indexed_layout
+from headwise.kernels.dsa_base import IndexedKernels, IndexQueries
+from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.select import make_indexed_kernels
+from headwise.runtime.models.attention.base import LayerCache, Serving
+from headwise.runtime.models.attention.mla import LatentAttention, LatentOverCache
+from headwise.runtime.models.base import IndexerConfig, MlaConfig, Rotation
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
+
+CPU_INDEX_DIM_MULTIPLE = 32
+"""Of an indexer's heads, for the CPU's kernels to read its keys: two vectors' lanes."""
+
+
+@dataclass(frozen=True)
+class IndexedLatentAttention(LatentAttention):
+    """`AttentionVariant` of a model of this geometry."""
+
+    indexer: IndexerConfig
+
+    def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
+        return indexed_layout(block_size, slots, self.mla.width, self.indexer.head_dim, kv_dtype)
+
+    def check(self, serving: Serving) -> None:
+        """See `AttentionVariant.check`."""
+        super().check(serving)
+        dim = self.indexer.head_dim
+        if serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:
+            raise ConfigError(
+                f"the kernels of a CPU take indexers with heads of a multiple of {CPU_INDEX_DIM_MULTIPLE}, that of "
+                f"{serving.model} has heads of {dim}: choose kernels reference"
+            )
+
+    def host_kernels(self, name: str, threads: int) -> IndexedKernels:
+        return make_indexed_kernels(name, threads)
+
+    def over_cache(self, ops: TensorOps, kernels: Any) -> IndexedLatentOverCache:
+        return IndexedLatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
+
+    def weight_elements(self, layer: int = 0) -> int:
+        indexer, hidden = self.indexer, self.config.hidden_size
+        queries = (self.mla.q_rank or hidden) * indexer.heads * indexer.head_dim
+        return super().weight_elements(layer) + queries + hidden * (indexer.head_dim + indexer.heads)
+
+    def geometry(self) -> str:
+        indexer = self.indexer
+        return (
+            f"{super().geometry()}; of the tokens an indexer of {indexer.heads} heads of {indexer.head_dim} chooses "
+            f"{indexer.top}"
+        )
+
+    def members(self, count: int, policy: HeadPolicy) -> str:
+        return f"{super().members(count, policy)} and keys of indexers"
+
+
+class IndexedLatentOverCache:
+    """`CachedAttention` of what `LatentOverCache` takes, with what the indexer asks with, and its keys."""
+
+    def __init__(self, ops: TensorOps, kernels: IndexedKernels, mla: MlaConfig, scale: float) -> None:
+        self._ops, self._kernels, self._mla, self._scale = ops, kernels, mla, scale
+        self._latents = LatentOverCache(ops, kernels, mla, scale)
+
+    def __call__(
+        self,
+        cache: LayerCache,
+        query: Tensor,
+        compressed: Tensor,
+        shared: Tensor,
+        up: UpProjections,
+        rotation: Rotation,
+        index: IndexQueries,
+        index_key: KernelArray,
+    ) -> Tensor:
+        """Of this rank's heads, ``[T, q_heads, value_dim]``.
+
+        index_key: ``[T, index_dim]``. Of it, and of each head of ``index.query``, the first ``rotated`` numbers are
+                   rotated here, in place
+        """
+        ops, mla = self._ops, self._mla
+        queries, latents = self._latents.rotated(query, compressed, shared, rotation)
+        for turned in (index.query, index_key[:, None]):
+            _rotate(turned[:, :, : mla.rotated], rotation)
+        where = cache.arena, cache.layout, cache.batch, cache.heads
+        self._kernels.write_latent(latents, *where)
+        self._kernels.write_index(index_key, *where)
+        cache.wait()
+        out = ops.empty_like(queries, (*queries.shape[:2], mla.value_dim))
+        self._kernels.attend_chosen(queries, up, index, *where, scale=self._scale, out=out)
+        return ops.from_kernel_array(out)
+
+
+def _rotate(heads: KernelArray, rotation: Rotation) -> None:
+    """As `TensorOps.rope`, ``heads [T, H, D]`` in place."""
+    cosines, sines = rotation
+    half = heads.shape[2] // 2
+    low, high = heads[:, :, :half].copy(), heads[:, :, half:].copy()
+    heads[:, :, :half] = low * cosines - high * sines
+    heads[:, :, half:] = high * cosines + low * sines

@@ -1,0 +1,138 @@
+"""DeepSeek-V3.2: V3 with an indexer (DSA) in each layer, which chooses the tokens that its attention sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ModelError
+from headwise.kernels.dsa_base import IndexQueries
+from headwise.runtime.models.base import IndexerConfig, ModelConfig, MoeConfig
+from headwise.runtime.models.decoder import Linear
+from headwise.runtime.models.deepseek import MOST_RANK, Deepseek, LatentProjections, parse_latents
+from headwise.runtime.models.deepseek_routing import v3_moe
+from headwise.runtime.models.hf_config import HfConfig, named_layer_types, positive
+from headwise.runtime.models.values import shown
+from headwise.runtime.ops.base import Tensor
+
+ARCHITECTURE = "DeepseekV32ForCausalLM"
+
+_INDEXED = "indexed_attention"
+_KEY_NORM_EPS = 1e-6
+
+Floats = NDArray[np.float32]
+
+
+def parse(config: HfConfig) -> ModelConfig:
+    decoder = parse_latents(config, ARCHITECTURE, v3_moe)
+    kinds = {named_layer_types(config, lambda layer: _INDEXED)(layer) for layer in range(decoder.num_layers)}
+    if kinds != {_INDEXED}:
+        raise ModelError(f"config.json: layer types {shown(sorted(kinds))} are not supported; known is {_INDEXED!r}")
+    mla = decoder.mla
+    assert mla is not None, "parsed so"
+    if mla.q_rank is None:
+        raise ModelError("config.json: 'q_lora_rank' must be a positive integer: an indexer's queries are made of it")
+    indexer = IndexerConfig(
+        heads=positive(config, "index_n_heads", default=64, most=MOST_RANK),
+        head_dim=positive(config, "index_head_dim", default=128, most=MOST_RANK),
+        top=positive(config, "index_topk", default=2048),
+    )
+    if indexer.head_dim < mla.rotated:
+        raise ModelError(
+            f"config.json: 'index_head_dim' {indexer.head_dim} is less than 'qk_rope_head_dim' {mla.rotated}, the part "
+            "of an indexer's head that is rotated"
+        )
+    experts = _layers_with_experts(config, decoder)
+    return replace(decoder, mla=replace(mla, indexer=indexer), moe=experts)
+
+
+def _layers_with_experts(config: HfConfig, decoder: ModelConfig) -> MoeConfig | None:
+    """The experts, in the layers that ``mlp_layer_types`` names, where it is there."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None or decoder.moe is None:
+        return decoder.moe
+    if not isinstance(kinds, list) or len(kinds) != decoder.num_layers or not {*map(str, kinds)} <= {"dense", "sparse"}:
+        raise ModelError(
+            f"config.json: 'mlp_layer_types' must name {decoder.num_layers} layers 'dense' or 'sparse', got "
+            f"{shown(kinds)}"
+        )
+    return replace(decoder.moe, layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
+
+
+@dataclass(frozen=True)
+class IndexedProjections(LatentProjections):
+    """The same with a layer's indexer, whole on every rank.
+
+    index_queries: of all its heads, out of ``q_rank`` numbers
+    index_into:    a token's key, and the weights of heads: ``[key | weights]``
+    key_norm:      weight and bias of the layer norm of keys
+    """
+
+    index_queries: Linear
+    index_into: Linear
+    key_norm: tuple[Floats, Floats]
+
+
+class DeepseekV32(Deepseek):
+    """DeepSeek-V3 over `IndexedProjections`.
+
+    The indexer rotates the elements ``(i, i + D / 2)``, as the rope operation does: its rows keep their order.
+    """
+
+    @property
+    def indexer(self) -> IndexerConfig:
+        indexer = self.mla.indexer
+        assert indexer is not None, "parsed so"
+        return indexer
+
+    def load_attention(self, layer: int, at: str) -> IndexedProjections:
+        found, indexer, hidden = super().load_attention(layer, at), self.indexer, self.config.hidden_size
+        at, dim = f"{at}indexer.", indexer.head_dim
+
+        def into() -> Floats:
+            shapes = {"wk": (dim, hidden), "weights_proj": (indexer.heads, hidden)}
+            return np.concatenate([self._index_part(f"{at}{name}.weight", shape) for name, shape in shapes.items()])
+
+        def queries() -> Floats:
+            return self._index_part(f"{at}wq_b.weight", (indexer.heads * dim, self.mla.q_rank))
+
+        prepare, ops = self._prepare, self.ops
+        return IndexedProjections(
+            **vars(found),
+            index_queries=Linear(prepare(f"{at}wq_b.weight", lambda: ops.linear_weight(queries()))),
+            index_into=Linear(prepare(f"{at}wk + weights_proj", lambda: ops.linear_weight(into()))),
+            key_norm=(
+                self._index_part(f"{at}k_norm.weight", (dim,)),
+                self._index_part(f"{at}k_norm.bias", (dim,)),
+            ),
+        )
+
+    def _index_part(self, name: str, expected: tuple[int | None, ...]) -> Floats:
+        found = self._weights.tensor(name)
+        if found.shape != expected:
+            raise ModelError(
+                f"{name} has the shape {found.shape} where config.json says {expected}: weights and config.json do not "
+                "belong together"
+            )
+        return found
+
+    def choosing(self, weights: IndexedProjections, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
+        """What the indexer asks with, and a token's key, ``[T, index_dim]``; neither is rotated yet."""
+        indexer, tokens = self.indexer, x.shape[0]
+        queries = self.ops.kernel_array(self._linear(ranked, weights.index_queries))
+        made = self.ops.kernel_array(self._linear(x, weights.index_into))
+        key, of_heads = np.split(made, [indexer.head_dim], axis=1)
+        asked = IndexQueries(
+            queries.reshape(tokens, indexer.heads, indexer.head_dim), np.ascontiguousarray(of_heads), indexer.top
+        )
+        return asked, _layer_norm(key, *weights.key_norm)
+
+
+def _layer_norm(rows: Floats, weight: Floats, bias: Floats) -> Floats:
+    centred = rows - rows.mean(axis=1, keepdims=True)
+    variance = np.square(centred).mean(axis=1, keepdims=True)
+    normed: Floats = centred / np.sqrt(variance + np.float32(_KEY_NORM_EPS)) * weight + bias
+    return normed

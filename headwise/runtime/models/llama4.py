@@ -1,0 +1,208 @@
+"""Llama 4 (text): most layers attend within chunks, every fourth to all tokens without positions; experts in some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.errors import ModelError
+from headwise.runtime.models.base import AttentionLayer, ModelConfig, MoeConfig, RopeConfig
+from headwise.runtime.models.decoder import Layer, Weights
+from headwise.runtime.models.hf_config import (
+    HfConfig,
+    decoder_config,
+    mapping,
+    named_layer_types,
+    number,
+    positive,
+    rope,
+)
+from headwise.runtime.models.moe import MoeMlp, tokens_by_expert
+from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing, sigmoid
+from headwise.runtime.models.values import shown
+from headwise.runtime.models.weight_view import InterleavedWeights
+from headwise.runtime.ops.base import KernelArray, Tensor
+
+ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+
+_CHUNKED, _FULL = "chunked_attention", "full_attention"
+_DEFAULTS = {
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 202048,
+    "max_position_embeddings": 4096 * 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "attention_chunk_size": 8192,
+    "attn_temperature_tuning": True,
+    "use_qk_norm": True,
+}
+"""Those of Hugging Face's ``Llama4TextConfig``."""
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Llama4Config(ModelConfig):
+    """What other decoders have not.
+
+    has_qk_norm: queries and keys that are rotated are divided by their root mean square
+    temperature: queries that are not rotated, at position ``p``, are multiplied with
+                 ``1 + temperature * log(1 + floor((p + 1) / floor_scale))``
+    """
+
+    has_qk_norm: bool = True
+    temperature: float = 0.0
+    floor_scale: float = 1.0
+
+
+def parse(config: HfConfig) -> Llama4Config:
+    own = {**_DEFAULTS, **config, **mapping(config, "text_config")}
+    chunk = positive(own, "attention_chunk_size") if own["attention_chunk_size"] is not None else 0
+    decoder = decoder_config({**own, "intermediate_size": own["intermediate_size_mlp"]}, ARCHITECTURES[0])
+    layers = range(decoder.num_layers)
+    rotated = _rotated_layers(own, decoder.num_layers)
+    kind_of = named_layer_types(own, lambda layer: _CHUNKED if rotated[layer] else _FULL)
+    kinds = [kind_of(layer) for layer in layers]
+    if not set(kinds) <= {_CHUNKED, _FULL}:
+        raise ModelError(
+            f"config.json: layer types {shown(sorted({*kinds} - {_CHUNKED, _FULL}))} are not supported; known are "
+            f"{[_CHUNKED, _FULL]}"
+        )
+    policies = {_CHUNKED: HeadPolicy(window=chunk) if chunk else FULL, _FULL: FULL}
+    turning = rope(own)
+    tuned = own["attn_temperature_tuning"]
+    values: dict[str, Any] = {
+        **vars(decoder),
+        "policies": tuple((policies[kind],) * decoder.num_kv_heads for kind in kinds),
+        "ropes": tuple(turning if rotated[layer] else RopeConfig(turning.theta, is_none=True) for layer in layers),
+        "moe": _experts(own, decoder),
+        "chunk": chunk if _CHUNKED in kinds else 0,
+        "has_qk_norm": bool(own["use_qk_norm"]),
+        "temperature": number(own, "attn_scale", 0.1, optional=True) if tuned else 0.0,
+        "floor_scale": number(own, "floor_scale", 8192),
+    }
+    return Llama4Config(**values)
+
+
+def _rotated_layers(config: HfConfig, num_layers: int) -> list[bool]:
+    """Which layers rotate queries and keys: ``no_rope_layers`` has a 1 for each that does."""
+    interval, found = positive(config, "no_rope_layer_interval", default=4), config.get("no_rope_layers")
+    if not found:
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not isinstance(found, list) or len(found) < num_layers or not {*map(shown, found)} <= {"0", "1"}:
+        raise ModelError(f"config.json: 'no_rope_layers' must be a 0 or 1 for {num_layers} layers, got {shown(found)}")
+    return [bool(each) for each in found[:num_layers]]
+
+
+def _experts(config: HfConfig, decoder: ModelConfig) -> MoeConfig | None:
+    step, named = positive(config, "interleave_moe_layer_step", default=1), config.get("moe_layers")
+    layers = list(range(step - 1, decoder.num_layers, step)) if named is None else named
+    if not isinstance(layers, list) or not set(layers) <= set(range(decoder.num_layers)):
+        raise ModelError(
+            f"config.json: 'moe_layers' must be a list of the {decoder.num_layers} layers, got {shown(layers)}"
+        )
+    if not layers:
+        return None
+    experts = positive(config, "num_local_experts", default=16)
+    per_token = positive(config, "num_experts_per_tok", default=1)
+    check_routing(config, {"num_experts_per_tok": per_token}, {"num_local_experts": experts})
+    return MoeConfig(
+        layers=tuple(sorted(layers)),
+        num_experts=experts,
+        experts_per_token=per_token,
+        expert_size=positive(config, "intermediate_size"),
+        num_shared_experts=1,
+        norm_min=None,
+    )
+
+
+class Llama4Weights(InterleavedWeights):
+    """A layer's experts lie in two tensors, inputs before outputs."""
+
+    has_inputs_first: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class TemperedAttention:
+    """`AttentionLayer` by which queries of some layers count more the further behind they are.
+
+    scales: float32 ``[T, 1, 1]``
+    layers: those
+    """
+
+    attention: AttentionLayer
+    model: Llama4
+    scales: KernelArray
+    layers: frozenset[int]
+
+    def __call__(self, layer: int, *projected: Any, **named: Any) -> Tensor:
+        if layer in self.layers:
+            query, *others = projected
+            ops = self.model.ops
+            projected = (ops.from_kernel_array(ops.kernel_array(query) * self.scales), *others)
+        return self.attention(layer, *projected, **named)
+
+
+class Llama4(MoeDecoder):
+    """The shared decoder over `Llama4Weights`.
+
+    Queries and keys are normed before they are rotated: that keeps their root mean square. An expert's input is what is
+    weighted, not its result.
+    """
+
+    config: Llama4Config
+    mlp_name: ClassVar[str] = "feed_forward"
+    router_name: ClassVar[str] = "router"
+    shared_name: ClassVar[str] = "shared_expert"
+
+    # ---- weights ----
+
+    def view(self, weights: Weights) -> Weights:
+        return Llama4Weights(weights, self.config.head_dim)
+
+    def load_more(self) -> None:
+        self._ones = self.ops.norm_weight(np.ones(self.config.head_dim, np.float32))
+
+    # ---- computation ----
+
+    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+        config = self.config
+        unrotated = frozenset(layer for layer, rope in enumerate(config.ropes) if rope.is_none)
+        if not config.temperature or not unrotated:
+            return super().forward(token_ids, positions, attention)
+        steps = np.floor((positions.astype(np.float32) + np.float32(1)) / np.float32(config.floor_scale))
+        scales = np.log1p(steps) * np.float32(config.temperature) + np.float32(1)
+        return super().forward(
+            token_ids, positions, TemperedAttention(attention, self, scales.reshape(-1, 1, 1), unrotated)
+        )
+
+    def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        query, key, value = super().query_key_value(index, layer, x)
+        if self.config.has_qk_norm and not self.config.ropes[index].is_none:
+            query, key = self.norm(query, self._ones), self.norm(key, self._ones)
+        return query, key, value
+
+    def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
+        if not isinstance(mlp, MoeMlp):
+            return super().feed_forward(mlp, x)
+        ops, total = self.ops, self._shared(mlp, x)
+        for expert, tokens, weights in tokens_by_expert(*self._route(mlp, x)):
+            rows = ops.kernel_array(ops.take_rows(x, tokens)) * weights[:, None]
+            part = super().feed_forward(mlp.experts[expert], ops.from_kernel_array(rows))
+            ops.scatter_add_rows(total, tokens, part, np.ones_like(weights))
+        return total
+
+    def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], Floats]:
+        logits = self.ops.numpy(self._linear(x, mlp.router))
+        chosen = np.argsort(-logits, axis=1, kind="stable")[:, : mlp.config.experts_per_token]
+        return chosen, sigmoid(np.take_along_axis(logits, chosen, axis=1))

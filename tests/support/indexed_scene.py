@@ -1,0 +1,67 @@
+"""Batches of latent attention with an indexer on arenas poisoned with NaN, and the answer by lists and sorting.
+
+The indexer's numbers are small integers: scores are exact in every precision, so what is chosen is never in doubt, and
+many are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from support.latent_scene import LatentCase, LatentScene
+
+from headwise.kernels.base import AttentionBatch
+from headwise.kernels.dsa import indexed_layout
+from headwise.kernels.dsa_base import IndexedKernels, IndexQueries
+
+
+@dataclass(frozen=True)
+class IndexedCase(LatentCase):
+    index_heads: int = 3
+    index_dim: int = 32
+    top: int = 20
+
+
+class IndexedScene(LatentScene):
+    """A case with random latents and keys, which `write` puts into an arena that was all NaN, and the answer."""
+
+    case: IndexedCase
+
+    def __init__(self, case: IndexedCase) -> None:
+        super().__init__(case)
+        draw, tokens = np.random.default_rng(case.seed + 1), sum(case.query_lens)
+
+        def integers(most: int, *shape: int) -> np.ndarray:
+            return draw.integers(-most, most + 1, shape).astype(np.float32)
+
+        self.keys = [integers(2, length, case.index_dim) for length in case.seq_lens]
+        query, weights = integers(2, tokens, case.index_heads, case.index_dim), integers(3, tokens, case.index_heads)
+        self.index = IndexQueries(query, weights / 2, case.top)
+        self.layout = indexed_layout(case.block_size, case.slots, case.rank + case.rotated, case.index_dim, case.dtype)
+        self.arena = np.full((self.batch.block_tables.max() + 2) * self.layout.block_bytes, 0xFF, np.uint8)
+
+    def write(self, kernels: IndexedKernels) -> None:
+        super().write(kernels)
+        cu = np.cumsum([0, *self.case.seq_lens], dtype=np.int32)
+        whole = AttentionBatch(cu, self.batch.seq_lens, self.batch.block_tables, 2)
+        kernels.write_index(np.concatenate(self.keys), self.arena, self.layout, whole, self.heads)
+
+    def attend(self, kernels: IndexedKernels) -> np.ndarray:
+        out = np.full((len(self.query), self.case.heads, self.case.value_dim), np.nan, np.float32)
+        kernels.attend_chosen(
+            self.query, self.up, self.index, self.arena, self.layout, self.batch, self.heads, scale=self.scale, out=out
+        )
+        return out
+
+    def visible(self, sequence: int) -> np.ndarray:
+        """``bool [queries, keys]``: of what the latents' rule lets a query see, the best."""
+        rule, first = super().visible(sequence), int(np.sum(self.case.query_lens[:sequence]))
+        if not hasattr(self, "keys"):  # while blocks are mapped: the indexer looks at all that the rule lets it see
+            return rule
+        for row, seen in enumerate(rule):
+            query, weights = self.index.query[first + row], self.index.weights[first + row]
+            scores = (np.maximum(self.keys[sequence] @ query.T, 0) @ weights).tolist()
+            ranked = sorted(np.flatnonzero(seen).tolist(), key=lambda key: (-scores[key], key))
+            seen[ranked[self.case.top :]] = False
+        return rule
