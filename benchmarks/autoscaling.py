@@ -26,8 +26,9 @@ Then, at a steady load, engines are taken away at once (`simulation/scale_down.p
 `routing.py`, which is about as large as all engines' hosts, and with one four times as large. ``hit_rate_kept`` is the
 hit rate after, with handover and the least worth going, over the one of a run in which none goes, at the same times;
 ``hit_rate_of_before`` over the one before, as the trace was then; ``hit_rate_of_few`` over that of a cluster that had
-so few engines from the start. All of the smaller storage; ``larger_storage`` has those of the larger one. The last line
-is JSON.
+so few engines from the start. ``kept_with_peer_loads``: those that stay fetch from each other, too; ``kept_pulled``:
+and they take what only the leaving ones have into their hosts before these go. All of the smaller storage;
+``larger_storage`` has those of the larger one. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -244,6 +245,8 @@ def _kept_with(compared: Compared) -> dict[str, float]:
         "hit_rate_of_before": round(compared.of_before(), 4),
         "hit_rate_of_few": round(compared.of_few(), 4),
         "kept_without_handover": round(compared.of_undisturbed("no handover, least worth goes"), 4),
+        "kept_with_peer_loads": round(compared.of_undisturbed("with peer loads"), 4),
+        "kept_pulled": round(compared.of_undisturbed("pulled by the others"), 4),
         "at_stake": round(compared.at_stake, 4),
     }
 

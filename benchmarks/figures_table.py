@@ -49,6 +49,17 @@ def _pauses(f: Figures) -> str:
     return f"{pauses}; {f['lost']} of {f['served']} lost"
 
 
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _peer_loads(f: Figures) -> str:
+    hits, ttft, tbt = f["hit_rate"], f["ttft_p50_s"], f["tbt_p99_s"]
+    fetching = f"{percent(hits['peer loads'])}, {ttft['peer loads']:.2f} s; {percent(hits['today'])}, "
+    apart = f"{tbt['5 + 3'] * 1e3:.0f} ms, {ttft['5 + 3']:.2f} s; {tbt['today'] * 1e3:.0f} ms, {ttft['today']:.2f} s"
+    return f"{fetching}{ttft['today']:.2f} s. {apart}"
+
+
 def _routing(f: Figures) -> str:
     p90 = f["ttft_p90_s"]
     seconds = (f"{p90[policy]:.1f} s" for policy in ("cache_aware", "least_loaded", "round_robin", "oracle"))
@@ -164,6 +175,14 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
         ),
         Row("Longest pause of a stream when a process is killed (hung: stopped)", _pauses),
     ),
+    "pd": (
+        Row(
+            "Two engines, long prompts beside chats: p99 of a chat's time between tokens, both serving whole requests "
+            "over one for prompts and one to decode; tokens per second of the latter over the former; bytes fetched "
+            "with windows over without",
+            lambda f: listed(*(_or_dash(f[key]) for key in ("p99_tbt_ratio", "throughput_ratio", "bytes_ratio"))),
+        ),
+    ),
     "openai_http": (
         Row(
             "64 streams by OpenAI's API over HTTP: tokens per second over those of our client; p50 TTFT of one request "
@@ -175,6 +194,13 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
         Row(
             "Simulated: a trace of conversations on 8 engines, p90 TTFT by prefix; by load; in turn; one shared cache",
             _routing,
+        ),
+    ),
+    "peer_loads": (
+        Row(
+            "Simulated: that trace, engines that fetch from each other: hit rate, p50 TTFT; as today. 5 engines for "
+            "prompts and 3 to decode: p99 time between tokens, p50 TTFT; as today",
+            _peer_loads,
         ),
     ),
     "autoscaling": (

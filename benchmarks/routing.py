@@ -16,7 +16,8 @@ import gzip
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,8 @@ from simulation.cluster import BLOCK, Cache, Dispatcher, Engine, Hardware, OneCa
 from simulation.gpu import A800, SimulatedGpu
 
 from headwise.runtime.frontend.routing import RoutedRequest, Router, RouterOptions
+from headwise.runtime.frontend.routing.base import EngineRole
+from headwise.runtime.frontend.routing.router import TIERS
 from headwise.runtime.models.registry import model_config
 from headwise.storage.index.messages import HASH_BYTES
 from headwise.storage.index.prefix_index import PrefixIndex
@@ -39,6 +42,7 @@ HOST_BYTES = 64e9
 STORAGE_BYTES = 512e9
 HOST_BYTES_S = 20e9
 STORAGE_BYTES_S = 2e9
+PEER_BYTES_S = 12.5e9
 ENGINE_QUEUE = 64
 
 ASSUMED = """\
@@ -46,7 +50,7 @@ Assumed: {engines} engines, each Llama-3.1-8B in bfloat16 on an {gpu} (roofline:
 {memory:.0%} of peak bandwidth), steps of {step} tokens, at most {seqs} sequences. Cache of an engine: device
 {device:,} tokens ({share:.0%} of the memory that weights leave), host {host:,} ({host_gb:.0f} GB,
 {host_rate:.0f} GB/s). Storage, shared: {storage:,} tokens ({storage_gb:.0f} GB, {storage_rate:.0f} GB/s to each host).
-Statuses every 0.5 s."""
+Between hosts, where engines fetch from each other: {peer_rate:g} GB/s. Statuses every 0.5 s."""
 
 
 def hardware() -> Hardware:
@@ -60,6 +64,7 @@ def hardware() -> Hardware:
         storage=int(STORAGE_BYTES // block_bytes),
         host_token_s=block_bytes / BLOCK / HOST_BYTES_S,
         storage_token_s=block_bytes / BLOCK / STORAGE_BYTES_S,
+        peer_token_s=block_bytes / BLOCK / PEER_BYTES_S,
     )
 
 
@@ -82,10 +87,21 @@ def read_requests(path: Path, count: int, load: float) -> list[Request]:
 # ---- policies ----
 
 
+def number_of(engine: str) -> int:
+    return int(engine.rpartition("-")[2])
+
+
 class Routed:
     """The scheduler's router over the store's index."""
 
-    def __init__(self, policy: str, hardware: Hardware, index: PrefixIndex) -> None:
+    def __init__(
+        self,
+        policy: str,
+        hardware: Hardware,
+        index: PrefixIndex,
+        peer_loads: bool = False,
+        roles: Mapping[str, EngineRole] | None = None,
+    ) -> None:
         self.router = Router(
             RouterOptions(
                 policy=policy,
@@ -94,9 +110,11 @@ class Routed:
                 engine_queue=ENGINE_QUEUE,
                 max_num_seqs=hardware.max_num_seqs,
                 step_tokens=hardware.step_tokens,
+                peer_loads=peer_loads,
             ),
             random.Random(0),
         )
+        self.router.table.set_roles(roles or {})
         self._index = index
         self.seconds: list[float] = []
 
@@ -106,7 +124,11 @@ class Routed:
         routed = RoutedRequest(request.name, request.path, request.num_tokens)
         choice = self.router.select_and_reserve(routed, matches, now)
         self.seconds.append(time.perf_counter() - started)
-        return None if choice is None else int(choice.engine.rpartition("-")[2])
+        if choice is None:
+            return None
+        request.peer = -1 if choice.hint is None else number_of(choice.hint.engine)
+        request.is_apart = choice.hint is not None and choice.hint.prefills
+        return number_of(choice.engine)
 
     def report(self, engine: Engine, now: float) -> None:
         self.router.update(engine.status(), now)
@@ -178,26 +200,50 @@ POLICIES = ("cache_aware", "least_loaded", "round_robin", "guessed_prefixes", "o
 
 @dataclass(frozen=True)
 class Outcome:
-    """tiers: of the prompts' tokens, the shares that device, host and storage served
+    """tiers: of the prompts' tokens, the shares that device, host, storage and other engines served
     imbalance: the most that an engine spent on prompts in a minute, over the mean; mean of all minutes
     decision_us: of the router: index lookup and choice, median
+    gaps: how often so many seconds went by between two tokens of a sequence
+    served_s: from the first arrival to the last end
+    prompt_tokens, tokens: of prompts, and generated
+    expected_hits: share of the prompts' tokens that the router expected to need no computing
     """
 
     policy: str
     ttft_s: NDArray[np.float64]
     tpot_s: NDArray[np.float64]
-    tiers: tuple[float, float, float]
+    tiers: tuple[float, float, float, float]
     imbalance: float
     decision_us: float
     decisions: dict[str, int]
+    gaps: Counter[float]
+    served_s: float
+    prompt_tokens: int
+    tokens: int
+    expected_hits: float
 
     @property
     def hit_rate(self) -> float:
         return sum(self.tiers)
 
+    def gap_s(self, percent: float) -> float:
+        """A percentile of the time between two tokens."""
+        gaps = sorted(self.gaps)
+        counts = np.cumsum([self.gaps[gap] for gap in gaps])
+        return gaps[int(np.searchsorted(counts, counts[-1] * percent / 100))]
 
-def run(policy: str, trace: Path, count: int, load: float) -> Outcome:
-    machine = hardware()
+
+def run(
+    policy: str,
+    trace: Path,
+    count: int,
+    load: float,
+    machine: Hardware | None = None,
+    peer_loads: bool = False,
+    roles: Mapping[str, EngineRole] | None = None,
+) -> Outcome:
+    """Serve the trace's first ``count`` requests; ``machine``: None: `hardware`."""
+    machine = machine or hardware()
     index = PrefixIndex()
     for number in range(ENGINES if machine.storage > 0 else 0):
         index.set_volume(f"engine-{number}", "shared")
@@ -216,12 +262,19 @@ def run(policy: str, trace: Path, count: int, load: float) -> Outcome:
     elif policy == "guessed_prefixes":
         dispatcher = Guessed(engines)
     else:
-        dispatcher = Routed(policy, machine, index)
+        dispatcher = Routed(policy, machine, index, peer_loads, roles)
     spent = serve(requests, engines, dispatcher)
-    return _outcome(policy, requests, np.array(spent), dispatcher)
+    gaps = sum((engine.gaps for engine in engines), Counter[float]())
+    return _outcome(policy, requests, np.array(spent), dispatcher, gaps)
 
 
-def _outcome(policy: str, requests: Sequence[Request], spent: NDArray[np.float64], dispatcher: Dispatcher) -> Outcome:
+def _outcome(
+    policy: str,
+    requests: Sequence[Request],
+    spent: NDArray[np.float64],
+    dispatcher: Dispatcher,
+    gaps: Counter[float],
+) -> Outcome:
     tokens = sum(request.num_tokens for request in requests)
     by_minute = np.diff(spent[::120], axis=0)
     longer = [request for request in requests if request.output > 1]
@@ -233,11 +286,22 @@ def _outcome(policy: str, requests: Sequence[Request], spent: NDArray[np.float64
             sum(request.device for request in requests) / tokens,
             sum(request.loaded_host for request in requests) / tokens,
             sum(request.loaded_storage for request in requests) / tokens,
+            sum(request.loaded_peer for request in requests) / tokens,
         ),
         imbalance=float((by_minute.max(axis=1) / by_minute.mean(axis=1)).mean()) if len(by_minute) else 1.0,
         decision_us=float(np.median(dispatcher.seconds)) * 1e6 if isinstance(dispatcher, Routed) else 0.0,
         decisions=dispatcher.router.stats()["decisions"] if isinstance(dispatcher, Routed) else {},
+        gaps=gaps,
+        served_s=max(request.ended for request in requests) - requests[0].arrived,
+        prompt_tokens=tokens,
+        tokens=sum(request.output for request in requests),
+        expected_hits=1 - _computed(dispatcher) / tokens if isinstance(dispatcher, Routed) else 0.0,
     )
+
+
+def _computed(dispatcher: Routed) -> int:
+    expected = dispatcher.router.stats()["expected_tokens"]
+    return int(expected["all"] - sum(expected[tier] for tier in TIERS))
 
 
 def simulate(policies: Sequence[str], trace: Path, count: int, load: float, jobs: int) -> list[Outcome]:
@@ -258,7 +322,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     )
     for one in outcomes:
         p50, p90, p99 = np.percentile(one.ttft_s, (50, 90, 99))
-        device, host, storage = one.tiers
+        device, host, storage, _ = one.tiers
         decision = f"{one.decision_us:>14.0f}" if one.decision_us else f"{'':>14}"
         print(
             f"{one.policy:18}{one.hit_rate:>7.1%}{device:>8.1%}{host:>7.1%}{storage:>8.1%}{p50:>10.2f}{p90:>8.2f}"
@@ -284,6 +348,7 @@ def print_assumptions() -> None:
             storage=machine.storage * BLOCK,
             storage_gb=STORAGE_BYTES / 1e9,
             storage_rate=STORAGE_BYTES_S / 1e9,
+            peer_rate=PEER_BYTES_S / 1e9,
         )
     )
 

@@ -3,7 +3,9 @@
 An engine computes prompts in order, chunk by chunk, in steps that also decode all that runs; a step takes what a
 roofline of the GPU says (`simulation/gpu.py`). Between prompts it decodes; many equal steps are one event. Its cache:
 block lists: device (what runs is held, the rest is least recently used), host (what the device evicts), and storage,
-shared by all engines (what hosts evict). The unit of all caches is a block of the trace, 512 tokens.
+shared by all engines (what hosts evict). The unit of all caches is a block of the trace, 512 tokens. Engines may fetch
+blocks from each other: one copy at a time into and out of each, and what only the owner's device has goes to its host.
+Where a prompt is computed apart, its blocks are copied while the rest of it is computed.
 
 What it leaves out: preemption (a request holds its blocks from the start), cached outputs (the trace does not tell
 which blocks they are), and the network.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -35,7 +37,7 @@ class Hardware:
     """What an engine has. Sizes are in blocks, speeds in seconds per token.
 
     device, host: blocks of an engine; storage: of all engines together
-    host_token_s, storage_token_s: from host to device, from storage to host
+    host_token_s, storage_token_s, peer_token_s: from host to device, from storage to host, from host to host
     """
 
     gpu: Gpu
@@ -45,6 +47,7 @@ class Hardware:
     storage: int
     host_token_s: float
     storage_token_s: float
+    peer_token_s: float = 0.0
     step_tokens: int = 2048
     max_num_seqs: int = 128
 
@@ -54,6 +57,10 @@ class Request:
     """One request of the trace, and what became of it.
 
     path: hashes of the prompt's full blocks
+    peer: number of the engine that is asked for what the chosen one lacks; -1: none
+    is_apart: that engine is to compute the prompt
+    target: the request and the engine for which this one's prompt is computed
+    began:  when its prompt was begun to be computed
     """
 
     name: str
@@ -62,8 +69,13 @@ class Request:
     num_tokens: int
     output: int
     engine: int = -1
+    peer: int = -1
+    is_apart: bool = False
+    target: tuple[Request, Engine] | None = None
+    began: float = 0.0
     device: int = 0
     loaded_host: int = 0
+    loaded_peer: int = 0
     loaded_storage: int = 0
     left: int = 0
     computed: int = 0
@@ -75,6 +87,16 @@ class Request:
     @property
     def blocks(self) -> int:
         return -(-(self.num_tokens + self.output) // BLOCK)
+
+    @property
+    def loaded(self) -> int:
+        """Tokens that came to the device by the host."""
+        return self.loaded_host + self.loaded_peer + self.loaded_storage
+
+    @property
+    def found(self) -> int:
+        """Tokens that were not computed."""
+        return self.device + self.loaded
 
 
 class StepTime:
@@ -168,8 +190,16 @@ class Cache:
             depth += 1
         return device, with_host, depth
 
+    def lend(self, path: Sequence[bytes], begin: int, most: int) -> int:
+        """How far another engine may read the path here, from block ``begin`` on: what is read is on the host now."""
+        depth = begin
+        while depth < most and ((block := path[depth]) in self.held or block in self.free or block in self.host):
+            depth += 1
+        self._to_host(path[begin:depth])
+        return depth
+
     def fetch(self, blocks: Sequence[bytes]) -> None:
-        """Storage's blocks are in the host now."""
+        """Blocks of storage or another engine are in the host now."""
         for block in blocks:
             if block in self._storage.blocks:
                 self._storage.blocks.move_to_end(block)
@@ -268,6 +298,8 @@ class Engine:
         self.time = StepTime(hardware.gpu, hardware.model)
         self.waiting: deque[Request] = deque()
         self.fetching: list[tuple[float, int, Request, list[bytes]]] = []
+        self.copied_at = 0.0  # when copies to and from other engines will be over
+        self.gaps: Counter[float] = Counter()  # seconds between two tokens of a sequence, to a tenth of a millisecond
         self.computing: deque[Request] = deque()
         self.decoding: list[tuple[int, int, Request]] = []  # heap by the step of the last token
         self.context = 0
@@ -285,19 +317,54 @@ class Engine:
 
     # ---- from outside ----
 
-    def submit(self, request: Request, now: float) -> None:
+    def submit(self, request: Request, now: float, peer: Engine | None = None) -> None:
         request.engine = self.number
         self.received.append(request.name)
-        _, with_host, every = self.cache.match(request.path, _most(request))
-        hardware = self.hardware
-        if every > with_host and self.prefill_token_s > hardware.host_token_s + hardware.storage_token_s:
-            blocks = request.path[with_host:every]
-            request.loaded_storage = len(blocks) * BLOCK
+        most, hardware = _most(request), self.hardware
+        _, with_host, every = self.cache.match(request.path, most)
+        reach, ready = with_host, now
+        if peer is not None:
+            reach = peer.cache.lend(request.path, with_host, most)
+            request.loaded_peer = (reach - with_host) * BLOCK
+            ready = self._copy_from(peer, request.loaded_peer, now)
+            if every < most:
+                every = max(reach, self.cache.match(request.path[reach:], most - reach)[2] + reach)
+        if every > reach and self.prefill_token_s > hardware.host_token_s + hardware.storage_token_s:
+            request.loaded_storage = (every - reach) * BLOCK
             self._fetched_at = max(self._fetched_at, now) + request.loaded_storage * hardware.storage_token_s
-            heapq.heappush(self.fetching, (self._fetched_at, next(self._tie), request, blocks))
+            reach, ready = every, max(ready, self._fetched_at)
+        if reach > with_host:
+            heapq.heappush(self.fetching, (ready, next(self._tie), request, request.path[with_host:reach]))
         else:
             self.waiting.append(request)
         self._interrupt(now)
+
+    def prefill(self, request: Request, target: Engine, now: float) -> None:
+        """Compute a request's prompt, for another engine that decodes it."""
+        path, tokens = request.path, request.num_tokens
+        self.submit(Request(request.name, now, path, tokens, 1, target=(request, target)), now)
+
+    def take_prefilled(self, prompt: Request, owner: Engine, now: float) -> None:
+        """The owner has just computed the prompt: its last chunk is still to be copied, and more if the link is slower
+        than the computing."""
+        assert prompt.target is not None
+        request, _ = prompt.target
+        request.engine, most, speed = self.number, _most(request), self.hardware.peer_token_s
+        with_host = self.cache.match(request.path, most)[1]
+        blocks = request.path[with_host : owner.cache.lend(request.path, with_host, most)]
+        request.loaded_peer = len(blocks) * BLOCK
+        end = max(self.copied_at, owner.copied_at, prompt.began) + request.loaded_peer * speed
+        end = max(end, now + min(self.hardware.step_tokens, request.loaded_peer) * speed)
+        self.copied_at = owner.copied_at = end
+        heapq.heappush(self.fetching, (end, next(self._tie), request, blocks))
+        self._interrupt(now)
+
+    def _copy_from(self, peer: Engine, tokens: int, now: float) -> float:
+        """When so many tokens of another engine's cache are here."""
+        if tokens:
+            end = max(self.copied_at, peer.copied_at, now) + tokens * self.hardware.peer_token_s
+            self.copied_at = peer.copied_at = end
+        return max(self.copied_at, now)
 
     def next_event(self) -> float:
         """When `advance` has something to do."""
@@ -325,7 +392,8 @@ class Engine:
         received, self.received = tuple(self.received), []
         match, most = self.cache.match, _most
         waiting = [*self.waiting, *(entry[2] for entry in self.fetching)]
-        queued = sum(each.num_tokens - BLOCK * match(each.path, most(each))[1] for each in waiting)
+        coming = sum(BLOCK * len(entry[3]) for entry in self.fetching)
+        queued = sum(each.num_tokens - BLOCK * match(each.path, most(each))[1] for each in waiting) - coming
         work = EngineLoad(
             waiting=len(waiting),
             running=len(self.computing) + len(self.decoding),
@@ -336,6 +404,7 @@ class Engine:
             decode_step_s=self.decode_step_s,
             host_token_s=self.hardware.host_token_s,
             storage_token_s=self.hardware.storage_token_s,
+            peer_token_s=self.hardware.peer_token_s,
         )
         return EngineStatus("", self.name, f"tcp://{self.name}", work.waiting + work.running, {}, 1, work, received)
 
@@ -365,8 +434,8 @@ class Engine:
             if room <= 0:
                 break
             count = min(room, request.left)
-            if request.left == request.num_tokens - request.computed and request.loaded_host + request.loaded_storage:
-                load_s += (request.loaded_host + request.loaded_storage) * self.hardware.host_token_s
+            if request.left == request.num_tokens - request.computed:
+                load_s += request.loaded * self.hardware.host_token_s
             self._chunks.append((request, count))
             room -= count
         if not self._chunks and not self.decoding:
@@ -398,15 +467,18 @@ class Engine:
             self.waiting.popleft()
             request.device = device * BLOCK
             loaded = (with_host - device) * BLOCK
-            request.loaded_storage = min(request.loaded_storage, loaded)
-            request.loaded_host = loaded - request.loaded_storage
+            request.loaded_peer = min(request.loaded_peer, loaded)
+            request.loaded_storage = min(request.loaded_storage, loaded - request.loaded_peer)
+            request.loaded_host = loaded - request.loaded_peer - request.loaded_storage
             request.computed = with_host * BLOCK
             request.left = request.num_tokens - request.computed
+            request.began = self.now
             self.computing.append(request)
             room -= request.left
 
     def _finish_span(self) -> None:
         self.now += self._span * self._step_s
+        self.gaps[round(self._step_s, 4)] += self._span * len(self.decoding)
         self.steps += self._span
         self.context += self._span * len(self.decoding)
         while self.decoding and self.decoding[0][0] <= self.steps:
@@ -467,11 +539,29 @@ def serve(requests: Sequence[Request], engines: Sequence[Engine], dispatcher: Di
         number = dispatcher.route(request, now)
         if number is None:
             return False
-        engine = engines[number]
-        engine.submit(request, now)
+        engine, peer = engines[number], engines[request.peer] if request.peer >= 0 else None
+        if request.is_apart and peer is not None:
+            engine.received.append(request.name)
+            peer.prefill(request, engine, now)
+            engine = peer
+        else:
+            engine.submit(request, now, peer)
         engine.advance(now)
         plan(engine)
         return True
+
+    def end(engine: Engine, now: float) -> int:
+        """How many requests have ended there."""
+        ended = 0
+        for request in engine.ended:
+            if request.target is None:
+                ended += 1
+            else:
+                target = request.target[1]
+                target.take_prefilled(request, engine, now)
+                plan(target)
+        engine.ended.clear()
+        return ended
 
     left = len(requests)
     while left:
@@ -484,8 +574,7 @@ def serve(requests: Sequence[Request], engines: Sequence[Engine], dispatcher: Di
                 del planned[what.number]
                 what.advance(now)
                 plan(what)
-                left -= len(what.ended)
-                what.ended.clear()
+                left -= end(what, now)
         else:
             dispatcher.report(what, now)
             heapq.heappush(events, (now + STATUS_INTERVAL_S, next(tie), "status", what))

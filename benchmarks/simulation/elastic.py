@@ -3,7 +3,8 @@
 An engine serves ``start_s`` after it was ordered, with an empty cache. One that goes gets no new requests, ends those
 it has, and meanwhile writes the blocks that only it has into shared storage, most asked for first, at the storage's
 speed; after ``drain_timeout_s`` what is left of both ends: its requests go on elsewhere, its blocks are lost. It is
-paid for from the order to its end.
+paid for from the order to its end. With ``pulled`` the other engines take these blocks into their hosts instead, each
+path where most of it is already, the last ones used first, and at most a share of each host.
 
 What it leaves out, besides what `simulation.cluster` does: storage's bandwidth is each engine's own, and blocks that a
 leaving engine computes last are written as if it had had them from the start.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +33,9 @@ COOLING = 0.5 ** (COOL_S / 600.0)
 """What was asked for ten minutes ago counts half."""
 
 VOLUME = "shared"
+PULLED_SHARE = 0.5
+"""Of an engine's host, what it takes of the blocks of others that leave."""
+MAX_PATHS = 100_000
 OWNER = "storage"
 """Whoever wrote it: blocks in storage outlive their writers."""
 
@@ -95,6 +99,7 @@ class ElasticCluster:
     choose:   None: the controller's own decisions; else its number is set by hand to what this says
     handover: whether a leaving engine writes its blocks to storage
     by_worth: whether the engine to go is chosen by what its cache is worth
+    pulled:   whether others take what a leaving engine has into their hosts, besides
     """
 
     def __init__(
@@ -106,13 +111,15 @@ class ElasticCluster:
         choose: Chooser | None = None,
         handover: bool = True,
         by_worth: bool = True,
+        pulled: bool = False,
     ) -> None:
         self.hardware, self.router, self.replicas, self.start_s = hardware, router, replicas, start_s
         self.index = PrefixIndex()
         self.storage = LastingStorage(hardware.storage, self.index)
         self.index.set_volume(OWNER, VOLUME)
         self.served = Served()
-        self._choose, self._handover, self._by_worth = choose, handover, by_worth
+        self._choose, self._handover, self._by_worth, self._pulled = choose, handover, by_worth, pulled
+        self._paths: OrderedDict[bytes, tuple[str, list[bytes]]] = OrderedDict()  # by last block, and to which engine
         self._members: dict[str, Member] = {}
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._tie = itertools.count()
@@ -162,7 +169,13 @@ class ElasticCluster:
             return False
         engine = self._members[choice.engine].engine
         assert engine is not None
-        engine.submit(request, now)
+        peer = self._members.get(choice.hint.engine) if choice.hint is not None else None
+        engine.submit(request, now, None if peer is None else peer.engine)
+        if request.path and self._pulled:
+            self._paths[request.path[-1]] = choice.engine, request.path
+            self._paths.move_to_end(request.path[-1])
+            if len(self._paths) > MAX_PATHS:
+                self._paths.popitem(last=False)
         self._advance(now, self._members[choice.engine])
         return True
 
@@ -244,8 +257,8 @@ class ElasticCluster:
         if member.engine.ongoing:
             self._at(now + STATUS_INTERVAL_S, self._hand_over_when_done, member)
             return
-        block_s = BLOCK * self.hardware.storage_token_s
-        blocks = sum(each.count for each in self._sole(member)) if self._handover else 0
+        block_s = BLOCK * (self.hardware.storage_token_s if self._handover else self.hardware.peer_token_s)
+        blocks = sum(each.count for each in self._sole(member)) if self._handover or self._pulled else 0
         self._at(max(now, member.drained_at + blocks * block_s), self._hand_over, member)
 
     def _sole(self, member: Member) -> list[Any]:
@@ -258,10 +271,37 @@ class ElasticCluster:
             return
         blocks = [block for each in self._sole(member) for block in split(each.hashes)]
         seconds = now - member.drained_at + 1e-6
+        if self._pulled:
+            self._pull(member, set(blocks), seconds)
         written = int(seconds / (BLOCK * self.hardware.storage_token_s)) if self._handover else 0
         self.storage.put(reversed(blocks[:written]), member.name)  # the most asked for stay longest
         self.served.kept.append((min(written, len(blocks)), len(blocks)))
         self._end(now, member)
+
+    def _pull(self, member: Member, sole: set[bytes], seconds: float) -> None:
+        """The others take what only the leaving engine has, and what is before it on its path."""
+        assert member.engine is not None
+        others = [each.engine for each in self._members.values() if each.state is ReplicaState.RUNNING and each.engine]
+        if not others:
+            return
+        left = int(seconds / (BLOCK * self.hardware.peer_token_s))
+        room = {other.number: int(PULLED_SHARE * self.hardware.host) for other in others}
+        taken: dict[int, list[list[bytes]]] = {other.number: [] for other in others}
+        for name, path in reversed(self._paths.values()):
+            if name != member.name or sole.isdisjoint(path) or left <= 0:
+                continue
+            depths = {other.number: other.cache.match(path, len(path))[1] for other in others if room[other.number] > 0}
+            if not depths:
+                break
+            number = max(depths, key=lambda each: (depths[each], room[each]))
+            reach = member.engine.cache.lend(path, depths[number], len(path))
+            blocks = path[depths[number] : reach]
+            taken[number].append(blocks)
+            room[number] -= len(blocks)
+            left -= len(blocks)
+        for other in others:
+            for blocks in reversed(taken[other.number]):  # those used last stay longest
+                other.cache.fetch(blocks)
 
     # ---- decisions ----
 
@@ -312,5 +352,5 @@ def _unfinished(engine: Engine) -> list[Request]:
         found.append(request)
     for request in found:
         request.held, request.reserved, request.left = [], 0, 0
-        request.loaded_host = request.loaded_storage = request.device = 0
+        request.loaded_host = request.loaded_peer = request.loaded_storage = request.device = 0
     return sorted(found, key=lambda request: request.arrived)

@@ -29,18 +29,24 @@ MOMENTS = (1 / 3, 2 / 3)
 class Case:
     """handover: leaving engines write what only they have
     by_worth: those go whose caches are worth least
+    peer_loads: engines fetch from each other
+    pulled: besides, those that stay take what only the leaving engines have into their hosts
     """
 
     handover: bool = True
     by_worth: bool = True
     is_few_from_start: bool = False
     none_goes: bool = False
+    peer_loads: bool = False
+    pulled: bool = False
 
 
 CASES = {
     "handover, least worth goes": Case(),
     "handover, any goes": Case(by_worth=False),
     "no handover, least worth goes": Case(handover=False),
+    "with peer loads": Case(peer_loads=True),
+    "pulled by the others": Case(peer_loads=True, pulled=True),
     "none goes": Case(none_goes=True),
     "as few from the start": Case(is_few_from_start=True),
 }
@@ -129,7 +135,8 @@ def keep(run: tuple[str, float, float], setting: Setting, many: int, few: int) -
     def choose(view: View, now: float) -> int:
         return begin if case.none_goes or now < at else few
 
-    taken = cluster(replace(setting, storage=storage), choose, handover=case.handover, by_worth=case.by_worth)
+    setting = replace(setting, storage=storage, peer_loads=case.peer_loads)
+    taken = cluster(setting, choose, handover=case.handover, by_worth=case.by_worth, pulled=case.pulled)
     served = taken.serve(requests, begin)
     window = [each for each in requests if each.arrived >= after]
     return Kept(
@@ -167,11 +174,7 @@ def show(compared: Compared, many: int, few: int) -> None:
 
 
 def _hits(requests: Sequence[Request]) -> Hits:
-    return Hits(sum(map(_found, requests)), sum(each.num_tokens for each in requests))
-
-
-def _found(request: Request) -> int:
-    return request.device + request.loaded_host + request.loaded_storage
+    return Hits(sum(each.found for each in requests), sum(each.num_tokens for each in requests))
 
 
 def _asked_first(requests: Sequence[Request], at: float, after: float) -> set[bytes]:
@@ -180,7 +183,7 @@ def _asked_first(requests: Sequence[Request], at: float, after: float) -> set[by
         if request.arrived < at:
             continue
         if request.arrived >= after:
-            found.update(block for block in request.path[: _found(request) // BLOCK] if block not in asked)
+            found.update(block for block in request.path[: request.found // BLOCK] if block not in asked)
         asked.update(request.path)
     return found
 

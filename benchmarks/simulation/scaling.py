@@ -23,6 +23,7 @@ class Setting:
     part:    requests of the trace that arrive, by number: the first one, and the one behind the last
     load:    how many times as fast as in the trace they do
     storage: how many times as large as elsewhere the shared storage is
+    peer_loads: whether engines fetch from each other
     """
 
     trace: Path
@@ -38,6 +39,7 @@ class Setting:
     goal_s: float
     begin: int
     storage: float = 1.0
+    peer_loads: bool = False
 
 
 def requests_of(setting: Setting) -> list[Request]:
@@ -59,6 +61,7 @@ def cluster(
     target_s: float = 1.0,
     handover: bool = True,
     by_worth: bool = True,
+    pulled: bool = False,
 ) -> ElasticCluster:
     """target_s: of the controller's decisions, which count where ``choose`` is None."""
     machine = hardware()
@@ -69,6 +72,7 @@ def cluster(
         engine_queue=ENGINE_QUEUE,
         max_num_seqs=machine.max_num_seqs,
         step_tokens=machine.step_tokens,
+        peer_loads=setting.peer_loads,
     )
     policy = ScalingPolicy(
         min_replicas=1,
@@ -80,11 +84,11 @@ def cluster(
     )
     router = Router(options, random.Random(0))
     return ElasticCluster(
-        machine, router, ReplicaSet(policy, setting.begin), setting.start_s, choose, handover, by_worth
+        machine, router, ReplicaSet(policy, setting.begin), setting.start_s, choose, handover, by_worth, pulled
     )
 
 
 def hit_rate(requests: Sequence[Request]) -> float:
     """Of the prompts' tokens, the share that some tier served."""
-    found = sum(each.device + each.loaded_host + each.loaded_storage for each in requests)
+    found = sum(each.found for each in requests)
     return found / max(1, sum(each.num_tokens for each in requests))

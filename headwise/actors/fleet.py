@@ -21,6 +21,7 @@ from headwise.actors.store_worth import StoreWorth
 from headwise.actors.supervisor import Supervisor
 from headwise.errors import first_line
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.frontend.routing.base import EngineRole
 from headwise.runtime.frontend.routing.engines import Arrivals
 from headwise.runtime.frontend.scaling import (
     Decision,
@@ -31,8 +32,10 @@ from headwise.runtime.frontend.scaling import (
     ReplicaState,
     ScalingPolicy,
     SchedulerNews,
+    Split,
     Wish,
     Wishes,
+    deal,
 )
 from headwise.runtime.frontend.scaling.leaving import choose_leaving, number_of
 
@@ -72,7 +75,8 @@ class Fleet:
         self._epochs = itertools.count(1)
         self._epoch: dict[str, int] = {}  # of each engine: one that comes back under an old name is another one
         self._decision: Decision | None = None
-        self._wishes = Wishes(self._controller)
+        self._wishes = Wishes(self._controller, Split(config.prefill_replicas, config.decode_replicas))
+        self._roles: dict[str, EngineRole] = {}
         self._answer: Any = None  # of the scheduler: the call that is under way
         self._ask_at = self._now = 0.0
         self._serial = 0
@@ -150,16 +154,19 @@ class Fleet:
 
     def _state(self) -> FleetState:
         assert self._decision is not None
-        engines = self.engines
+        engines, split = self.engines, self._wishes.split
+        self._roles = deal([role.name for role in engines if not role.is_leaving], split, self._roles)
+        apart = f"; {split.prefill} for prompts, {split.decode} to decode" if split.total else ""
         return FleetState(
             number=self._decision.number,
-            reason=self._decision.reason + self._moved,
+            reason=self._decision.reason + self._moved + apart,
             replicas={role.name: _in_words(role) for role in engines},
             expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
             is_awaited=self._controller.may_grow_from_nothing,
             is_closing=self._is_closing,
             wish=self._wishes.last,
             refusal=self._wishes.refusal,
+            roles=dict(self._roles),
         )
 
     def _replace_silent(self, names: tuple[str, ...], now: float) -> None:

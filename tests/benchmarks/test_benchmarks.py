@@ -63,6 +63,14 @@ def test_routing_is_compared_over_a_trace(tmp_path: Path, capsys: pytest.Capture
     assert 0 < served["trace_hit_rate_on"] <= 1
 
 
+def test_peer_loads_are_compared_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = conversations(tmp_path / "trace.jsonl.gz")
+    found = quick_figures("peer_loads", capsys, "--trace", str(trace))
+    assert set(found["hit_rate"]) == set(found["does_not_pay"]) > {"today", "peer loads", "5 + 3"}
+    assert found["moved_gb"]["today"] == 0 < found["moved_gb"]["5 + 3"]
+    assert found["hit_rate"]["peer loads"] >= found["hit_rate"]["today"]
+
+
 def test_elastic_replicas_are_compared_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = conversations(tmp_path / "trace.jsonl.gz")
     found = quick_figures("autoscaling", capsys, "--trace", str(trace))

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 from routing import hardware
-from simulation.cluster import BLOCK, Request
+from simulation.cluster import BLOCK, Cache, Engine, Request, Storage, serve
 from simulation.elastic import ElasticCluster, Served, View
 from simulation.scale_down import FEW, OURS, UNDISTURBED, Compared, Hits, Kept, compare
 
 from headwise.runtime.frontend.routing import Router, RouterOptions
 from headwise.runtime.frontend.scaling import ReplicaSet, ScalingPolicy
+from headwise.storage.index.prefix_index import PrefixIndex
 
 
 def requests(count: int, every_s: float, output: int = 400) -> list[Request]:
@@ -22,7 +23,12 @@ def requests(count: int, every_s: float, output: int = 400) -> list[Request]:
 
 
 def served(
-    sent: list[Request], numbers: dict[float, int], timeout_s: float = 60.0, least: int = 1, handover: bool = True
+    sent: list[Request],
+    numbers: dict[float, int],
+    timeout_s: float = 60.0,
+    least: int = 1,
+    handover: bool = True,
+    pulled: bool = False,
 ) -> tuple[ElasticCluster, Served]:
     """As many engines as ``numbers`` say from each time on."""
     machine = replace(hardware(), storage=1000)
@@ -34,7 +40,7 @@ def served(
         return [number for at, number in numbers.items() if at <= max(now, 0.0)][-1]
 
     cluster = ElasticCluster(
-        machine, Router(options, random.Random(0)), ReplicaSet(policy, first), 30.0, choose, handover
+        machine, Router(options, random.Random(0)), ReplicaSet(policy, first), 30.0, choose, handover, pulled=pulled
     )
     return cluster, cluster.serve(sent, first)
 
@@ -54,9 +60,19 @@ def test_blocks_that_are_handed_over_are_found_again() -> None:
     for handover in (True, False):
         sent = requests(100, 1.0, output=20)
         cluster, found = served(sent, {0.0: 2, 50.0: 1}, handover=handover)
-        hits[handover] = sum(each.device + each.loaded_host + each.loaded_storage for each in sent[60:80])
+        hits[handover] = sum(each.found for each in sent[60:80])
         assert bool(cluster.storage.blocks) == handover
         assert [written == (every if handover else 0) for written, every in found.kept] == [True]
+    assert hits[True] > hits[False]
+
+
+def test_blocks_that_the_others_pull_are_found_again_without_storage() -> None:
+    hits = {}
+    for pulled in (True, False):
+        sent = requests(100, 1.0, output=20)
+        cluster, _ = served(sent, {0.0: 2, 50.0: 1}, handover=False, pulled=pulled)
+        hits[pulled] = sum(each.found for each in sent[60:80])
+        assert not cluster.storage.blocks
     assert hits[True] > hits[False]
 
 
@@ -96,3 +112,55 @@ def test_moments_add_up_by_case_and_size_of_storage() -> None:
     small, large = compare(runs, [kept(10, {1}, set()), kept(30, {2}, set()), kept(20, {3}, set())])
     assert (small.storage, small.found[OURS].after, len(small.found[OURS].sole)) == (1.0, Hits(30, 200), 2)
     assert (large.storage, large.found[OURS].after) == (4.0, Hits(30, 100))
+
+
+# ---- engines that fetch from each other ----
+
+
+def pair(peer_token_s: float = 1e-6) -> tuple[Engine, Engine]:
+    machine = replace(hardware(), peer_token_s=peer_token_s)
+    index = PrefixIndex()
+    storage = Storage(0, index)
+    first, second = (Engine(n, machine, Cache(f"engine-{n}", machine, storage, index)) for n in range(2))
+    return first, second
+
+
+class ToSecond:
+    """The first request goes to the first engine, all others to the second one, which asks the first."""
+
+    def __init__(self, is_apart: bool = False) -> None:
+        self._is_apart = is_apart
+
+    def route(self, request: Request, now: float) -> int:
+        if request.name == "0" and not self._is_apart:
+            return 0
+        request.peer, request.is_apart = 0, self._is_apart
+        return 1
+
+    def report(self, engine: Engine, now: float) -> None:
+        engine.status()
+
+
+def test_a_simulated_engine_fetches_what_another_one_has() -> None:
+    sent = [*requests(1, 1.0), replace(requests(1, 1.0)[0], name="1", arrived=20.0)]
+    serve(sent, pair(), ToSecond())
+    assert (sent[1].engine, sent[1].loaded_peer, sent[1].device) == (1, 8 * BLOCK, 0)
+    assert sent[1].first_token - sent[1].arrived < 0.3 * (sent[0].first_token - sent[0].arrived)
+
+
+def test_a_simulated_prompt_is_computed_by_one_engine_and_decoded_by_the_other() -> None:
+    sent = requests(3, 0.5)
+    engines = pair()
+    serve(sent, engines, ToSecond(is_apart=True))
+    assert [each.loaded_peer for each in sent] == [8 * BLOCK] * 3
+    assert all(each.ended > each.first_token > each.arrived for each in sent)
+    assert engines[0].gaps.total() == 0 < engines[1].gaps.total()
+
+
+def test_a_slow_link_delays_what_is_decoded() -> None:
+    def ttft_s(peer_token_s: float) -> float:
+        (one,) = requests(1, 1.0)
+        serve([one], pair(peer_token_s), ToSecond(is_apart=True))
+        return one.first_token - one.arrived
+
+    assert ttft_s(1e-3) > 8 * BLOCK * 1e-3 > ttft_s(1e-6)

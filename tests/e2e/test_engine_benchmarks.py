@@ -71,6 +71,15 @@ def test_replicas_are_measured_and_lose_no_stream(capsys: pytest.CaptureFixture[
     assert found["lost"] == 0
 
 
+@pytest.mark.soak
+@pytest.mark.ray
+def test_prefill_and_decode_apart_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures_of("pd", capsys, "--smoke")
+    assert found["same_tokens"]
+    assert found["throughput_ratio"] > 0
+    assert found["fetched_mb"] > 0
+
+
 @pytest.mark.ray
 def test_what_http_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("openai_http", capsys)

@@ -65,7 +65,11 @@ def reset_cache(address: _Address, tier: _Tier = "all", relay: RelayOption = "au
 @command
 def scale(
     address: _Address,
-    replicas: Annotated[str, typer.Option(metavar="N|auto", help="So many engines; auto: as many as a target needs.")],
+    replicas: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="So many engines; auto: as many as a target needs.")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="So many of them compute prompts only.")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="So many of them decode only.")] = None,
 ) -> None:
     """Have a deployment run so many engines. Prints what was decided; engines then start, or end what they have and go.
 
@@ -73,13 +77,19 @@ def scale(
     Examples:
       headwise scale --address 127.0.0.1:8700 --replicas 3
       headwise scale --address 127.0.0.1:8700 --replicas auto
+      headwise scale --address 127.0.0.1:8700 --prefill 1 --decode 3
     """
     from headwise.runtime.client.client import Client
 
+    split = None if prefill is None and decode is None else (prefill or 0, decode or 0)
+    if replicas is None and split is None:
+        raise typer.BadParameter("give a number of engines, or auto", param_hint="--replicas")
+    if replicas is None:
+        replicas = str(sum(split or ()))
     if replicas != "auto" and not replicas.isdecimal():
         raise typer.BadParameter(f"give a number of engines, or auto, not {replicas!r}", param_hint="--replicas")
     with Client(address) as client:
-        typer.echo(client.scale(None if replicas == "auto" else int(replicas)))
+        typer.echo(client.scale(None if replicas == "auto" else int(replicas), split))
 
 
 @command

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 TIERS = ("device", "host", "storage")
+SOURCES = {"device": "device", "host": "host", "peer": "another engine", "storage": "storage"}
+"""Where the router expects prefixes, and how that is said."""
 SHOWN_FAULTS = 5
 
 Stats = Mapping[str, Any]
@@ -31,11 +33,16 @@ def render(stats: Stats) -> Group:
 
 def _headline(stats: Stats) -> str:
     scheduler = stats["scheduler"]
-    return (
+    text = (
         f"{stats['model']}: {scheduler['routed']} requests routed ({scheduler['policy']}), "
         f"{scheduler['rerouted']} of them again, {scheduler['queued']} waiting for an engine, "
         f"{scheduler['refused']} refused"
     )
+    tokens = scheduler.get("expected_tokens")
+    if not tokens or not tokens["all"]:
+        return text
+    sources = ", ".join(f"{_share(tokens[key], tokens['all'])} {name}" for key, name in SOURCES.items())
+    return f"{text}\nof their prompts expected in caches: {sources}"
 
 
 def _fleet(stats: Stats) -> Iterator[Text]:
@@ -73,7 +80,10 @@ def _state(engine: Stats) -> str:
     silent_s = engine.get("silent_s", 0.0)
     if engine.get("is_leaving"):
         return "draining"
-    return f"silent for {silent_s:.0f} s" if silent_s > 2.0 else str(engine["state"])
+    if silent_s > 2.0:
+        return f"silent for {silent_s:.0f} s"
+    role = engine.get("role", "mixed")
+    return str(engine["state"]) if role == "mixed" else f"{engine['state']}, {role}"
 
 
 def _tiers(stats: Stats) -> Table:
@@ -96,6 +106,8 @@ def _tier_rows(engine: Stats) -> Iterator[tuple[str, ...]]:
     if storage:
         served, fetched = str(storage["hit_tokens"]), str(storage["fetched_blocks"])
         yield "storage", str(storage["put_blocks"]), "-", served, fetched, *_speed(engine, "fetch")
+    if from_others := engine["transfers"].get("peer"):
+        yield "engines", "-", "-", "-", str(from_others["blocks"]), *_speed(engine, "peer")
 
 
 def _blocks(tier: Stats) -> tuple[str, str]:

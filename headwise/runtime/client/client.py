@@ -141,10 +141,13 @@ class Client:
 
     # ---- how many engines ----
 
-    def scale(self, replicas: int | None) -> str:
+    def scale(self, replicas: int | None, split: tuple[int, int] | None = None) -> str:
         """Have so many engines, or with None as many as the load needs, as after the start. Returns what was decided,
         in words, before engines start or go; `stats` tells of them. Engines that go lose no request, and the number is
         absolute: to call it twice changes nothing.
+
+        split: so many of the engines compute prompts only, so many decode only, and the others serve whole requests;
+               None: as it is
 
         Raises `InvalidRequestError` for a number that the deployment's ``min_replicas`` and ``max_replicas`` exclude.
         """
@@ -152,7 +155,7 @@ class Client:
             replicas is None or (isinstance(replicas, int) and 0 <= replicas < 2**31)
         ):
             raise InvalidRequestError(f"replicas must be a number of engines or None, got {replicas!r:.80}")
-        decision: str = _answer_to(lambda deliver: self._io.ask(lambda key: Scale(key, replicas), deliver))
+        decision: str = _answer_to(lambda deliver: self._io.ask(lambda key: Scale(key, replicas, split), deliver))
         return decision
 
     def roll(self) -> str:

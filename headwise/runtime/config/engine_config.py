@@ -93,6 +93,20 @@ class EngineConfig:
         0,
         1024,
     )
+    prefill_replicas: int = _option(
+        0,
+        "Of the engines, those that only compute prompts, for others that fetch the blocks: decoding is not held up by "
+        "long prompts then. Together with decode_replicas they may be more than replicas says; all others serve whole "
+        "requests.",
+        0,
+        1024,
+    )
+    decode_replicas: int = _option(0, "Of the engines, those that only decode. Needs prefill_replicas.", 0, 1024)
+    decode_prompt_tokens: int = _option(
+        256,
+        "Tokens of a prompt, those that are cached not counted, that an engine which only decodes computes itself.",
+        0,
+    )
     min_replicas: int = _option(
         1, "Fewest engines; 0: none while there are no requests, and the first request waits for one.", 0, 1024
     )
@@ -347,13 +361,28 @@ class EngineConfig:
             raise ConfigError(
                 "target_ttft_s and target_queue_s need max_replicas: the most engines that may be started"
             )
-        if self.max_replicas and self.max_replicas < max(self.min_replicas, self.replicas):
+        if self.max_replicas and self.max_replicas < self.first_replicas:
             raise ConfigError(
                 f"max_replicas {self.max_replicas} must be at least min_replicas {self.min_replicas} and replicas "
-                f"{self.replicas}"
+                f"{self.replicas}, and prefill_replicas with decode_replicas, {self.prefill_replicas} and "
+                f"{self.decode_replicas}"
             )
+        self._check_roles()
         if self.min_replicas and not self.replicas:
             raise ConfigError(f"replicas 0 needs min_replicas 0, got {self.min_replicas}")
+
+    def _check_roles(self) -> None:
+        if self.decode_replicas and not self.prefill_replicas:
+            raise ConfigError(f"decode_replicas {self.decode_replicas} needs prefill_replicas 1 at least")
+        if self.prefill_replicas and self.first_replicas <= self.prefill_replicas:
+            raise ConfigError(
+                f"prefill_replicas {self.prefill_replicas} compute prompts for others: give decode_replicas, or more "
+                f"replicas than {self.first_replicas}"
+            )
+        if self.prefill_replicas and self.without_peer_loads:
+            raise ConfigError(
+                f"prefill_replicas needs engines that fetch blocks from each other, and {self.without_peer_loads}"
+            )
 
     def _check_device(self) -> None:
         """Refuse what the device cannot do, once it is known: ``auto`` is resolved where there are GPUs to count."""
@@ -385,7 +414,7 @@ class EngineConfig:
     @property
     def first_replicas(self) -> int:
         """Engines that a deployment starts with."""
-        return max(self.replicas, self.min_replicas)
+        return max(self.replicas, self.min_replicas, self.prefill_replicas + self.decode_replicas)
 
     def _check_placement(self) -> None:
         parse_pairs(self.node_labels, "node_labels such as zone=a,ray.io/accelerator-type=H100")

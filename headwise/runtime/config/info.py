@@ -59,7 +59,12 @@ def describe(
     yield from _decode_rows(config, decode_reads(config, card, directory))
     for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
-    yield "replicas x TP ranks", f"{config.first_replicas} x {config.tp_size}"
+    apart = f", {config.prefill_replicas} for prompts and {config.decode_replicas} to decode"
+    yield (
+        "replicas x TP ranks",
+        f"{config.first_replicas} x {config.tp_size}{apart if config.prefill_replicas else ''}",
+    )
+    yield "blocks from other engines", f"no, {why_not}" if (why_not := config.without_peer_loads) else "yes"
 
 
 def head_groups(card: ModelCard) -> Iterator[tuple[str, str]]:

@@ -36,7 +36,7 @@ from headwise.runtime.frontend.preprocessing_pool import (
 from headwise.runtime.frontend.prompts import any_size
 from headwise.runtime.frontend.routing import Matches, Router, RouterOptions
 from headwise.runtime.frontend.routing.base import RESERVATION_S, Choice
-from headwise.runtime.frontend.scaling import Exchange, FleetState, observe
+from headwise.runtime.frontend.scaling import Exchange, FleetState, Split, observe
 from headwise.runtime.frontend.scaling.requests import ScaleRequests
 from headwise.runtime.frontend.tcp_proxy import TcpProxy
 from headwise.runtime.protocol import wire
@@ -236,9 +236,22 @@ class SchedulerServer:
 
     def _scale(self, identity: bytes, scale: Scale) -> None:
         try:
-            self._scale_requests.scale((identity, scale.key), scale.replicas, self._clock())
+            split = self._checked_split(scale.split)
+            self._scale_requests.scale((identity, scale.key), scale.replicas, self._clock(), split)
         except HeadwiseError as error:
             self._send(identity, failure(error, scale.key))
+
+    def _checked_split(self, split: tuple[int, int] | None) -> Split | None:
+        if split is None:
+            return None
+        if any(split) and not self._router.options.peer_loads:
+            raise InvalidRequestError(
+                "prompts are computed apart only where engines fetch blocks from each other: see peer_loads"
+            )
+        try:
+            return Split(*split)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
 
     def _roll(self, identity: bytes, roll: Roll) -> None:
         try:
@@ -407,6 +420,7 @@ class SchedulerServer:
         if now < self._watch_at:
             return
         self._watch_at = now + _WATCH_S
+        self._router.table.set_roles(self._fleet.roles)
         for silence in self._router.watch(now):
             log.warning("%s has been silent for %g s", silence.engine, silence.for_s)
             if silence.is_given_up:

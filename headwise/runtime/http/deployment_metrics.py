@@ -24,7 +24,7 @@ _FRESH_S = 0.5
 """Engines report as often: asking more often tells nothing new."""
 _POOLS = {"device": "cache", "host": "host"}
 """Where an engine's statistics tell of a tier's pool."""
-_DIRECTIONS = ("load", "store", "fetch", "put")
+_DIRECTIONS = ("load", "store", "fetch", "put", "peer")
 
 
 class DeploymentView:
@@ -82,6 +82,10 @@ class DeploymentMetrics(Collector):
         outcomes = {key: self._scheduler[key] for key in ("routed", "rerouted", "delayed", "refused", "withdrawn")}
         yield _counter("scheduler_requests", "Requests by what the scheduler did with them.", "outcome", outcomes)
         yield _counter("routing_decisions", "Engines chosen, by why.", "reason", self._scheduler["decisions"])
+        expected = self._scheduler["expected_tokens"]
+        yield _counter(
+            "routing_expected_tokens", "Of prompts, by where the router expects them to come from.", "source", expected
+        )
         waiting = {key: self._scheduler[key] for key in ("pending", "queued")}
         yield _gauge(
             "scheduler_waiting", "Requests being prepared or waiting for an engine; the latter.", "state", waiting

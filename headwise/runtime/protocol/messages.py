@@ -229,10 +229,13 @@ class Operated:
 class Scale:
     """There are to be so many engines; None: as many as the load needs. Answered when that is decided, not when they
     serve. The number is absolute: to ask twice is to ask once.
+
+    split: so many of them for prompts only, so many to decode only; None: as it is
     """
 
     key: int
     replicas: int | None
+    split: tuple[int, int] | None = None
 
 
 @register

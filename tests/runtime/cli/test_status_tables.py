@@ -169,3 +169,18 @@ def test_index_match_shows_only_tiers_that_there_are(
     shown = CliRunner().invoke(app, ["index", "match", "--address", "127.0.0.1:1", "text"]).stdout
     assert [tier for tier in ("device", "host", "storage") if tier in shown] == tiers
     assert line_with(shown, "engine-0").split() == ["engine-0", *["64"] * len(tiers)]
+
+
+def test_where_prefixes_are_expected_is_shown_and_what_came_from_other_engines() -> None:
+    expected = {"device": 500, "host": 200, "peer": 100, "storage": 0, "all": 1000}
+    copied = {"blocks": 7, "bytes_per_s": 2.0e9, "waited_s": 0.0}
+    shown = text_of(
+        render(
+            stats(
+                scheduler={**SCHEDULER, "expected_tokens": expected},
+                engines={"engine-0": engine(transfers={"peer": copied})},
+            )
+        )
+    )
+    assert "of their prompts expected in caches: 50% device, 20% host, 10% another engine, 0% storage" in shown
+    assert "7" in line_with(shown, "engine-0", "engines").split()

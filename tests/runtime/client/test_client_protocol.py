@@ -41,7 +41,7 @@ from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend import scheduler_server
-from headwise.runtime.frontend.scaling import FleetState, Wish
+from headwise.runtime.frontend.scaling import FleetState, Split, Wish
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
@@ -282,16 +282,25 @@ def leave_block(stream: Any) -> None:
         next(stream)
 
 
-@pytest.mark.parametrize(("replicas", "wished"), [("3", 3), ("auto", None)])
-def test_the_command_line_sets_the_number_of_engines(deployment: Deployment, replicas: str, wished: int | None) -> None:
+@pytest.mark.parametrize(
+    ("asked_for", "wished"),
+    [
+        ("--replicas 3", (3, None)),
+        ("--replicas auto", (None, None)),
+        ("--prefill 0 --decode 0 --replicas 2", (2, Split())),
+    ],
+)
+def test_the_command_line_sets_the_number_of_engines(
+    deployment: Deployment, asked_for: str, wished: tuple[int | None, Split | None]
+) -> None:
     def wish() -> Wish | None:
         return deployment.exchange.swap(FleetState(1, "")).wish
 
     with ThreadPoolExecutor() as pool:
-        command = ["scale", "--replicas", replicas, "--address", deployment.address]
+        command = ["scale", *asked_for.split(), "--address", deployment.address]
         asked = pool.submit(CliRunner().invoke, app, command)
         eventually(lambda: wish() is not None)
-        assert wish().replicas == wished
+        assert (wish().replicas, wish().split) == wished
         deployment.exchange.swap(FleetState(3, "1 -> 3: decided", wish=wish().id))
         result = asked.result(PATIENCE_S)
     assert (result.exit_code, result.stdout) == (0, "1 -> 3: decided\n")

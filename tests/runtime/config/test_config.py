@@ -116,6 +116,10 @@ def test_a_bad_storage_url_is_told_where_it_is_given(storage: str, says: str) ->
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas 2 must be at least min_replicas 3"),
         ({"replicas": 3, "max_replicas": 2}, "and replicas 3"),
         ({"replicas": 0}, "replicas 0 needs min_replicas 0, got 1"),
+        ({"decode_replicas": 1}, "decode_replicas 1 needs prefill_replicas"),
+        ({"prefill_replicas": 2, "replicas": 2, "host_cache": "1GiB"}, "give decode_replicas, or more"),
+        ({"prefill_replicas": 1, "decode_replicas": 1}, "fetch blocks from each other, and host_cache is 0"),
+        ({"prefill_replicas": 2, "decode_replicas": 3, "max_replicas": 4}, "max_replicas 4 must be at least"),
     ],
 )
 def test_numbers_of_engines_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
@@ -123,9 +127,25 @@ def test_numbers_of_engines_that_contradict_each_other_are_refused(values: dict[
         EngineConfig(**values)
 
 
+@pytest.mark.parametrize(
+    ("values", "why_not"),
+    [
+        ({}, ""),
+        ({"peer_loads": False}, "peer_loads is off"),
+        ({"host_cache": "0"}, "host_cache is 0"),
+        ({"routing": "round_robin"}, "routing is round_robin"),
+        ({"max_replicas": 1}, "there is one engine at most"),
+    ],
+)
+def test_engines_fetch_from_each_other_unless_something_is_missing(values: dict[str, Any], why_not: str) -> None:
+    assert EngineConfig(**{"host_cache": "1GiB", **values}).without_peer_loads == why_not
+
+
 def test_a_deployment_starts_with_its_replicas_but_no_fewer_than_the_fewest() -> None:
     assert EngineConfig(replicas=3).first_replicas == 3
     assert EngineConfig(min_replicas=2).first_replicas == 2
+    assert EngineConfig(prefill_replicas=1, decode_replicas=2, host_cache="1GiB").first_replicas == 3
+    assert EngineConfig(prefill_replicas=1, replicas=4, host_cache="1GiB").first_replicas == 4
     assert EngineConfig(replicas=0, min_replicas=0).first_replicas == 0
 
 

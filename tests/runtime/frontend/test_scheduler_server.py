@@ -23,7 +23,7 @@ from headwise.runtime.frontend import preprocessing_pool as preparing
 from headwise.runtime.frontend.preprocessing_pool import SHORT_BYTES
 from headwise.runtime.frontend.prompts import TextLimits
 from headwise.runtime.frontend.routing import RouterOptions, engines
-from headwise.runtime.frontend.scaling import Exchange, FleetState
+from headwise.runtime.frontend.scaling import Exchange, FleetState, Split
 from headwise.runtime.frontend.scaling.requests import ANSWER_S, MAX_WAITING
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.protocol import wire
@@ -1050,3 +1050,36 @@ def test_a_ticket_says_which_engine_has_more_of_the_prefix_and_a_reroute_says_it
     again = client.ask(Reroute(2, ticket.request, "tcp://c"))
     assert again.endpoint != "tcp://c"
     assert again.request.peer is None
+
+
+def test_a_long_prompt_is_computed_apart_from_where_the_owner_says_it_is_decoded(make: Make) -> None:
+    deployment = make(routing={"peer_loads": True, "local_tokens": 4, "engine_queue": 1000})
+    deployment.exchange.swap(FleetState(2, "", roles={"a": "prefill", "b": "decode"}))
+    client = deployment.peer()
+    engine = deployment.peer()
+
+    def ticket(key: int, text: str) -> Any:
+        for name in "ab":
+            engine.send(status(name))
+        return client.ask(route(key, text))
+
+    keys = itertools.count(1)
+    eventually(lambda: ticket(next(keys), f"a prompt, number {next(keys)}").request.peer is not None)
+    found = ticket(next(keys), "another long prompt")
+    assert (found.endpoint, found.request.peer) == ("tcp://b", PeerHint("a", 1, 4 * BLOCK, prefills=True))
+    short = ticket(next(keys), "tiny")
+    assert (short.endpoint, short.request.peer) == ("tcp://b", None)
+    assert {name: each["role"] for name, each in client.stats()["engines"].items()} == {"a": "prefill", "b": "decode"}
+
+
+def test_a_split_is_told_to_the_owner_and_one_that_cannot_be_is_the_caller_s_error(make: Make) -> None:
+    deployment = make(routing={"peer_loads": True})
+    client = deployment.peer()
+    client.send(Scale(1, 3, (1, 2)))
+    assert client.hears_nothing()
+    wish = deployment.exchange.swap(FleetState(1, "")).wish
+    assert wish is not None
+    assert (wish.replicas, wish.split) == (3, Split(1, 2))
+    assert "need one for prompts" in client.ask(Scale(2, 3, (0, 2))).message
+    apart = make().peer()
+    assert "peer_loads" in apart.ask(Scale(1, 3, (1, 2))).message

@@ -47,6 +47,7 @@ def test_what_the_engine_has_done_is_counted(served: Served) -> None:
     eventually(lambda: count("kv_transfer_blocks_total", direction="put") > 0)
     assert count("scheduler_requests_total", outcome="routed") == 3
     assert count("routing_decisions_total", reason="no_hit") == 3
+    assert count("routing_expected_tokens_total", source="all") > count("routing_expected_tokens_total", source="peer")
     assert count("engine_generation_tokens_total") == 12
     assert count("prefix_cache_queried_tokens_total") >= count("prefix_cache_hit_tokens_total", tier="device") > 0
     assert (

@@ -5,6 +5,7 @@ engines    the engines' reports, and the requests sent to them since (reservatio
 expected   blocks that engines have or will soon have, and that the index does not know yet
 peers      what engines could fetch from each other
 costs      the cost of a request on each engine, in seconds
+apart      prefill and decode on two engines
 policies   cache_aware, least_loaded, round_robin
 router     select and reserve in one step
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from headwise.runtime.protocol.request import PeerHint
 
@@ -15,6 +16,10 @@ RESERVATION_S = 5.0
 
 TYPICAL_OUTPUT = 256
 """Assumed tokens of an answer: the real number is not known beforehand, and ``max_tokens`` is often only a cap."""
+
+EngineRole = Literal["mixed", "prefill", "decode"]
+"""What an engine is for: whole requests; prompts that others decode; or requests whose prompts others compute, if they
+are long. Nothing but routing depends on it."""
 
 Matches = Mapping[str, tuple[int, int, int]]
 """By engine, the blocks of a prompt that its device, its device and host, and all tiers serve. Engines that serve none
@@ -49,8 +54,10 @@ class Choice:
 
     cost:   the cost that the policy minimised: seconds for ``cache_aware``
     reason: why this engine: ``session``, ``rerouted``, ``hit`` (none has more of the prefix), ``spread`` (one that has
-            more is too busy), ``no_hit``; under other policies their name
+            more is too busy), ``no_hit``, ``apart`` (another engine computes the prompt); under other policies their
+            name
     device, host, peer, storage: tokens expected from each tier, and from another engine
+    prefilled: of ``peer``, what that engine is to compute
     hint:   that engine; None: what it has is not worth asking for
     """
 
@@ -62,6 +69,7 @@ class Choice:
     host: int = 0
     peer: int = 0
     storage: int = 0
+    prefilled: int = 0
     hint: PeerHint | None = None
 
 
@@ -78,6 +86,7 @@ class RouterOptions:
     engine_timeout_s: an engine that is silent for so long is replaced
     forget_s:         an engine that is silent for so long is not expected back
     peer_loads:       engines fetch from each other what they lack of a prefix
+    local_tokens:     an engine that is to decode computes so many tokens of a prompt itself
     """
 
     policy: str = "cache_aware"
@@ -89,3 +98,4 @@ class RouterOptions:
     engine_timeout_s: float = 20.0
     forget_s: float = 600.0
     peer_loads: bool = False
+    local_tokens: int = 256

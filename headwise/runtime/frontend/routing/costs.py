@@ -15,7 +15,8 @@
 - answer: a decode step with all sequences takes about twice as long as with one (assumed), and so does the answer. So
   this is the time of a typical answer, times the share of sequences that run or wait there. It spreads requests that
   have nothing to compute.
-- `WORK_WEIGHT`: the same tokens computed on two engines keep other requests waiting, and push out other blocks.
+- `WORK_WEIGHT`: the same tokens computed on two engines keep other requests waiting, and push out other blocks. Those
+  that are fetched from another engine do only the latter: `DUPLICATE_WEIGHT`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from headwise.runtime.frontend.routing.engines import Column, EngineTable
 
 WORK_WEIGHT = 1.0
 
+DUPLICATE_WEIGHT = 0.5
+"""Blocks that are fetched push out others, as computed ones do: that costs so much of computing them (assumed)."""
+
 ASK_S = 0.01
 """Seconds that asking another engine for blocks takes, whatever it has: two round trips between engines that are busy.
 """
@@ -46,12 +50,18 @@ class Estimate:
     """Per engine the cost to minimise, and what its tiers could serve.
 
     served: ``float64 [engines, 3]``: tokens that the device, device and host, and all tiers could serve
+    wait:   seconds of the backlog
+    alone:  seconds of computing and loads, without what other engines have
+    decoding: seconds of admission and answer
     lent:   tokens that the engine could serve to others; None: none could, or they do not ask each other
     by_others: the most that another engine could serve to it; likewise
     """
 
     cost: Column
     served: NDArray[np.float64]
+    wait: Column
+    alone: Column
+    decoding: Column
     lent: Column | None = None
     by_others: Column | None = None
 
@@ -64,6 +74,10 @@ class Sources:
     host: int = 0
     peer: int = 0
     storage: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.peer + self.storage
 
 
 def estimate(
@@ -80,19 +94,21 @@ def estimate(
         least = np.minimum(np.minimum(own, with_host), with_all)
     else:
         with_host = least = own
+    own = work = least
     by_others = None if lent is None else peers.of_others(lent)
     if by_others is not None:
-        reach = np.maximum(by_others, served[:, 1])
-        with_peer = with_host - (reach - served[:, 1]) * table.peer_gain_s + ASK_S
-        with_rest = with_peer - np.maximum(served[:, 2] - reach, 0.0) * table.storage_gain_s
-        least = np.minimum(np.minimum(least, with_peer), with_rest)
-    own = least
+        fetched = np.maximum(by_others - served[:, 1], 0.0)
+        with_peer = with_host - fetched * table.peer_gain_s + ASK_S
+        with_rest = with_peer - np.maximum(served[:, 2] - served[:, 1] - fetched, 0.0) * table.storage_gain_s
+        with_peer = np.minimum(with_peer, with_rest)
+        own = np.minimum(least, with_peer)
+        work = np.minimum(least, with_peer + DUPLICATE_WEIGHT * fetched * prefill)
     wait = table.backlog(now)
-    cost = wait + own
-    cost += cost * table.pace
-    cost += WORK_WEIGHT * own
-    cost += _decoding(table, wait / prefill + (request.num_tokens + min(request.max_tokens, TYPICAL_OUTPUT)), options)
-    return Estimate(cost, served, lent, by_others)
+    start = wait + own
+    start += start * table.pace
+    tokens = wait / prefill + (request.num_tokens + min(request.max_tokens, TYPICAL_OUTPUT))
+    decoding = _decoding(table, tokens, options)
+    return Estimate(start + WORK_WEIGHT * work + decoding, served, wait, least, decoding, lent, by_others)
 
 
 def sources(table: EngineTable, row: int, estimated: Estimate) -> Sources:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import Any
@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.frontend.routing.base import RESERVATION_S, STATUS_TIMEOUT_S, TYPICAL_OUTPUT, RouterOptions
+from headwise.runtime.frontend.routing.base import (
+    RESERVATION_S,
+    STATUS_TIMEOUT_S,
+    TYPICAL_OUTPUT,
+    EngineRole,
+    RouterOptions,
+)
 from headwise.runtime.frontend.routing.expected import EXPECTED_TOKENS, ExpectedBlocks
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineStatus
 
@@ -97,6 +103,7 @@ class EngineTable:
     lends:    1 if others may ask the engine for blocks, else 0
     pace:     share by which running requests slow down the computing of prompts
     turnover_s: seconds in which all running requests end
+    prefills, decodes: 1 for engines that only compute prompts for others, or only decode what others computed, else 0
     used, used_per_token: shares of the pool that are held, and that one more token will hold; 0 where the pool is not
               known
     """
@@ -113,12 +120,14 @@ class EngineTable:
     lends: Column
     pace: Column
     turnover_s: Column
+    prefills: Column
+    decodes: Column
     used: Column
     used_per_token: Column
 
     _COLUMNS = (
         *("heard", "ready_at", "reserved", "room", "requests", "prefill_token_s", "host_gain_s", "storage_gain_s"),
-        *("peer_gain_s", "lends", "pace", "turnover_s", "used", "used_per_token"),
+        *("peer_gain_s", "lends", "pace", "turnover_s", "prefills", "decodes", "used", "used_per_token"),
     )
 
     def __init__(self, options: RouterOptions) -> None:
@@ -128,6 +137,7 @@ class EngineTable:
         self.arrivals = Arrivals()
         self.expected = ExpectedBlocks(max(1, EXPECTED_TOKENS // options.block_size))
         self._options = options
+        self._roles: Mapping[str, EngineRole] = {}
         self._slots: list[int] = []  # by row
         self._reservations: dict[str, _Reservation] = {}  # in the order in which they expire
         for column in self._COLUMNS:
@@ -168,7 +178,7 @@ class EngineTable:
 
     def _confirm(self, row: int, status: EngineStatus) -> None:
         """End the reservations of the requests that this status counts."""
-        for request_id in status.received:
+        for request_id in (each for name in status.received for each in (name, prefill_of(name))):
             held = self._reservations.get(request_id)
             if held is not None and held.engine == status.engine:
                 del self._reservations[request_id]
@@ -228,6 +238,7 @@ class EngineTable:
         self.engines.append(Engine(status, self.expected.take_slot()))
         self._slots.append(self.engines[row].slot)
         self.heard[row] = now
+        self._apply_roles()
         return row
 
     def remove(self, name: str) -> None:
@@ -240,6 +251,23 @@ class EngineTable:
         del self.names[row], self.engines[row]
         self.rows = {name: row for row, name in enumerate(self.names)}
         del self._slots[row]
+
+    # ---- roles ----
+
+    def set_roles(self, roles: Mapping[str, EngineRole]) -> None:
+        """What engines are for from now on; those that are not named serve whole requests."""
+        if roles != self._roles:
+            self._roles = dict(roles)
+            self._apply_roles()
+
+    def _apply_roles(self) -> None:
+        roles = [self._roles.get(name, "mixed") for name in self.names]
+        self.prefills[:] = [role == "prefill" for role in roles]
+        self.decodes[:] = [role == "decode" for role in roles]
+
+    @property
+    def has_roles(self) -> bool:
+        return bool(self._roles)
 
     # ---- liveness ----
 
@@ -309,18 +337,26 @@ class EngineTable:
         """Seconds of computing before a request that arrives now can start."""
         return np.maximum(self.ready_at - now, 0.0)
 
-    def reserve(self, request_id: str, row: int, tokens: int, now: float) -> None:
-        """Count a request with ``tokens`` to compute against an engine until its status names it."""
-        self.release(request_id)
+    def reserve(self, request_id: str, row: int, tokens: int, now: float, is_arrival: bool = True) -> None:
+        """Count a request with ``tokens`` to compute against an engine until its status names it.
+
+        is_arrival: False: it is reserved elsewhere, too, and counts there
+        """
+        self._release(request_id)
         self._reservations[request_id] = _Reservation(self.names[row], tokens, now + RESERVATION_S)
         self.reserved[row] += 1
         own_s = float(tokens * self.prefill_token_s[row])
         self.ready_at[row] = max(self.ready_at[row], now) + own_s
-        slowed_s, seen = own_s * (1.0 + float(self.pace[row])), self.arrivals
-        self.arrivals = Arrivals(seen.requests + 1, seen.seconds + slowed_s, seen.squares + slowed_s**2)
+        if is_arrival:
+            slowed_s, seen = own_s * (1.0 + float(self.pace[row])), self.arrivals
+            self.arrivals = Arrivals(seen.requests + 1, seen.seconds + slowed_s, seen.squares + slowed_s**2)
 
     def release(self, request_id: str) -> None:
-        """The request will not come: end its reservation. Unknown ids are ignored."""
+        """The request will not come: end its reservations. Unknown ids are ignored."""
+        self._release(request_id)
+        self._release(prefill_of(request_id))
+
+    def _release(self, request_id: str) -> None:
         reservation = self._reservations.pop(request_id, None)
         if reservation is not None:
             row = self.rows[reservation.engine]
@@ -333,12 +369,12 @@ class EngineTable:
             request_id, first = next(iter(self._reservations.items()))
             if first.until > now:
                 break
-            self.release(request_id)
+            self._release(request_id)
         self.expected.expire(now)
 
     def _drop_reservations(self, name: str) -> None:
         for request_id in [each for each, held in self._reservations.items() if held.engine == name]:
-            self.release(request_id)
+            self._release(request_id)
 
     @property
     def num_reserved(self) -> int:
@@ -355,6 +391,7 @@ class EngineTable:
                 "work": asdict(self.engines[row].status.work),
                 "epoch": self.engines[row].status.epoch,
                 "restarts": self.engines[row].restarts,
+                "role": self._roles.get(name, "mixed"),
                 "is_leaving": self.engines[row].status.is_leaving,
                 "endpoint": self.engines[row].status.endpoint,
                 "silent_s": round(now - float(self.heard[row]), 3),
@@ -363,6 +400,11 @@ class EngineTable:
             }
             for name, row in sorted(self.rows.items())
         }
+
+
+def prefill_of(request_id: str) -> str:
+    """The name under which a request's prompt is reserved with the engine that computes it for another one."""
+    return f"{request_id}/prefill"
 
 
 def _outlying(slowness: float) -> float:

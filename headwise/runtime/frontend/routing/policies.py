@@ -71,7 +71,8 @@ class RoundRobin:
 
 
 def _without_hits(cost: Column) -> Estimate:
-    return Estimate(cost, np.zeros((len(cost), 3)))
+    nothing = np.zeros(len(cost))
+    return Estimate(cost, np.zeros((len(cost), 3)), nothing, nothing, nothing)
 
 
 def make_policy(options: RouterOptions) -> Policy:

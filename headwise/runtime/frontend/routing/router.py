@@ -6,19 +6,20 @@ import random
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import OverloadedError
-from headwise.runtime.frontend.routing import peers
+from headwise.runtime.frontend.routing import apart, peers
 from headwise.runtime.frontend.routing.base import STATUS_TIMEOUT_S, Choice, Matches, RoutedRequest, RouterOptions
 from headwise.runtime.frontend.routing.costs import Estimate, sources
-from headwise.runtime.frontend.routing.engines import EngineTable
+from headwise.runtime.frontend.routing.engines import EngineTable, prefill_of
 from headwise.runtime.frontend.routing.policies import make_policy
 from headwise.runtime.protocol.messages import EngineStatus
+from headwise.runtime.protocol.request import PeerHint
 
 TIE = 0.01
 """Costs within this share of the least count as equal: one of those engines is drawn at random."""
@@ -172,10 +173,22 @@ class Router:
         if not len(rows):
             return None
         estimated = self._policy.estimate(self.table, request, matches, now)
+        plan = None
+        if self.table.has_roles:
+            if self._policy.uses_index and self.options.peer_loads:
+                plan = apart.plan(self.table, request, estimated, rows, self.options)
+            rows = apart.rows_that_decode(self.table, rows)
+        if plan is not None:
+            estimated = replace(estimated, cost=plan.cost)
         row, reason = self._select(request, estimated, rows)
-        choice = self._choice(row, reason, estimated)
+        if plan is not None and self.table.decodes[row]:
+            choice = self._choice_apart(row, request, plan, estimated)
+            self.table.reserve(prefill_of(request.request_id), plan.row, plan.computed, now)
+            self.table.expect(request.hashes, plan.row, now)
+        else:
+            choice = self._choice(row, reason, estimated)
         computed = request.num_tokens - choice.device - choice.host - choice.peer - choice.storage
-        self.table.reserve(request.request_id, row, computed, now)
+        self.table.reserve(request.request_id, row, computed, now, is_arrival=choice.reason != "apart")
         self.table.expect(request.hashes, row, now)
         self._policy.note_selected(row)
         self._remember(request, choice)
@@ -233,11 +246,29 @@ class Router:
             hint=hint,
         )
 
+    def _choice_apart(self, row: int, request: RoutedRequest, plan: apart.Apart, estimated: Estimate) -> Choice:
+        status, other = self.table.engines[row].status, self.table.engines[plan.row].status
+        device, with_host = (min(int(served), plan.tokens) for served in estimated.served[row, :2])
+        fetched = plan.tokens - with_host
+        return Choice(
+            status.engine,
+            status.endpoint,
+            float(plan.cost[row]),
+            "apart",
+            device=device,
+            host=with_host - device,
+            peer=fetched,
+            prefilled=min(plan.computed, fetched),
+            hint=PeerHint(other.engine, other.epoch, plan.tokens, prefills=True),
+        )
+
     def _remember(self, request: RoutedRequest, choice: Choice) -> None:
         self._decisions[choice.reason] += 1
         tokens = self._tokens
         for tier in TIERS:
             tokens[tier] += getattr(choice, tier)
+        tokens["peer"] -= choice.prefilled
+        tokens["prefilled"] += choice.prefilled
         tokens["all"] += request.num_tokens
         if request.session:
             self._sessions[request.session] = choice.engine
@@ -260,7 +291,7 @@ class Router:
         return {
             "policy": self.options.policy,
             "decisions": dict(self._decisions),
-            "expected_tokens": {key: self._tokens[key] for key in (*TIERS, "all")},
+            "expected_tokens": {key: self._tokens[key] for key in (*TIERS, "prefilled", "all")},
             "reserved": self.table.num_reserved,
             "sessions": len(self._sessions),
         }

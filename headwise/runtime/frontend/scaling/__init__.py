@@ -9,6 +9,7 @@ evidence     what was needed lately: up and down only after a time
 leaving      which engines go: those whose caches are worth least
 replica_set  the controller: from observations to decisions
 exchange     what the scheduler and the owner of the engines tell each other
+roles        what each engine is for, where prompts are computed apart from decoding
 requests     clients' requests for a number of engines, until the owner has taken them
 """
 
@@ -24,6 +25,7 @@ from headwise.runtime.frontend.scaling.base import (
 from headwise.runtime.frontend.scaling.exchange import Exchange, FleetState, SchedulerNews, Wish, Wishes
 from headwise.runtime.frontend.scaling.observation import observe
 from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
+from headwise.runtime.frontend.scaling.roles import Split, deal
 
 __all__ = [
     "CacheWorth",
@@ -37,7 +39,9 @@ __all__ = [
     "ReplicaState",
     "ScalingPolicy",
     "SchedulerNews",
+    "Split",
     "Wish",
     "Wishes",
+    "deal",
     "observe",
 ]

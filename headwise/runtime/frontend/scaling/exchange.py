@@ -10,8 +10,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headwise.runtime.frontend.routing.base import EngineRole
 from headwise.runtime.frontend.scaling.base import Observation
 from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
+from headwise.runtime.frontend.scaling.roles import Split
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class Wish:
     replicas:    so many engines; None: as many as the load needs
     sets_number: whether anybody asked for a number
     roll:        id of the last wish that all engines be replaced; empty: there was none
+    split:       how many engines compute prompts only, and how many decode only; None: nobody asked for that
     """
 
     id: str
     replicas: int | None = None
     sets_number: bool = True
     roll: str = ""
+    split: Split | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class FleetState:
     is_closing: whether the deployment ends, so that it takes no requests any more
     wish:     id of the last wish that was taken; empty: none yet
     refusal:  why that wish was refused; empty: it was not
+    roles:    by name, what engines are for; those that are not named serve whole requests
     """
 
     number: int
@@ -52,6 +57,7 @@ class FleetState:
     is_closing: bool = False
     wish: str = ""
     refusal: str = ""
+    roles: Mapping[str, EngineRole] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,10 +124,12 @@ class Wishes:
 
     last:    id of the last wish that was taken; empty: none yet
     refusal: why it was refused; empty: it was not
+    split:   of the engines, now
     """
 
-    def __init__(self, controller: ReplicaSet) -> None:
+    def __init__(self, controller: ReplicaSet, split: Split | None = None) -> None:
         self.last = self.refusal = ""
+        self.split = split or Split()
         self._controller = controller
         self._roll = ""
 
@@ -143,4 +151,6 @@ class Wishes:
                 self._controller.set_by_hand(wish.replicas)
         except ValueError as error:
             self.refusal = str(error)
+            return True
+        self.split = self.split if wish.split is None else wish.split
         return True

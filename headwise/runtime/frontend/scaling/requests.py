@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError, OverloadedError
 from headwise.runtime.frontend.scaling.exchange import Exchange, Wish
+from headwise.runtime.frontend.scaling.roles import Split
 
 ANSWER_S = 15.0
 """Longest wait for the owner, which calls once a second."""
@@ -29,11 +30,12 @@ class ScaleRequests:
         self._last = Wish("", sets_number=False)
         self._waiting: dict[Asker, float] = {}  # since when
 
-    def scale(self, asker: Asker, replicas: int | None, now: float) -> None:
-        """A client asks for a number. If it does so again with the same key, it only waits on. Raises
-        `OverloadedError`."""
+    def scale(self, asker: Asker, replicas: int | None, now: float, split: Split | None = None) -> None:
+        """A client asks for a number, and maybe for a split. If it does so again with the same key, it only waits on.
+        Raises `OverloadedError`."""
         if self._wait(asker, now):
-            self._wish(replace(self._last, id=self._next_id(), replicas=replicas, sets_number=True))
+            split = self._last.split if split is None else split
+            self._wish(replace(self._last, id=self._next_id(), replicas=replicas, sets_number=True, split=split))
 
     def roll(self, asker: Asker, now: float) -> None:
         """A client asks that all engines be replaced; otherwise as `scale`."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.routers import BLOCK, SPEEDS, choose, choose_with, report, request, router
 
 from headwise.runtime.frontend.routing import Router
-from headwise.runtime.frontend.routing.costs import ASK_S
+from headwise.runtime.frontend.routing.costs import ASK_S, DUPLICATE_WEIGHT
 from headwise.runtime.protocol.request import PeerHint
 
 MEASURED = {"peer_token_s": 1e-4}
@@ -47,7 +47,8 @@ def test_fetching_costs_what_was_measured_there_and_counts_no_tokens_to_compute(
     fetched = 16 * BLOCK * (MEASURED["peer_token_s"] + SPEEDS["host_token_s"]) + ASK_S
     own = 100 * SPEEDS["prefill_token_s"] + fetched
     answer = SPEEDS["decode_step_s"] * 256 / 64
-    assert choice.cost == pytest.approx(2 * own + answer)
+    others = DUPLICATE_WEIGHT * 16 * BLOCK * SPEEDS["prefill_token_s"]
+    assert choice.cost == pytest.approx(2 * own + others + answer)
     assert r.table.backlog(0.0)[r.table.rows["b"]] == pytest.approx(0.1)
 
 
@@ -58,8 +59,8 @@ def test_a_spread_is_cheaper_where_blocks_can_be_fetched() -> None:
         report(r, "b", **MEASURED)
         return choose_with(r, HELD).engine
 
-    assert [engine(500, peer_loads) for peer_loads in (False, True)] == ["a", "b"]
-    assert [engine(100, peer_loads) for peer_loads in (False, True)] == ["a", "a"]
+    assert [engine(1500, peer_loads) for peer_loads in (False, True)] == ["a", "b"]
+    assert [engine(500, peer_loads) for peer_loads in (False, True)] == ["a", "a"]
 
 
 def test_nobody_is_asked_where_computing_is_faster_or_little_is_gained() -> None:
@@ -204,4 +205,6 @@ def test_the_plan_adds_up_and_costs_what_the_estimate_says(
     gain += choice.peer * r.table.peer_gain_s[row] - ASK_S * bool(choice.peer)
     own = (asked.num_tokens - device) * SPEEDS["prefill_token_s"] - gain
     wait = queued[names.index(choice.engine)] * SPEEDS["prefill_token_s"]
-    assert choice.cost == pytest.approx(wait + 2 * own + SPEEDS["decode_step_s"] * 256 / 64)
+    work = choice.cost - wait - own - SPEEDS["decode_step_s"] * 256 / 64
+    most = own + DUPLICATE_WEIGHT * choice.peer * SPEEDS["prefill_token_s"]
+    assert own - 1e-9 <= work <= most + 1e-9

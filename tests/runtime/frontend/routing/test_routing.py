@@ -16,8 +16,8 @@ from support.routers import BLOCK, choose, choose_with, path, report, request, r
 
 from headwise.errors import OverloadedError
 from headwise.runtime.frontend.routing import STATUS_TIMEOUT_S, Router, RouterOptions
-from headwise.runtime.frontend.routing.base import RESERVATION_S
-from headwise.runtime.frontend.routing.engines import IN_FLIGHT_S
+from headwise.runtime.frontend.routing.base import RESERVATION_S, EngineRole
+from headwise.runtime.frontend.routing.engines import IN_FLIGHT_S, prefill_of
 from headwise.runtime.frontend.routing.expected import EXPECTED_BLOCKS, EXPECTED_S, ExpectedBlocks
 from headwise.runtime.models.registry import model_config
 
@@ -416,13 +416,14 @@ def test_equal_engines_share_equal_requests_evenly(engines: int, blocks: int, po
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Engines come, go, hang and are lost; requests are routed, withdrawn, confirmed, or never heard of again."""
+    """Engines come, go, hang, are lost and change roles; requests are routed, withdrawn, confirmed, or never heard of
+    again."""
 
     NAMES = ("a", "b", "c")
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = router(engine_queue=4, forget_s=50.0, engine_timeout_s=20.0)
+        self.router = router(engine_queue=4, forget_s=50.0, engine_timeout_s=20.0, peer_loads=True, local_tokens=100)
         self.now = 1e9
         self.heard: dict[str, float] = {}
         self.lost: set[str] = set()
@@ -439,12 +440,17 @@ class RouterMachine(RuleBasedStateMachine):
     def reports(self, name: str, accepts: bool, restarted: bool, hears: bool) -> None:
         self.epochs[name] += restarted
         arrived = [each for each, (engine, _) in self.under_way.items() if engine == name and hears]
-        report(self.router, name, now=self.now, epoch=self.epochs[name], received=tuple(arrived), accepts=accepts)
+        received = tuple(each.removesuffix("/prefill") for each in arrived)
+        report(self.router, name, now=self.now, epoch=self.epochs[name], received=received, accepts=accepts)
         for each in arrived if not restarted else [e for e, (engine, _) in self.under_way.items() if engine == name]:
             del self.under_way[each]
         self.heard[name] = self.now
         self.lost.discard(name)
         (self.asleep.discard if accepts else self.asleep.add)(name)
+
+    @rule(roles=st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["mixed", "prefill", "decode"])))
+    def roles_change(self, roles: dict[str, EngineRole]) -> None:
+        self.router.table.set_roles(roles)
 
     @precondition(lambda self: self.heard)
     @rule(data=st.data())
@@ -464,13 +470,24 @@ class RouterMachine(RuleBasedStateMachine):
             assert choice.engine not in self.lost, "a lost engine was chosen"
             assert choice.engine not in self.asleep, "an engine that takes nothing was chosen"
             self.under_way[asked.request_id] = choice.engine, self.now
+        if choice is not None and choice.hint is not None:
+            hint = choice.hint
+            assert hint.engine != choice.engine
+            assert hint.epoch == self.epochs[hint.engine]
+            assert hint.tokens < asked.num_tokens
+            assert self.now - self.heard[hint.engine] <= STATUS_TIMEOUT_S, "a silent engine is to be asked"
+            assert hint.engine not in self.lost | self.asleep, "an engine that is lost or takes nothing is to be asked"
+            if hint.prefills:
+                self.under_way[prefill_of(asked.request_id)] = hint.engine, self.now
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data())
     def is_withdrawn(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.under_way)))
+        request_id = request_id.removesuffix("/prefill")
         self.router.release(request_id)
-        del self.under_way[request_id]
+        self.under_way.pop(request_id, None)
+        self.under_way.pop(prefill_of(request_id), None)
 
     @invariant()
     def reservations_are_those_of_requests_under_way(self) -> None:

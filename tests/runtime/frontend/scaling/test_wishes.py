@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.runtime.frontend.scaling import ReplicaSet, ScalingPolicy, Wish, Wishes
+from headwise.runtime.frontend.scaling import ReplicaSet, ScalingPolicy, Split, Wish, Wishes
 
 
 class Controller(ReplicaSet):
@@ -63,3 +63,27 @@ def test_an_owner_that_goes_on_for_another_keeps_the_number_and_rolls_nothing_ag
     assert not wishes.take(Wish("one-2", 3, roll="one-1"))
     wishes.take(Wish("one-3", sets_number=False, roll="one-3"))
     assert controller.rolls == 1
+
+
+def test_a_split_holds_until_another_one_is_wished_for() -> None:
+    wishes = Wishes(Controller(), Split(1, 1))
+    wishes.take(Wish("one-1", 3))
+    assert wishes.split == Split(1, 1)
+    wishes.take(Wish("one-2", 4, split=Split(2, 2)))
+    wishes.take(Wish("one-3", sets_number=False, roll="one-3"))
+    assert wishes.split == Split(2, 2)
+    wishes.take(Wish("one-4", 2, split=Split()))
+    assert wishes.split == Split()
+
+
+def test_a_split_with_a_number_that_is_refused_changes_nothing() -> None:
+    wishes = Wishes(Controller(), Split(1, 1))
+    wishes.take(Wish("one-1", 9, split=Split(4, 5)))
+    assert wishes.refusal
+    assert wishes.split == Split(1, 1)
+
+
+def test_an_owner_that_goes_on_for_another_keeps_the_split() -> None:
+    wishes = Wishes(Controller())
+    wishes.resume(Wish("one-1", 3, split=Split(1, 2)))
+    assert wishes.split == Split(1, 2)
