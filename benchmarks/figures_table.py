@@ -242,6 +242,13 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
             lambda f: listed(f"{f['block_ratio']:.2f}", f"{f['layer_ratio']:.2f}"),
         ),
     ),
+    "transports": (
+        Row(
+            "Blocks of 48 KiB and more from another process' host cache: by shared memory, over plain memcpy; by TCP, "
+            "over a plain socket",
+            lambda f: listed(f"{f['shm_over_memcpy']:.2f}", f"{f['tcp_over_socket']:.2f}"),
+        ),
+    ),
     "control_plane": (
         Row(
             "Admitting a 10,000-token request, half of it cached, into a full pool, hashing included; freeing it",

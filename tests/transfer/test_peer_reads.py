@@ -1,0 +1,289 @@
+"""What a worker's reads of other engines' arenas promise, whatever owners do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.simulated_streams import SimulatedClock, SimulatedStream
+
+from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
+from headwise.cache_controller.planner import plan_head_groups
+from headwise.cache_controller.policy import FULL, HeadPolicy
+from headwise.kernels.block_copy import reference_run_copy
+from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs
+from headwise.transfer.cpu_stream import CpuStream
+from headwise.transfer.peer_reads import LOST_S, PeerBlocks, PeerReads, merged, runs_of
+
+BLOCKS, WAIT_S, TIMEOUT_S = 16, 60.0, 5.0
+POLICIES = [[FULL, HeadPolicy(8), FULL, HeadPolicy(8)]] * 2
+"""Two groups at any number of ranks, so that a block of ours is one group's of every rank of the owner."""
+
+
+def arrangement(ranks: int) -> Arrangement:
+    plan = plan_head_groups(POLICIES, ranks, sizes=[4, 4])
+    return Arrangement(plan, (4, 4), plan.block_bytes, ("k", "k"))
+
+
+class Owners:
+    """`Reader` of owners in this process, which fail when told to."""
+
+    def __init__(self) -> None:
+        self.arenas: dict[bytes, np.ndarray] = {}
+        self.reads: list[bytes] = []
+        self.forgotten: list[bytes] = []
+        self.fail: Callable[[ExportAddress], None] = lambda address: None
+        self.is_closed = False
+
+    def export(self, arena: np.ndarray, transport: str = "memory", identity: bytes = b"id") -> bytes:
+        location = b"%d" % len(self.arenas)
+        self.arenas[location] = arena
+        return ExportAddress(transport, "here", location, identity, arena.size).encode()
+
+    def reaches(self, address: ExportAddress) -> bool:
+        return address.node == "here"
+
+    def read(self, address: ExportAddress, runs: Runs, arena: np.ndarray, timeout_s: float) -> None:
+        self.reads.append(address.location)
+        assert 0 < timeout_s <= TIMEOUT_S
+        check_runs(runs, address.arena_bytes, arena.size)
+        self.fail(address)
+        reference_run_copy(self.arenas[address.location], arena, runs)
+
+    def forget(self, address: ExportAddress) -> None:
+        self.forgotten.append(address.location)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Simulated:
+    """Reads on a simulated stream, where every piece of work takes a second; owners of ``ranks`` ranks."""
+
+    def __init__(self, ranks: int = 1, batch_blocks: int = 4) -> None:
+        self.clock, self.owners = SimulatedClock(), Owners()
+        self.stream = SimulatedStream(self.clock, delay_s=lambda: 1.0)
+        self.ours, self.theirs = arrangement(1), arrangement(ranks)
+        self.arena = np.zeros(BLOCKS * self.ours.block_bytes, dtype=np.uint8)
+        rng = np.random.default_rng(ranks)
+        self.sources = [rng.integers(1, 256, BLOCKS * self.theirs.block_bytes, dtype=np.uint8) for _ in range(ranks)]
+        self.exports = tuple((self.owners.export(source),) for source in self.sources)
+        blocks = PeerBlocks(b"id", 0, self.ours.block_bytes, self.exchange)
+        self.reads = PeerReads(
+            {"memory": self.owners, "other": self.owners},
+            blocks,
+            self.arena,
+            stream=self.stream,
+            timeout_s=TIMEOUT_S,
+            batch_blocks=batch_blocks,
+            clock=self.clock,
+        )
+
+    def exchange(self, ranks: int) -> HeadExchange:
+        if ranks == 3:
+            raise ValueError("3 does not divide the heads")
+        return HeadExchange(self.ours, arrangement(ranks))
+
+    def told(self) -> dict[str, list[int]]:
+        return {
+            kind: sorted(blocks.tolist()) for kind, blocks in self.reads.finished()._asdict().items() if len(blocks)
+        }
+
+    def content(self, block: int) -> np.ndarray:
+        return self.arena.reshape(BLOCKS, -1)[block]
+
+
+def rows(*pairs: tuple[int, int], group: int = 0) -> np.ndarray:
+    """(its host block, ours), of one group of both."""
+    return np.array([(group, theirs, group, ours) for theirs, ours in pairs], dtype=np.int32).reshape(-1, 4)
+
+
+@pytest.fixture
+def simulated() -> Simulated:
+    return Simulated()
+
+
+def test_blocks_come_in_the_order_in_which_they_are_asked_for_and_are_told_once(simulated) -> None:
+    simulated.reads.fetch(simulated.exports, rows(*((block, 15 - block) for block in range(10))))
+    assert simulated.reads.stats().queued_blocks == 10
+    seen = []
+    for _ in range(4):
+        simulated.clock.advance(1.0)
+        seen.append(simulated.told())
+    assert seen == [{"fetched": [12, 13, 14, 15]}, {"fetched": [8, 9, 10, 11]}, {"fetched": [6, 7]}, {}]
+    theirs = simulated.sources[0].reshape(BLOCKS, -1)
+    for block in range(10):
+        assert (simulated.content(15 - block) == theirs[block]).all()
+    assert not simulated.arena.reshape(BLOCKS, -1)[:6].any()
+    stats = simulated.reads.stats()
+    assert (stats.blocks, stats.bytes, stats.busy_s) == (10, 10 * simulated.ours.block_bytes, 3.0)
+
+
+def test_a_block_that_is_filled_from_two_ranks_is_there_when_both_have_come() -> None:
+    simulated = Simulated(ranks=2)
+    simulated.reads.fetch(simulated.exports, np.concatenate([rows((3, 5)), rows((4, 6), group=1)]))
+    assert simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"fetched": [5, 6]}
+    assert simulated.content(5).all()
+    assert simulated.content(6).all()
+    simulated.owners.fail = lambda address: lose() if address.location == b"1" else None
+    simulated.reads.fetch(simulated.exports, rows((3, 7)))
+    assert simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"missed": [7]}
+
+
+def lose() -> None:
+    raise PeerLostError("it is gone")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [(0, 3, 1, 5)],  # a group that has nothing for ours
+        [(2, 3, 0, 5)],
+        [(0, 3, 9, 5)],
+        [(-1, 3, 0, 5)],
+        [(0, 3, 0, 5), (0, 4, 0, 5)],  # twice
+        [(0, 3, 0, 5), (1, 4, 1, 5)],  # by two groups
+        [(0, 99, 0, 5)],  # beyond the owner's arena
+        [(0, 3, 0, 99)],
+        [(0, -1, 0, 5)],
+    ],
+)
+def test_rows_that_make_no_sense_are_missed_and_write_nothing(simulated, wrong) -> None:
+    simulated.reads.fetch(simulated.exports, np.array(wrong, dtype=np.int32))
+    simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"missed": sorted({row[3] for row in wrong})}
+    assert not simulated.arena.any()
+
+
+def test_a_block_of_which_a_part_was_not_asked_for_is_missed() -> None:
+    needs = np.array([[True, True]])
+
+    class Exchange:
+        pass
+
+    exchange = Exchange()
+    exchange.needs = needs
+    with pytest.raises(ValueError, match="fill block 5 in part only"):
+        runs_of(exchange, 0, rows((3, 5)))
+
+
+def test_an_owner_that_is_lost_is_not_tried_again_for_a_while(simulated, caplog) -> None:
+    simulated.owners.fail = lambda address: lose()
+    for block in (1, 2):
+        simulated.reads.fetch(simulated.exports, rows((0, block)))
+    simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"missed": [1, 2]}
+    assert simulated.owners.reads == [b"0"]
+    assert simulated.owners.forgotten == [b"0"]
+    assert caplog.text.count("did not come: memory: it is gone") == 1
+    simulated.owners.fail = lambda address: None
+    simulated.clock.advance(LOST_S)
+    simulated.reads.fetch(simulated.exports, rows((0, 3)))
+    simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"fetched": [3]}
+    assert simulated.reads.stats().failed_blocks == 2
+
+
+def test_the_next_transport_is_taken_where_the_first_one_fails(simulated, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    simulated.owners.fail = lambda address: lose() if address.transport == "memory" else None
+    other = simulated.owners.export(simulated.sources[0], "other")
+    unknown = simulated.owners.export(simulated.sources[0], "carrier-pigeon")
+    simulated.reads.fetch(((unknown, *simulated.exports[0], other),), rows((0, 3)))
+    simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"fetched": [3]}
+    assert "blocks of engines on node here come by other" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("exports", "why"),
+    [
+        (lambda owners, arena: ((owners.export(arena, identity=b"x"),),), "of another model"),
+        (lambda owners, arena: ((owners.export(arena, "carrier-pigeon"),),), "no transport that this one has"),
+        (lambda owners, arena: ((b"no address",),), "no address of an arena"),
+        (lambda owners, arena: ((),), "no transport that this one has"),
+        (lambda owners, arena: ((owners.export(arena),),) * 3, "not with 3 ranks: 3 does not divide"),
+        (lambda owners, arena: (), "of another engine"),
+    ],
+)
+def test_an_owner_that_does_not_fit_is_missed_with_one_clear_line(simulated, caplog, exports, why) -> None:
+    where = exports(simulated.owners, simulated.sources[0])
+    for block in (1, 2):
+        simulated.reads.fetch(where, rows((0, block)))
+    simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"missed": [1, 2]}
+    assert why in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_transport_that_fails_in_its_own_way_makes_blocks_missed(simulated, caplog) -> None:
+    def fail(address: ExportAddress) -> None:
+        raise RuntimeError("no such device\nand more")
+
+    simulated.owners.fail = fail
+    simulated.reads.fetch(simulated.exports, rows((0, 1)))
+    simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"missed": [1]}
+    assert "RuntimeError: no such device;" in caplog.text
+
+
+def test_close_gives_up_what_has_not_begun_and_closes_readers(simulated) -> None:
+    simulated.reads.fetch(simulated.exports, rows((0, 1)))
+    simulated.reads.close(WAIT_S)
+    assert simulated.told() == {"missed": [1]}
+    assert simulated.owners.is_closed
+
+
+def test_a_read_that_hangs_does_not_hold_up_the_worker_nor_its_end() -> None:
+    import threading
+
+    simulated, hangs, may_go = Simulated(), threading.Event(), threading.Event()
+
+    def hang(address: ExportAddress) -> None:
+        hangs.set()
+        may_go.wait(WAIT_S)
+
+    simulated.owners.fail = hang
+    blocks = PeerBlocks(b"id", 0, simulated.ours.block_bytes, simulated.exchange)
+    stream = CpuStream("test-peer")
+    reads = PeerReads({"memory": simulated.owners}, blocks, simulated.arena, stream=stream, timeout_s=TIMEOUT_S)
+    reads.fetch(simulated.exports, rows((0, 1)))
+    assert hangs.wait(WAIT_S)
+    assert not reads.drain(0.01)
+    assert [len(part) for part in reads.finished()] == [0, 0]
+    reads.close(0.01)
+    assert not simulated.owners.is_closed, "it is in use"
+    may_go.set()
+    stream._thread.join(WAIT_S)
+    assert simulated.owners.is_closed
+
+
+def test_blocks_of_another_shape_are_refused(simulated) -> None:
+    with pytest.raises(ValueError, match=r"blocks \[2, 3\]"):
+        simulated.reads.fetch(simulated.exports, np.zeros((2, 3), np.int32))
+    simulated.reads.fetch(simulated.exports, rows())
+    assert simulated.told() == {}
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), max_size=12), st.randoms())
+def test_merged_runs_have_the_same_bytes(places, random) -> None:
+    """Runs that go on from each other now and then, in any order."""
+    runs, first, to = [], 0, 0
+    for gap, count in places:
+        first, to = first + gap // 4, to + gap // 5
+        runs.append((first, to, count))
+        first, to = first + count, to + count
+    random.shuffle(runs)
+    asked = np.array(runs, dtype=np.int64).reshape(-1, 3)
+    source = np.arange(1, 200, dtype=np.uint8)
+    one, other = np.zeros((2, 200), dtype=np.uint8)
+    reference_run_copy(source, one, asked)
+    reference_run_copy(source, other, merged(asked))
+    assert (one == other).all()
+    assert len(merged(asked)) <= len(asked)
