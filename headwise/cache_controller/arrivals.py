@@ -110,9 +110,13 @@ class Arrivals:
         fetch.left = len(asked)
         return fetch, arrivals
 
+    def awaited(self, fetch: Fetch) -> list[Arrival]:
+        """What a fetch waits for."""
+        return [arrival for arrival in self._by_block.values() if fetch in arrival.waiting]
+
     def leave(self, fetch: Fetch) -> list[Arrival]:
         """Nobody waits for a fetch any more; what it waited for."""
-        left = [arrival for arrival in self._by_block.values() if fetch in arrival.waiting]
+        left = self.awaited(fetch)
         for arrival in left:
             arrival.waiting.remove(fetch)
         return left

@@ -119,9 +119,10 @@ class SimulatedExecutor:
     ) -> KVOffload:
         faults, copies = self.faults, self._device.copies
         storage, background = self.storage, CpuStream
+        if not isinstance(storage, BlockStorage):
+            background = lambda name: SteppedStream(faults, lambda: faults.storage_steps)  # noqa: E731
         if isinstance(storage, dict):
             storage = DictionaryStorage(storage, card.layout.block_bytes, faults, copies.violations)
-            background = lambda name: SteppedStream(faults, lambda: faults.storage_steps)  # noqa: E731
         self._copies = KVOffload(config, card, rank, self._device, arena, storage=storage, background=background)
         return self._copies
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headwise.cache_controller.leases import MAX_LEASES, NO_BLOCKS, Lease, Leases
 from headwise.errors import InvalidRequestError
 from headwise.runtime.engine.peers.base import Ask, Peers
 from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Prefill, RenewLease
 from headwise.storage.index.messages import HASH_BYTES
+
+log = logging.getLogger(__name__)
 
 LEASE_BYTES = 16
 NO_GRANT = 0
@@ -65,24 +71,24 @@ class Lending:
     def lend(
         self, reader: bytes, message: AskLease | Prefill, path: Sequence[bytes], now: float, is_growing: bool = False
     ) -> None:
-        """Lease what is wanted of a path, and what of it is yet to be computed; say so, or that nothing is leased.
-
-        Raises:
-            InvalidRequestError: what is wanted cannot be of this cache.
-        """
-        if message.wanted.shape != (len(path), self._num_groups) or len(path) > self._max_blocks:
-            raise InvalidRequestError(
-                f"a lease is asked for {len(path)} token blocks and places of shape {message.wanted.shape}; "
-                f"this engine has {self._num_groups} head groups and at most {self._max_blocks} token blocks"
-            )
+        """Lease what is wanted of a path, and what of it is yet to be computed; say so, or that nothing is leased."""
         lease = None
-        if self._exports:
+        if self._exports and self._is_of_this_cache(path, message.wanted):
             lease = self._leases.ask(message.lease, path, message.wanted, now + self._timeout_s, is_growing)
         if lease is None:
             self.refuse(reader, message)
             return
         self._readers[message.lease] = reader, message.epoch
         self._tell(lease, 0)
+
+    def _is_of_this_cache(self, path: Sequence[bytes], wanted: NDArray[np.bool_]) -> bool:
+        fits = wanted.shape == (len(path), self._num_groups) and len(path) <= self._max_blocks
+        if not fits:
+            log.warning(
+                "a lease of %d token blocks is asked for, at places %s: here are %d head groups and at most %d blocks",
+                len(path), wanted.shape, self._num_groups, self._max_blocks,
+            )  # fmt: skip
+        return fits
 
     def is_known(self, name: bytes) -> bool:
         """Whether there is such a lease."""

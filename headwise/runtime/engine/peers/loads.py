@@ -51,7 +51,7 @@ class PeerCounts:
     leased_blocks:   blocks that owners held for this engine
     fetched_blocks, missed_blocks: blocks that came, and that did not or that could not be used
     hit_tokens:      tokens of prefixes that could be served because of what came
-    given_up:        leases that were not there in time, or that did not hold
+    given_up:        leases that had nothing of use, were not there in time, or did not hold
     """
 
     asked: int = 0
@@ -179,8 +179,9 @@ class PeerLoads:
             ask: AskLease | Prefill = AskLease(name, hint.epoch, b"".join(path), wanted)
             if prefills:
                 ask = Prefill(name, hint.epoch, _prompt_of(sequence, len(path) * size), wanted)
-            load = self._ask(hint.engine, ask, arrivals, now)
-            waiting.load = load if prefills else None
+            self._ask(hint.engine, ask, arrivals, now)
+        loads = [self._load_of.get(arrival) for arrival in self._arrivals.awaited(fetch)]
+        waiting.load = next((load for load in loads if load is not None and load.prefills), None)
         return True
 
     def _is_worth_it(self, hint: PeerHint, blocks: int, tokens: int) -> bool:
@@ -194,14 +195,13 @@ class PeerLoads:
     def _room(self) -> int:
         return self._arrivals.room(len(self._load_of))
 
-    def _ask(self, engine: str, ask: AskLease | Prefill, arrivals: Items[Arrival], now: float) -> _Load:
+    def _ask(self, engine: str, ask: AskLease | Prefill, arrivals: Items[Arrival], now: float) -> None:
         waits = {(arrival.column, arrival.group): arrival for arrival in arrivals}
         load = _Load(ask.lease, engine, ask.epoch, ask, now, now + self._timeout_s, now, waits)
         self._loads[ask.lease] = load
         self._load_of.update(dict.fromkeys(arrivals, load))
         self.counts.asked += 1
         self._say(load, now)
-        return load
 
     def advance(self, now: float) -> list[Sequence]:
         """Take in what owners have said, and say what is due; the sequences that need not be held back any longer."""
@@ -226,11 +226,9 @@ class PeerLoads:
             return
         for arrival in self._arrivals.leave(waiting.fetch):
             load = self._load_of.get(arrival)
-            if (
-                load is not None
-                and (load.prefills or not load.ordered)
-                and not any(each.waiting for each in load.arrivals())
-            ):
+            if load is None or (load.ordered and not load.prefills):
+                continue
+            if not any(each.waiting for each in load.arrivals()):
                 self._give_up(load)
 
     # ---- what owners say, and what they are told ----

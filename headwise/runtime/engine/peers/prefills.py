@@ -34,11 +34,7 @@ class Prefills:
         return len(self._leases)
 
     def begin(self, reader: bytes, message: Prefill, now: float) -> None:
-        """Compute a prompt, and lease its blocks to the reader; what is under way already is not begun again.
-
-        Raises:
-            InvalidRequestError: the message makes no sense here.
-        """
+        """Compute a prompt, and lease its blocks to the reader; what is under way already is not begun again."""
         name = f"prefill/{message.lease.hex()}"
         if name in self._leases or self._lending.is_known(message.lease):
             self._lending.renew(reader, message.lease, message.epoch, 0, now)
@@ -53,10 +49,8 @@ class Prefills:
             return
         self._leases[name] = message.lease
         path = sequence.block_hashes(sequence.num_tokens, self._block_size)
-        try:
-            self._lending.lend(reader, message, path, now, is_growing=True)
-        finally:
-            self.end_unleased()
+        self._lending.lend(reader, message, path, now, is_growing=True)
+        self.end_unleased()
 
     def ended(self, request_id: str) -> bool:
         """A request has ended; whether it was one of these."""
