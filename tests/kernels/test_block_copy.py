@@ -17,7 +17,7 @@ from headwise.errors import ConfigError
 from headwise.kernels import block_copy_cpu
 from headwise.kernels.block_copy import BlockCopy, ReferenceBlockCopy
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
-from headwise.kernels.select import make_block_copy
+from headwise.kernels.select import make_block_copy, make_run_copy
 
 
 class OnTheHost:
@@ -99,6 +99,44 @@ def test_two_threads_copy_at_once_each_their_own(compiled):
         list(pool.map(lambda target: compiled(source, target, pairs, whole, block_bytes), targets * 3))
     for target in targets:
         assert np.array_equal(target.reshape(blocks, -1), source.reshape(blocks, -1)[::-1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=9), st.integers(0, 70), st.integers(1, 99)
+)
+def test_runs_are_copied_as_the_reference_does_and_nothing_else(gaps, offset, share_bytes):
+    """Runs that lie anywhere in the source, in any order, and apart in the target."""
+    source, target = some_bytes(40_000, seed=1, offset=offset), some_bytes(60_000, seed=2)
+    runs, to = [], 0
+    for gap, count in gaps:
+        runs.append(((gap * 7919) % (40_000 - count), to + gap, count))
+        to += gap + count
+    runs = np.array(runs[::-1], dtype=np.int64).reshape(-1, 3)
+    expected = target.copy()
+    make_run_copy("reference", 1)(source, expected, runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_copy_cpu, "THREAD_BYTES", share_bytes)
+        make_run_copy("numba", 1)(source, target, runs)
+        assert np.array_equal(target, expected)
+        target[:] = 0
+        two = make_run_copy("numba", 2)
+        two(source, target, runs)
+        two.close()
+        reference = np.zeros_like(target)
+        make_run_copy("reference", 1)(source, reference, runs)
+        assert np.array_equal(target, reference)
+
+
+@pytest.mark.parametrize("name", ["reference", "numba"])
+@pytest.mark.parametrize(
+    "run", [(0, 0, 9), (8, 0, 1), (0, 6, 3), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (1, 1, 2**63 - 1)]
+)
+def test_a_run_that_leads_outside_is_refused_before_anything_is_written(name, run):
+    source, target = np.ones(8, np.uint8), np.zeros(8, np.uint8)
+    with pytest.raises(ValueError, match=r"run 1 copies .* must lie within both"):
+        make_run_copy(name, 1)(source, target, np.array([(0, 0, 1), run], dtype=np.int64))
+    assert not target.any()
 
 
 def test_an_unknown_name_and_no_threads_are_refused():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from types import SimpleNamespace
@@ -669,6 +670,35 @@ def test_making_an_arena_resident_overwrites_nothing():
     arena.close()
     assert arena.array.size == 48 << 20
     assert (written == 7).all(), "the memory outlives the thread"
+
+
+def test_an_arena_that_is_shared_is_as_good_and_takes_no_room_in_dev_shm():
+    free = os.statvfs("/dev/shm").f_bavail if os.path.exists("/dev/shm") else 0
+    arena = HostArena(8 << 20, numa_node=0, is_shared=True)
+    assert arena.wait_ready(WAIT_S)
+    shared = arena.shared
+    assert shared is not None
+    assert os.readlink(f"/proc/{shared.pid}/fd/{shared.fd}").startswith(f"/memfd:{shared.name} ")
+    with open(f"/proc/self/fd/{shared.fd}", "rb", buffering=0) as file:
+        arena.array[:] = 7
+        assert file.read(3) == b"\x07\x07\x07"
+    assert not free or abs(os.statvfs("/dev/shm").f_bavail - free) * os.statvfs("/dev/shm").f_frsize < 8 << 20
+    arena.close()
+    assert arena.shared is None
+    assert (arena.array == 7).all(), "the memory outlives its name"
+    arena.close()
+
+
+def test_where_memory_cannot_be_shared_it_is_private_and_that_is_said(monkeypatch, caplog):
+    def refuse(name, flags):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    arena = HostArena(1 << 20, is_shared=True)
+    assert arena.shared is None
+    assert "other processes cannot map the host arena" in caplog.text
+    arena.array[:] = 1
+    arena.close()
 
 
 def test_an_arena_without_a_gpu_or_on_an_unknown_numa_node_works_and_says_so(monkeypatch):

@@ -22,7 +22,7 @@ from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.peer_parts import PeerParts
 from headwise.storage.backends.base import BlockStorage
 from headwise.transfer.base import Stream
-from headwise.transfer.connectors.names import parse_transports
+from headwise.transfer.connectors.names import SHARED_MEMORY, parse_transports
 from headwise.transfer.connectors.select import PeerAccess
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import check_host_memory
@@ -63,7 +63,8 @@ class KVOffload:
     ) -> None:
         transports = () if peers is None or config.without_peer_loads else parse_transports(config.peer_transports)
         num_bytes = card.spec.num_host_blocks * card.layout.block_bytes
-        self._arena = device.host_arena(num_bytes, is_shared=True) if transports else device.host_arena(num_bytes)
+        shares = {"is_shared": True} if SHARED_MEMORY in transports else {}
+        self._arena = device.host_arena(num_bytes, **shares)
         self._manager = TransferManager(
             card.layout,
             layer_ranges(card.plan, card.layouts, rank),

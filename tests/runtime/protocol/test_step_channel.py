@@ -117,6 +117,16 @@ def test_queued_steps_run_and_return_in_order_on_every_rank(group: Group) -> Non
     assert all(worker.seen == [0, 1, 2, 3, 4] for worker in workers)
 
 
+def test_where_host_caches_are_read_is_known_once_all_ranks_are_ready(group: Group) -> None:
+    executor = group.start([Echo(0), Echo(1)])
+    assert executor.exports == ((b"first of 0", b"second"), (b"first of 1", b"second"))
+
+
+def test_where_one_rank_cannot_be_read_no_block_can(group: Group) -> None:
+    executor = group.start([Echo(0), Scripted(lambda batch: StepResult(0, 1, np.empty(0, np.int32)))])
+    assert executor.exports == ()
+
+
 def test_poll_gives_nothing_while_a_rank_is_still_computing(group: Group) -> None:
     release = threading.Event()
 
