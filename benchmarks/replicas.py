@@ -54,6 +54,7 @@ class Size:
     kv_cache: of each engine: half of what the conversations take
     users:    conversations that have a request under way at a time
     faults:   of `FAULTS`, in this order
+    peer_tokens, peer_prompts: prompts that another engine has computed: their length, and how many are measured
     """
 
     policies: tuple[Literal["round_robin", "cache_aware"], ...] = ("round_robin", "cache_aware")
@@ -93,7 +94,7 @@ QUICK = Size(
     peer_prompts=1,
     faults=("store", "scheduler", "hung scheduler"),
 )
-SMOKE = replace(QUICK, faults=("scheduler",))
+SMOKE = replace(QUICK, faults=("scheduler",), peer_prompts=0)
 QUESTION_TOKENS, ANSWER_TOKENS = 24, 8
 STREAM_TOKENS = 24
 CONFIG = EngineConfig(
@@ -350,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report[f"ttft_{name}_s"] = {policy: turns.quantile(share) for policy, turns in seen.items()}
         if len(seen) == 2:
             report[f"ttft_{name}_ratio"] = seen["round_robin"].quantile(share) / seen["cache_aware"].quantile(share)
-    loaded = load_from_peers(CONFIG, size, options.seed)
+    loaded = load_from_peers(CONFIG, size, options.seed) if size.peer_prompts else {}
     print(json.dumps(rounded({**report, **broken, **loaded})))
 
 

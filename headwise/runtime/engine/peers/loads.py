@@ -121,9 +121,7 @@ class _Waiting:
 
 
 class PeerLoads:
-    """arrivals:  what is on its way to the host
-    timeout_s: longest that a request waits, and that an owner is believed to be there without a word
-    """
+    """timeout_s: longest that a request waits, and that an owner is believed to be there without a word"""
 
     def __init__(self, cache: CacheManager, arrivals: Arrivals, peers: Peers, timeout_s: float) -> None:
         self.counts = PeerCounts()
