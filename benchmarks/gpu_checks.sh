@@ -1,5 +1,16 @@
 #!/usr/bin/env bash
 # All that a GPU is needed for, in one go of less than 8 minutes: `benchmarks/gpu_checks.sh [OUT] [options of gpu_checks.py]`.
+# It says at once what the machine has. Where a call may not take so long, or one go does not get through, in parts:
+#
+#     WORK=/tmp/work benchmarks/gpu_checks.sh OUT-1 --part 1/3        # and 2/3, and 3/3, into folders of their own
+#
+# WORK is a folder for compiled kernels and random checkpoints, kept from call to call; without it they go with the run.
+# Kernels that are there already are taken: of this Triton or a newer one, for this card and its driver's CUDA. Where there
+# is no GPU, they are made by
+#
+#     python benchmarks/gpu_checks.py --precompile 90,12 --work WORK                    # compute capability, CUDA
+#
+# and WORK/kernels, a few MB, is what to send.
 #
 # OUT (default: gpu-checks) gets gpu.log, all that was printed; gpu.json, the result; gpu.md, the table for docs/. The
 # last two are whole after every row, so whoever stops the run, and however, has what was found until then.
@@ -28,5 +39,7 @@ mkdir -p "$out"
 here=$(dirname "$(readlink -f "$0")")
 python=${PYTHON:-python3}
 rm -f "$out/gpu.json" "$out/gpu.md"
-PYTHONUNBUFFERED=1 timeout --kill-after=5 475 "$python" "$here/gpu_checks.py" --markdown "$out/gpu.md" --result "$out/gpu.json" "$@" \
+echo "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null || echo no nvidia-smi), $("$python" --version)," \
+    "$("$python" -m pip list 2> /dev/null | awk '/^(cupy|triton|numpy|torch|ml.dtypes|nvidia-cuda-nvrtc|flashinfer)/ { printf "%s %s ", $1, $2 }')"
+PYTHONUNBUFFERED=1 timeout --kill-after=5 475 "$python" "$here/gpu_checks.py" ${WORK:+--work "$WORK"} --markdown "$out/gpu.md" --result "$out/gpu.json" "$@" \
     2>&1 | tee "$out/gpu.log"

@@ -3,7 +3,8 @@
     python benchmarks/kernels.py [--quick] [--threads N] [--kv-dtype float32|bfloat16|int8]
 
 Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once, and
-each latent: of latent attention (MLA) they are given as a share of the most that grouped queries reached.
+each latent; each state, once read and once written. Of latent attention (MLA) and of delta-nets they are given as a
+share of the most that grouped queries reached.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import delta_kernels
 import latent_kernels
 import numpy as np
 from numpy.typing import NDArray
@@ -186,14 +188,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "write_us": round(write_s * 1e6, 2),
             }
         )
-    latents = []
-    if args.kv_dtype not in QUANTISED:
-        for latent_load in latent_kernels.QUICK if args.quick else latent_kernels.WORKLOADS:
-            timed = partial(median_s, budget_s=budget_s)
-            latents.append(latent_kernels.measure(latent_load, args.kv_dtype, args.threads, timed, max(rates)))
-            print(latent_kernels.as_line(latents[-1]))
+    latents, states, timed = [], [], partial(median_s, budget_s=budget_s)
+    for latent_load in latent_kernels.QUICK if args.quick else latent_kernels.WORKLOADS:
+        latents.append(latent_kernels.measure(latent_load, args.kv_dtype, args.threads, timed, max(rates)))
+        print(latent_kernels.as_line(latents[-1]))
+    for delta_load in delta_kernels.QUICK if args.quick else delta_kernels.WORKLOADS:
+        states.append(delta_kernels.measure(delta_load, args.threads, timed, max(rates)))
+        print(delta_kernels.as_line(states[-1]))
     report = {"benchmark": "kernels", "threads": args.threads, "kv_dtype": args.kv_dtype, "memcpy_gb_s": copy}
-    print(json.dumps({**report, "results": results, "latents": latents}))
+    print(json.dumps({**report, "results": results, "latents": latents, "states": states}))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def measure(
 ) -> dict[str, Any]:
     """What a workload takes by ``time_of``, and its GB/s as a share of ``gqa_rate``."""
     draw = np.random.default_rng(0)
-    kernels, layout = make_latent_kernels("numba", threads), latent_layout(BLOCK_SIZE, 1, RANK + ROTATED, kv_dtype)
+    layout = latent_layout(BLOCK_SIZE, 1, RANK + ROTATED, kv_dtype, ROTATED)
+    kernels = make_latent_kernels("numba", threads)
     columns, tokens = -(-load.context // BLOCK_SIZE), load.batch * load.queries
     tables = draw.permutation(load.batch * columns).astype(np.int32).reshape(load.batch, columns)
     cu = np.arange(load.batch + 1, dtype=np.int32) * load.queries
@@ -64,7 +65,7 @@ def measure(
     scale = (PLAIN + ROTATED) ** -0.5
     attend_s = time_of(partial(kernels.attend_latent, query, up, *where, scale=scale, out=out))
     write_s = time_of(partial(kernels.write_latent, random(tokens, RANK + ROTATED), *where))
-    rate = load.batch * load.context * layout.roles[0].token_bytes / attend_s / 1e9
+    rate = load.batch * load.context * sum(role.token_bytes for role in layout.roles) / attend_s / 1e9
     return {
         "workload": load.name,
         "attend_ms": round(attend_s * 1e3, 4),

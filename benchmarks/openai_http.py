@@ -8,6 +8,8 @@ which every event is parsed. Both ask for the same prompts, which the cache has,
 1. 64 streams at once, as many as the engine runs, each of 64 tokens: `throughput_over_zmq` is HTTP's rate of tokens
    over ZeroMQ's (median of the rounds' ratios), `server_us_per_token` the time of a core that the server takes.
 2. One request at a time: `ttft_extra_ms` is the median time to the first token by HTTP less that by ZeroMQ.
+3. Structured output, in this process: `mask_us_per_token` is the median time in which the mask of a next token is made,
+   along random answers to a schema of objects, lists, numbers and texts. A step of the model hides it.
 
 The last line is JSON.
 """
@@ -31,21 +33,39 @@ from prompts import tokens
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
+from headwise.runtime.loader.grammar import Vocabulary
+from headwise.runtime.loader.resolve import resolve_model
+from headwise.runtime.loader.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Size:
-    """streams: at once; length: tokens of each; asked: requests one after the other, by each way"""
+    """streams: at once; length: tokens of each; asked: requests one after the other, by each way; forms: answers that
+    have a form
+    """
 
     streams: int = 64
     length: int = 64
     rounds: int = 7
     asked: int = 60
+    forms: int = 30
 
 
 FULL = Size()
-QUICK = Size(streams=4, length=8, rounds=1, asked=3)
+QUICK = Size(streams=4, length=8, rounds=1, asked=3, forms=2)
 PROMPT_TOKENS = 32
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 5},
+        "home": {"type": "object", "properties": {"street": {"type": "string"}, "number": {"type": "number"}}},
+    },
+    "required": ["name", "age", "tags", "home"],
+}
+LONGEST_FORM = 200
+"""Tokens of an answer that has a form; random texts do not end soon."""
 
 
 class Way(Protocol):
@@ -79,7 +99,8 @@ class OverHttp:
         asked = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": True}
         body = json.dumps(asked).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}"
         )
         began, first = time.perf_counter(), 0.0
         writer.write(head.encode() + b"\r\n\r\n" + body)
@@ -140,6 +161,26 @@ async def measure(ways: dict[str, Way], size: Size, server: int) -> dict[str, An
     }
 
 
+def mask_us(model: Path, answers: int) -> float:
+    """Of one token of one answer."""
+    tokenizer = Tokenizer.from_directory(model)
+    vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size)
+    draw, taken_us = np.random.default_rng(0), []
+    for _ in range(answers):
+        matcher = vocabulary.matcher("json_schema", json.dumps(SCHEMA))
+        mask = matcher.mask()
+        for _ in range(LONGEST_FORM):
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            token = int(draw.choice(allowed))
+            if token in tokenizer.eos_token_ids:
+                break
+            began = time.perf_counter()
+            matcher.take([token])
+            mask = matcher.mask()
+            taken_us.append(1e6 * (time.perf_counter() - began))
+    return statistics.median(taken_us)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
@@ -155,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
         ways: dict[str, Way] = {"zmq": OverZmq(client), "http": OverHttp(config.http)}
         found = asyncio.run(measure(ways, size, deployment.actor_pids()["http-0"]))
+    found["mask_us_per_token"] = mask_us(resolve_model(config.model, config.cache_path), size.forms)
     print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}))
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.preprocessor import Preprocessor
 from headwise.runtime.loader.resolve import resolve_model
-from headwise.runtime.models.base import AttentionLayer, Model
+from headwise.runtime.models.base import AttentionLayer, Embeds, Model
 from headwise.runtime.ops.base import KernelArray, Tensor
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest
@@ -83,8 +83,14 @@ class Reader(Model):
         self._surprise: list[float] = []
         self._likeliest: list[int] = []
 
-    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
-        hidden = self._model.forward(token_ids, positions, attention)
+    def forward(
+        self,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
+    ) -> Tensor:
+        hidden = self._model.forward(token_ids, positions, attention, embeds)
         for first in range(0, len(token_ids) if self.is_reading else 0, ROWS):
             self._note(hidden[first : first + ROWS], positions[first : first + ROWS] + 1)
         return hidden

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpu.bench import Bench
-from gpu.cases import Step, decode_step, half_windowed, prefill_step, step_bytes
+from gpu.cases import Step, decode_step, half_windowed, prefill_step, skewed_step, step_bytes
 from gpu.peers import FlashInfer, Sdpa, Tensor, Torch, open_peers
 from gpu.rig import Work
 from gpu.spot_check import CLOSE, WrongError, check_step
@@ -34,7 +34,20 @@ def decode(bench: Bench) -> None:
         for context in reversed(sizes.contexts):
             with rows.case(f"b{batch}_c{context}"):
                 _decode_case(bench, peers, batch, context)
+    with rows.case("skewed"):
+        _skewed_case(bench)
     rows.state("clocks", bench.rig.clocks())
+
+
+def _skewed_case(bench: Bench) -> None:
+    """One long sequence among short ones."""
+    batch, *contexts = bench.sizes.skewed
+    step = skewed_step(bench.rig, bench.sizes.attention, batch, (contexts[0], contexts[1]), bench.sizes.block_size)
+    error = check_step(bench.rig, step)
+    seconds = bench.seconds({"ours": step.on(bench.rig)})["ours"]
+    note = f"one of {contexts[1]} tokens among {batch - 1} of {contexts[0]}, {seconds * 1e6:.1f} us"
+    note += f", {error:.1e} from NumPy"
+    bench.rows.add("skewed_of_bandwidth", step.kv_bytes / seconds / bench.bandwidth, least=0.85, note=note)
 
 
 def _decode_case(bench: Bench, peers: tuple[Torch | None, FlashInfer | None], batch: int, context: int) -> None:

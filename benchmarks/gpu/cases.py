@@ -74,6 +74,12 @@ def decode_step(
     return _step(rig, heads, [(1, context)] * batch, block_size, windows, recycled=True, one_table=one_table)
 
 
+def skewed_step(rig: Rig, heads: Heads, batch: int, contexts: tuple[int, int], block_size: int) -> Step:
+    """A decode of ``batch`` sequences, of which the last has the longer of two contexts, and all others the shorter."""
+    short, long = contexts
+    return _step(rig, heads, [(1, short)] * (batch - 1) + [(1, long)], block_size, (), recycled=True)
+
+
 def prefill_step(
     rig: Rig, heads: Heads, tokens: int, block_size: int, windows: Sequence[Window] = (), recycled: bool = False
 ) -> Step:

@@ -16,7 +16,7 @@ from headwise.cache_controller.dtypes import numpy_dtype
 POOL = 1 << 24
 """Numbers drawn; weights are taken from them again and again, each tensor from another place."""
 
-LLAMA, ERNIE = "llama", "ernie"
+LLAMA, ERNIE, MOE = "llama", "ernie", "moe"
 """Directories of random models."""
 
 DEVIATION = 0.02
@@ -46,12 +46,20 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Path |
 def random_models(sizes: Sizes, layers: int | None) -> dict[str, dict[str, Any]]:
     """Configurations by the names of their directories. ``layers`` are Llama's, in place of its own."""
     llama = {**sizes.llama, "num_hidden_layers": layers} if layers else sizes.llama
-    return {LLAMA: llama, ERNIE: sizes.ernie}
+    return {LLAMA: llama, ERNIE: sizes.ernie, MOE: sizes.moe}
 
 
-def weight_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of bfloat16 weights that a decode step reads: all, the embedding once, as the LM head."""
-    return sum(2 * math.prod(shape) for _, shape in _tensors(config))
+def weight_bytes(config: Mapping[str, Any], tokens: int = 1) -> int:
+    """Bytes of bfloat16 weights that a decode step reads: all, the embedding once, as the LM head.
+
+    Of experts, those that one of ``tokens`` goes to, where each goes anywhere alike.
+    """
+    sizes = {name: 2 * math.prod(shape) for name, shape in _tensors(config)}
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    if not routed:
+        return sum(sizes.values())
+    asked: float = 1 - (1 - config["moe_k"] / config["moe_num_experts"]) ** tokens
+    return sum(sizes.values()) - round(routed * (1 - asked))
 
 
 def kv_token_bytes(config: Mapping[str, Any]) -> int:
@@ -70,12 +78,29 @@ def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]
         yield f"{at}self_attn.k_proj.weight", (kv, hidden)
         yield f"{at}self_attn.v_proj.weight", (kv, hidden)
         yield f"{at}self_attn.o_proj.weight", (hidden, q)
-        yield f"{at}mlp.gate_proj.weight", (inner, hidden)
-        yield f"{at}mlp.up_proj.weight", (inner, hidden)
-        yield f"{at}mlp.down_proj.weight", (hidden, inner)
+        if layer >= config.get("moe_layer_start_index", config["num_hidden_layers"]):
+            yield from _experts(config, f"{at}mlp.")
+        else:
+            yield from _mlp(f"{at}mlp.", inner, hidden)
         yield f"{at}input_layernorm.weight", (hidden,)
         yield f"{at}post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
+
+
+def _experts(config: Mapping[str, Any], at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A layer's in ERNIE 4.5."""
+    hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["moe_num_experts"]
+    yield f"{at}gate.weight", (experts, hidden)
+    yield f"{at}moe_statics.e_score_correction_bias", (1, experts)
+    for expert in range(experts):
+        yield from _mlp(f"{at}experts.{expert}.", inner, hidden)
+    yield from _mlp(f"{at}shared_experts.", config["moe_num_shared_experts"] * inner, hidden)
+
+
+def _mlp(at: str, inner: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{at}gate_proj.weight", (inner, hidden)
+    yield f"{at}up_proj.weight", (inner, hidden)
+    yield f"{at}down_proj.weight", (hidden, inner)
 
 
 def _write_weights(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> None:

@@ -82,12 +82,17 @@ SECTIONS = {
     "prefill": Section("gpu.attention", "prefill", 50, torch=True),
     "copies": Section("gpu.copies", "copies", 60),
     "model": Section("gpu.model", "model", 70),
+    "moe": Section("gpu.model", "moe", 70),
     "published": Section("gpu.serving", "published", 70),
     "recycling": Section("gpu.serving", "recycling", 80),
     "smollm2": Section("gpu.model", "smollm2", 45),
     "sanitizer": Section("gpu.sanitizer", "sanitizer", 90),
 }
 """In this order: what everything rests on, what most depends on, and last what may not be to be had."""
+
+
+EACH_PART = ("compile", "correctness")
+"""Sections that every part of a run begins with."""
 
 
 def open_rig(options: argparse.Namespace) -> Rig:
@@ -280,6 +285,8 @@ def work_directory(given: Path | None) -> Iterator[Path]:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=_sections, default=list(SECTIONS), help=f"some of {','.join(SECTIONS)}")
+    parser.add_argument("--part", type=_part, help="N/M: the N-th of M parts of these sections, of about equal time")
+    parser.add_argument("--precompile", type=_target, help="SM,CUDA: only compile all kernels into --work")
     parser.add_argument("--emulate", action="store_true", help="on a CPU, tiny: to execute every line")
     parser.add_argument("--here", action="store_true", help="all in this process, with no limits: for a debugger")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of the whole run (default: %(default)g)")
@@ -294,9 +301,36 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sanitize-target", choices=("cxx", "triton"), help="run these kernels once, and nothing else")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.part is not None:
+        options.only = parts_of(options.only, options.part[1])[options.part[0] - 1]
+    if options.precompile is not None and options.work is None:
+        parser.error("--precompile needs --work, the folder that is to have the kernels")
     if options.seed is None:
         options.seed = secrets.randbits(32)
     return options
+
+
+def parts_of(names: Sequence[str], count: int) -> list[list[str]]:
+    """``names`` in ``count`` parts of about equal limits. Each compiles, and shows its kernels to be right, first."""
+    first = [name for name in names if name in EACH_PART]
+    parts: list[list[str]] = [list(first) for _ in range(count)]
+    for name in sorted((name for name in names if name not in EACH_PART), key=lambda name: -SECTIONS[name].limit_s):
+        min(parts, key=lambda part: sum(SECTIONS[other].limit_s for other in part)).append(name)
+    return [sorted(part, key=list(SECTIONS).index) for part in parts]
+
+
+def _part(text: str) -> tuple[int, int]:
+    at, _, count = text.partition("/")
+    if not (at.isdigit() and count.isdigit() and 1 <= int(at) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part: give 1/3, 2/3 or 3/3")
+    return int(at), int(count)
+
+
+def _target(text: str) -> tuple[int, int]:
+    sm, _, cuda = text.partition(",")
+    if not (sm.isdigit() and cuda.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no target: give compute capability and CUDA version, as 90,12")
+    return int(sm), int(cuda)
 
 
 def _sections(text: str) -> list[str]:
@@ -328,5 +362,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from gpu.sanitizer import run_target
 
             run_target(open_rig(options), options.sanitize_target)
+            return 0
+        if options.precompile is not None:
+            from gpu.correctness import precompile_all
+
+            print(precompile_all(options.precompile, options.work / "kernels", options.layers), "kernels")
             return 0
         return run_all(options, arguments)

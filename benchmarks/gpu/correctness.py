@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from gpu.bench import Bench
 from gpu.cases import FULL_ATTENTION, Window, head_table, places_of
-from gpu.checkpoint import random_models, write_checkpoint
+from gpu.checkpoint import MOE, random_models, write_checkpoint
+from gpu.mixtures import compile_experts, expert_shape, experts_of
 from gpu.rig import Rig
+from gpu.sizes import FULL, Sizes
 from numpy.typing import NDArray
 
 from headwise.cache_controller.block_tables import BlockTables, HostBlockTables, TableShape
@@ -51,14 +53,17 @@ def compile_kernels(bench: Bench) -> None:
     Beside them, the random checkpoints are written.
     """
     sizes, target, work = bench.sizes, bench.rig.target, bench.rig.work
-    shapes = list(dict.fromkeys([*_model_shapes(bench), *(case.shape for case in cases(sizes.long, target.sm))]))
-    shapes = shapes[: sizes.compiled]
+    shapes = _shapes(sizes, target.sm, bench.options.layers)[: sizes.compiled]
     began, files = time.perf_counter(), 0
     processes = min(os.cpu_count() or 1, len(shapes) + 2)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         models = random_models(sizes, bench.options.layers)
         written = [pool.submit(write_checkpoint, work / name, config) for name, config in models.items()]
-        made = {shape: pool.submit(_compile, shape, target, work / "kernels") for shape in shapes}
+        made: dict[Any, Future[int]] = {}
+        made |= {shape: pool.submit(_compile, shape, target, work / "kernels") for shape in shapes}
+        if sizes.compiled is None:
+            mixture = expert_shape(models[MOE])
+            made[mixture] = pool.submit(compile_experts, mixture, target, work / "kernels")
         for shape, each in made.items():
             with bench.rows.case(f"{shape}"):
                 files += each.result()
@@ -72,13 +77,24 @@ def _compile(shape: AttentionShape, target: Target, directory: Path) -> int:
     return len(list(precompile([shape], [target], directory)))
 
 
-def _model_shapes(bench: Bench) -> Iterator[AttentionShape]:
+def precompile_all(target: tuple[int, int], directory: Path, layers: int | None) -> int:
+    """Compile what all sections need on a card of some (compute capability, CUDA version); the number of kernels."""
+    where = Target(*target)
+    files = sum(_compile(shape, where, directory) for shape in _shapes(FULL, where.sm, layers))
+    return files + compile_experts(expert_shape(FULL.moe), where, directory)
+
+
+def _shapes(sizes: Sizes, sm: int, layers: int | None) -> list[AttentionShape]:
+    return list(dict.fromkeys([*_model_shapes(sizes, layers), *(case.shape for case in cases(sizes.long, sm))]))
+
+
+def _model_shapes(sizes: Sizes, layers: int | None) -> Iterator[AttentionShape]:
     """Of the timed sections, and of SmolLM2."""
-    heads, block_size = bench.sizes.attention, bench.sizes.block_size
+    heads, block_size = sizes.attention, sizes.block_size
     yield AttentionShape(heads.q_heads // heads.kv_heads, heads.head_dim, block_size, heads.dtype, heads.dtype)
-    for config in random_models(bench.sizes, bench.options.layers).values():
+    for config in random_models(sizes, layers).values():
         share = config["num_attention_heads"] // config["num_key_value_heads"]
-        for size in {block_size, bench.sizes.load.block_size}:
+        for size in {block_size, sizes.load.block_size}:
             yield AttentionShape(share, config["head_dim"], size, "bfloat16", "bfloat16")
     for dtype in ("bfloat16", "float32"):
         yield AttentionShape(3, 64, block_size, dtype, dtype)
@@ -296,7 +312,7 @@ def check_copies(bench: Bench, rng: np.random.Generator) -> None:
         host.close()
 
 
-OWN_OPS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "greedy")
+OWN_OPS = ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "mix_experts", "greedy")
 """Operations whose kernels are not CuPy's, or some library's."""
 
 
@@ -347,6 +363,8 @@ def _operations(ops: TensorOps, dtype: str, seed: int) -> Iterator[tuple[str, An
     yield "silu_mul", lambda: ops.numpy(ops.silu_mul(ops.tensor(wide)))
     yield "gelu_tanh_mul", lambda: ops.numpy(ops.gelu_tanh_mul(ops.tensor(wide)))
     yield "scatter_add_rows", scattered
+    up, down, logits = 0.1 * draw(7, 64, 128), 0.1 * draw(7, 128, 32), draw(37, 6)
+    yield "mix_experts", lambda: ops.numpy(ops.mix_experts(x, ops.tensor(logits), experts_of(ops, up, down)))
     yield "greedy", lambda: np.stack([ops.host(part).astype(np.float32) for part in ops.greedy(x)])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from gpu.bench import Bench
-from gpu.checkpoint import LLAMA, kv_token_bytes, random_models, weight_bytes, write_checkpoint
+from gpu.checkpoint import LLAMA, MOE, kv_token_bytes, random_models, weight_bytes, write_checkpoint
 from gpu.engine import Serving, engine_config, greedy, random_prompts, serving, tokens_until_all_decode
 from gpu.sizes import FULL
 
@@ -58,6 +58,26 @@ def model(bench: Bench) -> None:
         _sampling(bench, max(sizes.decode_batches), config["vocab_size"])
 
 
+def moe(bench: Bench) -> None:
+    """Decode steps of ERNIE-4.5-21B-A3B's geometry, in a few layers, against the weights that a step asks for."""
+    sizes, rig = bench.sizes, bench.rig
+    config = random_models(sizes, None)[MOE]
+    directory = write_checkpoint(rig.work / MOE, config)
+    longest = sizes.decode_context + _output_tokens(bench, max(sizes.decode_batches)) + sizes.block_size
+    with serving(
+        rig,
+        engine_config(
+            rig, directory, block_size=sizes.block_size, max_num_seqs=max(sizes.decode_batches),
+            max_batched_tokens=BATCHED_TOKENS, max_model_len=longest,
+            kv_cache=str(max(sizes.decode_batches) * (longest + 2 * sizes.block_size) * kv_token_bytes(config)),
+        ),
+    ) as opened:  # fmt: skip
+        for batch in sizes.decode_batches:
+            with bench.rows.case(f"b{batch}"):
+                _decode(bench, opened, config, "step", batch, bench.bandwidth)
+        bench.rows.check("recorded", opened.captured_graphs > 0, f"{opened.captured_graphs} graphs")
+
+
 def _sampling(bench: Bench, rows: int, vocab: int) -> None:
     """Time of drawing a token for each of ``rows`` of scores."""
     rng = np.random.default_rng(bench.rig.seed)
@@ -97,7 +117,7 @@ def _decode(
     seconds = opened.decode_steps(sizes.decode_steps, batch)
     opened.finish()
     context = sizes.decode_context + sizes.warm_steps + sizes.decode_steps // 2
-    traffic = weight_bytes(config) + batch * context * kv_token_bytes(config)
+    traffic = weight_bytes(config, batch) + batch * context * kv_token_bytes(config)
     note = f"{seconds * 1e3:.2f} ms a step, {traffic / 1e9:.2f} GB, {batch / seconds:.0f} tokens/s"
     bench.rows.add(f"{name}_b{batch}_of_bandwidth", traffic / bandwidth / seconds, note=note)
     return [opened.tokens[request] for request in ids]

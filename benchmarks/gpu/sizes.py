@@ -61,6 +61,7 @@ class Sizes:
 
     long:        whether inputs of the correctness section have hundreds of tokens
     compiled:    shapes of attention to compile; None is all
+    skewed:      (batch, context of all but one, context of that one)
     fills_card:  bytes of KV from which on a decode has enough to read to keep the card busy
     window:      (window, sink) of the windowed heads in `heads`
     product:     rows and columns of matrices whose product shows what the card computes at best
@@ -79,6 +80,7 @@ class Sizes:
     attention: Heads
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
+    skewed: tuple[int, int, int]
     fills_card: int
     heads_at: tuple[int, int]
     window: tuple[int, int]
@@ -89,6 +91,7 @@ class Sizes:
     warm_steps: int
     llama: dict[str, Any]
     ernie: dict[str, Any]
+    moe: dict[str, Any]
     decode_context: int
     decode_batches: tuple[int, ...]
     decode_steps: int
@@ -137,6 +140,20 @@ ERNIE_LIKE = {
 
 WINDOW_FIELDS = ("window_size", "sink_size", "head_wise_swa_ratio")
 
+ERNIE_MOE = {
+    **{name: value for name, value in ERNIE_LIKE.items() if name not in WINDOW_FIELDS},
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "intermediate_size": 12288,
+    "num_hidden_layers": 3,
+    "vocab_size": 103424,
+    "moe_num_experts": 64,
+    "moe_k": 6,
+    "moe_num_shared_experts": 2,
+    "moe_intermediate_size": 1536,
+    "moe_layer_start_index": 1,
+}
+"""ERNIE-4.5-21B-A3B's geometry, but for its windows: its dense layer, and two of its 27 with experts, 1.6 GB each."""
+
 PUBLISHED_SCALE = 0.4
 """Of the lengths of the published measurement, 10,600 tokens in and 4,000 out, and of its windows, so that requests
 come and go within seconds. `capacity.py` says where its windows are from: 4,096 tokens in three of four heads.
@@ -154,6 +171,7 @@ FULL = Sizes(
     attention=Heads(32, 8, 128),
     batches=(1, 8, 64),
     contexts=(2048, 8192, 32768),
+    skewed=(256, 1024, 131072),
     fills_card=512 << 20,
     heads_at=(8, 32768),
     window=(1024, 64),
@@ -164,6 +182,7 @@ FULL = Sizes(
     warm_steps=6,
     llama=LLAMA_1B,
     ernie=ERNIE_LIKE,
+    moe=ERNIE_MOE,
     decode_context=1024,
     decode_batches=(1, 8, 64),
     decode_steps=48,
@@ -202,6 +221,7 @@ TINY = Sizes(
     attention=Heads(4, 2, 64),
     batches=(1, 2),
     contexts=(48,),
+    skewed=(3, 20, 200),
     fills_card=1,
     heads_at=(2, 96),
     window=(16, 4),
@@ -212,6 +232,14 @@ TINY = Sizes(
     warm_steps=1,
     llama={**LLAMA_1B, **_TINY_HEADS, "num_hidden_layers": 1},
     ernie={**ERNIE_LIKE, **_TINY_HEADS, "num_hidden_layers": 1, "window_size": 16, "sink_size": 4},
+    moe={
+        **ERNIE_MOE,
+        **_TINY_HEADS,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+    },
     decode_context=10,
     decode_batches=(1, 2),
     decode_steps=2,

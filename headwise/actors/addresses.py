@@ -11,14 +11,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from headwise.errors import DeploymentError
+from headwise.runtime.config.addresses import is_loopback
 
 T = TypeVar("T")
 
 EVERY_INTERFACE = "0.0.0.0"
-
-
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def scheduler_host(host: str, node: str) -> str:

@@ -24,6 +24,7 @@ from headwise.errors import DeploymentError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.loader.chat import check_template
 from headwise.runtime.loader.progress import Progress, SilentProgress
+from headwise.sockets.curve import ClientKeys
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from headwise.actors.role import Role
     from headwise.actors.supervisor import Supervisor
 
-__all__ = ["Deployment", "cluster_of_this_job", "resolve_client_address"]
+__all__ = ["Deployment", "cluster_of_this_job", "resolve_client"]
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +90,9 @@ class Deployment:
         check_free(config.host, config.port)
         check_http_start(config)
         check_template(config.chat_template)
+        keys = Keys.generate(config)
         progress.stage(f"connecting to the Ray cluster at {address}" if address else "starting a local Ray instance")
-        deployment = cls(config, Cluster.connect(address) if address else Cluster.start())
+        deployment = cls(config, Cluster.connect(address) if address else Cluster.start(), keys)
         try:
             deployment._cluster.watch(deployment._on_lost)
             deployment.begin(progress)
@@ -252,6 +254,11 @@ class Deployment:
         return self._frontend.client_address
 
     @property
+    def client_keys(self) -> ClientKeys | None:
+        """What this process connects with; None: whoever reaches the address may."""
+        return self._keys.own
+
+    @property
     def http_address(self) -> str:
         """Where OpenAI's API is served: ``http://HOST:PORT``; empty: nowhere."""
         return http_address(self.config, self.client_address)
@@ -346,8 +353,9 @@ class Deployment:
         self.stop()
 
 
-def resolve_client_address(cluster: str, name: str) -> str:
-    """The client address (``tcp://HOST:PORT``) of the deployment ``name`` on a Ray cluster (``HOST:PORT`` or ``auto``).
+def resolve_client(cluster: str, name: str) -> tuple[str, ClientKeys | None]:
+    """The client address (``tcp://HOST:PORT``) of the deployment ``name`` on a Ray cluster (``HOST:PORT`` or ``auto``),
+    and the keys to connect with.
 
     Raises `DeploymentError` if there is no such cluster or deployment.
     """
@@ -357,8 +365,8 @@ def resolve_client_address(cluster: str, name: str) -> str:
             raise DeploymentError(
                 f"no deployment named {name!r} runs on the Ray cluster at {found}; start one with `headwise serve`"
             )
-        address: str = get(scheduler.client_address.remote())
-        return address
+        address, keys = get([scheduler.client_address.remote(), scheduler.client_keys.remote()])
+        return address, keys
 
 
 def _pid(actor: Any) -> int:

@@ -14,7 +14,6 @@ import ray
 from headwise.actors.addresses import (
     check_reachable,
     engine_host,
-    is_loopback,
     listen_at_free_port,
     ports_in_turn,
     scheduler_host,
@@ -28,7 +27,7 @@ from headwise.actors.scratch import sweep
 from headwise.actors.watchdog import Watchdog
 from headwise.actors.worker_group import SOCKETS_PREFIX, WorkerGroup
 from headwise.errors import DeploymentError, EngineDiedError, HeadwiseError
-from headwise.runtime.config.addresses import parse_ports
+from headwise.runtime.config.addresses import is_loopback, parse_ports
 from headwise.runtime.config.block_storage import check_agrees, open_lookup
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import with_pool
@@ -182,15 +181,15 @@ class Engine:
         epoch = time.time_ns()
         lookup, front, keys = self._lookup, self._front, self._keys
         volume = str if lookup is None else lambda: lookup.volume
-        self._flusher = Flusher(self._name, epoch, front.store_endpoint, front.namespace, keys.curve, volume=volume)
-        reporting = Reporting(self._scheduler_endpoint, keys.secret, self._name, self._config.advertise_host)
+        self._flusher = Flusher(self._name, epoch, front.store_endpoint, front.namespace, keys.own, volume=volume)
+        reporting = Reporting(self._scheduler_endpoint, keys.secret, self._name, self._config.advertise_host, keys.own)
         flusher = self._flusher
         self._server = listen_at_free_port(
             address,
             node_address(),
             ports_in_turn(parse_ports(self._config.engine_ports), self._name),
             lambda endpoint: EngineServer(
-                endpoint, reporting=reporting, flusher=flusher, epoch=epoch, on_died=self._on_died
+                endpoint, reporting=reporting, flusher=flusher, epoch=epoch, keys=keys.outer, on_died=self._on_died
             ),
         )
         if self._start:
@@ -230,7 +229,7 @@ class Engine:
         restarts = Restarts()
         while not self._stopping.is_set():
             assert self._placement is not None, "started in its placement group"
-            group = WorkerGroup(self._config, self._model_dir, self._placement, self._keys.curve)
+            group = WorkerGroup(self._config, self._model_dir, self._placement, self._keys)
             try:
                 group.wait_ready()
                 self._attach(group)

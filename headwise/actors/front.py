@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.storage.index.encryption import CurveKeys
+from headwise.runtime.config.keys import read_keys, server_secret
+from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, public_key
 
 if TYPE_CHECKING:
     from headwise.runtime.frontend.scaling import Wish
@@ -47,13 +48,35 @@ class About:
 class Keys:
     """What only a deployment's own processes have, for as long as it lives.
 
-    secret: engines report with it
-    curve:  the index's connections are encrypted with it; None: they are not
+    secret: engines report with it, and it is the token of the deployment's own clients
+    curve:  secret key of all its servers; empty: nothing is encrypted
+    users:  public keys of those who have its API keys
     """
 
     secret: str = field(repr=False)
-    curve: CurveKeys | None = None
+    curve: str = field(default="", repr=False)
+    users: frozenset[str] = frozenset()
 
     @classmethod
     def generate(cls, config: EngineConfig) -> Keys:
-        return cls(secrets.token_hex(16), CurveKeys.generate() if config.secure else None)
+        """New ones, but for what files have. Raises `ConfigError` for files that have none."""
+        secret = secrets.token_hex(16)
+        if not config.is_encrypted:
+            return cls(secret)
+        tokens = read_keys(config.api_key, config.api_key_file)
+        return cls(secret, server_secret(config.server_key_file), frozenset(map(client_key, tokens)))
+
+    @property
+    def own(self) -> ClientKeys | None:
+        """Of the deployment's own clients."""
+        return ClientKeys(public_key(self.curve), self.secret) if self.curve else None
+
+    @property
+    def inner(self) -> ServerKeys | None:
+        """Of a server for the deployment's own processes."""
+        return ServerKeys(self.curve, frozenset((client_key(self.secret),))) if self.curve else None
+
+    @property
+    def outer(self) -> ServerKeys | None:
+        """Of a server for users, too."""
+        return ServerKeys(self.curve, self.users | {client_key(self.secret)}) if self.curve else None

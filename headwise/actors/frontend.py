@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from headwise.actors.addresses import client_host, endpoint_here, free_ports, is_loopback
+from headwise.actors.addresses import client_host, endpoint_here, free_ports
 from headwise.actors.calls import get
 from headwise.actors.found import Found, find_scheduler, wait_until_gone
 from headwise.actors.front import Front, Keys
@@ -13,6 +13,7 @@ from headwise.actors.names import SCHEDULER, STORE
 from headwise.actors.placement import FrontendSite
 from headwise.actors.restarts import Life
 from headwise.errors import DeploymentError
+from headwise.runtime.config.addresses import is_loopback
 from headwise.runtime.config.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Frontend:
         from headwise.actors.scheduler import GlobalScheduler
 
         def arguments() -> tuple[Any, ...]:
-            return self._config, self._keys.secret, self._port, self.front.store_endpoint, self._keys.curve
+            return self._config, self._keys, self._port, self.front.store_endpoint
 
         life = Life(self._config.start_timeout_s)
         return Role(self._config.name, SCHEDULER, GlobalScheduler, arguments, self._site, life)
@@ -140,7 +141,7 @@ class Frontend:
         from headwise.actors.store import AttentionStore
 
         def arguments() -> tuple[Any, ...]:
-            return self._config, self.front.store_endpoint, self._namespace, self._keys.curve
+            return self._config, self.front.store_endpoint, self._namespace, self._keys.inner
 
         life = Life(self._config.start_timeout_s)
         return Role(self._config.name, STORE, AttentionStore, arguments, self._site, life)
@@ -151,7 +152,7 @@ class Frontend:
 
         def role(name: str) -> Role:
             def arguments() -> tuple[Any, ...]:
-                return self._config, name, endpoint_here(self._config.host, self._port)
+                return self._config, name, endpoint_here(self._config.host, self._port), self._keys.own
 
             return Role(
                 self._config.name, name, HttpServerActor, arguments, self._site, Life(self._config.start_timeout_s)

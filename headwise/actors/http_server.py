@@ -6,12 +6,15 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from headwise.actors.addresses import check_free, is_loopback
+from headwise.actors.addresses import check_free
 from headwise.actors.ending import Ending
 from headwise.actors.front import About
 from headwise.actors.remote import remote
+from headwise.runtime.config.addresses import is_loopback
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.http import check_otel, read_keys
+from headwise.runtime.config.http import check_otel
+from headwise.runtime.config.keys import read_keys
+from headwise.sockets.curve import ClientKeys
 
 if TYPE_CHECKING:
     from headwise.runtime.http.metrics import RequestMetrics
@@ -26,13 +29,17 @@ class HttpServerActor:
     as good as its predecessor.
 
     scheduler: the endpoint that its client connects to, on this node
+    keys:      with which it does; None: in the clear
     start:     how many times it was started before
     """
 
-    def __init__(self, config: EngineConfig, name: str, scheduler: str, start: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, name: str, scheduler: str, keys: ClientKeys | None, start: int = 0
+    ) -> None:
         self._config = config
         self._name = name
         self._scheduler = scheduler
+        self._keys = keys
         self._closing: list[Callable[[], None]] = []
         self._server: Any = None
         self._ending = Ending()
@@ -65,12 +72,14 @@ class HttpServerActor:
         limits = TextLimits(card.max_model_len, tokenizer.longest_token)
         texts = ModelTexts(directory, tokenizer, limits, card.config.vocab_size, config.chat_template)
         self._closing.append(texts.close)
-        client = Client(self._scheduler)
+        client = Client(self._scheduler, keys=self._keys)
         self._closing.append(client.close)
         counts = RequestMetrics(self._name)
+        api_keys = ApiKeys(read_keys(config.api_key, config.api_key_file))
         options = AppOptions(
             config.model,
-            ApiKeys(read_keys(config.api_key, config.api_key_file)),
+            api_keys,
+            not (api_keys or config.insecure),
             parse_bytes(config.http_max_body),
             counts,
             groups=tuple(head_groups(card)),
@@ -116,6 +125,8 @@ class HttpServerActor:
 
 def check_http_start(config: EngineConfig) -> None:
     """Raise what keeps HTTP from being served here, before anything is started; say where it is."""
+    if not (is_loopback(config.host) or config.api_key or config.api_key_file or config.insecure):
+        log.warning("only clients by way of the Ray cluster (ray:...) are served: give --api-key-file, or --insecure")
     if not config.http:
         return
     from headwise.runtime.http.server import check_certificate

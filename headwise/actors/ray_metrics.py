@@ -42,14 +42,19 @@ class RayMetrics:
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
+        is_told = False
         while not self._stopping.wait(PUBLISH_S):
             try:
                 self._publish()
+                is_told = False
             except HeadwiseError:
                 continue  # whoever was asked does not answer now
             except Exception:
-                log.exception("metrics cannot be given to Ray; /metrics of HTTP servers has them")
-                return
+                if not is_told:
+                    log.exception(
+                        "metrics cannot be given to Ray, which is tried again; /metrics of HTTP servers has them"
+                    )
+                is_told = True
 
     def _publish(self) -> None:
         for family in self._collect():

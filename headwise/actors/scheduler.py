@@ -7,7 +7,7 @@ import time
 
 from headwise.actors.addresses import client_host, endpoint_here
 from headwise.actors.ending import Ending
-from headwise.actors.front import About, Front
+from headwise.actors.front import About, Front, Keys
 from headwise.actors.owner_watch import OwnerWatch
 from headwise.actors.placement import node_address
 from headwise.actors.ray_metrics import RayMetrics
@@ -21,7 +21,7 @@ from headwise.runtime.frontend.scaling import Exchange, FleetState, SchedulerNew
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
 from headwise.runtime.frontend.tokenizer_pool import TokenizerPool
 from headwise.runtime.http.deployment_metrics import DeploymentMetrics
-from headwise.storage.index.encryption import CurveKeys
+from headwise.sockets.curve import ClientKeys
 from headwise.storage.index.store_client import StoreClient
 
 _BIND_TIMEOUT_S = 10.0
@@ -39,17 +39,15 @@ class GlobalScheduler:
     def __init__(
         self,
         config: EngineConfig,
-        secret: str,
+        keys: Keys,
         port: int,
         store_endpoint: str,
-        curve_keys: CurveKeys | None,
         start: int = 0,
     ) -> None:
         self._config = config
-        self._secret = secret
+        self._keys = keys
         self._port = port
         self._store_endpoint = store_endpoint
-        self._curve_keys = curve_keys
         self._preprocessor: Preprocessor | None = None
         self._tokenising: Preprocessor | None = None
         self._store: StoreClient | None = None  # used by the server's thread while it runs
@@ -92,14 +90,15 @@ class GlobalScheduler:
 
     def _serve(self) -> tuple[str, int]:
         config, (preprocessor, tokenising) = self._config, self._open()
-        store = self._store = StoreClient(self._store_endpoint, preprocessor.namespace, self._curve_keys)
+        store = self._store = StoreClient(self._store_endpoint, preprocessor.namespace, self._keys.own)
         try:
             self._server = SchedulerServer(
                 tokenising,
                 config.host,
                 self._port,
-                secret=self._secret,
+                secret=self._keys.secret,
                 model=config.model,
+                keys=self._keys.outer,
                 replicas=config.first_replicas,
                 routing=_router_options(config, preprocessor),
                 max_queued=config.max_queued,
@@ -120,7 +119,7 @@ class GlobalScheduler:
         return self.address()
 
     def _tell_ray(self) -> None:
-        observer = self._observer = Client(endpoint_here(self._config.host, self._port))
+        observer = self._observer = Client(endpoint_here(self._config.host, self._port), keys=self._keys.own)
         self._metrics = RayMetrics(self._config.name, lambda: DeploymentMetrics(observer.stats()).collect())
 
     def _open(self) -> tuple[Preprocessor, Preprocessor]:
@@ -142,6 +141,10 @@ class GlobalScheduler:
         """Where clients connect to: ``tcp://HOST:PORT``."""
         host, port = self.address()
         return f"tcp://{self._config.advertise_host or client_host(self._config.host, host)}:{port}"
+
+    def client_keys(self) -> ClientKeys | None:
+        """Those of the deployment's own clients, for others of its Ray cluster, who can do anything with it."""
+        return self._keys.own
 
     def loop_count(self) -> int:
         """See `SchedulerServer`. A standby counts how often it is asked."""

@@ -10,7 +10,7 @@ from headwise.actors.ending import Ending
 from headwise.actors.front import About
 from headwise.actors.remote import remote
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.storage.index.encryption import CurveKeys
+from headwise.sockets.curve import ServerKeys
 from headwise.storage.index.store_server import StoreServer
 
 _BIND_TIMEOUT_S = 10.0
@@ -26,9 +26,9 @@ class AttentionStore:
     """
 
     def __init__(
-        self, config: EngineConfig, endpoint: str, namespace: str, curve_keys: CurveKeys | None, start: int = 0
+        self, config: EngineConfig, endpoint: str, namespace: str, keys: ServerKeys | None, start: int = 0
     ) -> None:
-        options = {"max_blocks": config.index_blocks, "curve_keys": curve_keys}
+        options = {"max_blocks": config.index_blocks, "keys": keys}
         self._ending = Ending()
         self._server = _bind(endpoint, namespace, options)
         self._server.start()

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from headwise.actors.addresses import engine_host
+from headwise.actors.front import Keys
 from headwise.actors.placement import node_address
 from headwise.actors.remote import remote
 from headwise.runtime.config.addresses import parse_ports
@@ -16,7 +17,6 @@ from headwise.runtime.ops.comm import Communicator, SingleRank
 from headwise.runtime.protocol.step_channel import serve_steps
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
 from headwise.runtime.worker.worker import ModelWorker
-from headwise.storage.index.encryption import CurveKeys
 from headwise.transfer.connectors.select import PeerAccess
 
 log = logging.getLogger(__name__)
@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 class Worker:
     """Holds a `ModelWorker`; `serve` keeps one thread, so that the other methods stay responsive."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, rank: int, keys: CurveKeys | None = None) -> None:
-        """``keys``: with which other engines' workers connect, if the deployment is secure"""
+    def __init__(self, config: EngineConfig, model_dir: Path, rank: int, keys: Keys) -> None:
         self._config = config
         self._keys = keys
         self._model_dir = model_dir
@@ -54,7 +53,7 @@ class Worker:
 
     def _peers(self) -> PeerAccess:
         host = engine_host(self._config.host, node_address())
-        return PeerAccess(host, parse_ports(self._config.peer_ports, "peer_ports"), self._keys)
+        return PeerAccess(host, parse_ports(self._config.peer_ports, "peer_ports"), self._keys.inner, self._keys.own)
 
     def stop(self) -> None:
         self._stopping.set()

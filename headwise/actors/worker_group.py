@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from headwise.actors.front import Keys
 from headwise.actors.placement import in_bundle
 from headwise.actors.scratch import ScratchDirectory
 from headwise.actors.worker import Worker
@@ -18,7 +19,6 @@ from headwise.errors import EngineDiedError, HeadwiseError, first_line
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.threads import threads_per_worker
 from headwise.runtime.protocol.step_channel import ZmqExecutor
-from headwise.storage.index.encryption import CurveKeys
 
 COMM_BUFFER_BYTES = 4 << 20
 """Size of each of a rank's two buffers in shared memory. Containers have little of it; larger payloads are split."""
@@ -33,9 +33,7 @@ class WorkerGroup:
     pids: process ids by rank, once the group is ready
     """
 
-    def __init__(
-        self, config: EngineConfig, model_dir: Path, placement: PlacementGroup, keys: CurveKeys | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, placement: PlacementGroup, keys: Keys) -> None:
         self._config = config
         self.pids: list[int] = []
         self._scratch = ScratchDirectory(tempfile.gettempdir(), SOCKETS_PREFIX)

@@ -6,6 +6,7 @@ costs 90 us for 10,000 tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from hashlib import sha256
 
@@ -42,24 +43,24 @@ def extend_hashes(
     block_size: int,
     extra_keys: Sequence[ExtraKey] = (),
 ) -> None:
-    """Append to ``hashes`` those of the full blocks of ``tokens`` (``int32 [n]``), which follow those of ``hashes``."""
+    """Append to ``hashes`` those of the full blocks of ``tokens`` (``int32 [n]``), which follow those of ``hashes``.
+
+    extra_keys: of all items of the sequence, one behind the other
+    """
     count, first = len(tokens) // block_size, len(hashes) * block_size
     whole = np.ascontiguousarray(tokens[: count * block_size], dtype=np.int32)
     blocks: list[bytes] = whole.view(f"V{4 * block_size}").tolist()
-    if extra_keys:
-        starts = range(first, first + count * block_size, block_size)
-        blocks = [
-            block + _overlapping(extra_keys, start, start + block_size)
-            for block, start in zip(blocks, starts, strict=True)
-        ]
+    if extra_keys and extra_keys[-1][1] > first:
+        begins, ends = [begin for begin, _, _ in extra_keys], [end for _, end, _ in extra_keys]
+        for index, start in enumerate(range(first, first + count * block_size, block_size)):
+            overlapping = slice(bisect_right(ends, start), bisect_left(begins, start + block_size))
+            blocks[index] += _placed(extra_keys[overlapping], start)
     previous = hashes[-1] if hashes else seed
     hashes += [previous := sha256(previous + block).digest()[_KEPT] for block in blocks]
 
 
-def _overlapping(extra_keys: Sequence[ExtraKey], first: int, last: int) -> bytes:
-    """The items that overlap the tokens ``[first, last)``, with where they lie relative to it."""
+def _placed(items: Sequence[ExtraKey], first: int) -> bytes:
+    """Items, with where they lie relative to the token ``first``."""
     return b"".join(
-        f"{start - first}:{end - first}:{len(content)}:{content};".encode()
-        for start, end, content in extra_keys
-        if start < last and end > first
+        f"{start - first}:{end - first}:{len(content)}:{content};".encode() for start, end, content in items
     )

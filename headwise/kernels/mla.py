@@ -14,23 +14,33 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
-from headwise.kernels.gqa import QUANTISED, role_view
+from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.gqa import role_view
+from headwise.kernels.mla_quantised import dequantise_latents, quantise_latents
 
-LATENT = "latent"
+LATENT, LATENT_SCALE = "latent", "latent_scale"
+LATENT_DTYPES = ("float32", "float16", "bfloat16", "int8")
+
+Index = tuple[Any, Any, Any]
+"""Of tokens: their blocks, their slot, and their places in the blocks."""
 
 
-def latent_layout(block_size: int, slots: int, width: int, dtype: str = "float32") -> BlockLayout:
+def latent_layout(block_size: int, slots: int, width: int, dtype: str = "float32", rotated: int = 0) -> BlockLayout:
     """The layout of blocks that hold, per member and token, one ``latent`` of ``width`` numbers.
 
+    In int8 a latent is a row of `headwise.kernels.mla_quantised`, and ``latent_scale`` has its scale. The last
+    ``rotated`` of its numbers take two bytes each.
+
     Raises:
-        ConfigError: the dtype is a quantised one.
+        ConfigError: latents are not kept in this dtype.
     """
-    if dtype in QUANTISED:
-        raise ConfigError(
-            f"kv_dtype {dtype} cannot hold latents (MLA): one scale for compressed and rotated parts would cost "
-            "accuracy; choose kv_dtype bfloat16 or float32"
-        )
-    return BlockLayout(block_size=block_size, slots=slots, roles=(Role(LATENT, (width,), dtype),))
+    if dtype not in LATENT_DTYPES:
+        raise ConfigError(f"kv_dtype {dtype} cannot hold latents (MLA): choose kv_dtype int8, bfloat16 or float32")
+    is_quantised = dtype == "int8"
+    roles = [Role(LATENT, (width + rotated * is_quantised,), dtype)]
+    if is_quantised:
+        roles.append(Role(LATENT_SCALE, (), "float32"))
+    return BlockLayout(block_size=block_size, slots=slots, roles=tuple(roles))
 
 
 def is_latent(layout: BlockLayout) -> bool:
@@ -39,7 +49,7 @@ def is_latent(layout: BlockLayout) -> bool:
 
 
 def latent_width(layout: BlockLayout) -> int:
-    """Numbers of a latent.
+    """Numbers of a latent as they are stored.
 
     Raises:
         ConfigError: the layout is that of another attention variant.
@@ -47,6 +57,11 @@ def latent_width(layout: BlockLayout) -> int:
     if not is_latent(layout):
         raise ConfigError(f"layout {layout.identity} is not one of latents; build it with latent_layout()")
     return layout.roles[0].shape[0]
+
+
+def has_scales(layout: BlockLayout) -> bool:
+    """Whether latents are stored in int8, with a scale for each."""
+    return LATENT_SCALE in layout.role_offsets
 
 
 def latent_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[Any]:
@@ -60,3 +75,28 @@ def latent_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[Any]:
     latent_width(layout)
     role = layout.roles[0]
     return role_view(arena, layout, replace(role, dtype="uint16") if role.dtype == "bfloat16" else role)
+
+
+def latent_scale_view(arena: NDArray[np.uint8], layout: BlockLayout) -> NDArray[np.float32]:
+    """Scales of an int8 arena's latents, ``[num_blocks, slots, block_size]``, sharing its memory."""
+    return role_view(arena, layout, layout.roles[1])
+
+
+def store_latents(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, latents: NDArray[Any]) -> None:
+    """Store ``latents [tokens, width]`` at these places, as the layout has them."""
+    view = latent_view(arena, layout)
+    if has_scales(layout):
+        view[at], latent_scale_view(arena, layout)[at] = quantise_latents(latents, view.shape[3] - latents.shape[1])
+    else:
+        view[at] = to_bits(latents) if view.dtype == np.uint16 else latents
+
+
+def load_latents(
+    arena: NDArray[np.uint8], layout: BlockLayout, at: Index, width: int, dtype: Any = np.float32
+) -> NDArray[Any]:
+    """Latents of ``width`` numbers at these places, ``[*places, width]`` of ``dtype``, float32 or wider."""
+    view = latent_view(arena, layout)
+    stored = view[at]
+    if has_scales(layout):
+        return dequantise_latents(stored, latent_scale_view(arena, layout)[at], view.shape[3] - width, dtype)
+    return (to_float32(stored) if stored.dtype == np.uint16 else stored).astype(dtype, copy=False)

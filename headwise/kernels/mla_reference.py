@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.bfloat16 import to_bits, to_float32
-from headwise.kernels.mla import latent_view
+from headwise.kernels.mla import load_latents, store_latents
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.reference import blocks_of, sequences_of, softmax_attention, visible_to
 
@@ -29,13 +28,11 @@ class ReferenceLatentKernels:
         heads: HeadTable,
     ) -> None:
         """See `LatentKernels.write_latent`."""
-        view = latent_view(arena, layout)
         for sequence, rows, positions in sequences_of(batch):
             blocks = blocks_of(batch, sequence, heads.group[0], positions, layout.block_size)
             mapped = blocks >= 0
-            written = latent[rows][mapped]
             at = (blocks[mapped], heads.slot[0], positions[mapped] % layout.block_size)
-            view[at] = to_bits(written) if view.dtype == np.uint16 else written
+            store_latents(arena, layout, at, latent[rows][mapped])
 
     def attend_latent(
         self,
@@ -50,15 +47,15 @@ class ReferenceLatentKernels:
         out: NDArray[Any],
     ) -> None:
         """See `LatentKernels.attend_latent`. A visible token whose block is ``-1`` is treated as not visible."""
-        view = latent_view(arena, layout)
+        width = up.key.shape[2] + query.shape[2] - up.key.shape[1]
         for sequence, rows, positions in sequences_of(batch):
             context = np.arange(positions[-1] + 1)
             visible = visible_to(positions, context, int(heads.window[0]), int(heads.sink[0]))
             seen = context[visible.any(axis=0)]
             blocks = blocks_of(batch, sequence, heads.group[0], seen, layout.block_size)
             seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
-            stored = view[blocks, heads.slot[0], seen % layout.block_size]
-            latents = (to_float32(stored) if view.dtype == np.uint16 else stored).astype(np.float64)
+            at = (blocks, heads.slot[0], seen % layout.block_size)
+            latents = load_latents(arena, layout, at, width, np.float64)
             compressed, rotated = np.split(latents, [up.value.shape[1]], axis=1)
             for head in range(query.shape[1]):
                 key = np.concatenate([compressed @ up.key[head].T.astype(np.float64), rotated], axis=1)

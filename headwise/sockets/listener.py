@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.sockets.connection_limit import ConnectionLimit
+from headwise.sockets.curve import OVERHEAD_BYTES, Authenticator, ServerKeys, secure_server
 from headwise.sockets.pieces import PIECE_BYTES, PieceError, PieceJoiner, is_piece
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Listener:
     max_frame_bytes:   most bytes of a frame; a larger one ends the connection
     max_frames:        most frames of a message; of a longer one, one frame more is returned and the rest is dropped
     send_queue:        messages that a peer may leave unread before its connection is closed; 0: any number
+    keys:              only clients with these keys may connect, encrypted; None: all may
     prepare:           sets further options of the socket before it is bound
     failed_handshakes: connections of peers that spoke another protocol, or lacked the keys
 
@@ -110,6 +112,7 @@ class Listener:
         max_frame_bytes: int = PIECE_BYTES,
         max_frames: int = 1,
         send_queue: int = 0,
+        keys: ServerKeys | None = None,
         prepare: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,10 +132,13 @@ class Listener:
         self._num_read = 0
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + (OVERHEAD_BYTES if keys else 0))
         self.socket.setsockopt(zmq.SNDHWM, send_queue)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         prepare(self.socket)
+        self._authenticator = None if keys is None else Authenticator(context, keys.clients)
+        if keys is not None:
+            secure_server(self.socket, keys)
         failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         failed |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
         self._failed = int(failed)
@@ -151,6 +157,8 @@ class Listener:
             self._take_events()
             self.socket.disable_monitor()
             self.monitor.close(linger=0)
+        if self._authenticator is not None:
+            self._authenticator.close()
 
     # ---- in ----
 

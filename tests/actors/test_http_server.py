@@ -56,6 +56,7 @@ def test_who_listens_to_others_hears_that_http_does_not(caplog: pytest.LogCaptur
         assert not caplog.text
         check_http_start(EngineConfig(http=port, host="0.0.0.0"))
     assert "HTTP is served at 127.0.0.1 only: give --api-key-file, or --insecure, for 0.0.0.0" in caplog.text
+    assert "only clients by way of the Ray cluster (ray:...) are served" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,15 @@ def test_counters_and_histograms_are_set_to_what_they_count(gauges: dict[Any, fl
     assert not [each for each in gauges if each[0].endswith("_created")]
 
 
-def test_a_source_that_does_not_answer_is_asked_again(gauges: dict[Any, float]) -> None:
+@pytest.mark.parametrize("error", [DeploymentError("away"), RuntimeError("Ray is being started again")])
+def test_a_source_that_does_not_answer_is_asked_again(gauges: dict[Any, float], error: Exception) -> None:
     registry = CollectorRegistry()
     Counter("headwise_tokens", "Tokens.", registry=registry).inc()
-    answers = iter([DeploymentError("away"), *[None] * 10_000])
+    answers = iter([error, *[None] * 10_000])
 
     def collect() -> Any:
-        if error := next(answers):
-            raise error
+        if failure := next(answers):
+            raise failure
         return registry.collect()
 
     metrics = RayMetrics("d", collect)

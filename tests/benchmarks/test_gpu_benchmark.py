@@ -231,6 +231,21 @@ def test_expected_tokens_made_beforehand_are_compared_with(
 # ---- processes that do not end well ----
 
 
+def test_parts_of_a_run_have_every_section_once_and_begin_with_what_all_rest_on() -> None:
+    parts = gpu.parts_of(list(gpu.SECTIONS), 3)
+    assert all(part[:2] == list(gpu.EACH_PART) for part in parts)
+    rest = [name for part in parts for name in part[2:]]
+    assert sorted([*rest, *gpu.EACH_PART]) == sorted(gpu.SECTIONS)
+    limits = [sum(gpu.SECTIONS[name].limit_s for name in part) for part in parts]
+    assert max(limits) < gpu.LIMIT_S, "each gets through"
+    assert gpu.parse(["--part", "2/3"]).only == parts[1]
+    for wrong in ("4/3", "0/2", "x"):
+        with pytest.raises(SystemExit):
+            gpu.parse(["--part", wrong])
+    with pytest.raises(SystemExit):
+        gpu.parse(["--precompile", "90,12"])
+
+
 def rows_of(code: str, limit_s: float) -> list[Row]:
     rows: list[Row] = []
     gpu.run_apart("decode", [sys.executable, "-c", code], limit_s, rows.append)

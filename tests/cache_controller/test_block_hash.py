@@ -72,3 +72,44 @@ def test_an_item_that_ends_where_a_block_starts_does_not_overlap_it() -> None:
 
 def test_different_items_at_one_place_give_different_blocks() -> None:
     assert hashes_of(range(4), extra_keys=[(0, 4, "cat")]) != hashes_of(range(4), extra_keys=[(0, 4, "dog")])
+
+
+ITEMS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.sampled_from("abc")), max_size=4)
+
+
+def places(items) -> list[tuple[int, int, str]]:
+    """Items one behind the other: gaps, lengths and hashes become (start, end, hash)."""
+    found, at = [], 0
+    for gap, length, key in items:
+        found.append((at + gap % 6, at + gap % 6 + length, key))
+        at = found[-1][1]
+    return found
+
+
+@given(ITEMS, ITEMS)
+def test_items_change_exactly_the_blocks_from_the_first_that_overlaps_another_item(left, right) -> None:
+    """Blocks of equal tokens are equal as long as equal items overlap them, at equal places."""
+    left, right = places(left), places(right)
+    first, second = (hashes_of([7] * 60, extra_keys=items) for items in (left, right))
+
+    def of_block(items, block: int) -> list[tuple[int, int, str]]:
+        return [item for item in items if item[0] < 4 * block + 4 and item[1] > 4 * block]
+
+    same = next((block for block in range(15) if of_block(left, block) != of_block(right, block)), 15)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * same + [False] * (15 - same)
+
+
+@given(ITEMS, st.integers(0, 15))
+def test_items_are_hashed_in_steps_as_at_once(items, whole) -> None:
+    items, tokens, hashes = places(items), np.arange(60, dtype=np.int32), []
+    extend_hashes(hashes, b"seed", tokens[: 4 * whole], 4, items)
+    extend_hashes(hashes, b"seed", tokens[4 * whole :], 4, items)
+    assert hashes == hashes_of(tokens, extra_keys=items)
+
+
+def test_two_items_in_a_block_both_count_each_at_its_place() -> None:
+    both = [(0, 1, "cat"), (2, 3, "dog")]
+    others = [[], both[:1], both[1:], [(0, 1, "dog"), (2, 3, "cat")], [(0, 1, "cat"), (1, 2, "dog")]]
+    others += [[(0, 2, "cat"), (2, 3, "dog")], [(0, 1, "cat"), (2, 4, "dog")]]
+    blocks = {hashes_of([0] * 4, extra_keys=items)[0] for items in (both, *others)}
+    assert len(blocks) == 1 + len(others)

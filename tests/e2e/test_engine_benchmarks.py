@@ -84,6 +84,7 @@ def test_prefill_and_decode_apart_are_measured(capsys: pytest.CaptureFixture[str
 def test_what_http_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("openai_http", capsys)
     assert found["throughput_over_zmq"] > 0
+    assert found["mask_us_per_token"] > 0
     assert min(found["ttft_p50_ms"].values()) > 0
 
 

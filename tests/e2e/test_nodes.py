@@ -57,7 +57,7 @@ def deployment(nodes: Nodes) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def client(deployment: Deployment) -> Iterator[Client]:
-    with Client(deployment.client_address) as client:
+    with Client(deployment.client_address, keys=deployment.client_keys) as client:
         yield client
 
 

@@ -19,7 +19,7 @@ from support.collector import Collector, attributes
 from support.free_ports import free_ports
 from support.waiting import eventually
 
-from headwise import Client, EngineConfig, SamplingParams
+from headwise import Client, ClientKeys, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
@@ -73,7 +73,8 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def ours(deployment: Deployment) -> Iterator[Client]:
-    with Client(deployment.client_address) as client:
+    assert deployment.client_keys is not None
+    with Client(deployment.client_address, keys=ClientKeys(deployment.client_keys.server, KEY)) as client:
         yield client
 
 

@@ -53,7 +53,7 @@ def test_when_a_node_comes_one_of_two_engines_of_another_node_moves_there_under_
         first = nodes.add()
         with (
             Deployment.start(CONFIG, address=nodes.address) as deployment,
-            Client(deployment.client_address) as client,
+            Client(deployment.client_address, keys=deployment.client_keys) as client,
         ):
             eventually(lambda: homes(deployment) == [first.address] * 2, otherwise=lambda: homes(deployment))
             load = EndlessLoad(client, STREAMS, TOKENS)

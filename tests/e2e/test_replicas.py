@@ -18,15 +18,16 @@ from support.passing_on import PortForward
 from support.reference import Answer, answers
 from support.waiting import PATIENCE_S, eventually
 
-from headwise import Client, EngineConfig, SamplingParams
+from headwise import Client, ClientKeys, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
-from headwise.errors import HeadwiseError
+from headwise.errors import DeploymentError, HeadwiseError
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.request import GenerationResult
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 
+API_KEY = "sk-of-these-tests"
 ENGINES = ("engine-0", "engine-1", "engine-2")
 CONFIG = EngineConfig(
     port=0,
@@ -39,7 +40,7 @@ CONFIG = EngineConfig(
     engine_timeout_s=10.0,
     index_timeout_s=5.0,  # a machine that is busy may keep it from answering
     engine_ports="21700-21999",
-    secure=True,
+    api_key=API_KEY,
 )
 TOKENS = 28
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 100]
@@ -61,7 +62,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 @pytest.fixture(scope="module")
 def client(deployment: Deployment) -> Iterator[Client]:
-    with Client(deployment.client_address) as client:
+    assert deployment.client_keys is not None
+    with Client(deployment.client_address, keys=ClientKeys(deployment.client_keys.server, API_KEY)) as client:
         yield client
 
 
@@ -108,7 +110,12 @@ def index_agrees(deployment: Deployment, client: Client) -> bool:
     )
 
 
-# ---- where engines are ----
+# ---- where engines are, and who may connect ----
+
+
+def test_who_has_no_key_gets_nothing(deployment: Deployment) -> None:
+    with pytest.raises(DeploymentError, match="refuses this client: it wants keys"):
+        Client(deployment.client_address)
 
 
 def test_engines_listen_at_ports_of_their_range(deployment: Deployment, client: Client) -> None:
@@ -123,7 +130,7 @@ def test_engines_listen_at_ports_of_their_range(deployment: Deployment, client: 
 def outside(deployment: Deployment) -> Iterator[Client]:
     """A client behind a forwarded port, which reaches nothing but the scheduler."""
     forward = PortForward("127.0.0.1", int(deployment.client_address.rpartition(":")[2]))
-    with Client(forward.address, relay="always") as client:
+    with Client(forward.address, relay="always", keys=deployment.client_keys) as client:
         yield client
     forward.close()
 

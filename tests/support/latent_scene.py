@@ -10,6 +10,7 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.mla import latent_layout
 from headwise.kernels.mla_base import LatentKernels, UpProjections
+from headwise.kernels.mla_quantised import dequantise_latents, quantise_latents
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class LatentCase:
     block_size: int = 16
     slots: int = 3
     dtype: str = "float32"
+    rotated_size: float = 1.0
     seed: int = 0
 
 
@@ -41,12 +43,14 @@ class LatentScene:
 
         width, tokens = case.rank + case.rotated, sum(case.query_lens)
         self.latents = [random(length, width) for length in case.seq_lens]
+        for latents in self.latents:
+            latents[:, case.rank :] *= np.float32(case.rotated_size)
         self.query = random(tokens, case.heads, case.plain + case.rotated)
         self.up = UpProjections(
             random(case.heads, case.plain, case.rank), random(case.heads, case.rank, case.value_dim)
         )
         self.scale = 0.3 * (case.plain + case.rotated) ** -0.5
-        self.layout = latent_layout(case.block_size, case.slots, width, case.dtype)
+        self.layout = latent_layout(case.block_size, case.slots, width, case.dtype, case.rotated)
         window, sink = case.policy
         self.heads = HeadTable(*(np.array([value], np.int32) for value in (1, draw.integers(case.slots), window, sink)))
         columns = -(-max(case.seq_lens) // case.block_size)
@@ -87,6 +91,11 @@ class LatentScene:
         ]
         return np.array(rule, dtype=bool).reshape(queries, length)
 
+    def _as_stored(self, latents: np.ndarray) -> np.ndarray:
+        if self.case.dtype == "int8":
+            return dequantise_latents(*quantise_latents(latents, self.case.rotated), self.case.rotated)
+        return to_float32(to_bits(latents)) if self.case.dtype == "bfloat16" else latents
+
     def expected(self) -> np.ndarray:
         """Dense attention in float64 with each head's own keys and values."""
         case, up = self.case, self.up
@@ -94,7 +103,7 @@ class LatentScene:
         for sequence, queries in enumerate(case.query_lens):
             first = int(self.batch.cu_seqlens_q[sequence])
             stored = self.latents[sequence]
-            latents = (to_float32(to_bits(stored)) if case.dtype == "bfloat16" else stored).astype(np.float64)
+            latents = self._as_stored(stored).astype(np.float64)
             for head in range(case.heads):
                 key = np.hstack([latents[:, : case.rank] @ up.key[head].T, latents[:, case.rank :]])
                 scores = self.scale * self.query[first : first + queries, head].astype(np.float64) @ key.T

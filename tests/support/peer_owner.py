@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from headwise.kernels.select import make_run_copy
-from headwise.storage.index.encryption import CurveKeys
+from headwise.sockets.curve import ServerKeys
 from headwise.transfer.connectors.base import ExportAddress
 from headwise.transfer.connectors.select import PeerAccess, open_exports
 from headwise.transfer.host_memory import HostArena
@@ -32,7 +32,9 @@ class PeerOwner:
     content:   of the arena
     """
 
-    def __init__(self, num_bytes: int, transports: Sequence[str], keys: CurveKeys | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, num_bytes: int, transports: Sequence[str], keys: ServerKeys | None = None, seed: int = 0
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self.content = content(num_bytes, seed)
@@ -63,10 +65,10 @@ class PeerOwner:
         return replace(self.addresses[transport], arena_bytes=arena_bytes)
 
 
-def _own(pipe: Any, num_bytes: int, transports: Sequence[str], keys: CurveKeys | None, seed: int) -> None:
+def _own(pipe: Any, num_bytes: int, transports: Sequence[str], keys: ServerKeys | None, seed: int) -> None:
     arena = HostArena(num_bytes, is_shared=True)
     arena.array[:] = content(num_bytes, seed)
-    exports = open_exports(transports, PeerAccess(keys=keys), arena, IDENTITY, make_run_copy("reference", 1))
+    exports = open_exports(transports, PeerAccess(accepts=keys), arena, IDENTITY, make_run_copy("reference", 1))
     pipe.send([export.address.encode() for export in exports])
     pipe.recv()
     for export in exports:

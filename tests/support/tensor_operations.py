@@ -69,6 +69,12 @@ def take_rows(ops: Any) -> Any:
     return ops.take_rows(ops.tensor(X), np.array([3, 0]))
 
 
+def put_rows(ops: Any) -> Any:
+    rows = embedding(ops)
+    ops.put_rows(rows, np.array([2, 0], np.int32), X[:2])
+    return rows
+
+
 def scatter_add_rows(ops: Any) -> Any:
     target = ops.linear(ops.tensor(X), ops.linear_weight(np.eye(16, dtype=np.float32)))
     ops.scatter_add_rows(target, np.array([2, 0]), ops.tensor(X[:2]), np.array([0.5, -2.0], np.float32))
@@ -98,4 +104,4 @@ NARROW: list[Callable[[Any], Any]] = [
 ]
 """What Paddle computes on a CPU in float16 and bfloat16, too."""
 
-EVERY = [*NARROW, linear, linear_of_a_slice, silu_mul, clamped_mul, scatter_add_rows, residual, normed_sum]
+EVERY = [*NARROW, linear, linear_of_a_slice, silu_mul, clamped_mul, put_rows, scatter_add_rows, residual, normed_sum]

@@ -39,6 +39,27 @@ bytes_at, int8s_at, halves_at, words_at = map(array_at, (types.uint8, types.int8
 floats_at, ints_at, longs_at = map(array_at, (types.float32, types.int32, types.int64))
 
 
+def pointer_at(dtype: Any) -> Any:
+    """Make the function of an address that gives a C pointer to numbers there.
+
+    For inner loops: unlike of arrays, Numba does not count references to it, nor asks whether an index is negative.
+    """
+    kind = types.CPointer(dtype)
+
+    @intrinsic
+    def at(typing, address):
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(kind))
+
+        return kind(types.int64), emit
+
+    return at
+
+
+halves_from, int8s_from = map(pointer_at, (types.uint16, types.int8))
+floats_from, ints_from, longs_from = map(pointer_at, (types.float32, types.int32, types.int64))
+
+
 def matrix_at(dtype: Any) -> Any:
     """Make the function of an address, rows and columns that gives the contiguous matrix which lies there."""
     kind = types.Array(dtype, 2, "C")

@@ -25,15 +25,14 @@ import numpy as np
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
     array_at,
-    floats_at,
-    halves_at,
-    heads_at,
-    int8s_at,
-    int_matrix_at,
-    ints_at,
+    floats_from,
+    halves_from,
+    int8s_from,
+    ints_from,
     layer_at,
     long_matrix_at,
     longs_at,
+    longs_from,
     pass_at,
     plan_at,
 )
@@ -51,7 +50,7 @@ from headwise.kernels.cpu.attention_micro import (
     token_pair_size,
     turn_keys,
 )
-from headwise.kernels.cpu.attention_plan import ITEM, KEYS, span_of_part
+from headwise.kernels.cpu.attention_plan import ITEM, KEYS, keys_seen, span_of_part
 from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP, TURNED_STRIDE
 from headwise.kernels.cpu.attention_softmax import (
     LOG2E,
@@ -63,7 +62,6 @@ from headwise.kernels.cpu.attention_softmax import (
     load_scales,
 )
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, PLAN
-from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add
 
@@ -79,6 +77,11 @@ _load_token_query, _load_tile_query = load_query(is_tile=False), load_query(is_t
 # --- one part -----------------------------------------------------------------------------------------------------
 
 
+@_pasted
+def _query_row(step, row, head):
+    return floats_from(step.query + (row * step.query_row + head * step.query_head) * 4)
+
+
 @_compiled
 def _load_queries(step, item, scratch):
     head, dim, kv, q = item.head * step.share, step.dim, step.kv, scratch.q
@@ -86,24 +89,24 @@ def _load_queries(step, item, scratch):
         words = dim // token_pair_size(kv)
         for h in range(step.share):
             if is_integer(kv):
-                _load_token_query(kv, row_of(step.query, item.token, head + h), step.factor, scratch.s, 0, dim)
+                _load_token_query(kv, _query_row(step, item.token, head + h), step.factor, scratch.s, 0, dim)
                 scratch.q_scales[h] = row_to_int16(scratch.s, 0, dim)
                 row_copy(scratch.s, 0, q, h * words, words)
             else:
-                _load_token_query(kv, row_of(step.query, item.token, head + h), step.factor, q, h * words, dim)
+                _load_token_query(kv, _query_row(step, item.token, head + h), step.factor, q, h * words, dim)
                 scratch.q_scales[h] = 1.0
         return
     words = dim // pair_size(kv)
     for token in range(item.tokens):
         for h in range(step.share):
-            row, query = token * step.share + h, row_of(step.query, item.token + token, head + h)
+            row, query = token * step.share + h, _query_row(step, item.token + token, head + h)
             _load_tile_query(kv, query, step.factor, q, row * words, dim)
 
 
 @_pasted
 def _block_of(step, item, position):
     row = item.sequence * step.groups + step.head_group[item.head]
-    return np.int64(step.tables[row, position // step.cache.block_size])
+    return np.int64(step.tables[row * step.table_columns + position // step.cache.block_size])
 
 
 @_pasted
@@ -122,8 +125,11 @@ def _scale_address(step, item, block, position):
 
 
 @_compiled
-def _walk_token(step, item, scratch, softmax, first, last):
-    """Attend to the positions ``[first, last)``, stepping over blocks that are not mapped."""
+def _walk_token(step, item, scratch, softmax, first, last, beyond):
+    """Attend to the positions ``[first, last)``, stepping over blocks that are not mapped.
+
+    beyond: where the first key behind them lies that this thread attends to, in elements; -1: unknown
+    """
     block_size = step.cache.block_size
     while first < last:
         in_block = first % block_size
@@ -134,6 +140,8 @@ def _walk_token(step, item, scratch, softmax, first, last):
             if first + count < last:
                 following = max(_block_of(step, item, first + count), 0)
                 ahead = _address(step, item, following, first + count) - keys_at
+            elif beyond >= 0:
+                ahead = beyond - keys_at
             scales_at = _scale_address(step, item, block, first)
             attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead)
         first += count
@@ -180,8 +188,21 @@ def _lay_out(step, scratch, count):
 
 
 @_pasted
-def _walk(step, item, part, scratch, softmax):
-    """Attend to the part's share of the item's two spans."""
+def _place(item, key):
+    """The position of an item's ``key``-th visible key."""
+    return key if key < item.sink_end else key + item.window_start - item.sink_end
+
+
+@_pasted
+def _first_address(step, item, part):
+    """Where the first key of a part lies in the arena, in elements; somewhere in it if that is not mapped."""
+    position = _place(item, min(span_of_part(item, part)[0], keys_seen(item) - 1))  # a part may be empty
+    return _address(step, item, max(_block_of(step, item, position), 0), position)
+
+
+@_pasted
+def _walk(step, item, part, scratch, softmax, beyond):
+    """Attend to the part's share of the item's two spans; ``beyond`` as in `_walk_token`."""
     begin, end = span_of_part(item, part)
     shift = item.window_start - item.sink_end
     for span in range(2):
@@ -190,13 +211,13 @@ def _walk(step, item, part, scratch, softmax):
         else:
             first, last = max(begin, item.sink_end) + shift, end + shift
         if item.tokens == 1:
-            _walk_token(step, item, scratch, softmax, first, last)
+            _walk_token(step, item, scratch, softmax, first, last, beyond)
         else:
             _walk_tile(step, item, scratch, softmax, first, last)
 
 
 @_compiled
-def _store(step, item, softmax, first, out):
+def _store(step, item, softmax, first):
     """Write the item's output, from the softmax's rows ``first`` on; zeros where nothing was seen."""
     head, dim = item.head * step.share, step.dim
     for token in range(item.tokens):
@@ -205,11 +226,12 @@ def _store(step, item, softmax, first, out):
             inverse = np.float32(0.0)
             if softmax.total[row] != 0.0:
                 total = softmax.total[row]
-                if len(step.sink_logits) > 0:
+                if step.has_sink_logits:
                     sink = step.sink_logits[head + h] * np.float32(LOG2E) - softmax.top[row]
                     total += exp2(min(sink, LARGEST_POWER))
                 inverse = np.float32(1.0) / total
-            row_times(softmax.acc, row * dim, row_of(out, item.token + token, head + h), 0, dim, inverse)
+            out = floats_from(step.out + ((item.token + token) * step.out_row + (head + h) * dim) * 4)
+            row_times(softmax.acc, row * dim, out, 0, dim, inverse)
 
 
 @_compiled
@@ -265,11 +287,10 @@ def _divide(rows, share, dim, at):
     turned_at = acc_at + 4 * rows * dim
     values_at = turned_at + 4 * _turned_floats(dim)
     scratch = Scratch(
-        floats_at(at + 8 * CHUNK, rows * dim), floats_at(s_at, scores), floats_at(turned_at, _turned_floats(dim)),
-        floats_at(values_at, CHUNK * dim), floats_at(scales_at, 2 * CHUNK), floats_at(q_scales_at, share),
-        floats_at(q_scales_at + 4 * share, share), longs_at(at, CHUNK),
+        floats_from(at + 8 * CHUNK), floats_from(s_at), floats_from(turned_at), floats_from(values_at),
+        floats_from(scales_at), floats_from(q_scales_at), floats_from(q_scales_at + 4 * share), longs_from(at),
     )  # fmt: skip
-    softmax = Softmax(floats_at(top_at, rows), floats_at(top_at + 4 * rows, rows), floats_at(acc_at, rows * dim))
+    softmax = Softmax(floats_from(top_at), floats_from(top_at + 4 * rows), floats_from(acc_at))
     return scratch, softmax
 
 
@@ -277,13 +298,11 @@ def _divide(rows, share, dim, at):
 def _step_of(kv, own, layer):
     dim, heads = own.dim, layer.heads
     return Step(
-        heads_at(own.query, own.rows, own.q_heads, dim, own.query_row, own.query_head), kv,
-        floats_at(own.cache.arena, own.cache.arena_bytes // 4), own.cache,
-        int_matrix_at(own.tables, own.sequences * own.groups, own.table_columns), own.groups,
-        ints_at(heads[HEAD_GROUP, 0], heads[HEAD_GROUP, 1]), ints_at(heads[HEAD_SLOT, 0], heads[HEAD_SLOT, 1]),
-        ints_at(heads[HEAD_WINDOW, 0], heads[HEAD_WINDOW, 1]), ints_at(heads[HEAD_SINK, 0], heads[HEAD_SINK, 1]),
-        floats_at(layer.sink_logits[0], layer.sink_logits[1]),
-        own.factor, own.softcap, own.q_heads // own.kv_heads, dim,
+        own.query, own.query_row, own.query_head, own.out, own.q_heads * dim, kv, floats_from(own.cache.arena),
+        own.cache, ints_from(own.tables), own.table_columns, own.groups, ints_from(heads[HEAD_GROUP, 0]),
+        ints_from(heads[HEAD_SLOT, 0]), ints_from(heads[HEAD_WINDOW, 0]), ints_from(heads[HEAD_SINK, 0]),
+        floats_from(layer.sink_logits[0]), layer.sink_logits[1] > 0, own.factor, own.softcap,
+        own.q_heads // own.kv_heads, dim,
     )  # fmt: skip
 
 
@@ -299,20 +318,24 @@ def _attend(kv, own, layer, counters_at, thread):
     items, parts = _items_at(plan.items, plan.item_count), long_matrix_at(plan.parts, plan.part_count, 2)
     counters = longs_at(counters_at, FIRST_ITEM + plan.item_count)
     at = own.partials
-    partials = Softmax(floats_at(at, room), floats_at(at + 4 * room, room), floats_at(at + 8 * room, room * dim))
-    out = heads_at(own.out, own.rows, own.q_heads, dim, own.q_heads * dim, dim)
+    partials = Softmax(floats_from(at), floats_from(at + 4 * room), floats_from(at + 8 * room))
     scratch, softmax = _divide(plan.rows, share, dim, own.scratch + thread * own.scratch_floats * 4)
     taken = fetch_add(counters, TAKEN)
     while taken < plan.part_count:
         index, part = parts[plan.part_count - 1 - taken, 0], parts[plan.part_count - 1 - taken, 1]
-        item = items[index]
+        item, beyond = items[index], np.int64(-1)
         rows = item.tokens * share
+        if item.tokens == 1:  # bound by memory: the next one is taken beforehand, to be prefetched
+            taken = fetch_add(counters, TAKEN)
+            if taken < plan.part_count:
+                following = plan.part_count - 1 - taken
+                beyond = _first_address(step, items[parts[following, 0]], parts[following, 1])
         _load_queries(step, item, scratch)
         for row in range(rows):
             softmax.top[row], softmax.total[row] = -np.inf, 0.0
         for i in range(rows * dim):
             softmax.acc[i] = 0.0
-        _walk(step, item, part, scratch, softmax)
+        _walk(step, item, part, scratch, softmax, beyond)
         source, first, is_whole = softmax, 0, item.parts == 1
         if not is_whole:
             at = item.first_row + part * rows
@@ -323,9 +346,10 @@ def _attend(kv, own, layer, counters_at, thread):
                 _merge(step, item, partials)
                 source, first, is_whole = partials, item.first_row, True
         if is_whole:
-            _store(step, item, source, first, out)
+            _store(step, item, source, first)
         fetch_add(counters, FINISHED)
-        taken = fetch_add(counters, TAKEN)
+        if item.tokens > 1:
+            taken = fetch_add(counters, TAKEN)
 
 
 # --- entry points -------------------------------------------------------------------------------------------------
@@ -333,19 +357,19 @@ def _attend(kv, own, layer, counters_at, thread):
 
 def _attend_float32(own, layer, counters, thread):
     own = pass_at(own)
-    kv = floats_at(own.cache.arena, own.cache.arena_bytes // 4)
+    kv = floats_from(own.cache.arena)
     _attend(kv, own, layer_at(layer), counters, thread)
 
 
 def _attend_bfloat16(own, layer, counters, thread):
     own = pass_at(own)
-    kv = halves_at(own.cache.arena, own.cache.arena_bytes // 2)
+    kv = halves_from(own.cache.arena)
     _attend(kv, own, layer_at(layer), counters, thread)
 
 
 def _attend_int8(own, layer, counters, thread):
     own = pass_at(own)
-    kv = int8s_at(own.cache.arena, own.cache.arena_bytes)
+    kv = int8s_from(own.cache.arena)
     _attend(kv, own, layer_at(layer), counters, thread)
 
 

@@ -20,7 +20,7 @@ from headwise.kernels.cpu.attention_softmax import LOG2E
 from headwise.kernels.cpu.kv_write_jit import write_of
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.gqa import head_dim_of, kv_dtype_of
-from headwise.kernels.mla import is_latent, latent_width
+from headwise.kernels.mla import LATENT_SCALE, is_latent, latent_width
 
 HEAD_DIM_STEP = 16
 """Head dimensions must be a multiple of this: rows of keys are read as whole vectors."""
@@ -71,8 +71,8 @@ class CacheKernels:
             "block_size": layout.block_size,
             "block_scales": layout.block_bytes // 4,
             "slot_scales": layout.slot_bytes // 4,
-            "key_scales": at.get("key_scale", 0) // 4,
-            "value_scales": at.get("value_scale", 0) // 4,
+            "key_scales": at.get("key_scale", at.get(LATENT_SCALE, 0)) // 4,
+            "value_scales": at.get("value_scale", at.get(LATENT_SCALE, 0)) // 4,
         }
         numbers = tuple(cache[name] for name in (records.CACHE.names or ())[2:])  # behind the arena's
         return CacheKernels(layout, dim, numbers, write_of(dtype), attend_of(dtype))

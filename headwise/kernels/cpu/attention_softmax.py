@@ -41,29 +41,37 @@ _token_exp2, _tile_exp2 = row_exp2(is_tile=False), row_exp2(is_tile=True)
 
 
 class Step(NamedTuple):
-    """All that stays the same during one call.
+    """All that stays the same during one call. Pointers know no lengths.
 
-    query:   ``float32 [tokens, q_heads, dim]``, rows contiguous
-    kv:      the arena as what it stores: ``float32``, ``uint16`` (bits of bfloat16) or ``int8``
-    scales:  the arena as ``float32``
+    query:   address of ``float32 [tokens, q_heads, dim]``; ..._row, ..._head: floats from row to row, head to head
+    out:     address of the same, where heads lie side by side
+    kv:      pointer to the arena as what it stores: ``float32``, ``uint16`` (bits of bfloat16) or ``int8``
+    scales:  pointer to the arena as ``float32``
     cache:   a `records.CACHE`
-    tables:  ``int32 [batch * groups, max_blocks]``
-    sink_logits: ``float32 [q_heads]``, empty where there are none
+    tables:  pointer to ``int32 [batch * groups, table_columns]``
+    head_...: pointers to ``int32 [kv_heads]``
+    sink_logits: pointer to ``float32 [q_heads]``, if there are any
     factor:  of queries
     share:   query heads per KV head
     """
 
     query: Any
+    query_row: Any
+    query_head: Any
+    out: Any
+    out_row: Any
     kv: Any
     scales: Any
     cache: Any
     tables: Any
+    table_columns: Any
     groups: Any
     head_group: Any
     head_slot: Any
     head_window: Any
     head_sink: Any
     sink_logits: Any
+    has_sink_logits: Any
     factor: Any
     softcap: Any
     share: Any
@@ -71,7 +79,7 @@ class Step(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A thread's own, flat.
+    """Pointers to a thread's own.
 
     q:         queries ``[rows, dim]``
     s:         scores ``[rows of a token or strip, KEYS or CHUNK]``
@@ -94,7 +102,7 @@ class Scratch(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A softmax under way: each row's maximum and sum so far, and weighted values ``acc [rows, dim]``."""
+    """Pointers to a softmax under way: each row's maximum and sum so far, and weighted values ``acc [rows, dim]``."""
 
     top: Any
     total: Any

@@ -46,7 +46,7 @@ from headwise.kernels.cpu.records import (
     QUERY_NORM,
     STEP,
 )
-from headwise.kernels.cpu.threads import fetch_add, wait_and_prefetch
+from headwise.kernels.cpu.threads import fetch_add, take_item, wait_and_prefetch
 
 _PHASES_OF_WEIGHT = 3
 """Its factors, its product, and, of the first one, rotation and KV write."""
@@ -62,7 +62,7 @@ _LAYER_BYTES, _PLAN_BYTES = LAYER.itemsize, PLAN.itemsize
 def phase_counters(threads: int) -> int:
     """Counters of a layer's phases, behind which those of its attention lie.
 
-    Of each phase, pieces done, then pieces taken: by each thread's share in a product, else in the first of them.
+    Of each phase, pieces done, then pieces taken of each thread's share.
     """
     return _PHASES * (1 + threads)
 
@@ -114,10 +114,15 @@ def _pieces(rows):
 
 
 @_pasted
-def _take_rows(counters, phase, rows):
-    """The next rows of a phase, whose counters begin at ``phase``; an empty range at the end."""
-    first = fetch_add(counters, phase + 1) * _pieces(rows)
-    return min(first, rows), min(first + _pieces(rows), rows)
+def _take_rows(counters, phase, rows, share, threads):
+    """The next rows of a phase, whose counters begin at ``phase``, and their share; an empty range at the end.
+
+    A thread begins with the same share of the rows in each phase: they are in its caches from the one before.
+    """
+    pieces = -(-rows // _pieces(rows))
+    piece, share = take_item(counters, phase + 1, share, threads, pieces)
+    first = piece * _pieces(rows)
+    return min(first, rows), min(first + _pieces(rows), rows), share
 
 
 @_pasted
@@ -131,7 +136,9 @@ def _wait_for_rows(counters, phase, rows, ahead, end):
 
 
 @_pasted
-def _prepare(step, source, columns, is_stream, addend, after, before, weight, counters, phase, values, ahead, end):
+def _prepare(
+    step, source, columns, is_stream, addend, after, before, weight, counters, phase, values, thread, ahead, end
+):
     """Prepare the rows ``source [rows, columns]`` for the next product, if there is one (``weight`` is not 0).
 
     If they are the residual stream, they get ``addend`` before, if there is one (not 0), normed if there is a norm
@@ -140,7 +147,7 @@ def _prepare(step, source, columns, is_stream, addend, after, before, weight, co
     """
     rows, eps = step.rows, step.eps
     factors, sums = words_at(step.factors, step.factors_length), floats_at(step.sums, step.sums_length)
-    first, last = _take_rows(counters, phase, rows)
+    first, last, share = _take_rows(counters, phase, rows, thread, step.threads)
     while first < last:
         for row in range(first, last):
             here = floats_at(source + row * columns * 4, columns)
@@ -159,7 +166,7 @@ def _prepare(step, source, columns, is_stream, addend, after, before, weight, co
             elif len(before) > 0:
                 _norm_row(here, before, eps, here)
         fetch_add(counters, phase)
-        first, last = _take_rows(counters, phase, rows)
+        first, last, share = _take_rows(counters, phase, rows, share, step.threads)
     return _wait_for_rows(counters, phase, rows, ahead, end)
 
 
@@ -171,17 +178,17 @@ def _multiply(step, layer, following, which, epilogue, out, columns, counters, c
     """
     at, bias = layer.weights[which], layer.biases[which]
     weight = weight_at(at)
+    ahead, end = np.int64(0), np.int64(0)
+    if following != 0:
+        ahead, end = share_of(weight_at(following), step.rows, thread, step.threads)
     call_at(
         step.products[weight.kind],
         (
             at, bias[0], bias[1], epilogue, out, columns, step.factors, step.sums, step.rows, counters_at,
-            phase, tile, thread, step.threads,
+            phase, tile, thread, step.threads, ahead,
         ),
     )  # fmt: skip
-    ahead, end = np.int64(0), np.int64(0)
-    if following != 0:
-        ahead, end = share_of(weight_at(following), step.rows, thread, step.threads)
-    return wait_and_prefetch(counters, phase, items_of(weight, step.rows), ahead, end), end
+    return wait_and_prefetch(counters, phase, items_of(weight, step.rows, step.threads), ahead, end), end
 
 
 @_pasted
@@ -189,7 +196,7 @@ def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread, 
     """Norm heads where the model does, rotate queries and keys, and write keys and values to the cache."""
     rows, dim, q_heads = own.rows, own.dim, own.q_heads
     query_norm, key_norm = _norm(layer, QUERY_NORM), _norm(layer, KEY_NORM)
-    first, last = _take_rows(counters, phase, rows)
+    first, last, share = _take_rows(counters, phase, rows, thread, step.threads)
     while first < last:
         if len(query_norm) > 0:
             for row in range(first, last):
@@ -198,7 +205,7 @@ def _rotate_and_write(step, own, layer, layer_address, counters, phase, thread, 
                     _norm_row(here, query_norm if head < q_heads else key_norm, step.eps, here)
         call_at(step.write, (step.attention, layer_address, first, last, thread))
         fetch_add(counters, phase)
-        first, last = _take_rows(counters, phase, rows)
+        first, last, share = _take_rows(counters, phase, rows, share, step.threads)
     return _wait_for_rows(counters, phase, rows, ahead, end)
 
 
@@ -242,8 +249,9 @@ def _run_layers(address, thread):
                 before = floats_at(step.final_norm, step.hidden if step.final_norm != 0 else 0)
             is_stream = which in (QKV, GATE_UP)
             ahead = _prepare(
-                step, source, columns, is_stream, addend, after, before, weight, counters, phase, values, ahead, end
-            )
+                step, source, columns, is_stream, addend, after, before, weight, counters, phase, values, thread, ahead,
+                end,
+            )  # fmt: skip
             if index == last:
                 break
             phase += 1 + step.threads

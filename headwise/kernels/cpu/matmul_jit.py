@@ -62,7 +62,7 @@ FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 """Kinds of packed weights."""
 
 ROW_BLOCK = 96
-"""Rows of an item: they stay in the L2 cache beside a panel."""
+"""Rows of an item at most: they stay in the L2 cache beside a panel. A whole number of tiles."""
 
 DEPTH_BYTES = 1 << 18
 """Bytes of a panel that are multiplied with all rows of an item before the next ones are: they stay in the L2 cache."""
@@ -228,6 +228,12 @@ def _finish(tile, epilogue, bias, out, row, rows, panel):
 # --- items ----------------------------------------------------------------------------------------------------------
 
 
+@_pasted
+def _tile_rows(left):
+    """Rows of the next tile. Of eight rows four: the last two alone would be no time to fetch a panel in."""
+    return TILE_ROWS[0] if left >= TILE_ROWS[0] and left != 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+
+
 def _plain_rows(kind: Kind) -> Any:
     """Make the function that multiplies some rows with some turns of a panel, for a kind without scales.
 
@@ -248,7 +254,7 @@ def _plain_rows(kind: Kind) -> Any:
         line, lines = 0, turn_bytes // LINE if ahead != 0 else 0
         while done < rows:
             x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
-            step = TILE_ROWS[0] if left >= TILE_ROWS[0] else 4 if left >= 4 else 2 if left >= 2 else 1
+            step = _tile_rows(left)
             passes = -(-left // TILE_ROWS[0]) * (PANEL // (VECTORS * LANES))
             for column in range(0, PANEL, VECTORS * LANES):
                 at, t_at = start + column * column_bytes, done * PANEL + column
@@ -302,7 +308,7 @@ def _grouped_rows(kind: Kind) -> Any:
         while done < rows:
             x_at, left = (row + done) * stride + turn * x_per_turn, rows - done
             g_at = (row + done) * all_groups + group
-            step = TILE_ROWS[0] if left >= TILE_ROWS[0] else 4 if left >= 4 else 2 if left >= 2 else 1
+            step = _tile_rows(left)
             for column in range(0, PANEL, (VECTORS if step == 1 else FEW_VECTORS) * LANES):
                 at = (panel * weight.turns + turn) * turn_bytes + column * column_bytes
                 s_at, t_at = (panel * all_groups + group) * PANEL + column, done * PANEL + column
@@ -327,33 +333,41 @@ _float32_rows, _bfloat16_rows = _plain_rows(Float32()), _plain_rows(Bfloat16())
 _int8_rows, _int4_rows = _grouped_rows(Int8()), _grouped_rows(Int4())
 
 
-PRODUCT_INTEGERS = 14
+PRODUCT_INTEGERS = 15
 
 
 def _product(rows_of_kind: Any) -> Any:
     """Make the product with weights of a kind: one thread's share of ``out [rows, columns]``, items until none is left.
 
     All arrays are given by their addresses. weight: a `WEIGHT`; counters: ``counters[counter]`` items are done, and
-    `take_item` counts in the ``threads`` behind it; tile: `TILE` floats of the thread's own
+    `take_item` counts in the ``threads`` behind it; tile: `TILE` floats of the thread's own; beyond: where this thread
+    reads on when it is through, 0 if that is not known
     """
 
     @_pasted
     def product(
-        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
-    ):
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread,
+        threads, beyond,
+    ):  # fmt: skip
         weight, bias = weight_at(weight), floats_at(bias, bias_length)
         out, stride, groups = float_matrix_at(out, rows, columns), factor_stride(weight), groups_of(weight)
         factors, sums = words_at(factors, rows * stride), floats_at(sums, rows * groups)
         tile, counters = floats_at(tile, TILE), longs_at(counters, counter + 1 + threads)
         each, panel_bytes = _turns_at_once(weight, rows), weight.data_bytes // -(-weight.columns // PANEL)
-        blocks, count = -(-rows // ROW_BLOCK), items_of(weight, rows)
+        block_rows, blocks, panels = cut_of(weight, rows, threads)
+        each_blocks, count = blocks // threads if is_by_rows(rows, threads) else blocks, blocks * panels
         item, share = take_item(counters, counter + 1, thread, threads, count)
         while item < count:
             # Taken beforehand, so that this thread knows what it will need next.
             following, share = take_item(counters, counter + 1, share, threads, count)
-            row, panel = item % blocks * ROW_BLOCK, item // blocks
-            some = min(ROW_BLOCK, rows - row)
-            ahead = (following // blocks - panel) * panel_bytes if some > MOST_ALONE and following < count else 0
+            panel, block = _place_of(item, each_blocks, panels)
+            row = block * block_rows
+            some = min(block_rows, rows - row)
+            here, ahead = weight.data + panel * panel_bytes, 0
+            if some > MOST_ALONE and following < count:
+                ahead = (_place_of(following, each_blocks, panels)[0] - panel) * panel_bytes
+            elif some > MOST_ALONE and beyond != 0:
+                ahead = beyond - here
             for turn in range(0, weight.turns, each):
                 turns = min(each, weight.turns - turn)
                 rows_of_kind(weight, factors, stride, sums, row, some, panel, turn, turns, tile, ahead)
@@ -368,35 +382,43 @@ _of_float32, _of_bfloat16, _of_int8, _of_int4 = map(_product, (_float32_rows, _b
 
 
 def _float32(
-    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
-):
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads,
+    beyond,
+):  # fmt: skip
     _of_float32(
-        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
-    )
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread,
+        threads, beyond,
+    )  # fmt: skip
 
 
 def _bfloat16(
-    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
-):
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads,
+    beyond,
+):  # fmt: skip
     _of_bfloat16(
-        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
-    )
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread,
+        threads, beyond,
+    )  # fmt: skip
 
 
 def _int8(
-    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
-):
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads,
+    beyond,
+):  # fmt: skip
     _of_int8(
-        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
-    )
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread,
+        threads, beyond,
+    )  # fmt: skip
 
 
 def _int4(
-    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
-):
+    weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads,
+    beyond,
+):  # fmt: skip
     _of_int4(
-        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread, threads
-    )
+        weight, bias, bias_length, epilogue, out, columns, factors, sums, rows, counters, counter, tile, thread,
+        threads, beyond,
+    )  # fmt: skip
 
 
 @cache
@@ -423,9 +445,36 @@ def groups_of(weight):
 
 
 @_pasted
-def items_of(weight, rows):
+def is_by_rows(rows, threads):
+    """Whether each thread begins with rows of its own, rather than with panels: those of a large product.
+
+    They are in its caches then from one product to the next, while each thread reads all of the weight.
+    """
+    return rows >= 2 * ROW_BLOCK * threads
+
+
+@_pasted
+def cut_of(weight, rows, threads):
+    """How a product is cut into items: rows of a block, blocks (the last ones may have no rows), panels."""
+    blocks, each = -(-rows // ROW_BLOCK), ROW_BLOCK
+    if is_by_rows(rows, threads):
+        blocks = -(-rows // (ROW_BLOCK * threads)) * threads
+        each = -(-rows // (blocks * TILE_ROWS[0])) * TILE_ROWS[0]
+    return each, blocks, -(-weight.columns // PANEL)
+
+
+@_pasted
+def _place_of(item, each_blocks, panels):
+    """The panel and the block of an item. A panel is multiplied with so many neighbouring blocks before the next is."""
+    part, rest = item // (each_blocks * panels), item % (each_blocks * panels)
+    return rest // each_blocks, part * each_blocks + rest % each_blocks
+
+
+@_pasted
+def items_of(weight, rows, threads):
     """Into how many items a product is cut."""
-    return -(-weight.columns // PANEL) * -(-rows // ROW_BLOCK)
+    _, blocks, panels = cut_of(weight, rows, threads)
+    return blocks * panels
 
 
 AHEAD_BYTES = 1 << 18
@@ -435,9 +484,10 @@ AHEAD_BYTES = 1 << 18
 @_pasted
 def share_of(weight, rows, thread, threads):
     """From which address to which a thread begins to read a weight; at most `AHEAD_BYTES`."""
-    panels, blocks = -(-weight.columns // PANEL), -(-rows // ROW_BLOCK)
-    first, last = panels * blocks * thread // threads // blocks, panels * blocks * (thread + 1) // threads // blocks
-    each = weight.data_bytes // panels
+    _, blocks, panels = cut_of(weight, rows, threads)
+    first, last, each = np.int64(0), panels, weight.data_bytes // panels
+    if not is_by_rows(rows, threads):
+        first, last = panels * blocks * thread // threads // blocks, panels * blocks * (thread + 1) // threads // blocks
     begin = weight.data + first * each
     return begin, begin + min((last - first) * each, AHEAD_BYTES)
 
@@ -474,6 +524,7 @@ def _multiply(address, thread):
         (
             call.weight, call.bias, call.bias_length, call.epilogue, call.out, call.columns, call.factors, call.sums,
             rows, call.counters, np.int64(2), call.tiles + thread * call.tile_floats * 4, thread, call.threads,
+            np.int64(0),
         ),
     )  # fmt: skip
 

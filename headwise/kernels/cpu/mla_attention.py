@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
-from headwise.kernels.bfloat16 import to_float32
 from headwise.kernels.cpu.attention import NumbaKernels
 from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP
 from headwise.kernels.cpu.sharing import share_out
 from headwise.kernels.gqa import gqa_layout
-from headwise.kernels.mla import latent_view
+from headwise.kernels.mla import Index, has_scales, load_latents, store_latents
 from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.mla_quantised import stretch_queries
 
 EXPANDED_QUERIES = 32
 """Queries of a sequence that are worth expanding its latents for, whatever the arithmetic says."""
@@ -43,7 +43,8 @@ Floats = NDArray[np.float32]
 
 
 class NumbaLatentKernels:
-    """`LatentKernels` for float32 arrays in host memory, callable from any thread; latents are float32 or bfloat16.
+    """`LatentKernels` for float32 arrays in host memory, callable from any thread; latents are float32, bfloat16
+    or int8.
 
     Arrays are as `NumbaKernels` takes them, queries C-contiguous. Making the first one in a process loads or compiles
     the kernels of what is expanded; those of latents are loaded when first called.
@@ -63,6 +64,11 @@ class NumbaLatentKernels:
         self, latent: Floats, arena: NDArray[np.uint8], layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
     ) -> None:
         """See `LatentKernels.write_latent`."""
+        if has_scales(layout):
+            tokens = int(batch.cu_seqlens_q[-1])
+            at, mapped = _places(batch, heads, layout.block_size)
+            store_latents(arena, layout, at, latent[:tokens][mapped])
+            return
         rows = latent[:, None]
         self._latents.write_kv(rows, rows, arena, layout, batch, heads)
 
@@ -87,7 +93,7 @@ class NumbaLatentKernels:
         spans = [_Span.of(batch, index, heads, layout.block_size) for index in range(len(batch.seq_lens))]
         expanded = [span for span in spans if span.is_worth_expanding(up)]
         for span in expanded:
-            latents = span.latents(arena, layout, heads)
+            latents = span.latents(arena, layout, heads, query.shape[2] - up.key.shape[1] + up.key.shape[2])
             self._attend_expanded(query[span.rows], up, latents, scale, out[span.rows])
         if not expanded:
             self._attend_absorbed(query, up, arena, layout, batch, heads, scale, out)
@@ -117,6 +123,8 @@ class NumbaLatentKernels:
         absorbed = np.empty((*query.shape[:2], rank + rotated.shape[2]), np.float32)
         absorbed[:tokens, :, rank:] = rotated
         self._multiply(query[:tokens, :, :plain], up.key, absorbed[:tokens, :, :rank])
+        if has_scales(layout):
+            absorbed = stretch_queries(absorbed, rotated.shape[2])
         mixed = np.empty_like(absorbed)
         self._latents.attend(absorbed, arena, layout, batch, heads, scale=scale, softcap=0.0, out=mixed)
         self._multiply(mixed[:tokens, :, :rank], up.value, out[:tokens])
@@ -206,11 +214,20 @@ class _Span:
         saved = 2 * rank - plain - value_dim  # of each query's product with a key and a value
         return bool(EXPANSION_COST * self.context * projecting < self.queries * (projecting + self.context * saved))
 
-    def latents(self, arena: NDArray[np.uint8], layout: BlockLayout, heads: HeadTable) -> Floats:
+    def latents(self, arena: NDArray[np.uint8], layout: BlockLayout, heads: HeadTable, width: int) -> Floats:
         """All of the sequence's, ``[context, width]``."""
-        stored: NDArray[Any] = latent_view(arena, layout)[self.blocks, heads.slot[0]]
-        rows = stored.reshape(-1, stored.shape[-1])[: self.context]
-        return to_float32(rows) if rows.dtype == np.uint16 else rows
+        at = (self.blocks, heads.slot[0], slice(None))
+        return load_latents(arena, layout, at, width).reshape(-1, width)[: self.context]
+
+
+def _places(batch: AttentionBatch, heads: HeadTable, block_size: int) -> tuple[Index, NDArray[np.bool_]]:
+    """Where the tokens of a step go, and which of them have a place."""
+    counts = np.diff(batch.cu_seqlens_q)
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(len(sequences)) + np.repeat(batch.seq_lens - batch.cu_seqlens_q[1:], counts)
+    blocks = batch.block_tables[sequences * batch.groups + heads.group[0], positions // block_size]
+    mapped: NDArray[np.bool_] = blocks >= 0
+    return (blocks[mapped], heads.slot[0], positions[mapped] % block_size), mapped
 
 
 def _batch_of(batch: AttentionBatch, spans: list[_Span]) -> AttentionBatch:

@@ -22,7 +22,7 @@ FLOATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TRITON_TYPES = {**FLOATS, "int8": "i8", "float8_e4m3fn": "fp8e4nv"}
 OLDEST_SM = 80
 OLDEST_SM_E4M3 = 89
-MAX_SPLITS = 128
+MOST_KV_HEADS = 256
 LOG2E = math.log2(math.e)
 ALIGNMENT = 16
 """Bytes that query rows and the arena start on multiples of, so that a thread moves 16 bytes at once."""
@@ -88,8 +88,8 @@ class AttentionShape:
 class Tuning:
     """What may be measured and set otherwise; the defaults are those of `tiles` for each shape and card.
 
-    split_programs:   decode is split until there are this many programs per multiprocessor, counting all heads as
-                      full: enough that the ones that end first leave little idle
+    split_programs:   decode is split until there are about this many programs per multiprocessor: enough that the ones
+                      that end first leave little idle
     min_split_tokens: a split has at least so many tokens: fewer cost more to merge than they save
     """
 
@@ -178,7 +178,8 @@ class TritonAttention:
         if sink_logits is not None and (sink_logits.shape != (q_heads,) or sink_logits.dtype != np.float32):
             raise ValueError(f"sink_logits {sink_logits.shape} {sink_logits.dtype} are not float32 [{q_heads}]")
         plan = self._plan_of(shape)
-        splits = self._splits(sequences * kv_heads, batch.block_tables.shape[1] * layout.block_size)
+        useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
+        units = max(1, min(self._programs // kv_heads, sequences * useful))
         partial, partial_lse = self._partials(shape)
         arguments = {
             "query": np.uint64(address_of(query)),
@@ -191,7 +192,7 @@ class TritonAttention:
             "query_stride": np.int32(query.strides[0] // query.itemsize),
             "out_stride": np.int32(out.strides[0] // out.itemsize),
             **_score_arguments(scale, softcap),
-            "splits": np.int32(splits),
+            "units": np.int32(units),
         }
 
         def launch(variant: Variant, grid: tuple[int, int, int], **more: np.generic) -> None:
@@ -204,14 +205,14 @@ class TritonAttention:
             tiles = query.shape[0] // plan.tokens + sequences
             launch(plan.prefill, (kv_heads * tiles, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
         if decodes:
-            launch(plan.decode, (splits, kv_heads, sequences), fewest_queries=np.int32(1))
-            if splits > 1:
+            launch(plan.decode, (units + sequences, kv_heads, 1), fewest_queries=np.int32(1))
+            if useful > 1:
                 launch(plan.merge, (q_heads, sequences, 1))
 
-    def _splits(self, programs: int, longest_context: int) -> int:
-        wanted = -(-self.launcher.sms * self.tuning.split_programs // programs)
-        useful = -(-longest_context // self.tuning.min_split_tokens)
-        return max(1, min(MAX_SPLITS, wanted, useful))
+    @property
+    def _programs(self) -> int:
+        """Splits that all which the heads of a rank see of a batch is cut into, about."""
+        return self.launcher.sms * self.tuning.split_programs
 
     def _plan_of(self, shape: AttentionShape) -> _Plan:
         if shape not in self._plans:
@@ -221,8 +222,8 @@ class TritonAttention:
         return self._plans[shape]
 
     def _most_parts(self, shape: AttentionShape) -> int:
-        # Split only while programs are fewer than wanted, so rounding up at most doubles them.
-        return 2 * self.launcher.sms * self.tuning.split_programs * shape.share
+        # Of each KV head, two for a unit: see `attention_jit.attend`.
+        return 2 * max(self._programs, MOST_KV_HEADS) * shape.share
 
     def _reserve(self, shape: AttentionShape) -> None:
         needed = self._most_parts(shape) * (shape.head_dim + 1) * 4
@@ -302,11 +303,11 @@ ATTEND_SIGNATURE = (
     "key_scale:*fp32", "value_scale:*fp32", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
     "head_group:*i32", "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "batch:i32", "kv_heads:i32",
     "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "out_stride:i32",
-    "score_scale:fp32", "cap:fp32", "splits:i32", "fewest_queries:i32",
+    "score_scale:fp32", "cap:fp32", "units:i32", "fewest_queries:i32",
 )  # fmt: skip
 MERGE_SIGNATURE = (
     "partial:*fp32", "partial_lse:*fp32", "sink_logits:*fp32", "out:q", "cu_seqlens_q:*i32", "seq_lens:*i32",
-    "head_window:*i32", "head_sink:*i32", "out_stride:i32", "splits:i32",
+    "head_window:*i32", "head_sink:*i32", "batch:i32", "out_stride:i32", "units:i32",
 )  # fmt: skip
 MULTIPLES = ("query", "out", "partial", "key", "value", "block_bytes", "slot_bytes")
 
@@ -317,7 +318,7 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
     tokens = max(1, prefill.rows // shape.share)
     split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
     merge = {
-        "SHARE": shape.share, **_head_constants(shape), **split, "MAX_SPLITS": MAX_SPLITS, "SINKS": shape.sink_logits,
+        "SHARE": shape.share, **_head_constants(shape), **split, "SINKS": shape.sink_logits,
     }  # fmt: skip
     return _Plan(
         prefill=_attend_variant(shape, prefill, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),

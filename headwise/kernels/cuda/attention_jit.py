@@ -13,7 +13,8 @@ would keep the compiler from overlapping loads with arithmetic: what must not be
         tiles      [ 0 ][ 1 ]                             [ 2 ][ 3 ][ 4 ][ 5 ]
 
 **Masks.** Slots behind the last token and blocks nobody may see can hold NaN, and ``0 * NaN`` is NaN: they are masked
-where they are loaded, keys and values alike. No pointer is made from a block id below 0.
+where they are loaded, keys and values alike. No pointer is made from a block id below 0. Tiles of a prompt that all its
+rows see whole have a loop of their own, in which nothing is masked.
 
 The softmax is the online one (Milakov and Gimelshein, arXiv 1805.02867), in base 2; splits of one sequence are merged
 by their log-sum-exps (FlashDecoding).
@@ -35,6 +36,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 MERGED = tl.constexpr(16)
 """Splits merged at once."""
 
+MAX_SPLITS = tl.constexpr(128)
+"""Of one sequence, for one head."""
+
 
 # `JITFunction`, not `triton.jit`, which an environment variable turns into something else.
 @JITFunction
@@ -53,9 +57,69 @@ def window_of(head_window, kv_head):
 
 
 @JITFunction
-def split_of(tiles, splits, MIN_SPLIT_TILES: tl.constexpr):
-    """Tiles per split: as even as ``splits`` programs allow, but no fewer than pay."""
-    return tl.maximum((tiles + splits - 1) // splits, MIN_SPLIT_TILES)
+def tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr):
+    """Tiles that a head sees of each sequence of ``index``; 0 of those that do not decode, or are none."""
+    here = index < batch
+    queries = tl.load(cu_seqlens_q + index + 1, mask=here, other=0) - tl.load(cu_seqlens_q + index, mask=here, other=0)
+    decodes = here & (queries == 1)
+    position = tl.load(seq_lens + index, mask=decodes, other=1) - 1
+    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N)
+    return tl.where(decodes, tiles, 0)
+
+
+@JITFunction
+def split_of(
+    cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr
+):  # fmt: skip
+    """Tiles per split, for all sequences alike: as few as make ``units`` of all a head sees, but as many as pay."""
+    total, longest = 0, 0
+    for at in range(0, batch, SEARCHED):
+        tiles = tiles_of(at + tl.arange(0, SEARCHED), cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N)
+        total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    most = tl.maximum((total + units - 1) // units, (longest + MAX_SPLITS - 1) // MAX_SPLITS)
+    return tl.maximum(most, MIN_SPLIT_TILES)
+
+
+@JITFunction
+def find_unit(
+    unit, programs, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """(sequence, split) of a program's unit of work; a sequence that is none where there is nothing to do.
+
+    Splits of sequences that have several come first, since they are the longest; sequences in one piece are counted
+    from the last program on. So both are found in one pass, and a split's number is its place among partial results.
+    """
+    of_split, splits_before, of_whole, splits_all, whole_all = 0, 0, 0, 0, 0
+    back = programs - 1 - unit
+    for at in range(0, batch, SEARCHED):
+        index = at + tl.arange(0, SEARCHED)
+        tiles = tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N)
+        splits = (tiles + per_split - 1) // per_split
+        whole = (splits == 1).to(tl.int32)
+        splits = tl.where(splits > 1, splits, 0)
+        is_before = (splits_all + tl.cumsum(splits, 0) <= unit) & (index < batch)
+        of_split += tl.sum(is_before.to(tl.int32), 0)
+        splits_before += tl.sum(tl.where(is_before, splits, 0), 0)
+        of_whole += tl.sum(((whole_all + tl.cumsum(whole, 0) <= back) & (index < batch)).to(tl.int32), 0)
+        splits_all += tl.sum(splits, 0)
+        whole_all += tl.sum(whole, 0)
+    sequence = tl.where(unit < splits_all, of_split, of_whole)
+    return sequence, tl.where(unit < splits_all, unit - splits_before, 0)
+
+
+@JITFunction
+def splits_before(
+    sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Splits of the sequences before this one that have several: where its own begin."""
+    before = 0
+    for at in range(0, sequence, SEARCHED):
+        index = at + tl.arange(0, SEARCHED)
+        tiles = tiles_of(index, cu_seqlens_q, seq_lens, sequence, window, sink, BLOCK_N)
+        splits = (tiles + per_split - 1) // per_split
+        before += tl.sum(tl.where(splits > 1, splits, 0), 0)
+    return before
 
 
 @JITFunction
@@ -83,6 +147,24 @@ def converted(values, DTYPE: tl.constexpr):
 
 
 @JITFunction
+def load_tile(at, mask, WHOLE: tl.constexpr):
+    """What lies there; 0 where the mask says no, unless ``WHOLE`` says that all may be read."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@JITFunction
+def has_all_blocks(table, first, end):
+    """Whether columns ``first`` to ``end``, this one excluded, all have a block."""
+    lowest = 0
+    for at in range(first, end, SEARCHED):
+        column = at + tl.arange(0, SEARCHED)
+        lowest = tl.minimum(lowest, tl.min(tl.load(table + column, mask=column < end, other=0), 0))
+    return lowest >= 0
+
+
+@JITFunction
 def attend_tile(
     accumulator, highest, total, queries, positions, tile, earliest, latest, window, sink,
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
@@ -92,7 +174,7 @@ def attend_tile(
     """One step of the online softmax: the tile's ``BLOCK_N`` keys and values go into the running state.
 
     ``earliest`` and ``latest`` are the positions of the first and the last query, ``positions`` those of all rows. With
-    ``INTERIOR`` every query sees every token of the tile.
+    ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked.
     """
     dims = tl.arange(0, BLOCK_D)
     within = tl.arange(0, BLOCK_N)
@@ -107,35 +189,38 @@ def attend_tile(
         at = within[:, None] * HEAD_DIM + dims[None, :]
         scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + skipped + within
     else:
-        block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
+        if INTERIOR:
+            block = tl.load(table + tokens // BLOCK_SIZE)
+        else:
+            block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
         mapped = block >= 0
         block = tl.maximum(block, 0).to(tl.int64)
         at = (block * block_stride + tokens % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
         scales_at = block * scale_stride + tokens % BLOCK_SIZE
     if not INTERIOR:
         mapped = mapped & ((tokens > earliest - window) | (tokens < sink))
-    loaded = mapped[:, None]
-    if HEAD_DIM != BLOCK_D:
-        loaded = loaded & (dims < HEAD_DIM)[None, :]
+    loaded = (dims < HEAD_DIM)[None, :]
+    if not INTERIOR:
+        loaded = mapped[:, None] & loaded if HEAD_DIM != BLOCK_D else mapped[:, None]
 
-    keys = converted(tl.load(key + at, mask=loaded, other=0.0), queries.dtype)
+    keys = converted(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if QUANTISED:
-        scores *= tl.load(key_scale + scales_at, mask=mapped, other=0.0)[None, :]
+        scores *= load_tile(key_scale + scales_at, mapped, INTERIOR)[None, :]
     if SOFTCAP:  # cap * tanh(x) with exp2, which stays finite for any score
         scores = cap - 2.0 * cap / (tl.exp2(scores * score_scale) + 1.0)
         exponent_scale = 1.0
     else:
         exponent_scale = score_scale
 
-    if INTERIOR or DECODE:
-        visible = mapped[None, :]
-    else:
+    if DECODE:
+        scores = tl.where(mapped[None, :], scores, float("-inf"))
+    elif not INTERIOR:
         # Two comparisons per score: sinks pass every window, unmapped tokens lie behind every query.
         after = tl.where(mapped, tokens, NEVER)[None, :]
         before = tl.where(tokens < sink, NEVER, tokens)[None, :]
         visible = (after <= positions[:, None]) & (before > (positions - window)[:, None])
-    scores = tl.where(visible, scores, float("-inf"))
+        scores = tl.where(visible, scores, float("-inf"))
 
     new_highest = tl.maximum(highest, tl.max(scores, 1) * exponent_scale)
     # A row that has seen nothing yet would compute inf - inf.
@@ -143,9 +228,9 @@ def attend_tile(
     weights = tl.exp2(scores * exponent_scale - reference[:, None])
     fading = tl.exp2(highest - reference)
     total = total * fading + tl.sum(weights, 1)
-    values = tl.load(value + at, mask=loaded, other=0.0)
+    values = load_tile(value + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D)
     if QUANTISED:
-        value_scales = tl.load(value_scale + scales_at, mask=mapped, other=0.0)
+        value_scales = load_tile(value_scale + scales_at, mapped, INTERIOR)
         if queries.dtype == tl.float16:  # weights times scales may be below its range
             values = converted(values, tl.float32) * value_scales[:, None]
         else:
@@ -166,7 +251,7 @@ def attend(
     query, out, partial, partial_lse, sink_logits, key, value, key_scale, value_scale,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
     batch, kv_heads, groups, max_blocks, block_bytes, slot_bytes, query_stride, out_stride,
-    score_scale, cap, splits, fewest_queries,
+    score_scale, cap, units, fewest_queries,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
@@ -174,16 +259,25 @@ def attend(
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
-    With ``DECODE`` the grid is (splits, KV heads, batch), for sequences with exactly one query; without, (KV heads x
-    tiles of the batch), for those with at least ``fewest_queries``. Without ``SOFTCAP``, ``score_scale`` is
+    With ``DECODE`` the grid is (``units + batch``, KV heads), for sequences with exactly one query; without, (KV heads
+    x tiles of the batch), for those with at least ``fewest_queries``. Without ``SOFTCAP``, ``score_scale`` is
     ``scale * log2(e)``; with it, ``2 * log2(e) * scale / softcap``, and ``cap`` is ``softcap * log2(e)``.
 
-    Decode is cut into at most ``splits`` splits by what the head sees of the sequence, so programs of short sequences
-    and windowed heads end at once. If one split does, it goes straight to ``out``. Else each writes its normalised
-    ``partial [batch, q_heads, splits, HEAD_DIM]`` and ``partial_lse [batch, q_heads, splits]``, in base 2.
+    Decode is cut into splits of equal length by what the head sees of all sequences, about ``units`` in all: a long one
+    among short ones has as many programs as it needs. A sequence that is one split goes straight to ``out``. Of others
+    each split writes its normalised ``partial [q_heads, 2 * units, HEAD_DIM]`` and ``partial_lse [q_heads, 2 *
+    units]``, in base 2. There are no more: what has several splits is longer than one, so twice its length holds them.
     """
     if DECODE:
-        split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        unit, kv_head = tl.program_id(0), tl.program_id(1)
+        window = window_of(head_window, kv_head)
+        sink = tl.load(head_sink + kv_head)
+        per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES)
+        sequence, split = find_unit(
+            unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N
+        )  # fmt: skip
+        if sequence >= batch:
+            return
         first = 0
     else:
         # The tiles that see most begin first, so that none of them is left alone at the end.
@@ -192,28 +286,23 @@ def attend(
         sequence, first = find_tile(cu_seqlens_q, batch, program // kv_heads, TOKENS)
     query_begin = tl.load(cu_seqlens_q + sequence)
     query_count = tl.load(cu_seqlens_q + sequence + 1) - query_begin
-    if DECODE:
-        if query_count != 1:
+    if not DECODE:
+        if (first >= query_count) | (query_count < fewest_queries):
             return
-    elif (first >= query_count) | (query_count < fewest_queries):
-        return
+        window = window_of(head_window, kv_head)
+        sink = tl.load(head_sink + kv_head)
 
     group = tl.load(head_group + kv_head)
     slot = tl.load(head_slot + kv_head).to(tl.int64)
-    window = window_of(head_window, kv_head)
-    sink = tl.load(head_sink + kv_head)
     offset = tl.load(seq_lens + sequence) - query_count
     last = offset + tl.minimum(first + TOKENS, query_count) - 1
     tiles, sink_tiles, window_tile = walk_of(offset + first, last, window, sink, BLOCK_N)
     jump = window_tile - sink_tiles
     begin, end, used = 0, tiles, 1
     if DECODE:
-        per_split = split_of(tiles, splits, MIN_SPLIT_TILES)
         used = (tiles + per_split - 1) // per_split
         begin = split * per_split
         end = tl.minimum(begin + per_split, tiles)
-        if begin >= tiles:
-            return
 
     row = tl.arange(0, BLOCK_M)
     token = first + row // SHARE
@@ -237,6 +326,9 @@ def attend(
         whole = (tl.maximum(last - window + 1, 0) + BLOCK_N - 1) // BLOCK_N
         skipped_at = tl.maximum(whole - jump, sink_tiles)
         whole_end = tl.maximum((offset + first + 1) // BLOCK_N - jump, skipped_at)
+        columns_end = ((whole_end + jump) * BLOCK_N + BLOCK_SIZE - 1) // BLOCK_SIZE
+        if not has_all_blocks(table, (skipped_at + jump) * BLOCK_N // BLOCK_SIZE, columns_end):
+            whole_end = skipped_at  # as before there is a cache: each tile is masked
         skipped = whole_end - skipped_at
         for step in range(skipped_at, whole_end):
             accumulator, highest, total = attend_tile(
@@ -259,7 +351,7 @@ def attend(
     if DECODE:
         if used > 1:
             mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
-            at_split = ((sequence * kv_heads * SHARE + head) * splits + split).to(tl.int64)
+            at_split = (head * (2 * units) + unit).to(tl.int64)
             tl.store(partial + at_split[:, None] * HEAD_DIM + dims[None, :], mixed, mask=real)
             lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
             tl.store(partial_lse + at_split, lse, mask=real_row)
@@ -273,9 +365,9 @@ def attend(
 
 @JITFunction
 def merge_splits(
-    partial, partial_lse, sink_logits, out, cu_seqlens_q, seq_lens, head_window, head_sink, out_stride, splits,
+    partial, partial_lse, sink_logits, out, cu_seqlens_q, seq_lens, head_window, head_sink, batch, out_stride, units,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_SPLIT_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The splits of one query head of one sequence, grid (query heads, batch), into ``out``."""
     head, sequence = tl.program_id(0), tl.program_id(1)
@@ -286,12 +378,15 @@ def merge_splits(
     sink = tl.load(head_sink + head // SHARE)
     position = tl.load(seq_lens + sequence) - 1
     tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N)
-    per_split = split_of(tiles, splits, MIN_SPLIT_TILES)
+    if tiles <= MIN_SPLIT_TILES:
+        return
+    per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES)
     used = (tiles + per_split - 1) // per_split
     if used <= 1:
         return
 
-    first = (sequence * tl.num_programs(0) + head).to(tl.int64) * splits
+    before = splits_before(sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N)
+    first = (head * (2 * units) + before).to(tl.int64)
     every = tl.arange(0, MAX_SPLITS)
     lse = tl.load(partial_lse + first + every, mask=every < used, other=float("-inf"))
     highest = tl.max(lse, 0)

@@ -1,7 +1,8 @@
 """Machine code of the Triton kernels, compiled without a GPU or its driver, and kept on disk.
 
 A file is named by everything its code depends on: kernel source, variant, target, and the Triton that compiled it. So
-machine code built elsewhere (`precompile`) serves where Triton is not installed at all.
+machine code built elsewhere (`precompile`) serves where Triton is not installed at all, and that of a newer Triton
+where an older one is: newer ones make better code of the same source.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -24,7 +25,6 @@ from headwise.errors import ConfigError
 from headwise.kernels.cuda.files import write_whole
 from headwise.kernels.cuda.launch import CubinFile, Variant
 
-SOURCE = Path(__file__).with_name("attention_jit.py")
 NEWEST_CUDA_12 = 12
 FENCED_SINCE = (3, 7, 1)
 """Triton from here on has the fences of `fenced` itself (triton-lang/triton#9610)."""
@@ -41,7 +41,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code in memory, with what the compiler says of it."""
+    """Machine code in memory, with what the compiler says of it.
+
+    is_serialised: the assembler waits for every matrix product before the next (ptxas, C7510 and its kin)
+    """
 
     cubin: bytes
     ptx: str
@@ -51,6 +54,7 @@ class Compiled:
     parameters: int
     registers: int
     spilled_bytes: int
+    is_serialised: bool = False
 
 
 class CubinCache:
@@ -75,17 +79,17 @@ class CubinCache:
         """
         stem = f"{variant.kernel}-sm{self._target.sm}-cuda{self._target.cuda}-{_digest(variant)}"
         version = _triton_version()
-        if version is None:
-            made = sorted(self._directory.glob(f"{stem}-triton*.json"))
-            if not made:
-                raise ConfigError(
-                    f"{self._directory} has no machine code of kernel {stem}: `pip install triton`, or fill it by "
-                    "`python -m headwise.kernels.cuda.precompile` elsewhere"
-                )
-            return _read(made[-1])
+        made = {_version_of(path): path for path in self._directory.glob(f"{stem}-triton*.json")}
+        newest = max(made, default=())
+        if version is None and not made:
+            raise ConfigError(
+                f"{self._directory} has no machine code of kernel {stem}: `pip install triton`, or fill it by "
+                "`python -m headwise.kernels.cuda.precompile` elsewhere"
+            )
+        if version is None or newest >= _numbers(version):
+            return _read(made[newest])
         notes = self._directory / f"{stem}-triton{version}.json"
-        if not notes.exists():
-            _write(notes, compile_variant(variant, self._target))
+        _write(notes, compile_variant(variant, self._target))
         return _read(notes)
 
 
@@ -100,18 +104,18 @@ def compile_variant(variant: Variant, target: Target) -> Compiled:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from headwise.kernels.cuda import attention_jit
+        source = import_module(f"headwise.kernels.cuda.{variant.module}")
     except ImportError as error:
-        raise ConfigError(f"attention kernels need triton ({error}): `pip install triton`") from error
-    function = getattr(attention_jit, variant.kernel)
+        raise ConfigError(f"kernel {variant.kernel} needs triton ({error}): `pip install triton`") from error
+    function = getattr(source, variant.kernel)
     signature = dict(variant.signature) | {name: "constexpr" for name, _ in variant.constants}
     order = {name: signature[name] for name in function.arg_names}
     multiples = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(order) if name in variant.multiples}
-    source = ASTSource(function, order, dict(variant.constants), multiples)
+    described = ASTSource(function, order, dict(variant.constants), multiples)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
     with _compiling, _private_compiler(target) as log:
         try:
-            kernel = triton.compile(source, target=GPUTarget("cuda", target.sm, 32), options=options)
+            kernel = triton.compile(described, target=GPUTarget("cuda", target.sm, 32), options=options)
         except Exception as error:
             raise ConfigError(f"kernel {variant.kernel} does not compile for sm_{target.sm} ({error})") from error
     return _compiled(kernel, log.getvalue())
@@ -134,7 +138,7 @@ def _private_compiler(target: Target) -> Iterator[io.StringIO]:
         if target.cuda <= NEWEST_CUDA_12 and not knobs.nvidia.ptxas_blackwell.version.startswith("12."):
             # Drivers of CUDA 12 take no machine code of CUDA 13's assembler; Triton brings both.
             knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
-        if tuple(map(int, re.findall(r"\d+", __version__)[:3])) < FENCED_SINCE:
+        if _numbers(__version__) < FENCED_SINCE:
             knobs.runtime.add_stages_inspection_hook = _add_fences
         with contextlib.redirect_stdout(log):
             yield log
@@ -177,11 +181,12 @@ def _compiled(kernel: Any, log: str) -> Compiled:
         parameters=entry.group(1).count(".param"),
         registers=int(registers.group(1)),
         spilled_bytes=sum(map(int, spilled)),
+        is_serialised="serialized" in log,
     )
 
 
 def _digest(variant: Variant) -> str:
-    sources = SOURCE.read_bytes() + Path(__file__).read_bytes()
+    sources = Path(__file__).with_name(f"{variant.module}.py").read_bytes() + Path(__file__).read_bytes()
     return hashlib.sha256(sources + repr(variant).encode()).hexdigest()[:24]
 
 
@@ -191,6 +196,15 @@ def _triton_version() -> str | None:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
         return None
+
+
+def _version_of(notes: Path) -> tuple[int, ...]:
+    return _numbers(notes.stem.rpartition("-triton")[2])
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release that a version names: ``3.10.0+git1`` is later than ``3.9.1``."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _write(notes: Path, compiled: Compiled) -> None:

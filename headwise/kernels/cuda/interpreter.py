@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ import triton.language as tl
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 
-from headwise.kernels.cuda import attention_jit
 from headwise.kernels.cuda.launch import Grid, Variant
 
 DTYPES = {"i32": "int32", "i64": "int64", "fp32": "float32"}
@@ -44,7 +44,7 @@ class InterpreterLauncher:
         values = {
             name: _tensor(argument, type_) for (name, type_), argument in zip(variant.signature, arguments, strict=True)
         }
-        _interpreted(variant.kernel).run(grid=grid, warmup=False, **values, **dict(variant.constants))
+        _interpreted(variant.module, variant.kernel).run(grid=grid, warmup=False, **values, **dict(variant.constants))
 
 
 def _check_promises(variant: Variant, arguments: Sequence[np.generic]) -> None:
@@ -61,15 +61,16 @@ def _tensor(argument: np.generic, type_: str) -> Any:
 
 
 @cache
-def _interpreted(name: str) -> Any:
-    kernel = getattr(attention_jit, name)
-    return InterpretedFunction(types.FunctionType(kernel.fn.__code__, _interpreted_globals(), name))
+def _interpreted(module: str, name: str) -> Any:
+    scope = _interpreted_globals(module)
+    kernel = getattr(import_module(f"headwise.kernels.cuda.{module}"), name)
+    return InterpretedFunction(types.FunctionType(kernel.fn.__code__, scope, name))
 
 
 @cache
-def _interpreted_globals() -> dict[str, Any]:
-    """The globals of `attention_jit` for interpreted functions, which call each other as plain Python."""
-    scope = dict(vars(attention_jit))
+def _interpreted_globals(module: str) -> dict[str, Any]:
+    """The globals of a module for interpreted functions, which call each other as plain Python."""
+    scope = dict(vars(import_module(f"headwise.kernels.cuda.{module}")))
     # The interpreter patches the modules it finds here for as long as a kernel runs.
     scope |= {"tl": _Language(), "_language": tl, "_core": tl.core}
     for name, helper in list(scope.items()):

@@ -90,7 +90,7 @@ class CubinKernel:
 class Variant:
     """One Triton kernel and all that its machine code depends on, but for the target.
 
-    kernel:     name of the function in `attention_jit`
+    kernel:     name of the function in ``module`` of this package
     signature:  (parameter, Triton type) of those passed at launch, e.g. ``("query", "*fp16")``, in their order
     constants:  (parameter, value) of those compiled in
     multiples:  parameters promised to be multiples of 16 (pointers: of 16 bytes)
@@ -102,6 +102,7 @@ class Variant:
     multiples: tuple[str, ...]
     num_warps: int
     num_stages: int
+    module: str = "attention_jit"
 
 
 class TritonLauncher(Protocol):

@@ -5,20 +5,31 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
-from headwise.kernels.cuda import block_copy, block_tables, elementwise, kv_write, logit_edits, sampling
+from headwise.kernels.cuda import block_copy, block_tables, elementwise, experts, kv_write, logit_edits, sampling
 from headwise.kernels.cuda.attention import AttentionShape, check_supported, variants_of
 from headwise.kernels.cuda.cubins import CubinCache, Target
+from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.programs import Defines, cubin_path
+from headwise.kernels.experts import Routing
+from headwise.kernels.fused import Activation
 from headwise.kernels.gqa import gqa_layout
 
 
-def precompile(shapes: Sequence[AttentionShape], targets: Sequence[Target], directory: Path) -> Iterator[Path]:
+def precompile(
+    shapes: Sequence[AttentionShape],
+    targets: Sequence[Target],
+    directory: Path,
+    mixtures: Sequence[ExpertShape] = (),
+) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
+
+    mixtures: of experts, of models that have them
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -31,6 +42,11 @@ def precompile(shapes: Sequence[AttentionShape], targets: Sequence[Target], dire
                 yield cubins.get(variant).path
             for source, defines in _programs(shape):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
+        for mixture in mixtures:
+            experts.check_experts(mixture)
+            for variant in experts.variants_of(mixture, target.sm):
+                yield cubins.get(variant).path
+            yield cubin_path(directory, experts.SOURCE, experts.defines_of(mixture), target.sm, target.cuda)
 
 
 def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
@@ -60,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     targets = [Target(sm, cuda) for sm in options.sm for cuda in options.cuda]
     try:
-        for path in precompile([shape], targets, options.directory):
+        for path in precompile([shape], targets, options.directory, list(_mixtures(options))):
             print(path, flush=True)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
@@ -82,7 +98,43 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-dtype", default=None, help="of cached keys and values (default: that of queries)")
     parser.add_argument("--softcap", action="store_true", help="the model caps its attention scores")
     parser.add_argument("--sink-logits", action="store_true", help="the model has learned a sink for each query head")
+    mixture = parser.add_argument_group("mixture of experts", "of a model that has one")
+    mixture.add_argument("--experts", type=int, help="to choose from")
+    mixture.add_argument("--experts-per-token", type=int, default=1)
+    mixture.add_argument("--shared-experts", type=int, default=0, help="of the same size, for every token (default: 0)")
+    mixture.add_argument("--hidden-size", type=int, help="width of tokens")
+    mixture.add_argument("--expert-size", type=int, help="intermediate size of an expert, on one rank")
+    mixture.add_argument("--activation", choices=get_args(Activation), default="silu")
+    mixture.add_argument("--expert-biases", action="store_true", help="projections have biases")
+    mixture.add_argument("--sigmoid-scores", action="store_true", help="scores are sigmoids, not a softmax")
+    mixture.add_argument("--expert-groups", type=int, default=1, help="that experts come in (default: 1)")
+    mixture.add_argument("--groups-per-token", type=int, default=1)
+    mixture.add_argument("--best-of-group", type=int, default=1, help="experts that a group's score is the sum of")
     return parser
+
+
+def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:
+    if options.experts is None:
+        return
+    if options.hidden_size is None or options.expert_size is None:
+        raise ConfigError("--experts needs --hidden-size and --expert-size, of the model's config.json")
+    yield ExpertShape(
+        routing=Routing(
+            options.experts,
+            options.experts_per_token,
+            norm_min=None,
+            is_sigmoid=options.sigmoid_scores,
+            groups=options.expert_groups,
+            groups_per_token=options.groups_per_token,
+            best_of_group=options.best_of_group,
+        ),
+        shared=options.shared_experts,
+        hidden=options.hidden_size,
+        inner=options.expert_size,
+        activation=options.activation,
+        dtype=options.dtype,
+        has_bias=options.expert_biases,
+    )
 
 
 def _numbers(text: str) -> list[int]:

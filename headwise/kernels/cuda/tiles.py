@@ -30,13 +30,16 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
     """Large, so that every key read serves many rows, as far as registers go.
 
     From sm_90 on, 128 rows are two warp groups' worth; 128 keys let one instruction of theirs work at full speed. Keys
-    and values that are converted first are in registers at some time: half as many fit there.
+    and values that are converted first are in registers at some time: half as many fit there. Heads of 96 are padded to
+    128, and masked: with 128 keys that spills.
     """
     if q_dtype == "float32":
         tile = _EXACT.get(head_dim, _EXACT_WIDE)
     elif sm >= 90:
         keys = 128 if kv_dtype == q_dtype else 64
-        tile = {64: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)}.get(head_dim, Tile(128, keys, 8, 2))
+        tile = {64: Tile(128, 64, 8, 3), 96: Tile(128, 64, 8, 2), 256: Tile(128, 64, 8, 2)}.get(
+            head_dim, Tile(128, keys, 8, 2)
+        )
     else:
         keys = 64 if kv_dtype == q_dtype else 32
         tile = {64: Tile(64, 64, 4, 3), 256: Tile(64, 32, 8, 3)}.get(head_dim, Tile(64, keys, 4, 2))
@@ -70,3 +73,41 @@ def _shared_bytes(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str) -> int
     q_bytes, kv_bytes = numpy_dtype(q_dtype).itemsize, numpy_dtype(kv_dtype).itemsize
     converted = 0 if kv_dtype == q_dtype else 2 * tile.keys * dims * q_bytes
     return tile.rows * dims * q_bytes + 2 * tile.stages * tile.keys * dims * kv_bytes + converted
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """Tiles of tokens times an expert's weights: ``rows`` of tokens by ``columns`` of the result, ``depth`` at a time.
+
+    gated_columns: of the result where ``gate`` and ``up`` are both multiplied with
+    least_rows:    of an expert on average, from which on such tiles pay
+    """
+
+    rows: int
+    columns: int
+    gated_columns: int
+    depth: int
+    warps: int
+    stages: int
+    least_rows: int = 0
+
+
+def expert_tiles(dtype: str, sm: int) -> tuple[ProductTile, ...]:
+    """By the number of an expert's rows, the smallest first.
+
+    Few rows: all that counts is that weights come in fast, in many small programs with loads far ahead. Many: tiles as
+    large as registers allow, so that weights serve many rows.
+    """
+    if dtype == "float32":  # multiplied without tensor cores, both operands in registers
+        return (ProductTile(16, 32, 16, 32, 4, 2),)
+    if sm >= 90 and SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90:
+        return (
+            ProductTile(16, 64, 32, 128, 4, 4),
+            ProductTile(64, 128, 64, 64, 4, 4, least_rows=24),
+            ProductTile(128, 128, 64, 64, 8, 4, least_rows=96),
+        )
+    return (
+        ProductTile(16, 64, 32, 64, 4, 4),
+        ProductTile(64, 64, 32, 64, 4, 3, least_rows=24),
+        ProductTile(128, 128, 64, 32, 8, 3, least_rows=96),
+    )

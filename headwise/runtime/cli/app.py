@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -16,14 +17,13 @@ from headwise import __version__
 from headwise.runtime.cli.calibrate import calibrate
 from headwise.runtime.cli.detached import serve_detached, stop
 from headwise.runtime.cli.operations import reset_cache, roll, scale, sleep, wake
-from headwise.runtime.cli.options import EngineOptions, RelayOption, command, config_reference
+from headwise.runtime.cli.options import Access, EngineOptions, command, config_reference
 from headwise.runtime.cli.status import index, status
 
 if TYPE_CHECKING:
     from headwise.actors.deployment import Deployment
     from headwise.runtime.client.client import Client
     from headwise.runtime.client.local_engine import LocalEngine
-    from headwise.runtime.client.ways import RelayMode
     from headwise.runtime.config.engine_config import EngineConfig
     from headwise.runtime.protocol.request import SamplingParams
 
@@ -80,13 +80,13 @@ def _root(
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat the user's message.")],
     options: EngineOptions,
+    access: Access,
     chat: Annotated[bool, typer.Option("--chat", help="Answer PROMPT as a chat message.")] = False,
     system: Annotated[str | None, typer.Option(help="System prompt of the chat.")] = None,
     address: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Use the deployment that listens there."),
     ] = None,
-    relay: RelayOption = "auto",
     local: Annotated[bool, typer.Option("--local", help="Compute in this process, without Ray.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy; larger is more random.")] = 1.0,
@@ -146,7 +146,7 @@ def generate(
     )
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
-    with _serving(options, address, local, relay) as server:
+    with _serving(options, address, local, access) as server:
         _print_stream(server, messages if chat else prompt, params)
 
 
@@ -162,22 +162,26 @@ def _json_object(text: str, option: str) -> dict[str, Any]:
 
 @contextmanager
 def _serving(
-    options: EngineOptions, address: str | None, local: bool, relay: RelayMode
+    options: EngineOptions, address: str | None, local: bool, access: Access
 ) -> Iterator[Client | LocalEngine]:
     """What answers requests: this process, a deployment started for the command, or a running one."""
     if local:
         with _local_engine(options.load()) as engine:
             yield engine
         return
-    from headwise.runtime.client.client import Client
-
     if address:
-        with Client(address, relay) as client:
+        with access.client(address) as client:
             yield client
         return
     config = replace(options.load(), standby=False)  # nobody waits for it
-    with _deployment(config, None) as deployment, Client(deployment.client_address) as client:
+    with _deployment(config, None) as deployment, _client(deployment) as client:
         yield client
+
+
+def _client(deployment: Deployment) -> Client:
+    from headwise.runtime.client.client import Client
+
+    return Client(deployment.client_address, keys=deployment.client_keys)
 
 
 def _local_engine(config: EngineConfig) -> LocalEngine:
@@ -260,6 +264,8 @@ def serve(
         return
     with _deployment(config, cluster) as deployment:
         with until_signal() as caught:  # Ray sets handlers of its own when it starts
+            if deployment.client_keys is not None:
+                typer.echo(f"clients need an API key and the server key {deployment.client_keys.server}")
             typer.echo(f"serving {config.model} at {deployment.client_address}")
             if deployment.http_address:
                 typer.echo(f"OpenAI's API is at {deployment.http_address}/v1")
@@ -319,11 +325,10 @@ def demo(options: EngineOptions) -> None:
     Downloads the model once (93 MB).
     """
     from headwise.runtime.cli.demo import run_demo
-    from headwise.runtime.client.client import Client
 
     options.overrides.setdefault("port", 0)  # whatever else is served on this machine is left alone
     config = replace(options.load(), standby=False)  # nobody waits for it
-    with _deployment(config, None) as deployment, Client(deployment.client_address) as client:
+    with _deployment(config, None) as deployment, _client(deployment) as client:
         run_demo(client)
 
 
@@ -334,7 +339,7 @@ def demo(options: EngineOptions) -> None:
 @command
 def bench_serve(
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="The deployment's client address.")],
-    relay: RelayOption = "auto",
+    access: Access,
     concurrency: Annotated[
         int | None,
         typer.Option(help="Closed loop: requests in flight at any time."),
@@ -388,6 +393,6 @@ def bench_serve(
         seed=seed,
     )
     with progress() as bars:
-        summary = bench_deployment(address, workload, load, bars, relay)
+        summary = bench_deployment(partial(access.client, address), workload, load, bars)
     Console().print(table(summary, f"{num_requests} requests, {load}"))
     typer.echo(json.dumps(summary))

@@ -19,7 +19,7 @@ from headwise.runtime.protocol.request import OutputDelta, SamplingParams, Usage
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from headwise.runtime.client.ways import RelayMode
+    from headwise.runtime.client.client import Client
 
 OpenStream = Callable[[BenchRequest], AsyncIterator[OutputDelta]]
 """Sends a request and yields its deltas as they come."""
@@ -167,14 +167,12 @@ def table(summary: dict[str, Any], title: str) -> Table:
 
 
 def bench_deployment(
-    address: str, workload: Workload, load: Load, progress: Progress, relay: RelayMode = "auto"
+    connect: Callable[[], Client], workload: Workload, load: Load, progress: Progress
 ) -> dict[str, Any]:
-    """Run a workload against the deployment at a client address: the summary, and what was asked for.
+    """Run a workload against the deployment that ``connect`` connects to: the summary, and what was asked for.
 
     Raises `DeploymentError` if nothing answers there, `ConfigError` if every request failed.
     """
-    from headwise.runtime.client.client import Client
-
     requests = make_requests(workload)
     done = 0
 
@@ -183,7 +181,7 @@ def bench_deployment(
         done += 1
         progress.update(done, len(requests))
 
-    with Client(address, relay) as client:
+    with connect() as client:
 
         def stream(request: BenchRequest) -> AsyncIterator[OutputDelta]:
             sampling = SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True)

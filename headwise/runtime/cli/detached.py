@@ -19,6 +19,7 @@ def serve_detached(config: EngineConfig, cluster: str | None) -> None:
             "a deployment can be left to a Ray cluster only: name it by --address, or submit this as a Ray job",
             param_hint="--detach",
         )
+    from headwise.actors.deployment import resolve_client
     from headwise.actors.detached import start_detached
     from headwise.actors.http_server import http_address
     from headwise.runtime.cli.terminal import progress
@@ -29,6 +30,10 @@ def serve_detached(config: EngineConfig, cluster: str | None) -> None:
         directory = resolve_model(config.model, config.cache_path, bars)
         read_model_card(config, directory, identify=False)  # what is wrong is told at once
         address, was_there = start_detached(config, cluster, bars)
+    if config.is_encrypted:
+        _, keys = resolve_client(cluster, config.name)
+        assert keys is not None
+        typer.echo(f"clients need an API key and the server key {keys.server}")
     typer.echo(f"{'already serving' if was_there else 'serving'} {config.model} at {address}")
     if config.http:
         typer.echo(f"OpenAI's API is at {http_address(config, address)}/v1")

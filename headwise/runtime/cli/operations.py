@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from headwise.runtime.cli.options import RelayOption, command
+from headwise.runtime.cli.options import Access, command
 
 _Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The deployment's client address.")]
 _Tier = Annotated[
@@ -15,7 +15,7 @@ _Tier = Annotated[
 
 
 @command
-def sleep(address: _Address, relay: RelayOption = "auto") -> None:
+def sleep(address: _Address, access: Access) -> None:
     """Have a deployment give back the memory of its weights and device cache; requests wait until `headwise wake`.
 
     Host cache and storage stay, and what the device has cached goes to the host as far as there is room.
@@ -24,28 +24,24 @@ def sleep(address: _Address, relay: RelayOption = "auto") -> None:
     Examples:
       headwise sleep --address 127.0.0.1:8700
     """
-    from headwise.runtime.client.client import Client
-
-    with Client(address, relay) as client:
+    with access.client(address) as client:
         client.sleep()
 
 
 @command
-def wake(address: _Address, relay: RelayOption = "auto") -> None:
+def wake(address: _Address, access: Access) -> None:
     """Have a deployment that sleeps load its weights again and go on with all requests.
 
     \b
     Examples:
       headwise wake --address 127.0.0.1:8700
     """
-    from headwise.runtime.client.client import Client
-
-    with Client(address, relay) as client:
+    with access.client(address) as client:
         client.wake()
 
 
 @command
-def reset_cache(address: _Address, tier: _Tier = "all", relay: RelayOption = "auto") -> None:
+def reset_cache(address: _Address, access: Access, tier: _Tier = "all") -> None:
     """Have a deployment forget every cached block that no running request needs.
 
     Prints how many blocks each engine has forgotten.
@@ -55,9 +51,7 @@ def reset_cache(address: _Address, tier: _Tier = "all", relay: RelayOption = "au
       headwise reset-cache --address 127.0.0.1:8700
       headwise reset-cache --address 127.0.0.1:8700 --tier host
     """
-    from headwise.runtime.client.client import Client
-
-    with Client(address, relay) as client:
+    with access.client(address) as client:
         for engine, blocks in client.reset_cache(tier).items():
             typer.echo(f"{engine}: {blocks} blocks")
 
@@ -65,6 +59,7 @@ def reset_cache(address: _Address, tier: _Tier = "all", relay: RelayOption = "au
 @command
 def scale(
     address: _Address,
+    access: Access,
     replicas: Annotated[
         str | None, typer.Option(metavar="N|auto", help="So many engines; auto: as many as a target needs.")
     ] = None,
@@ -79,8 +74,6 @@ def scale(
       headwise scale --address 127.0.0.1:8700 --replicas auto
       headwise scale --address 127.0.0.1:8700 --prefill 1 --decode 3
     """
-    from headwise.runtime.client.client import Client
-
     split = None if prefill is None and decode is None else (prefill or 0, decode or 0)
     if replicas is None and split is None:
         raise typer.BadParameter("give a number of engines, or auto", param_hint="--replicas")
@@ -88,12 +81,12 @@ def scale(
         replicas = str(sum(split or ()))
     if replicas != "auto" and not replicas.isdecimal():
         raise typer.BadParameter(f"give a number of engines, or auto, not {replicas!r}", param_hint="--replicas")
-    with Client(address) as client:
+    with access.client(address) as client:
         typer.echo(client.scale(None if replicas == "auto" else int(replicas), split))
 
 
 @command
-def roll(address: _Address) -> None:
+def roll(address: _Address, access: Access) -> None:
     """Have a deployment replace all its engines by new ones, one after the other, so that no request is lost.
 
     Prints what was decided and returns; `headwise status` shows which engines are still to be replaced.
@@ -102,7 +95,5 @@ def roll(address: _Address) -> None:
     Examples:
       headwise roll --address 127.0.0.1:8700
     """
-    from headwise.runtime.client.client import Client
-
-    with Client(address) as client:
+    with access.client(address) as client:
         typer.echo(client.roll())

@@ -8,12 +8,17 @@ import math
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from headwise.errors import HeadwiseError
+from headwise.errors import ConfigError, HeadwiseError
 from headwise.runtime.config.engine_config import EngineConfig, field_default
+
+if TYPE_CHECKING:
+    from headwise.runtime.client.client import Client
+    from headwise.runtime.client.ways import RelayMode
+    from headwise.sockets.curve import ClientKeys
 
 _ConfigFile = Annotated[
     Path | None,
@@ -24,12 +29,28 @@ _ConfigFile = Annotated[
     ),
 ]
 
-RelayOption = Annotated[
-    Literal["auto", "always", "never"],
-    typer.Option(
-        help="Whether engines are reached through the scheduler's port; auto: those that cannot be reached directly."
+_ACCESS = {
+    "relay": (
+        "auto",
+        Annotated[
+            Literal["auto", "always", "never"],
+            typer.Option(
+                help="Whether engines are reached through the scheduler's port; auto: those that cannot be reached "
+                "directly."
+            ),
+        ],
     ),
-]
+    "server_key": (
+        "",
+        Annotated[
+            str, typer.Option(help="The deployment's server key, where it wants keys: `headwise serve` prints it.")
+        ],
+    ),
+    "client_key_file": (
+        "",
+        Annotated[str, typer.Option(metavar="FILE", help="File whose first line is an API key of the deployment.")],
+    ),
+}
 
 
 class EngineOptions:
@@ -48,15 +69,43 @@ class EngineOptions:
         return EngineConfig.load(self.path, self.overrides)
 
 
+class Access:
+    """How to connect to a running deployment, from the command line."""
+
+    def __init__(self, relay: RelayMode, server_key: str, client_key_file: str) -> None:
+        self.relay = relay
+        self.server_key = server_key
+        self.client_key_file = client_key_file
+
+    def client(self, address: str) -> Client:
+        """A client of the deployment there. Raises `ConfigError` for keys that are none, and what `Client` raises."""
+        from headwise.runtime.client.client import Client
+
+        return Client(address, self.relay, self._keys())
+
+    def _keys(self) -> ClientKeys | None:
+        from headwise.runtime.config.keys import read_keys
+        from headwise.sockets.curve import ClientKeys
+
+        if not (self.server_key or self.client_key_file):
+            return None
+        if not (self.server_key and self.client_key_file):
+            raise ConfigError("--server-key and --client-key-file go together: give both, or none")
+        return ClientKeys(self.server_key, read_keys("", self.client_key_file)[0])
+
+
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """A CLI command: errors of headwise become one line and exit code 1, and engine flags are added.
 
-    A parameter of type `EngineOptions` is replaced by ``--config`` and one flag per field of `EngineConfig`.
+    A parameter of type `EngineOptions` is replaced by ``--config`` and one flag per field of `EngineConfig`; one of
+    type `Access` by flags of its own.
     """
     hints = get_type_hints(function, include_extras=True)
     options = next((name for name, hint in hints.items() if hint is EngineOptions), None)
+    access = next((name for name, hint in hints.items() if hint is Access), None)
     own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()]
-    parameters = [p for p in own if p.name != options]
+    connecting = _access_parameters() if access else []
+    parameters = [*(p for p in own if p.name not in (options, access)), *connecting]
     engine = _engine_parameters() if options else []
 
     @functools.wraps(function)
@@ -65,6 +114,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             flags = {p.name: given.pop(p.name) for p in engine}
             path = flags.pop("config")
             given[options] = EngineOptions(path, {name: value for name, value in flags.items() if value is not None})
+        if access:
+            given[access] = Access(**{p.name: given.pop(p.name) for p in connecting})
         try:
             function(**given)
         except HeadwiseError as error:
@@ -74,6 +125,13 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature([*parameters, *engine])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in (*parameters, *engine)}
     return run
+
+
+def _access_parameters() -> list[inspect.Parameter]:
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (default, annotation) in _ACCESS.items()
+    ]
 
 
 def _engine_parameters() -> list[inspect.Parameter]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from headwise.errors import DeploymentError
-from headwise.runtime.cli.options import command
+from headwise.runtime.cli.options import Access, command
 
 _Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The deployment's client address.")]
 
@@ -20,6 +20,7 @@ index = typer.Typer(no_args_is_help=True, help="Ask the index which engine has c
 @command
 def status(
     address: _Address,
+    access: Access,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --watch.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print all statistics as one line of JSON instead.")] = False,
@@ -34,9 +35,8 @@ def status(
     from rich.console import Console
 
     from headwise.runtime.cli.status_tables import render
-    from headwise.runtime.client.client import Client
 
-    with Client(address) as client:
+    with access.client(address) as client:
         if as_json:
             typer.echo(json.dumps(client.stats()))
         elif watch:
@@ -68,6 +68,7 @@ def _watch(look: Callable[[], dict[str, Any]], interval: float) -> None:
 def match(
     prompt: Annotated[str, typer.Argument(help="Text of the prompt, or with --chat the user's message.")],
     address: _Address,
+    access: Access,
     chat: Annotated[bool, typer.Option("--chat", help="Take PROMPT as a chat message.")] = False,
     cache_salt: Annotated[str, typer.Option(help="The tenant's salt: it has a cache of its own.")] = "",
 ) -> None:
@@ -84,9 +85,8 @@ def match(
     from rich.console import Console
 
     from headwise.runtime.cli.status_tables import prefix_table, tiers_of
-    from headwise.runtime.client.client import Client
 
-    with Client(address) as client:
+    with access.client(address) as client:
         found = (
             client.find_chat_prefix([{"role": "user", "content": prompt}], cache_salt=cache_salt)
             if chat

@@ -15,18 +15,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import DeploymentError, HeadwiseError, InvalidRequestError
+from headwise.errors import ConfigError, DeploymentError, HeadwiseError, InvalidRequestError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.token_stream import AsyncTokenStream, TokenStream
 from headwise.runtime.client.ways import RelayMode
 from headwise.runtime.loader.chat import Chat, chat_of, plain_chat
 from headwise.runtime.protocol.messages import FindPrefix, GetStats, Roll, Route, Scale
+from headwise.runtime.protocol.prompt_items import PlacedItems, PromptEmbeds, PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.protocol.request_checks import check_one_sample
+from headwise.sockets.curve import ClientKeys
 
 Prompt = str | Sequence[int]
 Messages = Chat
 Sampling = SamplingParams | Mapping[str, Any] | None
+Items = Sequence[PromptItem | Mapping[str, Any]]
+
+Asked = tuple[Route, tuple[PromptEmbeds, ...]]
+"""A call's message to the scheduler, and the embeddings that go to an engine only."""
 
 
 class Client:
@@ -36,18 +42,22 @@ class Client:
 
     Safe to use from several threads and event loops. Every call takes its sampling as a `SamplingParams`, or as
     keywords of that name, and ``priority`` and ``cache_salt`` (see `GenerateRequest`), and ``session``: requests of
-    one session go to the same engine while that costs little. A request whose engine is lost continues on another
+    one session go to the same engine while that costs little. A prompt of token ids may have ``items``: images or
+    audio, as `PromptItem`. A request whose engine is lost continues on another
     engine, and its stream goes on. Errors are those of `headwise.errors`. Raises `DeploymentError` if nothing answers
     at the address.
 
     relay: ``auto``: engines that cannot be reached from here are reached through the scheduler's port; ``always``: all
            engines are; ``never``: none is, and a request whose engine cannot be reached fails
+    keys:  of a deployment that wants them: its server key and an API key. Who comes by way of its cluster needs none
     """
 
-    def __init__(self, address: str, relay: RelayMode = "auto") -> None:
-        self.address = _resolve(address)
-        locate = partial(_resolve, address) if address.startswith("ray:") else None
-        self._io = ClientIO(self.address, relay=relay, locate=locate)
+    def __init__(self, address: str, relay: RelayMode = "auto", keys: ClientKeys | None = None) -> None:
+        if not (keys is None or isinstance(keys, ClientKeys)):
+            raise ConfigError(f"keys must be ClientKeys(SERVER_KEY, API_KEY) or None, got a {type(keys).__name__}")
+        self.address, found = _resolve(address)
+        locate = partial(_locate, address) if address.startswith("ray:") else None
+        self._io = ClientIO(self.address, relay=relay, keys=keys or found, locate=locate)
         try:
             self.stats()
         except HeadwiseError:
@@ -67,7 +77,7 @@ class Client:
         """
         streams: list[TokenStream] = []
         try:
-            streams.extend(TokenStream(self._io, route) for route in _routes(prompt, sampling, options))
+            streams.extend(TokenStream(self._io, *route) for route in _routes(prompt, sampling, options))
             return _as_asked(prompt, [stream.read() for stream in streams])
         finally:
             for stream in streams:
@@ -75,7 +85,7 @@ class Client:
 
     def stream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> TokenStream:
         """Complete a prompt and iterate over its deltas, whose ``text`` is what is new."""
-        return TokenStream(self._io, _route(prompt, None, sampling, options))
+        return TokenStream(self._io, *_route(prompt, None, sampling, options))
 
     def chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
         """Answer a chat: messages of ``role`` (system, developer, user, assistant, tool) and ``content`` (a string or a
@@ -89,28 +99,31 @@ class Client:
         return self.stream_chat(messages, sampling, **options).read()
 
     def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> TokenStream:
-        return TokenStream(self._io, _route(None, messages, sampling, options))
+        return TokenStream(self._io, *_route(None, messages, sampling, options))
 
     def stats(self) -> dict[str, Any]:
         """Plain data: the model, the scheduler's counts, and the engines' statistics by name, at most 0.5 s old."""
         stats: dict[str, Any] = _answer_to(lambda deliver: self._io.ask(GetStats, deliver))
         return stats
 
-    def find_prefix(self, prompt: Prompt, cache_salt: str = "") -> dict[str, Any]:
+    def find_prefix(self, prompt: Prompt, cache_salt: str = "", items: Items = ()) -> dict[str, Any]:
         """Who holds how much of a prompt: its ``tokens``, and by engine and tier how many of them the tier could
         serve, together with faster ones: ``{"tokens": 900, "engines": {"engine-0": {"device": 640, ...}}}``.
         """
-        return self._find_prefix(prompt, None, cache_salt)
+        return self._find_prefix(prompt, None, cache_salt, items)
 
     def find_chat_prefix(self, messages: Messages, cache_salt: str = "") -> dict[str, Any]:
         """Like `find_prefix`, for a chat."""
         return self._find_prefix(None, messages, cache_salt)
 
-    def _find_prefix(self, prompt: Prompt | None, messages: Messages | None, cache_salt: str) -> dict[str, Any]:
+    def _find_prefix(
+        self, prompt: Prompt | None, messages: Messages | None, cache_salt: str, items: Items = ()
+    ) -> dict[str, Any]:
         text, token_ids, plain = _prompt(prompt, messages)
+        keys = _placed(items, token_ids).extra_keys
         salt = as_string("cache_salt", cache_salt)
         found: dict[str, Any] = _answer_to(
-            lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, plain, salt), deliver)
+            lambda deliver: self._io.ask(lambda key: FindPrefix(key, text, token_ids, plain, salt, keys), deliver)
         )
         return found
 
@@ -171,7 +184,7 @@ class Client:
     ) -> GenerationResult | list[GenerationResult]:
         streams: list[AsyncTokenStream] = []
         try:
-            streams.extend(AsyncTokenStream(self._io, route) for route in _routes(prompt, sampling, options))
+            streams.extend(AsyncTokenStream(self._io, *route) for route in _routes(prompt, sampling, options))
             return _as_asked(prompt, list(await asyncio.gather(*(stream.read() for stream in streams))))
         finally:
             for stream in streams:
@@ -179,13 +192,13 @@ class Client:
 
     def astream(self, prompt: Prompt, sampling: Sampling = None, **options: Any) -> AsyncTokenStream:
         """Called in an event loop; iterate over it with ``async for``."""
-        return AsyncTokenStream(self._io, _route(prompt, None, sampling, options))
+        return AsyncTokenStream(self._io, *_route(prompt, None, sampling, options))
 
     async def achat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> GenerationResult:
         return await self.astream_chat(messages, sampling, **options).read()
 
     def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Any) -> AsyncTokenStream:
-        return AsyncTokenStream(self._io, _route(None, messages, sampling, options))
+        return AsyncTokenStream(self._io, *_route(None, messages, sampling, options))
 
     async def astats(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.stats)
@@ -209,19 +222,24 @@ class Client:
         self.close()
 
 
-def _resolve(address: str) -> str:
-    """The ZeroMQ endpoint of an address; raises `DeploymentError`."""
+def _resolve(address: str) -> tuple[str, ClientKeys | None]:
+    """The ZeroMQ endpoint of an address, and what keys are known of it; raises `DeploymentError`."""
     if not isinstance(address, str):
         raise _no_address(address)
     if address.startswith("ray:"):
-        from headwise.actors.deployment import resolve_client_address
+        from headwise.actors.deployment import resolve_client
 
         cluster, _, name = address.removeprefix("ray:").partition("/")
-        return resolve_client_address(cluster, name or "headwise")
+        return resolve_client(cluster, name or "headwise")
     match = re.fullmatch(r"(?:tcp://)?([^/:\s\[\]]+|\[([0-9a-fA-F:.]+)\]):(\d{1,5})", address)
     if match is None or not 0 < int(match[3]) < 65536 or (match[2] and not _is_ipv6(match[2])):
         raise _no_address(address)
-    return f"tcp://{match[1]}:{match[3]}"
+    return f"tcp://{match[1]}:{match[3]}", None
+
+
+def _locate(address: str) -> str:
+    """Where a scheduler that may have moved is now."""
+    return _resolve(address)[0]
 
 
 def _is_ipv6(host: str) -> bool:
@@ -256,7 +274,7 @@ def _is_one(prompt: Any) -> bool:
     return len(prompt) == 0 or not (isinstance(prompt[0], str | Sequence) or hasattr(prompt[0], "__len__"))
 
 
-def _routes(prompt: Prompt | Sequence[Prompt], sampling: Sampling, options: dict[str, Any]) -> list[Route]:
+def _routes(prompt: Prompt | Sequence[Prompt], sampling: Sampling, options: dict[str, Any]) -> list[Asked]:
     """A message for each sample of each prompt."""
     prompts: Any = [prompt] if _is_one(prompt) else prompt
     names = {field.name for field in fields(SamplingParams)}
@@ -272,17 +290,24 @@ def _as_asked(
     return results[0] if _is_one(prompt) and len(results) == 1 else results
 
 
-def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Route:
-    """The message for a call; raises `InvalidRequestError` for values that no deployment accepts."""
+def _route(prompt: Prompt | None, messages: Messages | None, sampling: Sampling, options: dict[str, Any]) -> Asked:
+    """The message for a call, and its embeddings; raises `InvalidRequestError` for what no deployment accepts."""
     priority = as_priority(options.pop("priority", 0))
     cache_salt = as_string("cache_salt", options.pop("cache_salt", ""))
     session = as_string("session", options.pop("session", ""))
     if messages is not None:
         messages = chat_of(messages, options.pop("tools", None), options.pop("chat_template_kwargs", None))
     text, token_ids, plain = _prompt(prompt, messages)
+    items = _placed(options.pop("items", ()), token_ids)
     chosen = SamplingParams.of(sampling, options)
     check_one_sample(chosen)
-    return Route(0, text, token_ids, plain, chosen.to_wire(), priority, cache_salt, session)
+    route = Route(0, text, token_ids, plain, chosen.to_wire(), priority, cache_salt, session, items.extra_keys)
+    return route, items.embeds
+
+
+def _placed(items: Items, token_ids: NDArray[np.int32] | None) -> PlacedItems:
+    check_items(items, token_ids)
+    return placed(items, 0 if token_ids is None else len(token_ids))
 
 
 def _prompt(

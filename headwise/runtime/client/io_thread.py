@@ -52,6 +52,7 @@ from headwise.runtime.protocol.messages import (
 )
 from headwise.runtime.protocol.request import FinishReason, OutputDelta
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import ClientKeys
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +77,17 @@ class ClientIO:
         clock: Callable[[], float] = time.monotonic,
         *,
         relay: RelayMode = "auto",
+        keys: ClientKeys | None = None,
         locate: Callable[[], str] | None = None,
     ) -> None:
         """
+        keys:   of the deployment, for all its connections; None: they are in the clear
         locate: returns the scheduler's endpoint, which may move; None: it does not
 
         Raises `ConfigError` if there is no such relay mode.
         """
         self.endpoint = endpoint
-        self._ways = Ways(endpoint, relay)
+        self._ways = Ways(endpoint, relay, keys)
         self._locator = None if locate is None else Locator(locate, self._found)
         self._clock = LivenessClock(clock)
         self._context = open_context()
@@ -93,7 +96,7 @@ class ClientIO:
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)
         self._keys = itertools.count(1)
-        self._scheduler = Peer(self._context, endpoint)
+        self._scheduler = Peer(self._context, endpoint, keys)
         self._engines: dict[str, Peer] = {}
         self._calls: dict[str, Call] = {}  # those that engines serve, by request id
         self._lock = threading.RLock()  # the garbage collector may cancel a stream in the middle of a command
@@ -377,6 +380,10 @@ class ClientIO:
                 self._ways.note_made(peer)
             if (has_ended or is_refused) and not self._ways.detour(peer):
                 self._fail_peer(peer, self._lost_error(peer, "its connection ended"))
+        elif peer.refusal:
+            self._fail_peer(
+                peer, DeploymentError(f"the deployment at {peer.endpoint} refuses this client: {peer.refusal}")
+            )
         elif has_ended:
             self._forgive(peer)
             peer.reconnect()

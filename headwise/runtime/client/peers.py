@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import Reroute, Route, Submit
+from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
+from headwise.sockets.curve import ClientKeys, secure_client
 from headwise.sockets.pieces import split
 
 if TYPE_CHECKING:
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 
 Event = OutputDelta | HeadwiseError
 """What a call delivers: deltas, or an error. An error, or a delta with a finish reason, is the last event."""
+
+CUT_S = 1.0
+"""A server that cuts off every handshake for so long has another key: a server that starts takes no connections yet."""
+_WANTS_KEYS = (
+    "it wants keys: give Client(..., keys=ClientKeys(SERVER_KEY, API_KEY)), or --server-key and --client-key-file"
+)
 
 LAST_WORDS_MS = 100
 """Time for the last messages to be sent when a socket is closed."""
@@ -32,8 +40,9 @@ class Call:
     Once started, only the I/O thread uses it, but for ``prompt``.
 
     key:      of the latest question to the scheduler
-    request:  as submitted to ``engine``. Each attempt has its own request id, so that a late message about an earlier
-              attempt is not taken for one about the present attempt
+    embeds:   of the prompt's items: each engine that serves the request gets them, and nobody else
+    request:  as submitted to ``engine``, but for the embeddings. Each attempt has its own request id, so that a late
+              message about an earlier attempt is not taken for one about the present attempt
     name:     the id by which the caller knows the request
     prompt:   the token ids of the prompt, once the scheduler has told them
     produced: the delivered tokens
@@ -44,6 +53,7 @@ class Call:
 
     route: Route
     deliver: Callable[[Event], None]
+    embeds: Sequence[PromptEmbeds] = ()
     key: int = 0
     request: GenerateRequest | None = None
     engine: Peer | None = None
@@ -60,7 +70,7 @@ class Call:
         self.name = self.name or request.request_id
         self.request, self.engine, self.is_in_doubt = request, engine, False
         self.prompt = request.prompt_token_ids
-        return Submit(self.key, request)
+        return Submit(self.key, replace(request, embeds=tuple(self.embeds)))
 
     def reroute(self, key: int, is_lost: bool) -> Reroute:
         """The message that asks for an engine: another one than the present one, if that is lost."""
@@ -107,16 +117,29 @@ class Peer:
     has_answered: whether it ever sent something
     instance:     identifies the process; if it changes, the process was replaced
     is_made:      whether there is a connection, on which both sides have said hello
+    refusal:      why the other side does not take this client; empty: nothing is known
     is_trial:     whether messages are held back until there is one, so that they can go another way instead (`go_by`)
     """
 
     _refused_at: float | None = None  # since when every attempt to connect has failed
 
+    _cut_since: float | None = None  # since when every handshake has been cut off
+
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, address: str = "", is_trial: bool = False
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: ClientKeys | None = None,
+        address: str = "",
+        is_trial: bool = False,
     ) -> None:
-        """address: where to connect to, if not to ``endpoint``"""
+        """
+        keys:    with which to connect; None: in the clear
+        address: where to connect to, if not to ``endpoint``
+        """
         self.endpoint = endpoint
+        self._keys = keys
+        self.refusal = ""
         self._address = address or endpoint
         self.is_trial = is_trial
         self._held: list[bytes] = []
@@ -137,14 +160,20 @@ class Peer:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.IPV6, "[" in self._address)  # not for names: they may lead to both, and one listens
+        secure_client(self.socket, self._keys)
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        self.monitor = self.socket.get_monitor_socket(events | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        handshakes = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        handshakes |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        self.monitor = self.socket.get_monitor_socket(events | handshakes)
         self.socket.connect(self._address)
 
     # ---- out ----
 
     def ask(self, key: int, what: Any, question: bytes, now: float) -> None:
         """Send a question; ``what`` gets the answer."""
+        if self.refusal:  # nothing goes over this connection any more; what is there may be another deployment now
+            self.reconnect()
+            self.refusal, self._cut_since = "", None
         self.wait_for(key, what, now)
         self._questions[key] = question
         self._send(question)
@@ -195,16 +224,32 @@ class Peer:
 
         events = 0
         while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
+            told = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            event = told["event"]
             events |= event
             if event == zmq.EVENT_CONNECTED:
                 self._refused_at = None
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.is_made = True
+                self.is_made, self._cut_since = True, None
                 self._end_trial()
             elif event == zmq.EVENT_CONNECT_RETRIED and self._refused_at is None:
                 self._refused_at = now
+            else:
+                self._note_handshake(event, told["value"], now)
         return bool(events & zmq.EVENT_DISCONNECTED), bool(events & zmq.EVENT_CONNECT_RETRIED)
+
+    def _note_handshake(self, event: int, detail: int, now: float) -> None:
+        """Whether a handshake failed for its keys. One that is only cut off may succeed the next time."""
+        import zmq
+
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.refusal = "it does not know this API key"
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and detail == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self.refusal = _WANTS_KEYS if self._keys is None else "it has no keys: connect without"
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._keys is not None and not self.has_answered:
+            self._cut_since = now if self._cut_since is None else self._cut_since
+            if now - self._cut_since > CUT_S:
+                self.refusal = "it hangs up: its server key is another one, or it is no deployment"
 
     def refused_s(self, now: float) -> float:
         """Seconds for which every attempt to connect has failed; 0 if the last one has not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -14,6 +14,7 @@ from headwise.errors import HeadwiseError
 from headwise.runtime.client.io_thread import ClientIO
 from headwise.runtime.client.peers import Call, Event
 from headwise.runtime.protocol.messages import Route
+from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import FinishReason, GenerationResult, OutputDelta
 
 
@@ -23,11 +24,13 @@ class _StreamBase:
     result: the output read so far; complete when the iteration has ended
     """
 
-    def __init__(self, io: ClientIO, route: Route, deliver: Callable[[Event], None]) -> None:
+    def __init__(
+        self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds], deliver: Callable[[Event], None]
+    ) -> None:
         self.result = GenerationResult("")
         self._io = io
         self._ended = False
-        self._call = Call(route, deliver)  # no reference to the stream: dropping the stream must end it
+        self._call = Call(route, deliver, embeds)  # no reference to the stream: dropping the stream must end it
         io.start(self._call)
 
     @property
@@ -62,9 +65,9 @@ class _StreamBase:
 class TokenStream(_StreamBase, Iterator[OutputDelta]):
     """Deltas of one request. Leaving the ``with`` block, `close` and dropping the stream abort it."""
 
-    def __init__(self, io: ClientIO, route: Route) -> None:
+    def __init__(self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = ()) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        super().__init__(io, route, self._events.put)
+        super().__init__(io, route, embeds, self._events.put)
 
     def __next__(self) -> OutputDelta:
         delta = None if self._ended else self._take(self._events.get())
@@ -93,9 +96,9 @@ class TokenStream(_StreamBase, Iterator[OutputDelta]):
 class AsyncTokenStream(_StreamBase, AsyncIterator[OutputDelta]):
     """Like `TokenStream`, for the event loop in which it was made."""
 
-    def __init__(self, io: ClientIO, route: Route) -> None:
+    def __init__(self, io: ClientIO, route: Route, embeds: Sequence[PromptEmbeds] = ()) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        super().__init__(io, route, _into(self._events, asyncio.get_running_loop()))
+        super().__init__(io, route, embeds, _into(self._events, asyncio.get_running_loop()))
 
     @property
     def unread(self) -> int:

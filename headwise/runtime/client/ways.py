@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from headwise.errors import ConfigError
 from headwise.runtime.client.forwarder import Forwarder
 from headwise.runtime.client.peers import Peer
+from headwise.sockets.curve import ClientKeys
 
 if TYPE_CHECKING:
     import zmq
@@ -28,11 +29,12 @@ class Ways:
     A host is remembered until the relay does not reach it any more.
     """
 
-    def __init__(self, scheduler: str, relay: RelayMode) -> None:
+    def __init__(self, scheduler: str, relay: RelayMode, keys: ClientKeys | None = None) -> None:
         if relay not in get_args(RelayMode):
             raise ConfigError(f"relay must be one of {', '.join(get_args(RelayMode))}, got {relay!r:.80}")
         self._scheduler = scheduler
         self._relay = relay
+        self._keys = keys
         self._forwarder: Forwarder | None = None
         self._relayed_hosts: set[str] = set()
         self._has_told = False
@@ -40,8 +42,8 @@ class Ways:
     def open(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Peer:
         """A connection to the engine at ``endpoint``."""
         if self._relay == "always" or _host(endpoint) in self._relayed_hosts:
-            return Peer(context, endpoint, address=self._relayed(endpoint))
-        return Peer(context, endpoint, is_trial=self._relay == "auto")
+            return Peer(context, endpoint, self._keys, address=self._relayed(endpoint))
+        return Peer(context, endpoint, self._keys, is_trial=self._relay == "auto")
 
     def follow(self, scheduler: str) -> None:
         """The scheduler is there now, and the relay with it."""

@@ -12,6 +12,11 @@ _NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 _NUMBERS = re.compile(r"[0-9.]+")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def parse_ports(text: str, name: str = "engine_ports") -> range:
     """The ports of ``FIRST-LAST``, such as ``9000-9015``; empty text: none. Raises `ConfigError`."""
     if not text:

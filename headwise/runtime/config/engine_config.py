@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headwise.errors import ConfigError
-from headwise.runtime.config.addresses import check_advertised, parse_ports
+from headwise.runtime.config.addresses import check_advertised, is_loopback, parse_ports
 from headwise.runtime.config.http import check_collector, check_http
 from headwise.units import parse_bytes, parse_pairs
 
@@ -68,10 +68,19 @@ class EngineConfig:
         "", "OpenTelemetry collector that gets a span of each HTTP request, such as http://localhost:4318; empty: none."
     )
     api_key: str = _option(
-        "", "A key that HTTP requests must bear; others on the machine can read it in the command line.", is_secret=True
+        "",
+        "A key that clients must have, over HTTP and ZeroMQ; others on the machine can read it in the command line.",
+        is_secret=True,
     )
     api_key_file: str = _option("", "File of such keys, one a line; empty lines and those that begin with # are none.")
-    insecure: bool = _option(False, "Serve HTTP at host without API keys: whoever reaches the port may use it.")
+    server_key_file: str = _option(
+        "",
+        "File of the secret key by which clients over ZeroMQ know the deployment, made if it is not there; empty: a "
+        "new key at each start.",
+    )
+    insecure: bool = _option(
+        False, "Serve at host without keys, where none are given: whoever reaches the ports may use them."
+    )
     http_cert: str = _option("", "PEM file of the certificate (chain) with which HTTP is encrypted; empty: it is not.")
     http_key: str = _option("", "PEM file of its key.")
     http_max_body: str = _option("16MiB", "Largest body of an HTTP request.")
@@ -281,7 +290,11 @@ class EngineConfig:
     index_timeout_s: float = _option(
         0.1, "Seconds that a request waits for what the index knows of it; then it is routed without.", 0.001
     )
-    secure: bool = _option(False, "Encrypt the index's connections; only the deployment's own processes can connect.")
+    secure: bool = _option(
+        False,
+        "Encrypt ZeroMQ's connections (CURVE): clients need the server's key and an API key. So it is anyway with API "
+        "keys, and where host is no loopback address, unless insecure.",
+    )
     engine_timeout_s: float = _option(
         20.0, "Seconds after which an engine that is alive but does nothing is replaced.", 1.0
     )
@@ -440,6 +453,14 @@ class EngineConfig:
     def http_host(self) -> str:
         """Where HTTP is served: only at loopback, unless there are keys, or it is said to be open to all."""
         return self.host if self.api_key or self.api_key_file or self.insecure else "127.0.0.1"
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether ZeroMQ's connections are, so that clients need keys: where there are some, or where others than this
+        machine could connect.
+        """
+        has_keys = bool(self.api_key or self.api_key_file or self.server_key_file)
+        return self.secure or has_keys or not (self.insecure or is_loopback(self.host))
 
     @property
     def on_gpu(self) -> bool:

@@ -30,9 +30,12 @@ from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import StepResult
 from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.messages import EngineLoad, Prefill
+from headwise.runtime.protocol.prompt_items import check_embeds, embed_bytes
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.transfer.stats import TransferStats
 
+MAX_HELD_EMBED_BYTES = 1 << 30
+"""Of the embeddings of all requests, which are kept until these end: a preempted one is computed anew."""
 ASK_WAIT_S = 0.05
 """Longest wait for storage to say what it has, when there is nothing else to do."""
 
@@ -91,6 +94,7 @@ class EngineCore:
         self._texts: dict[str, OutputText] = {}
         self._outbox: list[OutputDelta] = []
         self._arrivals = 0
+        self._embed_bytes = 0
         self._counts = {"finished": 0, "aborted": 0, "failed": 0, "steps": 0, "tokens_out": 0}
         self._compute_s = 0.0
         self._hand_over: HandOver | None = None
@@ -117,6 +121,7 @@ class EngineCore:
             prompt_told=request.prompt_told,
         )
         self._live[request.request_id], self._texts[request.request_id] = sequence, output
+        self._embed_bytes += embed_bytes(request.embeds)
         if sequence.is_prompt_asked and not sequence.prompt_told:
             self._tell_prompt(sequence, (None,))  # nothing is before the first token
         text, reason = self._ending(sequence, *output.replay(request.output_token_ids))
@@ -138,6 +143,12 @@ class EngineCore:
         if highest >= self.card.config.vocab_size:
             raise InvalidRequestError(
                 f"token id {highest} is not in the model's vocabulary of {self.card.config.vocab_size}"
+            )
+        check_embeds(request.extra_keys, request.embeds, self.card.config.hidden_size)
+        if self._embed_bytes + embed_bytes(request.embeds) > MAX_HELD_EMBED_BYTES:
+            raise OverloadedError(
+                f"requests with embeddings of {self._embed_bytes} bytes are served or wait already, of at most "
+                f"{MAX_HELD_EMBED_BYTES}; try again later"
             )
         if len(self.resources.waiting) >= self.config.max_queued:
             raise OverloadedError(
@@ -306,6 +317,7 @@ class EngineCore:
         """The only way a request ends: the last delta is sent, and its blocks go back."""
         sequence.finished = True
         del self._live[sequence.id], self._texts[sequence.id]
+        self._embed_bytes -= embed_bytes(sequence.request.embeds)
         self.resources.leave(sequence)
         if self._prefills is not None and self._prefills.ended(sequence.id):
             return

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, Directory, EngineStatus
+from headwise.sockets.curve import ClientKeys, secure_client
 from headwise.sockets.pieces import split
 
 if TYPE_CHECKING:
@@ -33,12 +34,14 @@ class Reporting:
     """Where and as whom an engine reports: the scheduler's endpoint, the deployment's secret, the engine's name.
 
     advertise_host: host that clients are told instead of the one the engine listens at; empty: that one
+    keys: with which it connects; None: in the clear
     """
 
     endpoint: str
-    secret: str
+    secret: str = field(repr=False)
     engine: str
     advertise_host: str = ""
+    keys: ClientKeys | None = None
 
     def advertised(self, address: str) -> str:
         """The endpoint for clients of an engine that listens at ``address``."""
@@ -66,6 +69,7 @@ class EngineReports:
         import zmq
 
         socket = self._context.socket(zmq.DEALER)
+        secure_client(socket, self.reporting.keys)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues up for a scheduler that is away
         socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
         socket.connect(self.reporting.endpoint)

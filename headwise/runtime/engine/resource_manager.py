@@ -16,6 +16,7 @@ from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
+from headwise.runtime.engine.step_embeds import step_embeds
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
 from headwise.runtime.engine.waiting_queue import WaitingQueue
@@ -284,6 +285,7 @@ class ResourceManager:
             cache_swap_metadata=swap_in,
             cache_evict_metadata=swap_out,
             command=command,
+            embeds=step_embeds(columns, rows, starts, counts),
         )
         return ScheduledStep(batch, tuple(columns.of(rows)))
 

@@ -26,6 +26,7 @@ class SequenceTable:
     last_token: the last known token
     chunk:      most tokens of it in a step
     wanted:     whether its results are: the request has not ended
+    embeds_end: behind the last token whose embedding came with the request; 0: none did
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -37,6 +38,7 @@ class SequenceTable:
         self.num_prompt = np.zeros(max_rows, dtype=np.int64)
         self.max_length = np.zeros(max_rows, dtype=np.int64)
         self.chunk = np.zeros(max_rows, dtype=np.int64)
+        self.embeds_end = np.zeros(max_rows, dtype=np.int64)
         self.last_token = np.zeros(max_rows, dtype=np.int32)
         self.wanted = np.zeros(max_rows, dtype=np.bool_)
         self._free = list(range(max_rows - 1, -1, -1))
@@ -60,6 +62,7 @@ class SequenceTable:
         self.num_prompt[row] = sequence.num_prompt
         self.max_length[row] = sequence.max_length
         self.chunk[row] = chunk
+        self.embeds_end[row] = max((each.end for each in sequence.request.embeds), default=0)
         self.last_token[row] = sequence.tokens(sequence.num_tokens - 1, sequence.num_tokens)[0]
         self.wanted[row] = True
         return row

@@ -55,6 +55,7 @@ from headwise.runtime.protocol.messages import (
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta
 from headwise.runtime.protocol.request_checks import check_request
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import ServerKeys, secure_client
 from headwise.sockets.listener import Listener
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class EngineServer:
     flusher:    gets the cache's index updates; used by the server's thread only
     epoch:      of the cache that the first core starts with, and that the flusher has; higher with every new core
     send_queue: messages a client may leave unread before it is dropped
+    keys:       only clients with these keys may connect, encrypted; None: all may
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
     loop_count: counts up for as long as the server's thread gets on
     peers:      other engines, for a core that has blocks to fetch from them; None: nobody tells of them
@@ -149,6 +151,7 @@ class EngineServer:
         flusher: Flusher | None = None,
         epoch: int = 0,
         send_queue: int = 1000,
+        keys: ServerKeys | None = None,
         client_timeout_s: float = CLIENT_TIMEOUT_S,
         on_died: Callable[[EngineDiedError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
@@ -156,7 +159,12 @@ class EngineServer:
         self._context = open_context()
         try:
             self._listener = Listener(
-                self._context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=send_queue, clock=clock
+                self._context,
+                endpoint,
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                send_queue=send_queue,
+                keys=keys,
+                clock=clock,
             )
         except Exception:
             close_context(self._context)
@@ -191,6 +199,7 @@ class EngineServer:
             directory=lambda: reports.directory,
             answer=self._send,
             clock=self._clock,
+            prepare=lambda socket: secure_client(socket, reports.reporting.keys),
         )
 
     # ---- from any thread ----

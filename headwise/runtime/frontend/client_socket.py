@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from headwise.errors import DeploymentError
 from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES
 from headwise.sockets.context import close_context
+from headwise.sockets.curve import ServerKeys
 from headwise.sockets.listener import Listener
 
 if TYPE_CHECKING:
@@ -16,13 +17,16 @@ SEND_QUEUE = 100_000
 """Answers that a client may leave unread. Then its connection is closed, and it asks again."""
 
 
-def listen(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> Listener:
-    """Listen at the address; port 0: any free port. If that fails, closes the context and raises `DeploymentError`."""
+def listen(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, keys: ServerKeys | None = None) -> Listener:
+    """Listen at the address; port 0: any free port. If that fails, closes the context and raises `DeploymentError`.
+
+    keys: only clients with these keys may connect, encrypted; None: all may
+    """
     import zmq
 
     endpoint = f"tcp://{host}:{port or '*'}"
     try:
-        return Listener(context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=SEND_QUEUE)
+        return Listener(context, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, send_queue=SEND_QUEUE, keys=keys)
     except zmq.ZMQError as error:
         close_context(context)
         raise DeploymentError(

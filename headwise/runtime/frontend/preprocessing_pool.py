@@ -8,11 +8,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headwise.errors import HeadwiseError
+from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.protocol.request import GenerateRequest
 
 if TYPE_CHECKING:
@@ -32,7 +33,14 @@ class RequestPreprocessor(Protocol):
     """`headwise.runtime.frontend.preprocessor.Preprocessor`: called from several threads."""
 
     def prepare(
-        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
+        self,
+        *,
+        prompt: Any,
+        messages: Any,
+        sampling: dict[str, Any],
+        priority: int,
+        cache_salt: str,
+        items: Sequence[PromptItem],
     ) -> GenerateRequest: ...
 
     def hashes(self, request: GenerateRequest) -> list[bytes]: ...

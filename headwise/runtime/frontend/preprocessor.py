@@ -23,6 +23,7 @@ from headwise.runtime.loader.chat import Chat
 from headwise.runtime.loader.grammar import check_grammar
 from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.loader.tokenizer import Tokenizer
+from headwise.runtime.protocol.prompt_items import PromptItem, check_items, placed
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_priority, as_string, as_token_ids
 from headwise.runtime.protocol.request_checks import check_one_sample
 
@@ -100,17 +101,22 @@ class Preprocessor:
         priority: int = 0,
         cache_salt: str = "",
         request_id: str | None = None,
+        items: Sequence[PromptItem] = (),
     ) -> GenerateRequest:
         """A request for one prompt (text or token ids) or one chat; raises `InvalidRequestError`.
 
         A missing seed is drawn here, once, so that the request samples the same tokens on every engine.
+
+        items: the prompt's multimodal items; the prompt must be token ids, for by these they are placed
         """
         if (prompt is None) == (messages is None):
             raise InvalidRequestError("give either a prompt or messages")
         sampling, priority = SamplingParams.of(sampling), as_priority(priority)
         cache_salt = as_string("cache_salt", cache_salt)
         self._check_sampling(sampling)
+        check_items(items, prompt)
         tokens = self._tokens(prompt, messages)
+        of_items = placed(items, len(tokens))
         room = self.card.max_model_len - len(tokens)
         if room < (sampling.max_tokens or 1):
             raise InvalidRequestError(
@@ -122,7 +128,15 @@ class Preprocessor:
             max_tokens=sampling.max_tokens or room,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         )
-        return GenerateRequest(request_id or uuid.uuid4().hex, tokens, sampling, priority, cache_salt)
+        return GenerateRequest(
+            request_id or uuid.uuid4().hex,
+            tokens,
+            sampling,
+            priority,
+            cache_salt,
+            extra_keys=of_items.extra_keys,
+            embeds=of_items.embeds,
+        )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         """Raise `InvalidRequestError` for parameters that no request of this model can have."""

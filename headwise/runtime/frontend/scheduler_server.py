@@ -61,9 +61,11 @@ from headwise.runtime.protocol.messages import (
     Withdraw,
     failure,
 )
+from headwise.runtime.protocol.prompt_items import PromptItem
 from headwise.runtime.protocol.request import GenerateRequest
 from headwise.runtime.protocol.request_checks import check_request
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import ServerKeys
 from headwise.storage.index.messages import TIERS
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class SchedulerServer:
     """Serves at ``tcp://host:port`` on one thread, behind a `TcpProxy`. A few other threads tokenise.
 
     secret:     of the deployment; engines report with it
+    keys:       only clients and engines with these keys may connect, encrypted; None: all may
     replicas:   engines of the deployment, until its owner tells by ``exchange``
     routing:    see `RouterOptions`
     max_queued: requests being prepared or waiting for an engine; more are refused with `OverloadedError`
@@ -107,6 +110,7 @@ class SchedulerServer:
         *,
         secret: str,
         model: str,
+        keys: ServerKeys | None = None,
         replicas: int = 1,
         routing: RouterOptions | None = None,
         max_queued: int = 4096,
@@ -136,7 +140,7 @@ class SchedulerServer:
         self._proxy = TcpProxy(host, port)
         self.port = self._proxy.port
         self._context = open_context()
-        self._listener = listen(self._context, "127.0.0.1", 0)  # clients connect through the proxy
+        self._listener = listen(self._context, "127.0.0.1", 0, keys)  # clients connect through the proxy
         self._size = size
         self._preprocessing = PreprocessingPool(self._context, tokenizers)
         self._numbers = itertools.count(1)
@@ -274,6 +278,8 @@ class SchedulerServer:
         call = self._new_call(identity, reroute.key, (reroute.request.priority, 0))
         try:
             check_request(reroute.request)
+            if reroute.request.embeds:
+                raise InvalidRequestError("embeddings go to engines, with Submit, and not to the scheduler")
         except InvalidRequestError as error:
             self._fail(call, error)
             return
@@ -291,16 +297,17 @@ class SchedulerServer:
         self, call: PendingCall, asked: Route | FindPrefix, sampling: dict[str, Any], priority: int
     ) -> None:
         prompt = asked.text if asked.token_ids is None else asked.token_ids
-        messages, salt = asked.messages, asked.cache_salt
+        chat, salt = asked.chat, asked.cache_salt
+        items = [PromptItem(start, end - start, key) for start, end, key in asked.extra_keys]
 
         def prepare() -> PreparedRequest:
             return self._prepared(
                 self._preprocessor.prepare(
-                    prompt=prompt, messages=messages, sampling=sampling, priority=priority, cache_salt=salt
+                    prompt=prompt, messages=chat, sampling=sampling, priority=priority, cache_salt=salt, items=items
                 )
             )
 
-        self._prepare(call, prepare, self._max_queued, prompt, messages)
+        self._prepare(call, prepare, self._max_queued, prompt, chat)
 
     def _prepared(self, request: GenerateRequest) -> PreparedRequest:
         return PreparedRequest(request, self._preprocessor.hashes(request))

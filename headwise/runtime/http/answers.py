@@ -7,6 +7,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headwise.runtime.http.form import Form
@@ -19,36 +20,50 @@ from headwise.runtime.protocol.request import GenerationResult, OutputDelta
 DONE = b"data: [DONE]\n\n"
 
 
+@dataclass(frozen=True)
+class Telling:
+    """What is told besides the answers.
+
+    has_usage:  whether a stream ends with its usage
+    counts:     whether each event of a stream has the usage of its answer so far
+    logprobs:   the form of log-probabilities of an answer behind an echoed text; None: they are not told
+    prompt_logprobs: the form of those of a result's prompt, likewise
+    """
+
+    model: str
+    has_usage: bool = False
+    counts: bool = False
+    logprobs: Callable[[str], AnswerLogprobs] | None = None
+    prompt_logprobs: Callable[[GenerationResult], Any] | None = None
+
+
 class Choices(Form):
     """Answers are choices. ``json.dumps`` escapes all that is not ASCII, so no event can be split within a character,
     nor at what some readers take for the end of a line.
 
-    ident:    names the answer
-    logprobs: the form of log-probabilities of an answer behind an echoed text; None: they are not told
-    prompt_logprobs: the form of those of a result's prompt, likewise
+    ident: names the answer
     """
 
     _prefix = ""
     _whole = ""
     _part = ""
 
-    def __init__(
-        self,
-        model: str,
-        include_usage: bool = False,
-        logprobs: Callable[[str], AnswerLogprobs] | None = None,
-        prompt_logprobs: Callable[[GenerationResult], Any] | None = None,
-    ) -> None:
+    def __init__(self, telling: Telling) -> None:
         self.ident = f"{self._prefix}-{secrets.token_hex(16)}"
         self._created = int(time.time())
-        self._model = model
+        self._telling = telling
         self._head = json.dumps(self._common(self._part))[:-1]
-        self._tail = ', "usage": null}\n\n' if include_usage else "}\n\n"
-        self._include_usage = include_usage
-        self.has_logprobs = logprobs is not None or prompt_logprobs is not None
-        self._prompt_logprobs = prompt_logprobs
-        self._make_logprobs = logprobs
+        self._tail = ', "usage": null}\n\n' if telling.has_usage else "}\n\n"
+        self.has_logprobs = telling.logprobs is not None or telling.prompt_logprobs is not None
         self._logprobs_of: dict[int, AnswerLogprobs] = {}
+        self._counts: dict[int, tuple[int, int]] = {}  # tokens of the prompt, and of the answer so far
+
+    def start(self, index: int, prompt: Tokens) -> None:
+        self._counts[index] = len(prompt), 0
+
+    def take(self, index: int, delta: OutputDelta) -> None:
+        read, written = self._counts[index]
+        self._counts[index] = read, written + len(delta.token_ids)
 
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         choices = [
@@ -57,14 +72,14 @@ class Choices(Form):
         return {**self._common(self._whole), "choices": choices, "usage": usage_of(results, n)}
 
     def logprobs(self, index: int, echoed: str, output: OutputDelta | GenerationResult) -> dict[str, Any] | None:
-        if self._make_logprobs is None:
+        if self._telling.logprobs is None:
             return None
         if index not in self._logprobs_of:
-            self._logprobs_of[index] = self._make_logprobs(echoed)
+            self._logprobs_of[index] = self._telling.logprobs(echoed)
         return self._logprobs_of[index].told(output)
 
     def end(self, results: Sequence[GenerationResult], n: int) -> bytes:
-        if not self._include_usage:
+        if not self._telling.has_usage:
             return DONE
         return event({**self._common(self._part), "choices": [], "usage": usage_of(results, n)}) + DONE
 
@@ -77,13 +92,17 @@ class Choices(Form):
 
     def _of_prompt(self, result: GenerationResult) -> dict[str, Any]:
         """What is told of a prompt, where it is asked for."""
-        return {} if self._prompt_logprobs is None else {"prompt_logprobs": self._prompt_logprobs(result)}
+        form = self._telling.prompt_logprobs
+        return {} if form is None else {"prompt_logprobs": form(result)}
 
     def _common(self, kind: str) -> dict[str, Any]:
-        return {"id": self.ident, "object": kind, "created": self._created, "model": self._model}
+        return {"id": self.ident, "object": kind, "created": self._created, "model": self._telling.model}
 
     def _event(self, choice: dict[str, Any]) -> bytes:
-        return f'data: {self._head}, "choices": [{json.dumps(choice)}]{self._tail}'.encode()
+        tail = self._tail
+        if self._telling.counts:
+            tail = f', "usage": {json.dumps(_usage(*self._counts[choice["index"]]))}}}\n\n'
+        return f'data: {self._head}, "choices": [{json.dumps(choice)}]{tail}'.encode()
 
 
 class Chat(Choices):
@@ -91,19 +110,13 @@ class Chat(Choices):
 
     _prefix, _whole, _part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: str,
-        include_usage: bool = False,
-        logprobs: Callable[[str], AnswerLogprobs] | None = None,
-        prompt_logprobs: Callable[[GenerationResult], Any] | None = None,
-        answers: MakeAnswer = lambda prompt: ChatAnswer(PlainText()),
-    ) -> None:
-        super().__init__(model, include_usage, logprobs, prompt_logprobs)
+    def __init__(self, telling: Telling, answers: MakeAnswer = lambda prompt: ChatAnswer(PlainText())) -> None:
+        super().__init__(telling)
         self._make_answer = answers
         self._answers: dict[int, ChatAnswer] = {}
 
     def start(self, index: int, prompt: Tokens) -> None:
+        super().start(index, prompt)
         self._answers[index] = self._make_answer(prompt)
 
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
@@ -136,9 +149,6 @@ class Chat(Choices):
 class Completion(Choices):
     _prefix, _whole, _part = "cmpl", "text_completion", "text_completion"
 
-    def start(self, index: int, prompt: Tokens) -> None:
-        """A text is what it is, whatever its prompt."""
-
     def _choice(self, index: int, echoed: str, result: GenerationResult) -> dict[str, Any]:
         logprobs = self.logprobs(index, echoed, result)
         choice = self._text(index, echoed + result.text, _reason(result), logprobs)
@@ -167,12 +177,12 @@ def usage_of(results: Sequence[GenerationResult], n: int) -> dict[str, Any]:
     prompts = [result.usage for result in results[::n]]
     read = sum(usage.prompt_tokens for usage in prompts)
     written = sum(result.usage.completion_tokens for result in results)
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
-    }
+    cached = sum(usage.cached_tokens for usage in prompts)
+    return {**_usage(read, written), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _usage(read: int, written: int) -> dict[str, Any]:
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def likeliest(results: Sequence[GenerationResult], n: int, kept: int) -> list[GenerationResult]:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from headwise import __version__
 from headwise.errors import HeadwiseError, InvalidRequestError
 from headwise.runtime.client.client import Client
-from headwise.runtime.http.answers import Chat, Completion
+from headwise.runtime.http.answers import Chat, Completion, Telling
 from headwise.runtime.http.bodies import (
     ChatBody,
     CompletionBody,
@@ -60,6 +60,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 class AppOptions:
     """model: its name, as clients give it
     keys:     of which each request must bear one
+    is_local: requests must be for this machine, by an address or as localhost
     max_body: most bytes of a request's body
     counts:   what the server counts
     groups:   the model's head groups in words: which, and what they are
@@ -69,6 +70,7 @@ class AppOptions:
 
     model: str
     keys: ApiKeys = field(default_factory=ApiKeys)
+    is_local: bool = False
     max_body: int = MAX_BODY_BYTES
     counts: RequestMetrics = field(default_factory=lambda: RequestMetrics("http-0"))
     groups: tuple[tuple[str, str], ...] = ()
@@ -102,7 +104,7 @@ def make_app(client: Client, texts: Texts, options: AppOptions) -> ASGIApp:
         exception_handlers={HTTPException: _not_found, ApiError: _answer, HeadwiseError: _answer, Exception: _answer},
     )
     starlette.router.redirect_slashes = False
-    return Guard(starlette, options.keys, api.counts, (*routes, *PAGE_PATHS))
+    return Guard(starlette, options.keys, options.is_local, api.counts, (*routes, *PAGE_PATHS))
 
 
 class _Api:
@@ -136,7 +138,8 @@ class _Api:
         logprobs = self._logprobs.chat if wanted.has_logprobs else None
         prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
         answers = choice.answers(self._parsers, wanted.sampling.guided is not None)
-        form = Chat(self._model, wanted.include_usage, logprobs, prompt_logprobs, answers)
+        telling = Telling(self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs)
+        form = Chat(telling, answers)
         return Generation(self._client, wanted, form, (), self.counts, self._held)
 
     async def completions(self, request: Request) -> Generation:
@@ -146,7 +149,8 @@ class _Api:
         echoed = await self._echoed(wanted) if wanted.echo else ()
         form_of = self._logprobs.echoing_completion if wanted.echo else self._logprobs.completion
         prompt_logprobs = None if body.prompt_logprobs is None else self._logprobs.prompt
-        form = Completion(self._model, wanted.include_usage, form_of if wanted.has_logprobs else None, prompt_logprobs)
+        logprobs = form_of if wanted.has_logprobs else None
+        form = Completion(Telling(self._model, wanted.include_usage, wanted.counts, logprobs, prompt_logprobs))
         return Generation(self._client, wanted, form, echoed, self.counts, self._held)
 
     async def responses(self, request: Request) -> Generation:

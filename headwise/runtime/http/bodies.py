@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from headwise.errors import InvalidRequestError
@@ -15,6 +18,7 @@ from headwise.runtime.http.parameters import sampling_of
 from headwise.runtime.http.tools.choice import ToolChoice
 from headwise.runtime.http.tools.select import Parsers
 from headwise.runtime.loader.chat import chat_of, plain_variables
+from headwise.runtime.protocol.prompt_items import PromptItem, check_items, placed
 from headwise.runtime.protocol.request import MAX_LOGPROBS, SamplingParams
 
 MAX_CHOICES = 128
@@ -36,7 +40,7 @@ class Body(BaseModel):
     model: str | None = None
     stream: bool | None = None
     priority: int | None = Field(None, gt=-(2**31), lt=2**31)
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(None, min_length=1)
     prompt_cache_key: str | None = None
 
     @property
@@ -48,12 +52,14 @@ class Body(BaseModel):
 
 class StreamOptions(BaseModel):
     """include_usage: whether a last event tells the usage
+    continuous_usage_stats: vLLM's: whether each event tells that of its answer so far, besides
     include_obfuscation: OpenAI's padding of events, which there is none of here
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -62,6 +68,17 @@ class _Generate(Body):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+
+class ItemBody(BaseModel):
+    """See `PromptItem`. embeds: Base64 of float32, little-endian, token by token"""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    offset: int
+    length: int = Field(ge=1)
+    hash: str = ""
+    embeds: str | None = None
 
 
 class ChatBody(_Generate):
@@ -80,6 +97,7 @@ class CompletionBody(_Generate):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    prompt_items: list[ItemBody] | None = None
 
 
 class TokenizeBody(BaseModel):
@@ -105,7 +123,8 @@ class DetokenizeBody(BaseModel):
 class Wanted:
     """What is to be generated: ``n`` answers to each prompt, or to one chat.
 
-    options: of each call of the client: priority, cache_salt, session
+    options: of each call of the client: priority, cache_salt, session, items
+    counts:  whether each event of a stream tells the usage so far
     source:  the field that has the prompts or the chat
     kept:    how many of the ``n`` are told, the likeliest ones; 0: all
     """
@@ -117,6 +136,7 @@ class Wanted:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    counts: bool = False
     echo: bool = False
     source: str = "prompt"
     kept: int = 0
@@ -177,6 +197,8 @@ def wanted_completion(body: CompletionBody) -> Wanted:
         raise invalid("the best answers are known at their ends: leave best_of out, or stream", "best_of")
     body = body.model_copy(update={"n": best_of})
     wanted = _wanted(body, _prompts(body.prompt), None, most, bool(body.echo), body.logprobs)
+    if body.prompt_items:
+        wanted = replace(wanted, options={**wanted.options, "items": _items(body.prompt_items, wanted.prompts)})
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         wanted = replace(wanted, sampling=replace(wanted.sampling, prompt_logprobs=body.logprobs))
     return replace(wanted, kept=n) if best_of > n else wanted
@@ -198,6 +220,8 @@ def _wanted(
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs are not streamed: leave them or stream out", "prompt_logprobs")
     sampling = sampling_of(body.model_extra or {}, most)
+    if n > 1 and not sampling.temperature:
+        raise invalid(f"at temperature 0 all {n} answers are the same one: ask for one, or give a temperature", "n")
     return Wanted(
         prompts,
         messages,
@@ -206,6 +230,7 @@ def _wanted(
         n,
         bool(body.stream),
         usage is not None and bool(usage.include_usage),
+        usage is not None and bool(usage.include_usage and usage.continuous_usage_stats),
         echo,
         "prompt" if messages is None else "messages",
     )
@@ -224,6 +249,31 @@ def _prompts(given: Any) -> tuple[Prompt, ...]:
         ):
             return tuple(given)
     raise invalid("prompt must be a text, a list of token ids, or a list of texts or of lists of token ids", "prompt")
+
+
+def _items(given: Sequence[ItemBody], prompts: Sequence[Prompt]) -> list[PromptItem]:
+    if len(prompts) != 1:
+        raise invalid(f"prompt_items are those of one prompt: send {len(prompts)} requests", "prompt_items")
+    try:
+        items = [PromptItem(each.offset, each.length, each.hash, _embeds(each)) for each in given]
+        check_items(items, prompts[0])
+        placed(items, len(prompts[0]))
+    except InvalidRequestError as error:
+        raise invalid(str(error), "prompt_items") from None
+    return items
+
+
+def _embeds(item: ItemBody) -> NDArray[np.float32] | None:
+    """Raises `InvalidRequestError`."""
+    if item.embeds is None:
+        return None
+    try:
+        data = b64decode(item.embeds, validate=True)
+    except ValueError as error:
+        raise InvalidRequestError(f"embeds must be Base64: {error}") from None
+    if not data or len(data) % (4 * item.length):
+        raise InvalidRequestError(f"embeds have {len(data)} bytes: no rows of float32 for {item.length} tokens")
+    return np.frombuffer(data, "<f4").reshape(item.length, -1)
 
 
 def check_model(asked: str | None, served: str) -> None:

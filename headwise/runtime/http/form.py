@@ -26,6 +26,10 @@ class Form(ABC):
         """Told before anything else of an answer: its prompt."""
 
     @abstractmethod
+    def take(self, index: int, delta: OutputDelta) -> None:
+        """Told of each delta of an answer, behind its `start` and before its events."""
+
+    @abstractmethod
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         """All at once: ``n`` results for each prompt, behind the prompt's text where there is one."""
 

@@ -158,6 +158,7 @@ class Generation:
         if index not in self._started:
             self._started.add(index)
             self._form.start(index, stream.prompt_token_ids)
+        self._form.take(index, delta)
 
     async def _send(self, data: bytes, send: Send, is_last: bool = False) -> None:
         """The first event comes with the status: until then an error can have one of its own."""

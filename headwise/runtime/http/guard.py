@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
+import re
 from collections.abc import Collection, Iterable
 
 from starlette.requests import ClientDisconnect, Request
@@ -50,12 +52,17 @@ class ApiKeys:
 class Guard:
     """Refuses what no endpoint should see, and answers for endpoints that fail.
 
-    paths: known ones, by which responses are counted
+    is_local: requests must be for this machine, by an address or as localhost. A web page whose own name leads here
+              (DNS rebinding) is of the same origin as this server, as far as its browser knows
+    paths:    known ones, by which responses are counted
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: RequestMetrics, paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, is_local: bool, metrics: RequestMetrics, paths: Collection[str]
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._is_local = is_local
         self._metrics = metrics
         self._paths = frozenset(paths)
 
@@ -88,6 +95,14 @@ class Guard:
         size += sum(len(name) + len(value) for name, value in headers)
         if size > MAX_HEAD_BYTES:
             raise ApiError(431, f"path and headers have {size} bytes; at most {MAX_HEAD_BYTES} are taken")
+        host = dict(headers).get(b"host", b"localhost").decode("latin-1")
+        if self._is_local and not _is_here(host):
+            raise ApiError(
+                403,
+                f"this server has no API keys, so it answers to localhost and addresses only, not to {host!r:.80}: "
+                "serve it with keys, or as insecure",
+                code="host_not_allowed",
+            )
         if scope["path"] not in _OPEN and not self._keys.accept(dict(headers).get(b"authorization")):
             raise ApiError(
                 401,
@@ -109,6 +124,9 @@ class BodyReader:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of another origin cannot send without being asked for leave
             raise ApiError(415, f"the body must be JSON: send `Content-Type: application/json`, not {kind!r:.80}")
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            raise ApiError(415, f"the body is encoded as {coding!r:.80}, which is not served: send it as it is")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._most):
             raise self._too_large(f"{declared:.20}")
@@ -150,6 +168,18 @@ class BodyReader:
         return ApiError(
             413, f"the body has {size} bytes; at most {self._most} are taken (http_max_body)", code="request_too_large"
         )
+
+
+def _is_here(host: str) -> bool:
+    """Whether a request for this host, by its header, is for an address or for localhost."""
+    name = re.sub(r":[0-9]*$", "", host).strip("[]").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _digest(key: bytes) -> bytes:

@@ -9,14 +9,18 @@ from headwise.errors import InvalidRequestError
 from headwise.runtime.http.errors import invalid
 from headwise.runtime.protocol.guided import Guided
 from headwise.runtime.protocol.request import SamplingParams
+from headwise.runtime.protocol.values import as_number
 
 
 def _same(value: Any) -> Any:
     return value
 
 
+MAX_TEMPERATURE = 2.0
+"""As OpenAI's and vLLM's; our own client may give more."""
+
 SAMPLING: dict[str, Callable[[Any], Any]] = {
-    "temperature": _same,
+    "temperature": lambda value: as_number("temperature", value, 0.0, MAX_TEMPERATURE),
     "top_p": _same,
     "top_k": lambda value: 0 if value == -1 else value,  # vLLM's word for all
     "min_p": _same,
@@ -101,7 +105,7 @@ def sampling_of(fields: Mapping[str, Any], max_tokens: int | None) -> SamplingPa
         if value is None or name in WITHOUT_EFFECT:
             continue
         if name in SAMPLING:
-            given[name] = SAMPLING[name](value)
+            given[name] = _read(name, value)
         elif name in FORMS:
             _add_form(given, name, value)
         elif name not in NEUTRAL:
@@ -112,6 +116,13 @@ def sampling_of(fields: Mapping[str, Any], max_tokens: int | None) -> SamplingPa
         return SamplingParams(**given)
     except InvalidRequestError as error:
         raise invalid(str(error), _at_fault(given)) from None
+
+
+def _read(name: str, value: Any) -> Any:
+    try:
+        return SAMPLING[name](value)
+    except InvalidRequestError as error:
+        raise invalid(str(error), name) from None
 
 
 def _add_form(given: dict[str, Any], name: str, value: Any) -> None:

@@ -59,6 +59,9 @@ class ResponseForm(Form):
     def start(self, index: int, prompt: Tokens) -> None:
         """All of an answer's text is its message's, whatever its prompt."""
 
+    def take(self, index: int, delta: OutputDelta) -> None:
+        """Usage is told at the end."""
+
     def whole(self, results: Sequence[GenerationResult], n: int, echoed: Sequence[str]) -> dict[str, Any]:
         (result,) = results
         status = _status(result)

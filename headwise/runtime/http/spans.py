@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from headwise import __version__
+from headwise.runtime.http.errors import ApiError
 from headwise.runtime.http.metrics import RequestMetrics
 from headwise.runtime.protocol.request import GenerationResult
 
@@ -123,7 +124,12 @@ class Tracing:
             return endpoint
 
         async def within_span(request: Request) -> Traced:
-            return Traced(self, await endpoint(request), _OPERATIONS[path])
+            span = self.begin(request.scope, _OPERATIONS[path])
+            try:
+                return Traced(self, await endpoint(request), span)
+            except Exception as error:  # its body was refused
+                self.end(span, ApiError.of(error).status, ())
+                raise
 
         return within_span
 
@@ -153,12 +159,12 @@ class Tracing:
 
 
 class Traced:
-    """Answers as another application does, within a span."""
+    """Answers as another application does, within a span that it ends."""
 
-    def __init__(self, tracing: Tracing, answering: Answering, operation: str) -> None:
+    def __init__(self, tracing: Tracing, answering: Answering, span: Span) -> None:
         self._tracing = tracing
         self._answering = answering
-        self._operation = operation
+        self._span = span
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 0
@@ -168,11 +174,10 @@ class Traced:
             status = message.get("status", status)
             await send(message)
 
-        span = self._tracing.begin(scope, self._operation)
         try:
             await self._answering(scope, receive, watched)
         finally:
-            self._tracing.end(span, status, self._answering.results)
+            self._tracing.end(self._span, status, self._answering.results)
 
 
 def _numbers(results: Sequence[GenerationResult]) -> dict[str, float]:

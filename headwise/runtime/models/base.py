@@ -15,6 +15,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.delta import DeltaSizes
+from headwise.kernels.experts import Routing
 from headwise.runtime.ops.base import KernelArray, Tensor
 
 _Kept = TypeVar("_Kept")
@@ -55,6 +56,10 @@ class MoeConfig:
     num_shared_experts: int
     norm_min: float | None
     gated_shared_size: int = field(default=0, kw_only=True)
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.num_experts, self.experts_per_token, self.norm_min)
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,10 @@ Rotation = tuple[KernelArray, KernelArray]
 """Cosines and sines of the tokens' positions, as `TensorOps.rotation` gives them."""
 
 
+Embeds = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""Embeddings that stand for those of some tokens: which of a step's ``T``, ``[k]``; and they, ``[k, hidden]``."""
+
+
 class AttentionLayer(Protocol):
     """Given to `Model.forward` by the model runner: rotates, writes what is kept, waits for loads, attends."""
 
@@ -259,6 +268,9 @@ class PagedAttentionLayer(AttentionLayer, Protocol):
     def paged(self) -> PagedCache | None:
         """The cache; None where only the call may compute with it."""
 
+    def tokens(self) -> KernelArray | None:
+        """int32 ``[1]``: rows of the step from this one on are padding, which nobody reads; None: there is none."""
+
 
 class Model(ABC):
     """A decoder. Built with its weights; holds no state between calls."""
@@ -266,10 +278,17 @@ class Model(ABC):
     config: ModelConfig
 
     @abstractmethod
-    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+    def forward(
+        self,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
+    ) -> Tensor:
         """Hidden states ``[T, hidden]`` after the final norm, the same on every rank.
 
-        ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them.
+        ``token_ids`` and ``positions`` are ``int32 [T]``, as `TensorOps.upload` gives them. ``embeds`` takes the place
+        of what `Decoder.embed` makes of these tokens; whatever else a model looks up, it looks up by ``token_ids``.
         """
 
     @abstractmethod

@@ -13,6 +13,7 @@ from headwise.errors import ModelError
 from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape, FusedDecoder, LayerNorms
 from headwise.runtime.models.base import (
     AttentionLayer,
+    Embeds,
     Model,
     ModelConfig,
     PagedCache,
@@ -289,9 +290,15 @@ class Decoder(Model):
 
     # ---- computation ----
 
-    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+    def forward(
+        self,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
+    ) -> Tensor:
         rotations = self.rotations(positions)
-        x = self.embed(token_ids)
+        x = self.embedded(token_ids, embeds)
         cache = _cache_of(attention) if self._fused else None
         if self._fused and cache:
             self._run_fused(self._fused, x, rotations, cache)
@@ -345,6 +352,13 @@ class Decoder(Model):
             layers = range(first, first + step)
             norm = self._final_norm if layers.stop == len(self._layers) else None
             fused.run(x, layers, angles, cache.arena, cache.layout, cache.batch, cache.heads, norm)
+
+    def embedded(self, token_ids: KernelArray, embeds: Embeds | None) -> Tensor:
+        """The tokens' embeddings ``[T, hidden]``, with those that are given in their places."""
+        x = self.embed(token_ids)
+        if embeds is not None:
+            self.ops.put_rows(x, *embeds)
+        return x
 
     def embed(self, token_ids: KernelArray) -> Tensor:
         return self.ops.embedding(self._embedding, token_ids)

@@ -15,9 +15,8 @@ from headwise.errors import ModelError
 from headwise.kernels.mla_base import UpProjections
 from headwise.runtime.models.base import AttentionLayer, MlaConfig, ModelConfig, Rotation
 from headwise.runtime.models.decoder import Layer, Linear
-from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, route, v2_moe, v3_moe
+from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, v2_moe, v3_moe
 from headwise.runtime.models.hf_config import HfConfig, check_served, decoder_config, positive, rope
-from headwise.runtime.models.moe import MoeMlp
 from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.rope import scaling_kind
 from headwise.runtime.models.values import finite_number, shown
@@ -209,10 +208,10 @@ class Deepseek(MoeDecoder):
             )
         return rows
 
-    def correction(self, at: str) -> Floats | np.float32:
+    def correction(self, at: str) -> Floats | None:
         moe = self.config.moe
         assert isinstance(moe, GroupedMoeConfig), "parsed so"
-        return self._weights.tensor(f"{at}gate.e_score_correction_bias") if moe.has_correction else np.float32(0)
+        return self._weights.tensor(f"{at}gate.e_score_correction_bias") if moe.has_correction else None
 
     # ---- computation ----
 
@@ -233,10 +232,6 @@ class Deepseek(MoeDecoder):
     def choosing(self, weights: Any, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
         """What tokens are chosen by, for attention that sees only some: of ``x``, and of what queries are made of."""
         return ()
-
-    def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], Floats]:
-        assert isinstance(mlp.config, GroupedMoeConfig), "parsed so"
-        return route(self.ops.numpy(self._linear(x, mlp.router)), mlp.correction, mlp.config)
 
 
 def _even_first(count: int) -> NDArray[np.int64]:

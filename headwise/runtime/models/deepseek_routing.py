@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from headwise.errors import ModelError
+from headwise.kernels.experts import NORM_MIN, Routing
 from headwise.runtime.models.base import MoeConfig
 from headwise.runtime.models.hf_config import HfConfig, integer, number, positive
 from headwise.runtime.models.values import shown
@@ -40,48 +38,18 @@ class GroupedMoeConfig(MoeConfig):
     is_normed: bool
     scale: float
 
-
-def route(
-    logits: NDArray[np.float32], correction: NDArray[np.float32] | np.float32, moe: GroupedMoeConfig
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Each token's experts and their weights, both ``[T, experts_per_token]``, from router logits ``[T, num_experts]``.
-
-    Of equal scores that of the lower index counts as the higher. Equal logits are routed alike, whatever else is in the
-    batch: so ranks that compute them by the same operation agree.
-    """
-    scores = _sigmoid(logits) if moe.is_sigmoid else _softmax(logits)
-    candidates = _within_groups(scores + correction, moe)
-    chosen = _best(candidates, moe.experts_per_token)
-    weights = np.take_along_axis(scores, chosen, axis=1)
-    if moe.is_normed:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + np.float32(1e-20))
-    return chosen, weights * np.float32(moe.scale)
-
-
-def _within_groups(scores: NDArray[np.float32], moe: GroupedMoeConfig) -> NDArray[np.float32]:
-    """Scores of the experts of each token's best groups; minus infinity elsewhere."""
-    if moe.groups == 1:
-        return scores
-    grouped = scores.reshape(len(scores), moe.groups, -1)
-    best = np.sort(grouped, axis=2)[:, :, -moe.best_of_group :].sum(axis=2)
-    allowed = np.zeros(best.shape, np.bool_)
-    np.put_along_axis(allowed, _best(best, moe.groups_per_token), True, axis=1)
-    return np.where(allowed[:, :, None], grouped, np.float32(-np.inf)).reshape(scores.shape)
-
-
-def _best(scores: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    return np.argsort(-scores, axis=1, kind="stable")[:, :count]
-
-
-def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    halves: NDArray[np.float32] = np.float32(0.5) * np.tanh(np.float32(0.5) * x)  # does not overflow
-    return halves + np.float32(0.5)
-
-
-def _softmax(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    powers: NDArray[np.float32] = np.exp(x - x.max(axis=1, keepdims=True))
-    shares: NDArray[np.float32] = powers / powers.sum(axis=1, keepdims=True)
-    return shares
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            experts=self.num_experts,
+            per_token=self.experts_per_token,
+            norm_min=NORM_MIN if self.is_normed else None,
+            is_sigmoid=self.is_sigmoid,
+            groups=self.groups,
+            groups_per_token=self.groups_per_token,
+            best_of_group=self.best_of_group,
+            scale=self.scale,
+        )
 
 
 # ---- config.json ----

@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import AttentionLayer
-from headwise.runtime.models.decoder import GatedMlp, Layer, Linear, Residual, Weights
+from headwise.runtime.models.base import AttentionLayer, Embeds
+from headwise.runtime.models.decoder import Layer, Linear, Residual, Weights
 from headwise.runtime.models.gemma2 import Gemma2
 from headwise.runtime.models.gemma4_config import ARCHITECTURES, Gemma4Config, parse
-from headwise.runtime.models.moe import route, tokens_by_expert
 from headwise.runtime.models.weight_view import ExpertWeights
-from headwise.runtime.ops.base import KernelArray, Tensor, Weight
+from headwise.runtime.ops.base import Experts, KernelArray, Mixture, Tensor, Weight
 
 __all__ = ["ARCHITECTURES", "Gemma4", "parse"]
 
@@ -35,19 +34,17 @@ class SideInput:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsBeside:
     """The mixture of experts beside a layer's MLP; both are normed before they are added up.
 
     choose:      norm of the residual stream for the router
-    scales:      ``[num_experts]``, factors on routing weights
     before:      norm of the residual stream for the experts
     after:       norm of what they make, and after_mlp of what the MLP does
     """
 
     choose: Tensor
     router: Linear
-    scales: NDArray[np.float32]
-    experts: tuple[GatedMlp, ...]
+    experts: Experts
     before: Tensor
     after: Tensor
     after_mlp: Tensor
@@ -59,7 +56,7 @@ class Gemma4Layer(Layer):
 
     scalar: float
     side: SideInput | None
-    experts: Experts | None
+    experts: ExpertsBeside | None
 
 
 @dataclass(frozen=True)
@@ -123,16 +120,15 @@ class Gemma4(Gemma2):
             after=self._norm(f"{at}post_per_layer_input_norm.weight"),
         )
 
-    def _load_experts(self, at: str) -> Experts:
+    def _load_experts(self, at: str) -> ExpertsBeside:
         moe, hidden = self.config.moe, self.config.hidden_size
         assert moe is not None
         scales = self._weights.tensor(f"{at}router.per_expert_scale")
         experts = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
-        return Experts(
+        return ExpertsBeside(
             choose=self.ops.norm_weight(self._weights.tensor(f"{at}router.scale") * np.float32(hidden**-0.5)),
             router=self._whole(f"{at}router.proj", (moe.num_experts, hidden)),
-            scales=scales,
-            experts=tuple(experts),
+            experts=self.ops.experts(Mixture(moe.routing, self.activation, scales=scales), experts, None),
             before=self._norm(f"{at}pre_feedforward_layernorm_2.weight"),
             after=self._norm(f"{at}post_feedforward_layernorm_2.weight"),
             after_mlp=self._norm(f"{at}post_feedforward_layernorm_1.weight"),
@@ -168,8 +164,14 @@ class Gemma4(Gemma2):
 
     # ---- computation ----
 
-    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
-        rotations, x = self.rotations(positions), self.embed(token_ids)
+    def forward(
+        self,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
+    ) -> Tensor:
+        rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         sides = None if self._side is None else self._side_inputs(self._side, token_ids, x)
         for index, layer in enumerate(self._layers):
             normed = self.norm(x, layer.norms.before_attention)
@@ -198,17 +200,10 @@ class Gemma4(Gemma2):
             fed = self.norm(fed, layer.experts.after_mlp) + self.norm(mixed, layer.experts.after)
         return residual.x + self.norm(fed, layer.norms.after_mlp)
 
-    def _mixed(self, experts: Experts, x: Tensor) -> Tensor:
+    def _mixed(self, experts: ExpertsBeside, x: Tensor) -> Tensor:
         """What a token's experts make of the residual stream ``x [T, hidden]``, summed over the ranks."""
-        moe = self.config.moe
-        assert moe is not None
-        logits = self.ops.numpy(self._linear(self.norm(x, experts.choose), experts.router))
-        chosen, weights = route(logits, np.float32(0), moe.experts_per_token, moe.norm_min)
-        normed, total = self.norm(x, experts.before), self.ops.tensor(np.zeros(x.shape, dtype=np.float32))
-        for expert, tokens, shares in tokens_by_expert(chosen, weights * experts.scales[chosen]):
-            part = self.feed_forward(experts.experts[expert], self.ops.take_rows(normed, tokens))
-            self.ops.scatter_add_rows(total, tokens, part, shares)
-        return self.reduce(total)
+        logits = self._linear(self.norm(x, experts.choose), experts.router)
+        return self.reduce(self.ops.mix_experts(self.norm(x, experts.before), logits, experts.experts))
 
     def _side_inputs(self, side: SideEmbedding, token_ids: KernelArray, x: Tensor) -> Tensor:
         """``[T, layers, side size]``: what each layer is told of a token, whose embedding is ``x [T, hidden]``."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from headwise.errors import ModelError
+from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import LayerHeads, ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.gemma2 import gemma_fields
 from headwise.runtime.models.hf_config import (
@@ -21,7 +22,7 @@ from headwise.runtime.models.hf_config import (
     number,
     positive,
 )
-from headwise.runtime.models.moe_decoder import NORM_MIN, check_routing
+from headwise.runtime.models.moe_decoder import check_routing
 from headwise.runtime.models.rope import inverse_frequencies
 from headwise.runtime.models.values import shown
 

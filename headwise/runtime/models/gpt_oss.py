@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.runtime.models.base import ModelConfig, MoeConfig
+from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.hf_config import (
     HfConfig,
@@ -28,7 +27,7 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
-from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_routing
+from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
 from headwise.runtime.models.weight_view import WeightView
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
@@ -71,18 +70,7 @@ def parse(config: HfConfig) -> ModelConfig:
         mlp_bias=True,
         sink_logits=True,
     )
-    experts = positive(own, "num_local_experts", default=128)
-    per_token = positive(own, "num_experts_per_tok", default=4)
-    check_routing(config, {"num_experts_per_tok": per_token}, {"num_local_experts": experts})
-    moe = MoeConfig(
-        layers=tuple(range(decoder.num_layers)),
-        num_experts=experts,
-        experts_per_token=per_token,
-        expert_size=decoder.intermediate_size,
-        num_shared_experts=0,
-        norm_min=NORM_MIN,
-    )
-    return replace(decoder, moe=moe)
+    return local_experts(own, decoder, experts=128, per_token=4)
 
 
 class GptOssWeights(WeightView):

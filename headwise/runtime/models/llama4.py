@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
-from headwise.runtime.models.base import AttentionLayer, ModelConfig, MoeConfig, RopeConfig
+from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig, RopeConfig
 from headwise.runtime.models.decoder import Layer, Weights
 from headwise.runtime.models.hf_config import (
     HfConfig,
@@ -21,11 +21,10 @@ from headwise.runtime.models.hf_config import (
     positive,
     rope,
 )
-from headwise.runtime.models.moe import MoeMlp, tokens_by_expert
-from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing, sigmoid
+from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
 from headwise.runtime.models.weight_view import InterleavedWeights
-from headwise.runtime.ops.base import KernelArray, Tensor
+from headwise.runtime.ops.base import KernelArray, Mixture, Tensor
 
 ARCHITECTURES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 
@@ -170,39 +169,32 @@ class Llama4(MoeDecoder):
     def view(self, weights: Weights) -> Weights:
         return Llama4Weights(weights, self.config.head_dim)
 
+    def mixture(self, moe: MoeConfig, correction: Floats | None) -> Mixture:
+        return Mixture(replace(moe.routing, is_sigmoid=True), self.activation, correction, weighs_input=True)
+
     def load_more(self) -> None:
         self._ones = self.ops.norm_weight(np.ones(self.config.head_dim, np.float32))
 
     # ---- computation ----
 
-    def forward(self, token_ids: KernelArray, positions: KernelArray, attention: AttentionLayer) -> Tensor:
+    def forward(
+        self,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
+    ) -> Tensor:
         config = self.config
         unrotated = frozenset(layer for layer, rope in enumerate(config.ropes) if rope.is_none)
         if not config.temperature or not unrotated:
-            return super().forward(token_ids, positions, attention)
+            return super().forward(token_ids, positions, attention, embeds)
         steps = np.floor((positions.astype(np.float32) + np.float32(1)) / np.float32(config.floor_scale))
         scales = np.log1p(steps) * np.float32(config.temperature) + np.float32(1)
-        return super().forward(
-            token_ids, positions, TemperedAttention(attention, self, scales.reshape(-1, 1, 1), unrotated)
-        )
+        tempered = TemperedAttention(attention, self, scales.reshape(-1, 1, 1), unrotated)
+        return super().forward(token_ids, positions, tempered, embeds)
 
     def query_key_value(self, index: int, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         query, key, value = super().query_key_value(index, layer, x)
         if self.config.has_qk_norm and not self.config.ropes[index].is_none:
             query, key = self.norm(query, self._ones), self.norm(key, self._ones)
         return query, key, value
-
-    def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
-        if not isinstance(mlp, MoeMlp):
-            return super().feed_forward(mlp, x)
-        ops, total = self.ops, self._shared(mlp, x)
-        for expert, tokens, weights in tokens_by_expert(*self._route(mlp, x)):
-            rows = ops.kernel_array(ops.take_rows(x, tokens)) * weights[:, None]
-            part = super().feed_forward(mlp.experts[expert], ops.from_kernel_array(rows))
-            ops.scatter_add_rows(total, tokens, part, np.ones_like(weights))
-        return total
-
-    def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], Floats]:
-        logits = self.ops.numpy(self._linear(x, mlp.router))
-        chosen = np.argsort(-logits, axis=1, kind="stable")[:, : mlp.config.experts_per_token]
-        return chosen, sigmoid(np.take_along_axis(logits, chosen, axis=1))

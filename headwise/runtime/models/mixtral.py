@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
-from headwise.runtime.models.base import ModelConfig, MoeConfig
-from headwise.runtime.models.hf_config import HfConfig, decoder_config, positive, rope
+from headwise.runtime.models.base import ModelConfig
+from headwise.runtime.models.hf_config import HfConfig, decoder_config, rope
 from headwise.runtime.models.mistral import window_everywhere
-from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_routing
+from headwise.runtime.models.moe_decoder import MoeDecoder, local_experts
 
 ARCHITECTURE = "MixtralForCausalLM"
 
@@ -23,18 +22,7 @@ def parse(config: HfConfig) -> ModelConfig:
         ropes=lambda kind: rope(config, default_theta=_THETA),
         **window_everywhere(config),
     )
-    experts = positive(config, "num_local_experts", default=8)
-    per_token = positive(config, "num_experts_per_tok", default=2)
-    check_routing(config, {"num_experts_per_tok": per_token}, {"num_local_experts": experts})
-    moe = MoeConfig(
-        layers=tuple(range(decoder.num_layers)),
-        num_experts=experts,
-        experts_per_token=per_token,
-        expert_size=decoder.intermediate_size,
-        num_shared_experts=0,
-        norm_min=NORM_MIN,
-    )
-    return replace(decoder, moe=moe)
+    return local_experts(config, decoder, experts=8, per_token=2)
 
 
 class Mixtral(MoeDecoder):

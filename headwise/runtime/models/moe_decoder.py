@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
+from headwise.kernels.experts import NORM_MIN
+from headwise.runtime.models.base import AttentionLayer, Embeds, ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder, Linear
-from headwise.runtime.models.hf_config import HfConfig, check_served
-from headwise.runtime.models.moe import MoeMlp, route, tokens_by_expert
-from headwise.runtime.ops.base import Tensor
+from headwise.runtime.models.hf_config import HfConfig, check_served, positive
+from headwise.runtime.models.moe import MoeMlp
+from headwise.runtime.ops.base import KernelArray, Mixture, Tensor
 
 _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "scoring_func": (None, "softmax"),
@@ -21,9 +24,6 @@ _SERVED_VALUES: dict[str, tuple[Any, ...]] = {
     "routed_scaling_factor": (None, 1.0),
 }
 """Fields by which other models route otherwise."""
-
-NORM_MIN = 1e-20
-"""For routing weights that are divided by their sum, whatever it is: of the likeliest experts it is never so small."""
 
 
 class MoeDecoder(Decoder):
@@ -44,47 +44,72 @@ class MoeDecoder(Decoder):
             return super().load_mlp(layer, at)
         correction, name = self.correction(at), f"{at}{self.router_name}"
         router, expected = self._weights.tensor(f"{name}.weight"), (moe.num_experts, self.config.hidden_size)
-        if router.shape != expected or np.size(correction) not in (1, moe.num_experts):
+        corrected = moe.num_experts if correction is None else len(correction)
+        if router.shape != expected or corrected != moe.num_experts:
             raise ModelError(
-                f"{name}.weight has the shape {router.shape} and its correction bias {np.size(correction)} experts, "
-                f"config.json says {expected}: weights and config.json do not belong together"
+                f"{name}.weight has the shape {router.shape} and its correction bias {corrected} experts, config.json "
+                f"says {expected}: weights and config.json do not belong together"
             )
         bias = self.ops.linear_bias(self._weights.tensor(f"{name}.bias")) if self.router_bias else None
-        experts = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
+        routed = (self.gated_mlp(f"{at}experts.{expert}.", moe.expert_size) for expert in range(moe.num_experts))
         shared_size = moe.num_shared_experts * moe.expert_size
         return MoeMlp(
-            config=moe,
             router=Linear(self._prepare(f"{name}.weight", lambda: self.ops.linear_weight(router)), bias),
-            correction=correction,
-            experts=tuple(experts),
-            shared=self.gated_mlp(f"{at}{self.shared_name}.", shared_size) if shared_size else None,
+            experts=self.ops.experts(
+                self.mixture(moe, correction),
+                routed,
+                self.gated_mlp(f"{at}{self.shared_name}.", shared_size) if shared_size else None,
+            ),
         )
 
-    def correction(self, at: str) -> NDArray[np.float32] | np.float32:
-        """See `MoeMlp.correction`, of the layer whose MLP is named ``at...``."""
-        return np.float32(0)
+    def correction(self, at: str) -> NDArray[np.float32] | None:
+        """See `Mixture.correction`, of the layer whose MLP is named ``at...``."""
+        return None
+
+    def mixture(self, moe: MoeConfig, correction: NDArray[np.float32] | None) -> Mixture:
+        """What a layer's experts are besides their weights."""
+        return Mixture(moe.routing, self.activation, correction)
+
+    def forward(
+        self,
+        token_ids: KernelArray,
+        positions: KernelArray,
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
+    ) -> Tensor:
+        self._tokens = tokens_of(attention)  # for the layers of this pass
+        return super().forward(token_ids, positions, attention, embeds)
 
     def feed_forward(self, mlp: Any, x: Tensor) -> Tensor:
         if not isinstance(mlp, MoeMlp):
             return super().feed_forward(mlp, x)
-        total = self._shared(mlp, x)
-        for expert, tokens, weights in tokens_by_expert(*self._route(mlp, x)):
-            part = super().feed_forward(mlp.experts[expert], self.ops.take_rows(x, tokens))
-            self.ops.scatter_add_rows(total, tokens, part, weights)
-        return total
-
-    def _shared(self, mlp: MoeMlp, x: Tensor) -> Tensor:
-        if mlp.shared is not None and mlp.shared_gate is None:
-            return super().feed_forward(mlp.shared, x)
-        total = self.ops.tensor(np.zeros(x.shape, dtype=np.float32))
-        if mlp.shared is not None and mlp.shared_gate is not None:
+        total = self.ops.mix_experts(x, self._linear(x, mlp.router), mlp.experts, self._tokens)
+        if mlp.gated_shared is not None and mlp.shared_gate is not None:
             shares = sigmoid(self.ops.numpy(self._linear(x, mlp.shared_gate))[:, 0])
-            self.ops.scatter_add_rows(total, np.arange(len(shares)), super().feed_forward(mlp.shared, x), shares)
+            self.ops.scatter_add_rows(total, np.arange(len(shares)), super().feed_forward(mlp.gated_shared, x), shares)
         return total
 
-    def _route(self, mlp: MoeMlp, x: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        logits = self.ops.numpy(self._linear(x, mlp.router))
-        return route(logits, mlp.correction, mlp.config.experts_per_token, mlp.config.norm_min)
+
+def tokens_of(attention: AttentionLayer) -> KernelArray | None:
+    """See `PagedAttentionLayer.tokens`; None where the layer does not say."""
+    told: Callable[[], KernelArray | None] | None = getattr(attention, "tokens", None)
+    return None if told is None else told()
+
+
+def local_experts(config: HfConfig, decoder: ModelConfig, *, experts: int, per_token: int) -> ModelConfig:
+    """``decoder`` with experts in every layer, each as large as its MLP, by Mixtral's names; and their defaults."""
+    num_experts = positive(config, "num_local_experts", default=experts)
+    chosen = positive(config, "num_experts_per_tok", default=per_token)
+    check_routing(config, {"num_experts_per_tok": chosen}, {"num_local_experts": num_experts})
+    moe = MoeConfig(
+        layers=tuple(range(decoder.num_layers)),
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        expert_size=decoder.intermediate_size,
+        num_shared_experts=0,
+        norm_min=NORM_MIN,
+    )
+    return replace(decoder, moe=moe)
 
 
 def sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:

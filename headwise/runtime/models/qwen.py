@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from headwise.errors import ModelError
+from headwise.kernels.experts import NORM_MIN
 from headwise.runtime.models.base import ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Decoder
 from headwise.runtime.models.hf_config import HfConfig, decoder_config, integer, named_layer_types, positive
 from headwise.runtime.models.mistral import window_everywhere
-from headwise.runtime.models.moe_decoder import NORM_MIN, MoeDecoder, check_routing
+from headwise.runtime.models.moe_decoder import MoeDecoder, check_routing
 from headwise.runtime.models.values import shown
 
 QWEN2, QWEN3, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"

@@ -252,7 +252,7 @@ class Qwen3Next(MoeDecoder, Qwen3_5):
         weight = self._shaped(f"{gate}.weight", self._weights.tensor(f"{gate}.weight"), (1, self.config.hidden_size))
         return replace(
             mlp,
-            shared=self.gated_mlp(f"{at}shared_expert.", moe.gated_shared_size),
+            gated_shared=self.gated_mlp(f"{at}shared_expert.", moe.gated_shared_size),
             shared_gate=Linear(self._prepare(f"{gate}.weight", lambda: self.ops.linear_weight(weight))),
         )
 

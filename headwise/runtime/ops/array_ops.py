@@ -126,6 +126,9 @@ class ArrayOps(UnfusedOps):
     def take_rows(self, x: Array, rows: NDArray[np.int64]) -> Array:
         return x[self.upload(rows)]
 
+    def put_rows(self, target: Array, rows: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+        target[self.upload(rows)] = self.tensor(values)
+
     def scatter_add_rows(self, target: Array, rows: NDArray[np.int64], x: Array, weights: NDArray[np.float32]) -> None:
         places, factors = self.upload(rows), self.upload(weights)
         target[places] += self._narrow(factors[:, None] * self._wide(x))

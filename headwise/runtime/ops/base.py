@@ -10,13 +10,14 @@ dtype that the operations were made for; what is float32 in all cases is said to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels.experts import Routing
 from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape, FusedDecoder
 from headwise.runtime.ops.quantised import Matrix
 
@@ -24,6 +25,46 @@ Tensor = Any
 KernelArray = Any
 Weight = Any
 """A prepared weight: whatever `TensorOps.linear_weight`, `gated_weight` or `embedding_table` returned."""
+
+
+Experts = Any
+"""What `TensorOps.experts` made of the experts of a layer."""
+
+
+class LinearWeights(Protocol):
+    """What `TensorOps.linear` or `gated_linear` multiplies with: a prepared weight and bias."""
+
+    @property
+    def weight(self) -> Weight: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class GatedWeights(Protocol):
+    """A gated MLP: ``gate | up``, prepared by `TensorOps.gated_weight`, and what its result is projected by."""
+
+    @property
+    def gate_up(self) -> LinearWeights: ...
+
+    @property
+    def down(self) -> LinearWeights: ...
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a mixture of experts is besides its weights.
+
+    correction: float32 ``[experts]``, added to scores for the choice alone; None: nothing is
+    scales:     float32 ``[experts]``, which weights are multiplied by besides; None: nothing is
+    weighs_input: a token is multiplied by its weight before an expert has it; else what the expert made of it
+    """
+
+    routing: Routing
+    activation: Activation
+    correction: NDArray[np.float32] | None = None
+    scales: NDArray[np.float32] | None = None
+    weighs_input: bool = False
 
 
 class StepUpload(Protocol):
@@ -142,8 +183,29 @@ class TensorOps(Protocol):
     def clamped_mul(self, gate_up: Tensor) -> Tensor:
         """``clamped(gate, up)`` of ``gate_up [T, 2 * N] = gate | up``: see `Activation`."""
 
+    def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> Experts:
+        """Prepare the experts of a layer, or a rank's part of each, for `mix_experts`.
+
+        ``routed`` are `Routing.experts` many, taken one by one, and may be given up once they are; ``shared`` is what
+        every token goes through besides.
+        """
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: Experts, tokens: KernelArray | None = None) -> Tensor:
+        """What a token's experts make of it, by their weights, and the shared one: ``[T, N]`` of ``x [T, N]``.
+
+        logits: of the router, ``[T, experts]``
+        tokens: int32 ``[1]``: rows from this one on are padding, of which nothing may be asked of any expert, and
+                anything may come; None: there is none. A CPU may compute them
+        """
+
     def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor:
         """Rows ``rows [R]`` of ``x [T, N]``, as a copy ``[R, N]``."""
+
+    def put_rows(self, target: Tensor, rows: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+        """Overwrite the rows ``rows [R]`` of ``target [T, N]`` with ``values [R, N]``, in place.
+
+        The caller sees to it that ``rows`` names no row twice, and that ``target`` is an operation's result.
+        """
 
     def scatter_add_rows(
         self, target: Tensor, rows: NDArray[np.int64], x: Tensor, weights: NDArray[np.float32]
@@ -208,7 +270,12 @@ class PackingOps(TensorOps, Protocol):
 
 @runtime_checkable
 class CapturingOps(TensorOps, Protocol):
-    """Operations of a GPU that can record work, and launch it again as one (CUDA graphs)."""
+    """Operations of a GPU that can record work, and launch it again as one (CUDA graphs).
+
+    captures_experts: whether `mix_experts` only enqueues
+    """
+
+    captures_experts: bool
 
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
         """Record ``work``. Returns a function that repeats it in one launch, in the same memory and the same results.

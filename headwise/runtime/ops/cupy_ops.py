@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.cublas import Cublas
+from headwise.kernels.cuda.launch import TritonLauncher
 from headwise.kernels.cuda.programs import Programs
 from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.gpu_ops import GpuOps
@@ -26,7 +27,7 @@ class CupyOps(GpuOps):
     """`TensorOps` whose tensors are CuPy arrays. cuBLAS sums products of float16 and bfloat16 in float32.
 
     dtype:    of weights and activations: float32, float16 or bfloat16
-    programs: compiles the kernels
+    programs, launcher: compile the kernels, and run them
 
     Raises:
         ConfigError: there are no kernels for ``dtype``.
@@ -34,8 +35,8 @@ class CupyOps(GpuOps):
 
     name = "cupy"
 
-    def __init__(self, dtype: str, programs: Programs) -> None:
-        super().__init__(cupy, numpy_dtype(dtype), programs)
+    def __init__(self, dtype: str, programs: Programs, launcher: TritonLauncher) -> None:
+        super().__init__(cupy, numpy_dtype(dtype), programs, launcher)
         # Graphs have a memory pool of their own, since a graph uses the addresses that it was captured with. They share
         # it: they run one after the other, and one's results are read before the next begins.
         self._graph_blocks: list[Any] = []

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from headwise.kernels.cuda.elementwise import CudaElementwise
+from headwise.kernels.cuda.experts import CudaExperts, StackedExperts
+from headwise.kernels.cuda.launch import TritonLauncher
 from headwise.kernels.cuda.programs import Programs
 from headwise.kernels.cuda.sampling import THREADS, CudaSampling
 from headwise.runtime.ops.array_ops import Array, ArrayOps
+from headwise.runtime.ops.base import GatedWeights, Mixture
+from headwise.runtime.ops.stacked_experts import stack_experts
 
 
 class GpuOps(ArrayOps):
@@ -19,9 +24,14 @@ class GpuOps(ArrayOps):
         ConfigError: there are no kernels for ``dtype``.
     """
 
-    def __init__(self, xp: Any, dtype: np.dtype[Any], programs: Programs, threads: int = THREADS) -> None:
+    captures_experts = True
+
+    def __init__(
+        self, xp: Any, dtype: np.dtype[Any], programs: Programs, launcher: TritonLauncher, threads: int = THREADS
+    ) -> None:
         """threads: of a thread block that searches a row of logits; see `CudaSampling`"""
         super().__init__(xp, dtype)
+        self._experts = CudaExperts(launcher, programs, self.xp.empty)
         self._sampling = CudaSampling(programs, dtype, threads)
         self._kernels = CudaElementwise(programs)
         self._kernels.prepare(dtype)
@@ -65,6 +75,15 @@ class GpuOps(ArrayOps):
         tokens, best = (self.xp.empty(len(logits), dtype) for dtype in (np.int32, np.float32))
         self._sampling.likeliest(logits, tokens, best)
         return tokens, best
+
+    def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> StackedExperts:
+        stacked = stack_experts(self.xp, self.upload, mixture, routed, shared)
+        self._experts.prepare(stacked.shape)
+        return stacked
+
+    def mix_experts(self, x: Array, logits: Array, experts: StackedExperts, tokens: Array | None = None) -> Array:
+        every = self.xp.full(1, len(x), np.int32) if tokens is None else tokens
+        return self._experts.mix(self.xp.ascontiguousarray(x), logits, experts, every)
 
     def _gated(self, gate_up: Array, activation: str) -> Array | None:
         out = self.xp.empty((gate_up.shape[0], gate_up.shape[1] // 2), self.dtype)

@@ -7,6 +7,7 @@ are then rounded to bfloat16 where they are multiplied with weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cpu import matmul as packed
 from headwise.kernels.cpu.decoder import CpuDecoder
+from headwise.kernels.cpu.experts import PackedExperts
 from headwise.kernels.cpu.matmul import PackedWeight
 from headwise.kernels.cpu.memory import present
 from headwise.kernels.cpu.pool import check_threads
 from headwise.kernels.cpu.simd import INSTRUCTIONS
 from headwise.kernels.fused import Activation, DecoderLayer, DecoderShape
-from headwise.runtime.ops.base import PackedParts
+from headwise.runtime.ops.base import GatedWeights, Mixture, PackedParts
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
 
@@ -98,6 +100,13 @@ class NumbaOps(NumpyOps):
     def fuse(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoder:
         return CpuDecoder(layers, shape, self.threads)
 
+    def grouped(self, mixture: Mixture, routed: Sequence[GatedWeights]) -> _CpuExperts | None:
+        if mixture.weighs_input:
+            return None
+        parts = [((mlp.gate_up.weight, mlp.gate_up.bias), (mlp.down.weight, mlp.down.bias)) for mlp in routed]
+        together = PackedExperts.of(parts, mixture.activation)
+        return None if together is None else _CpuExperts(together, self.threads)
+
     # ---- arithmetic ----
 
     def linear(self, x: Array, weight: PackedWeight, bias: Array | None = None) -> Array:
@@ -109,3 +118,14 @@ class NumbaOps(NumpyOps):
     def embedding(self, table: PackedWeight, ids: NDArray[np.int32], scale: float = 1.0) -> Array:
         rows = packed.take_rows(table, ids, self.threads)
         return rows if scale == 1.0 else rows * np.float32(scale)
+
+
+@dataclass(frozen=True)
+class _CpuExperts:
+    """`GroupedExperts` on so many cores."""
+
+    experts: PackedExperts
+    threads: int
+
+    def add(self, x: Array, chosen: NDArray[np.int64], weights: NDArray[np.float32], total: Array) -> bool:
+        return self.experts.add(x, chosen, weights, total, self.threads)

@@ -157,6 +157,9 @@ class PaddleGpuOps(UnfusedOps):
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return _functional.embedding(self._on_device(rows), x)
 
+    def put_rows(self, target: paddle.Tensor, rows: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+        paddle.scatter_(target, self._on_device(rows), self.tensor(values), overwrite=True)
+
     def scatter_add_rows(
         self, target: paddle.Tensor, rows: NDArray[np.int64], x: paddle.Tensor, weights: NDArray[np.float32]
     ) -> None:

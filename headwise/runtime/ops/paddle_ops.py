@@ -163,6 +163,9 @@ class PaddleOps(UnfusedOps):
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return self.tensor(self.numpy(x)[rows])
 
+    def put_rows(self, target: paddle.Tensor, rows: NDArray[np.int32], values: NDArray[np.float32]) -> None:
+        _numpy.put_rows(self.numpy(target), rows, values)
+
     def scatter_add_rows(
         self, target: paddle.Tensor, rows: NDArray[np.int64], x: paddle.Tensor, weights: NDArray[np.float32]
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headwise.errors import ConfigError
+from headwise.kernels.cuda.launch import TritonLauncher
 from headwise.kernels.cuda.programs import Programs
 from headwise.runtime.ops.base import TensorOps
 
@@ -14,12 +15,12 @@ def resolve_ops_name(name: str, on_gpu: bool = False) -> str:
     return "cupy" if on_gpu else "numba"
 
 
-def make_gpu_ops(name: str, dtype: str, programs: Programs) -> TensorOps:
+def make_gpu_ops(name: str, dtype: str, programs: Programs, launcher: TritonLauncher) -> TensorOps:
     """The tensor operations on CuPy's current device.
 
     name:     paddle, for which `open_paddle` must have been called; any other is cupy
     dtype:    of weights and activations: float32, float16 or bfloat16
-    programs: compiles the kernels of cupy's; paddle has its own
+    programs, launcher: compile the kernels of cupy's, and run them; paddle has its own
 
     Raises:
         ConfigError: there are no kernels for ``dtype``.
@@ -30,7 +31,7 @@ def make_gpu_ops(name: str, dtype: str, programs: Programs) -> TensorOps:
         return PaddleGpuOps(dtype)
     from headwise.runtime.ops.cupy_ops import CupyOps
 
-    return CupyOps(dtype, programs)
+    return CupyOps(dtype, programs, launcher)
 
 
 def make_ops(name: str, threads: int = 1, dtype: str = "float32", weights_dtype: str = "float32") -> TensorOps:

@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels.experts import route, tokens_by_expert
 from headwise.kernels.fused import Activation
-from headwise.runtime.ops.base import Tensor, Weight
+from headwise.runtime.ops.base import GatedWeights, KernelArray, Mixture, Tensor, Weight
 from headwise.runtime.ops.quantised import Matrix, as_float32
+
+
+class GroupedExperts(Protocol):
+    """A layer's experts, whose weights some operations prepared."""
+
+    def add(self, x: Tensor, chosen: NDArray[np.int64], weights: NDArray[np.float32], total: Tensor) -> bool:
+        """Add to ``total [T, N]`` what the experts ``chosen [T, k]`` make of ``x [T, in]``, times ``weights [T, k]``.
+
+        False: nothing was added, for these tokens are better computed expert by expert.
+        """
+
+
+@dataclass(frozen=True)
+class HostRoutedExperts:
+    """Those of a layer, by tokens that the host deals out.
+
+    grouped: the routed ones in one call; None: they are computed one after the other
+    """
+
+    mixture: Mixture
+    routed: tuple[GatedWeights, ...]
+    shared: GatedWeights | None
+    grouped: GroupedExperts | None = None
 
 
 class UnfusedOps(ABC):
@@ -33,6 +60,17 @@ class UnfusedOps(ABC):
     @abstractmethod
     def clamped_mul(self, gate_up: Tensor) -> Tensor: ...
 
+    @abstractmethod
+    def numpy(self, tensor: Tensor) -> NDArray[Any]: ...
+
+    @abstractmethod
+    def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor: ...
+
+    @abstractmethod
+    def scatter_add_rows(
+        self, target: Tensor, rows: NDArray[np.int64], x: Tensor, weights: NDArray[np.float32]
+    ) -> None: ...
+
     def linear_bias(self, bias: NDArray[np.float32]) -> Tensor:
         return self.tensor(bias)
 
@@ -49,3 +87,39 @@ class UnfusedOps(ABC):
 
     def embedding_table(self, table: Matrix) -> Weight:
         return self.tensor(as_float32(table))
+
+    def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> Any:
+        alone = tuple(routed)
+        return HostRoutedExperts(mixture, alone, shared, self.grouped(mixture, alone))
+
+    def grouped(self, mixture: Mixture, routed: Sequence[GatedWeights]) -> GroupedExperts | None:
+        """All of a layer's experts in one call; None: these operations cannot, or not these."""
+        return None
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: Any, tokens: KernelArray | None = None) -> Tensor:
+        mixture = experts.mixture
+        correction = np.float32(0) if mixture.correction is None else mixture.correction
+        if experts.shared is None:
+            total = self.tensor(np.zeros(x.shape, dtype=np.float32))
+        else:
+            total = self._gated_mlp(x, experts.shared, mixture.activation)
+        chosen, shares = route(self.numpy(logits), correction, mixture.routing)
+        shares = shares if mixture.scales is None else shares * mixture.scales[chosen]
+        if experts.grouped is not None and experts.grouped.add(x, chosen, shares, total):
+            return total
+        for expert, rows, weights in tokens_by_expert(chosen, shares):
+            given = self.take_rows(x, rows)
+            if mixture.weighs_input:
+                given, weights = self._weighed(given, weights), np.ones_like(weights)
+            part = self._gated_mlp(given, experts.routed[expert], mixture.activation)
+            self.scatter_add_rows(total, rows, part, weights)
+        return total
+
+    def _weighed(self, x: Tensor, weights: NDArray[np.float32]) -> Tensor:
+        weighed = self.tensor(np.zeros(x.shape, dtype=np.float32))
+        self.scatter_add_rows(weighed, np.arange(len(weights)), x, weights)
+        return weighed
+
+    def _gated_mlp(self, x: Tensor, mlp: GatedWeights, activation: Activation) -> Tensor:
+        gated = self.gated_linear(x, mlp.gate_up.weight, mlp.gate_up.bias, activation)
+        return self.linear(gated, mlp.down.weight, mlp.down.bias)

@@ -65,6 +65,18 @@ class NewSequence:
     asked: AskedPrompt | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class StepEmbeds:
+    """Embeddings that a step computes with in place of those of its tokens.
+
+    rows:   ``[k]`` which of the step's tokens
+    values: ``[k, hidden]``
+    """
+
+    rows: NDArray[np.int32]
+    values: NDArray[np.float32]
+
+
 @dataclass(frozen=True)
 class BatchRequest:
     """One step of one engine, the same for every tensor-parallel rank.
@@ -79,6 +91,7 @@ class BatchRequest:
     cache_swap_metadata:  loads and fetches that start with the step
     cache_evict_metadata: stores and puts that start with it
     command:              what to do in place of computing, in a batch without rows; else empty
+    embeds:               where tokens of the step have embeddings that came with their request
     """
 
     step_id: int
@@ -92,6 +105,7 @@ class BatchRequest:
     cache_swap_metadata: SwapIn = NOTHING_IN
     cache_evict_metadata: SwapOut = NOTHING_OUT
     command: str = ""
+    embeds: StepEmbeds | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise import errors
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import HeadwiseError
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta
 from headwise.runtime.protocol.wire import register
@@ -53,18 +54,20 @@ class Route:
     """Ask for an engine. Exactly one of the prompt's three forms is given; ``sampling`` is checked by the scheduler.
 
     key: the client's number of the call, repeated in the answer
-    messages: a chat, as `headwise.runtime.loader.chat.plain_chat` returns it
+    chat: messages, and what comes with them, as `headwise.runtime.loader.chat.plain_chat` returns it
     session: requests of one session go to the same engine while that costs little; empty: no session
+    extra_keys: of the prompt's multimodal items. Their embeddings go to the engine, with `Submit`
     """
 
     key: int
     text: str | None
     token_ids: NDArray[np.int32] | None
-    messages: Any
+    chat: Any
     sampling: dict[str, Any]
     priority: int
     cache_salt: str
     session: str = ""
+    extra_keys: tuple[ExtraKey, ...] = ()
 
 
 @register
@@ -174,8 +177,9 @@ class FindPrefix:
     key: int
     text: str | None
     token_ids: NDArray[np.int32] | None
-    messages: Any
+    chat: Any
     cache_salt: str
+    extra_keys: tuple[ExtraKey, ...] = ()
 
 
 @register

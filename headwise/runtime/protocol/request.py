@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.block_hash import ExtraKey
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol.guided import Guided
+from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.values import (
     as_flag,
     as_integer,
@@ -216,8 +218,8 @@ class GenerateRequest:
     prompt_token_ids: ``int32 [n]``, n >= 1
     priority:   lower is served first; equal priorities are first come, first served
     cache_salt: only requests with the same salt share cache blocks
-    lora_id, extra_keys: further identity of the cached blocks. An extra key is ``(start, end, hash)``: a
-                multimodal item over the tokens ``[start, end)``.
+    lora_id, extra_keys: further identity of the cached blocks: of the multimodal items, by their places, ascending
+    embeds:     of those of these items that have embeddings, by their places
     output_token_ids: tokens that a lost engine had already produced: generation continues behind them
     prompt_told: tokens of the prompt of which a lost engine had already told the log-probabilities
     peer:       who has more of the prefix, if that is worth asking for
@@ -229,10 +231,11 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str = ""
     lora_id: str = ""
-    extra_keys: tuple[tuple[int, int, str], ...] = ()
+    extra_keys: tuple[ExtraKey, ...] = ()
     output_token_ids: tuple[int, ...] = ()
     prompt_told: int = 0
     peer: PeerHint | None = None
+    embeds: tuple[PromptEmbeds, ...] = ()
 
 
 @dataclass(frozen=True)

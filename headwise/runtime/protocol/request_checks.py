@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol.prompt_items import MAX_ITEMS, check_places
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
 MAX_ID_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 1024
-MAX_EXTRA_KEYS = 1024
-MAX_KEY_CHARACTERS = 128
 
 
 def check_request(request: GenerateRequest) -> None:
@@ -47,13 +46,6 @@ def _check_identity(request: GenerateRequest) -> None:
         raise InvalidRequestError(
             f"lora_id {request.lora_id!r:.80} was given, but LoRA adapters are not served; leave it empty"
         )
-    if len(request.extra_keys) > MAX_EXTRA_KEYS:
-        raise InvalidRequestError(
-            f"{len(request.extra_keys)} extra_keys were given; at most {MAX_EXTRA_KEYS} are allowed"
-        )
-    for start, end, key in request.extra_keys:
-        if not 0 <= start < end <= request.prompt_token_ids.size or not 0 < len(key) <= MAX_KEY_CHARACTERS:
-            raise InvalidRequestError(
-                f"an extra key must be (start, end, hash) of tokens of the prompt, with a hash of 1 to "
-                f"{MAX_KEY_CHARACTERS} characters, got ({start}, {end}, {key!r:.80})"
-            )
+    if len(request.extra_keys) > MAX_ITEMS:
+        raise InvalidRequestError(f"{len(request.extra_keys)} items were given; at most {MAX_ITEMS} are allowed")
+    check_places(request.extra_keys, request.prompt_token_ids.size)

@@ -20,9 +20,10 @@ import numpy as np
 
 from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import HeadwiseError
-from headwise.runtime.protocol.batch import AskedPrompt, BatchRequest, KnownTokens, NewSequence, StepResult
+from headwise.runtime.protocol.batch import AskedPrompt, BatchRequest, KnownTokens, NewSequence, StepEmbeds, StepResult
 from headwise.runtime.protocol.copies import CopyReport, PeerFetch, SwapIn, SwapOut
 from headwise.runtime.protocol.guided import Guided
+from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import (
     GenerateRequest,
     OutputDelta,
@@ -260,9 +261,11 @@ for _cls in (
     SwapIn,
     SwapOut,
     CopyReport,
+    StepEmbeds,
     BatchRequest,
     StepResult,
     PeerHint,
+    PromptEmbeds,
     GenerateRequest,
     OutputDelta,
 ):

@@ -49,10 +49,10 @@ class CudaDevice:
         self._cubins = config.cache_path / "kernels"
         with self.current():
             programs = CudaPrograms(self._cubins)
-            self.ops: TensorOps = make_gpu_ops(config.tensor_ops, config.dtype_name, programs)
+            launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get)
+            self.ops: TensorOps = make_gpu_ops(config.tensor_ops, config.dtype_name, programs, launcher)
             self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
-            launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get)
             self.kernels = CudaKernels(launcher, programs, self.ops.empty_bytes)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:

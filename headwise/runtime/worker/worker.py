@@ -195,9 +195,11 @@ class ModelWorker:
         self._prompts = PromptScorer(self._ops, self._config.max_num_seqs)
 
     def _make_graphs(self) -> DecodeGraphs | None:
-        """Graphs over this model and arena, where a step is nothing but launches: experts are chosen on the host."""
-        ops, only_launches = self._ops, self._collectives.captures and self.card.config.moe is None
-        if not (only_launches and self._config.cuda_graphs and isinstance(ops, CapturingOps)):
+        """Graphs over this model and arena, where a step is nothing but launches."""
+        ops = self._ops
+        if not (self._config.cuda_graphs and self._collectives.captures and isinstance(ops, CapturingOps)):
+            return None
+        if self.card.config.moe is not None and not ops.captures_experts:
             return None
         return DecodeGraphs(ops, self._score, self._cache.tables, self._is_so_on_all_ranks)
 
@@ -337,7 +339,7 @@ class ModelWorker:
 
     def _is_plain_decode(self, batch: BatchRequest) -> bool:
         """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""
-        is_decode = _is_token_each(batch) and bool(batch.sample.all())
+        is_decode = _is_token_each(batch) and bool(batch.sample.all()) and batch.embeds is None
         return is_decode and (self._copies is None or not self._copies.is_loading)
 
     def _input_tokens(self, batch: BatchRequest) -> NDArray[np.int32]:
@@ -360,7 +362,8 @@ class ModelWorker:
         tables = self._cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()))
-        return self._model.forward(tokens, places, _PagedAttention(self, step))
+        given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
+        return self._model.forward(tokens, places, _PagedAttention(self, step), given)
 
     def _sample(self, batch: BatchRequest, found: Tensor | Scored | None) -> _Computed:
         """Sample on rank 0 and tell the others, who need the tokens as the next step's input.
@@ -451,6 +454,9 @@ class _PagedAttention:
 
     def paged(self) -> PagedCache | None:
         return self._worker.paged_cache(self._step)
+
+    def tokens(self) -> KernelArray | None:
+        return self._step.cu_seqlens_q[-1:]
 
 
 def _is_token_each(batch: BatchRequest) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import ClientKeys, secure_client
 from headwise.sockets.pieces import split
-from headwise.storage.index.encryption import CurveKeys, secure_client
 from headwise.storage.index.messages import Message
 from headwise.storage.index.wire import MAX_MESSAGE_BYTES, PIECE_BYTES, ProtocolError, decode, encode
 
@@ -24,7 +24,7 @@ class Connection:
     dropped:    how many messages were dropped
     """
 
-    def __init__(self, endpoint: str, namespace: str, curve_keys: CurveKeys | None, send_queue: int) -> None:
+    def __init__(self, endpoint: str, namespace: str, keys: ClientKeys | None, send_queue: int) -> None:
         import zmq
 
         self.endpoint = endpoint
@@ -32,8 +32,7 @@ class Connection:
         self._namespace = namespace
         self._context = open_context()
         self.socket = self._context.socket(zmq.DEALER)
-        if curve_keys is not None:
-            secure_client(self.socket, curve_keys)
+        secure_client(self.socket, keys)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, send_queue),

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from headwise.sockets.curve import ClientKeys
 from headwise.storage.index.connection import Connection
-from headwise.storage.index.encryption import CurveKeys
 from headwise.storage.index.messages import (
     TIERS,
     Accepted,
@@ -194,7 +194,7 @@ class Flusher:
         epoch: int,
         endpoint: str,
         namespace: str = "",
-        curve_keys: CurveKeys | None = None,
+        keys: ClientKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
         channel: Channel | None = None,
@@ -202,7 +202,7 @@ class Flusher:
     ) -> None:
         self.ledger = Ledger(node, epoch)
         self._endpoint = endpoint
-        self._connect = partial(Connection, namespace=namespace, curve_keys=curve_keys, send_queue=SEND_QUEUE)
+        self._connect = partial(Connection, namespace=namespace, keys=keys, send_queue=SEND_QUEUE)
         self._channel = channel or self._connect(endpoint)
         self._clock = clock
         self._beat_at = self._warn_at = self._snapshot_at = clock()

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from headwise.sockets.curve import ClientKeys
 from headwise.storage.index.connection import Connection
-from headwise.storage.index.encryption import CurveKeys
 from headwise.storage.index.messages import GetIndexStats, Gone, IndexStats, Matches, Query
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ class StoreClient:
         self,
         endpoint: str,
         namespace: str = "",
-        curve_keys: CurveKeys | None = None,
+        keys: ClientKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._connection = Connection(endpoint, namespace, curve_keys, _SEND_QUEUE)
+        self._connection = Connection(endpoint, namespace, keys, _SEND_QUEUE)
         self._clock = clock
         self._gone: dict[str, tuple[Gone, int]] = {}  # what to repeat, and how often
         self._repeat_at = 0.0

@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import ServerKeys
 from headwise.sockets.listener import Listener
 from headwise.storage.index.attention_store import AttentionStore
 from headwise.storage.index.connection import ALIVE_MS, LOST_MS
-from headwise.storage.index.encryption import CurveAuthenticator, CurveKeys, secure_server
 from headwise.storage.index.message_handler import MessageHandler
 from headwise.storage.index.prefix_index import MAX_BLOCKS
 from headwise.storage.index.wire import MAX_FRAMES, MAX_MESSAGE_BYTES, PIECE_BYTES
@@ -47,7 +47,7 @@ class StoreServer:
         endpoint: str,
         namespace: str = "",
         max_blocks: int = MAX_BLOCKS,
-        curve_keys: CurveKeys | None = None,
+        keys: ServerKeys | None = None,
         node_timeout_s: float = 10.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         clock: Callable[[], float] = time.monotonic,
@@ -63,22 +63,19 @@ class StoreServer:
         )
         self.loop_count = 0
         self._lock = threading.Lock()
-        self._open(endpoint, curve_keys, max_message_bytes)
+        self._open(endpoint, keys, max_message_bytes)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-store", daemon=True)
 
-    def _open(self, endpoint: str, curve_keys: CurveKeys | None, max_message_bytes: int) -> None:
+    def _open(self, endpoint: str, keys: ServerKeys | None, max_message_bytes: int) -> None:
         import zmq
 
         self._context = open_context()
-        self._authenticator = CurveAuthenticator(self._context, curve_keys) if curve_keys else None
 
         def prepare(socket: zmq.Socket[bytes]) -> None:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.HEARTBEAT_IVL, ALIVE_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
-            if curve_keys is not None:
-                secure_server(socket, curve_keys)
 
         try:
             self._listener = Listener(
@@ -88,6 +85,7 @@ class StoreServer:
                 max_frame_bytes=2 * PIECE_BYTES,
                 max_frames=MAX_FRAMES,
                 send_queue=_SEND_QUEUE,
+                keys=keys,
                 prepare=prepare,
             )
         except zmq.ZMQError:
@@ -138,14 +136,10 @@ class StoreServer:
         poller = zmq.Poller()
         poller.register(self._listener.socket, zmq.POLLIN)
         poller.register(self._listener.monitor, zmq.POLLIN)
-        if self._authenticator is not None:
-            poller.register(self._authenticator.socket, zmq.POLLIN)
         while not self._stopping.is_set():
             poller.poll(_POLL_MS)
             try:
                 self._take_messages()
-                if self._authenticator is not None:
-                    self._authenticator.answer()
                 self._count_failed_handshakes()
                 with self._lock:
                     self._handler.tick()

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from headwise.errors import first_line
 from headwise.kernels.block_copy import RunCopy
-from headwise.storage.index.encryption import CurveKeys
+from headwise.sockets.curve import ClientKeys, ServerKeys
 from headwise.transfer.connectors import names as transports
 from headwise.transfer.connectors import shared_memory, tcp
 from headwise.transfer.connectors.base import Export, Reader
@@ -24,14 +24,16 @@ T = TypeVar("T")
 class PeerAccess:
     """How a worker is reached by those of other engines, and reaches them.
 
-    host:  address of this node that others connect to
-    ports: of which it takes a free one; empty: any
-    keys:  with which connections are encrypted; None: they are not
+    host:    address of this node that others connect to
+    ports:   of which it takes a free one; empty: any
+    accepts: who may connect to it; None: whoever knows the address, and in the clear
+    keys:    with which it connects to others; likewise
     """
 
     host: str = "127.0.0.1"
     ports: Sequence[int] = ()
-    keys: CurveKeys | None = field(default=None, repr=False)
+    accepts: ServerKeys | None = field(default=None, repr=False)
+    keys: ClientKeys | None = field(default=None, repr=False)
 
 
 def open_exports(
@@ -40,7 +42,7 @@ def open_exports(
     """Those of the transports called ``names`` that can be made here, in that order."""
     ways: dict[str, Callable[[], Export]] = {
         transports.SHARED_MEMORY: lambda: shared_memory.SharedMemoryExport(arena, identity),
-        transports.TCP: lambda: tcp.open_export(arena.array, identity, access.host, access.ports, access.keys, copy),
+        transports.TCP: lambda: tcp.open_export(arena.array, identity, access.host, access.ports, access.accepts, copy),
     }
     return list(_made("export", names, ways).values())
 

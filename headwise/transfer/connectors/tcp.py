@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from headwise.kernels.block_copy import RunCopy, outside
 from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import OVERHEAD_BYTES, ClientKeys, ServerKeys, secure_client
 from headwise.sockets.listener import Identity, Listener
-from headwise.storage.index.encryption import CurveAuthenticator, CurveKeys, secure_client, secure_server
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs, this_node, unpack
 from headwise.transfer.connectors.names import TCP
 
@@ -57,8 +57,6 @@ _KEY_BYTES = 16
 _HEAD = struct.Struct(f"<{_KEY_BYTES}sQ")
 _NUMBER = struct.Struct("<Q")
 _MAX_QUESTION_BYTES = _HEAD.size + MAX_RUNS * 16
-_CURVE_BYTES = 256
-"""More than encryption adds to a frame."""
 _SLICE_S = 0.1
 """Longest wait before a thread looks whether it is to stop."""
 _BURST = 64
@@ -81,20 +79,19 @@ class TcpExport:
     """
 
     def __init__(
-        self, arena: NDArray[np.uint8], identity: bytes, endpoint: str, keys: CurveKeys | None, copy: RunCopy
+        self, arena: NDArray[np.uint8], identity: bytes, endpoint: str, keys: ServerKeys | None, copy: RunCopy
     ) -> None:
         self._arena, self._copy = arena, copy
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._context = open_context()
         try:
-            self._authenticator = None if keys is None else CurveAuthenticator(self._context, keys)
             self._listener = Listener(
                 self._context,
                 endpoint,
                 max_message_bytes=_MAX_QUESTION_BYTES,
-                max_frame_bytes=_MAX_QUESTION_BYTES + _CURVE_BYTES,
+                max_frame_bytes=_MAX_QUESTION_BYTES,
                 send_queue=4 * WINDOW,
-                prepare=lambda socket: None if keys is None else secure_server(socket, keys),
+                keys=keys,
             )
         except BaseException:
             close_context(self._context)
@@ -114,15 +111,10 @@ class TcpExport:
         import zmq
 
         poller = zmq.Poller()
-        authenticator = self._authenticator
-        for socket in (self._listener.socket, authenticator and authenticator.socket):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
+        poller.register(self._listener.socket, zmq.POLLIN)
         try:
             while not self._stop.is_set():
                 poller.poll(math.ceil(_SLICE_S * 1000))
-                if authenticator is not None:
-                    authenticator.answer()
                 for identity, frames in self._listener.receive(_BURST):
                     self._answer(identity, frames)
         except Exception:
@@ -157,7 +149,7 @@ class TcpExport:
 
 
 def open_export(
-    arena: NDArray[np.uint8], identity: bytes, host: str, ports: Sequence[int], keys: CurveKeys | None, copy: RunCopy
+    arena: NDArray[np.uint8], identity: bytes, host: str, ports: Sequence[int], keys: ServerKeys | None, copy: RunCopy
 ) -> TcpExport:
     """A `TcpExport` at the first free one of ``ports``; without ports, at any free one.
 
@@ -181,7 +173,7 @@ class TcpReader:
     """`Reader` over TCP. keys: the deployment's, where its connections are encrypted"""
 
     def __init__(
-        self, copy: RunCopy, keys: CurveKeys | None = None, clock: Callable[[], float] = time.monotonic
+        self, copy: RunCopy, keys: ClientKeys | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._copy, self._keys, self._clock = copy, keys, clock
         self._context = open_context()
@@ -264,7 +256,9 @@ def questions(runs: Runs) -> Iterator[Runs]:
 class _Connection:
     """To one owner. It is opened once: a connection that is lost stays lost, and another one takes a new object."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: ExportAddress, keys: CurveKeys | None) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: ExportAddress, keys: ClientKeys | None
+    ) -> None:
         import zmq
 
         values = unpack(address.location, [str, bytes])
@@ -274,15 +268,14 @@ class _Connection:
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, ANSWER_BYTES + _CURVE_BYTES),
+            (zmq.MAXMSGSIZE, ANSWER_BYTES + OVERHEAD_BYTES),
             (zmq.SNDHWM, 2 * WINDOW),
             (zmq.RCVHWM, 2 * WINDOW),
             (zmq.RECONNECT_IVL, -1),
             (zmq.CONNECT_TIMEOUT, math.ceil(_CONNECT_S * 1000)),
         ):
             self._socket.setsockopt(option, value)
-        if keys is not None:
-            secure_client(self._socket, keys)
+        secure_client(self._socket, keys)
         ends = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         ends |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         self._ends = self._socket.get_monitor_socket(int(ends))

@@ -21,7 +21,7 @@ from headwise.kernels.cpu.matmul import (
     take_rows,
 )
 
-SHAPES = [(1, 64, 64), (7, 40, 96), (13, 200, 160), (97, 66, 288)]
+SHAPES = [(1, 64, 64), (7, 40, 96), (13, 200, 160), (97, 66, 288), (400, 130, 64)]
 """Rows, outputs, inputs."""
 
 
@@ -105,7 +105,7 @@ def test_a_rows_result_is_the_same_alone_and_among_others(form: str) -> None:
         np.testing.assert_array_equal(matmul(x[row : row + 1], weight, 1), whole[row : row + 1])
 
 
-@pytest.mark.parametrize("rows", [1, 6, 97])
+@pytest.mark.parametrize("rows", [1, 6, 97, 400])
 def test_a_result_does_not_depend_on_the_number_of_threads(
     form: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +116,7 @@ def test_a_result_does_not_depend_on_the_number_of_threads(
         np.testing.assert_array_equal(matmul(x, weight, 2), alone)
 
 
-@pytest.mark.parametrize("rows", [1, 97])
+@pytest.mark.parametrize("rows", [1, 97, 400])
 @pytest.mark.parametrize("threads", [2, 3, 16])
 def test_what_threads_without_a_core_would_have_taken_is_computed_by_the_others(
     rows: int, threads: int, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ They are run by Triton's interpreter on poisoned arenas, against the reference k
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,9 @@ from headwise.kernels.reference import ReferenceKernels
 
 pytest.importorskip("triton")
 
+import triton.language as tl
 from support.gpu.interpreted_attention import SMALL, triton_attention
+from triton.runtime.interpreter import interpreter_builder
 
 from headwise.kernels.cuda import interpreter
 from headwise.kernels.cuda.attention import AttentionShape, TritonAttention, Tuning, check_supported, variants_of
@@ -111,13 +114,13 @@ def test_splits_are_merged_whatever_each_head_sees() -> None:
     attention = triton_attention(sms=10)
     assert_right(case, attention=attention)
     kernels = dict(attention.launcher.launched)
-    assert kernels["attend"][0] == 9  # enough splits for 80 programs of 9 heads
+    assert kernels["attend"] == (26 + 3, 3, 1)  # 80 programs of 3 heads, and one of each sequence
     assert kernels["merge_splits"] == (9, 3, 1)
 
 
 def test_contexts_within_one_split_are_not_merged() -> None:
-    case = Case((1, 1), (30, 20), ((0, 0),), head_dim=64, block_size=16)
-    attention = triton_attention(replace(SMALL, split_programs=1), sms=2)
+    case = Case((1, 1), (14, 9), ((0, 0),), head_dim=64, block_size=16)
+    attention = triton_attention(sms=2)
     assert_right(case, attention=attention)
     assert "merge_splits" not in dict(attention.launcher.launched)
 
@@ -126,7 +129,51 @@ def test_no_more_splits_are_launched_than_the_longest_sequence_could_have() -> N
     case = Case((1, 1), (100, 20), ((0, 0),), head_dim=64, block_size=16)
     attention = triton_attention(sms=1000)
     assert_right(case, attention=attention)
-    assert dict(attention.launcher.launched)["attend"][0] == 4  # 8 columns of 16 tokens are 4 splits of 32
+    assert dict(attention.launcher.launched)["attend"][0] == 2 * 4 + 2  # 8 columns of 16 tokens are 4 splits of 32
+
+
+SKEWED = Case(
+    (1, 1, 0, 1, 5, 1, 1, 1, 0, 1), (30, 17, 40, 1, 25, 1200, 9, 60, 3, 20), ((0, 0), (50, 4)), share=2, head_dim=64,
+    block_size=16,
+)  # fmt: skip
+"""One long sequence among short ones, a chunk, and some without queries."""
+
+
+@pytest.mark.parametrize(("sms", "searched"), [(1, 128), (10, 128), (2, 4)])
+def test_work_is_shared_out_by_what_each_sequence_really_holds(
+    sms: int, searched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scope, steps = interpreter._interpreted_globals("attention_jit"), Counter[tuple[int, ...]]()
+    step = scope["attend_tile"]
+
+    def counted(*arguments: Any) -> Any:
+        if arguments[-4]:  # decode
+            steps[interpreter_builder.grid_idx] += 1
+        return step(*arguments)
+
+    monkeypatch.setitem(scope, "attend_tile", counted)
+    monkeypatch.setitem(scope, "SEARCHED", tl.constexpr(searched))
+    attention = triton_attention(sms=sms)
+    assert_right(SKEWED, attention=attention)
+    lengths = zip(SKEWED.seq_lens, SKEWED.query_lens, strict=True)
+    tiles = sum(-(-length // 16) for length, queries in lengths if queries == 1)
+    units = sms * SMALL.split_programs // 2
+    per_split = max(-(-tiles // units), 2)
+    busiest = {head: max(count for (_, at, _), count in steps.items() if at == head) for head in (0, 1)}
+    assert busiest[0] == min(per_split, 75), "no program has more of the long one than its share"
+    assert busiest[1] <= 6, "the window and the sinks"
+
+
+def test_partial_results_of_skewed_batches_fit_into_their_memory() -> None:
+    """Of lengths that leave splits nearly empty: each a tile longer than a whole number of splits."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        tiles = rng.integers(0, 2 ** rng.integers(1, 12), rng.integers(1, 40))
+        units = int(rng.integers(1, 200))
+        per_split = max(-(-int(tiles.sum()) // units), 1)
+        splits = -(-tiles // per_split)
+        assert splits[splits > 1].sum() <= 2 * units
+        assert splits.sum() <= units + len(tiles)
 
 
 def test_decode_alone_launches_no_prefill() -> None:
@@ -175,7 +222,7 @@ def test_queries_may_be_part_of_a_wider_row() -> None:
 
 
 def test_cost_of_a_windowed_head_does_not_grow_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    scope, steps = interpreter._interpreted_globals(), []
+    scope, steps = interpreter._interpreted_globals("attention_jit"), []
     step = scope["attend_tile"]
     monkeypatch.setitem(scope, "attend_tile", lambda *arguments: steps.append(1) or step(*arguments))
     counts = []

@@ -122,6 +122,7 @@ def test_fences_are_added_where_the_compiler_leaves_them_out(monkeypatch: pytest
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_prefill_uses_the_tensor_cores_of_the_card_and_overlaps_its_loads(sm: int) -> None:
     compiled = cached(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12))
+    assert not compiled.is_serialised
     assert_overlaps_loads(compiled, MATRIX_INSTRUCTION[sm])
     # sm_80 has all accumulators in registers: a few values outside of the loops do not fit.
     assert compiled.spilled_bytes <= (128 if sm == 80 else 0)
@@ -216,6 +217,22 @@ def test_machine_code_made_elsewhere_serves_where_triton_is_not_installed(
         CubinCache(tmp_path, Target(80, 12)).get(MERGED)
 
 
+@pytest.mark.parametrize(("installed", "found"), [(None, "3.10.0"), ("3.6.0", "3.10.0"), ("3.10.0", "3.10.0")])
+def test_of_what_was_made_the_newest_that_is_not_older_than_ours_serves(
+    installed: str | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Compiled(b"code", "", "kernel", 128, 0, 3, 32, 0)
+    monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    for version in ("3.9.1", "3.10.0", "3.11.0"):
+        monkeypatch.setattr(cubins, "_triton_version", lambda version=version: version)
+        path = CubinCache(tmp_path, Target(90, 12)).get(MERGED).path
+        assert path.stem.endswith(f"-triton{version}"), "what is older is compiled anew"
+    path.with_suffix(".json").unlink()
+    monkeypatch.setattr(cubins, "compile_variant", None)
+    monkeypatch.setattr(cubins, "_triton_version", lambda: installed)
+    assert CubinCache(tmp_path, Target(90, 12)).get(MERGED).path.stem.endswith(f"-triton{found}")
+
+
 def test_missing_triton_and_an_unusable_directory_are_config_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +270,13 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     for sm in (80, 90):
         for variant in variants_of(LLAMA, sm):
             CubinCache(tmp_path, Target(sm, 12)).get(variant)
+    mixture = ["--experts", "64", "--experts-per-token", "6", "--shared-experts", "2", "--expert-size", "1536"]
+    monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *mixture, "--hidden-size", "2560"])
+    more = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(set(more) - set(sources)) == ["experts", "multiply_experts"]
+    with pytest.raises(SystemExit, match="--experts needs --hidden-size and --expert-size"):
+        precompile.main([str(tmp_path), "--sm", "90", *model, *mixture])
     with pytest.raises(SystemExit, match=r"error: KV dtype float8_e4m3fn needs"):
         precompile.main([str(tmp_path), "--sm", "80", "--kv-dtype", "float8_e4m3fn", *model])
 

@@ -193,3 +193,22 @@ def test_only_a_ray_job_is_served_on_the_cluster_that_its_environment_names(monk
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert cluster_of_this_job() == "127.0.0.1:6379"
+
+
+# ---- keys ----
+
+
+def test_a_server_key_and_a_client_s_go_together(tmp_path: Path) -> None:
+    for half in (["--server-key", "0" * 64], ["--client-key-file", tmp_path / "key"]):
+        result = run("status", "--address", "127.0.0.1:1", *half)
+        assert result.exit_code == 1
+        assert "--server-key and --client-key-file go together" in result.output
+
+
+def test_keys_that_are_none_are_told_and_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-mine-00001\n")
+    keys = ["--server-key", "my key", "--client-key-file", tmp_path / "key"]
+    result = run("status", "--address", "127.0.0.1:1", *keys)
+    assert result.exit_code == 1
+    assert "64 hexadecimal digits" in result.output
+    assert "my key" not in result.output

@@ -150,8 +150,8 @@ def test_index_match_shows_only_tiers_that_there_are(
     engines: dict[str, Any], tiers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Deployment:
-        def __init__(self, address: str) -> None:
-            assert address == "127.0.0.1:1"
+        def __init__(self, *given: Any) -> None:
+            assert given == ("127.0.0.1:1", "auto", None)
 
         def __enter__(self) -> Deployment:
             return self

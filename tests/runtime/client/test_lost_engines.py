@@ -34,6 +34,7 @@ from headwise.runtime.protocol.messages import (
     Ticket,
     Withdraw,
 )
+from headwise.runtime.protocol.prompt_items import PromptItem, digest
 from headwise.runtime.protocol.request import GenerateRequest, OutputDelta, SamplingParams, TokenLogprobs
 
 
@@ -101,7 +102,7 @@ class Scheduler(Peer):
 
     def request(self, route: Route) -> GenerateRequest:
         params = SamplingParams.from_wire(route.sampling)
-        return GenerateRequest(f"r{route.key}", np.array([1, 2, 3], np.int32), params)
+        return GenerateRequest(f"r{route.key}", np.array([1, 2, 3], np.int32), params, extra_keys=route.extra_keys)
 
 
 class Engine(Peer):
@@ -225,6 +226,30 @@ def test_a_prompts_logprobs_go_on_elsewhere_without_gap_or_repeat(place: Place, 
     assert result.prompt_token_ids == list(reroute.request.prompt_token_ids)
     assert result.prompt_logprobs == [None, TokenLogprobs(-1.0, ()), TokenLogprobs(-2.0, ())]
     assert result.text == numbers(100)
+
+
+def test_embeddings_go_to_every_engine_that_serves_the_request_and_never_to_the_scheduler(
+    place: Place, client: Client, patient: None
+) -> None:
+    first, second = ScriptedCore(), ScriptedCore()
+    first.pace_s = 0.01
+    place.scheduler.tickets = [place.engine(first).endpoint, place.engine(second).endpoint]
+    rows = np.arange(8, dtype=np.float32).reshape(2, 4)
+    stream = client.stream([97, 98, 99], items=[PromptItem(1, 2, embeds=rows)], max_tokens=100)
+    next(stream)
+    served = [each for each, _ in first.live.values()]
+    first.dies = EngineDiedError("TP rank 0 died")
+    next(stream)
+    while not second.live:
+        next(stream)
+    served += [each for each, _ in second.live.values()]
+    (route,), (reroute,) = place.scheduler.of(Route), place.scheduler.of(Reroute)
+    assert route.extra_keys == reroute.request.extra_keys == ((1, 3, digest(rows)),)
+    assert not reroute.request.embeds
+    for request in served:
+        np.testing.assert_array_equal(request.embeds[0].values, rows)
+        assert request.extra_keys == route.extra_keys
+    assert stream.read().usage.completion_tokens == 100
 
 
 def test_a_dead_engine_is_noticed_by_its_connection(place: Place, client: Client, patient: None) -> None:
@@ -482,6 +507,6 @@ def test_prefixes_of_texts_tokens_and_chats_can_be_found(place: Place, client: C
     assert client.find_prefix([1, 2]) == found
     assert client.find_chat_prefix(messages) == found
     text, tokens, chat = place.scheduler.of(FindPrefix)
-    assert (text.text, text.token_ids, text.messages, text.cache_salt) == ("abc", None, None, "mine")
-    assert (tokens.text, tokens.token_ids.tolist(), tokens.messages) == (None, [1, 2], None)
+    assert (text.text, text.token_ids, text.chat, text.cache_salt) == ("abc", None, None, "mine")
+    assert (tokens.text, tokens.token_ids.tolist(), tokens.chat) == (None, [1, 2], None)
     assert (chat.text, chat.token_ids, chat.messages) == (None, None, {"messages": messages})

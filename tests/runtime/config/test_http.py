@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headwise import EngineConfig
 from headwise.errors import ConfigError
-from headwise.runtime.config.http import read_keys
 
 KEY = "sk-0123456789"
 
@@ -18,6 +17,26 @@ def test_http_is_served_at_loopback_unless_there_are_keys_or_it_is_open_to_all()
     assert EngineConfig(host="0.0.0.0", http=8000, insecure=True).http_host == "0.0.0.0"
     assert EngineConfig(host="10.0.0.5", http=8000, api_key=KEY).http_host == "10.0.0.5"
     assert EngineConfig(host="10.0.0.5", http=8000, api_key_file="keys").http_host == "10.0.0.5"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_encrypted"),
+    [
+        ({}, False),
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "10.0.0.5"}, True),
+        ({"host": "0.0.0.0", "insecure": True}, False),
+        ({"host": "0.0.0.0", "insecure": True, "api_key": KEY}, True),
+        ({"api_key": KEY}, True),
+        ({"api_key_file": "keys"}, True),
+        ({"server_key_file": "key"}, True),
+        ({"secure": True}, True),
+    ],
+)
+def test_clients_need_keys_where_there_are_some_and_where_others_could_connect(
+    options: dict[str, Any], is_encrypted: bool
+) -> None:
+    assert EngineConfig(**options).is_encrypted == is_encrypted
 
 
 def test_a_configuration_does_not_show_its_key() -> None:
@@ -42,30 +61,3 @@ def test_a_certificate_needs_its_key(files: dict[str, str]) -> None:
 def test_bodies_must_have_some_room(size: str) -> None:
     with pytest.raises(ConfigError):
         EngineConfig(http_max_body=size)
-
-
-def test_keys_come_from_the_flag_and_from_lines_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# whose this is\nsk-first-0001\n\n  sk-second-002  \r\n")
-    assert read_keys(KEY, str(file)) == [KEY, "sk-first-0001", "sk-second-002"]
-    assert read_keys("", "") == []
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [("", "has no key"), ("# only a comment\n", "has no key"), ("short\n", "API key 1"), ("two words\n", "API key 1")],
-)
-def test_files_without_usable_keys_are_told_and_their_text_is_not(tmp_path: Path, text: str, told: str) -> None:
-    file = tmp_path / "keys"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=told) as error:
-        read_keys("", str(file))
-    assert not text.strip() or text.strip() not in str(error.value)
-
-
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_keys("", str(tmp_path / "absent"))
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_keys("", str(tmp_path / "binary"))

@@ -19,6 +19,7 @@ from support.gpu.tiny_engine import (
     lose_numbers,
     tokens_and_errors,
     write_model,
+    write_moe_model,
 )
 
 from headwise import LocalEngine
@@ -51,6 +52,17 @@ def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
     assert gpu.core.card.spec == card.spec
     assert gpu._worker._graphs is not None
     assert gpu._worker._graphs.captured >= 2, "batches of 1 and of 3, padded to 4"
+
+
+def test_experts_are_chosen_on_the_device_and_decode_steps_with_them_are_graphs(
+    tmp_path: Path, libraries: Path
+) -> None:
+    model = write_moe_model(tmp_path)
+    expected = answers(LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")))
+    gpu = LocalEngine(configuration(model, device="cuda", dtype="float32"), EmulatedGpu(libraries, "float32"))
+    assert answers(gpu) == expected
+    assert gpu._worker._graphs is not None
+    assert gpu._worker._graphs.captured >= 2, "of one sequence, and of three padded to four"
 
 
 def test_blocks_come_back_from_the_host(model: Path, libraries: Path) -> None:

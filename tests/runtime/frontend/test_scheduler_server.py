@@ -61,7 +61,7 @@ class ScriptedPreprocessor:
     """Its tokens are characters, and a request's id is its text."""
 
     def prepare(
-        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
+        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str, items: Any
     ) -> GenerateRequest:
         if not prompt:
             raise InvalidRequestError("the prompt is empty")
@@ -241,7 +241,7 @@ def make() -> Iterator[Callable[..., Deployment]]:
 
 
 def route(key: int, text: str, **options: Any) -> Route:
-    fields = {"messages": None, "sampling": {}, "priority": 0, "cache_salt": "", **options}
+    fields = {"chat": None, "sampling": {}, "priority": 0, "cache_salt": "", **options}
     return Route(key, text, None, **fields)
 
 

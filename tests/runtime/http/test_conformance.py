@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+from base64 import b64encode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.engine.scripted import ScriptedCore
 from support.engine.scripted_deployment import Deployment
@@ -19,6 +22,7 @@ from headwise import __version__
 from headwise.runtime.http.bodies import MAX_CHOICES
 from headwise.runtime.http.parameters import NEUTRAL, SAMPLING, WITHOUT_EFFECT
 from headwise.runtime.protocol.guided import Guided
+from headwise.runtime.protocol.prompt_items import digest
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -165,6 +169,34 @@ def test_what_a_request_says_reaches_the_engine(served: Served, core: ScriptedCo
     assert request.sampling.logit_bias == {7: -2.0}
 
 
+def test_items_of_a_prompt_reach_the_engine_with_their_embeddings(served: Served, core: ScriptedCore) -> None:
+    rows = np.arange(6, dtype="<f4").reshape(2, 3)
+    items = [{"offset": 0, "length": 1, "hash": "cat"}]
+    items.append({"offset": 1, "length": 2, "embeds": b64encode(rows.tobytes()).decode()})
+    (request,) = at_the_engine(served, core, prompt=[97, 98, 99], prompt_items=items)
+    assert request.extra_keys == ((0, 1, "cat"), (1, 3, digest(rows)))
+    np.testing.assert_array_equal(request.embeds[0].values, rows)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "item", "says"),
+    [
+        ("abc", {"offset": 0, "length": 1, "hash": "a"}, "give their prompt as token ids"),
+        ([[1, 2], [3]], {"offset": 0, "length": 1, "hash": "a"}, "prompt_items are those of one prompt"),
+        ([1, 2], {"offset": 1, "length": 2, "hash": "a"}, "does not lie in the prompt's 2 tokens"),
+        ([1, 2], {"offset": 0, "length": 1}, "an item without embeddings needs a hash"),
+        ([1, 2], {"offset": 0, "length": 1, "embeds": "AAAA"}, "embeds have 3 bytes: no rows of float32 for 1 tokens"),
+        ([1, 2], {"offset": 0, "length": 1, "embeds": ""}, "embeds have 0 bytes"),
+        ([1, 2], {"offset": 0, "length": 1, "embeds": "é"}, "embeds must be Base64"),
+        ([1, 2], {"offset": 0, "length": 1, "image": "x"}, "Extra inputs are not permitted"),
+    ],
+)
+def test_items_that_are_none_are_told_by_name(served: Served, prompt: Any, item: dict[str, Any], says: str) -> None:
+    told = error(complete(served, 400, prompt=prompt, prompt_items=[item]))
+    assert told["param"] == "prompt_items"
+    assert says in told["message"]
+
+
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
 
 
@@ -250,6 +282,21 @@ def test_include_usage_ends_a_stream_with_the_usage(served: Served, path: str, b
     assert all(event["usage"] is None for event in told[:-1])
     assert told[-1]["choices"] == []
     assert told[-1]["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "abc"}), ("/v1/chat/completions", {"messages": HELLO})]
+)
+def test_each_event_has_the_usage_so_far_where_that_is_asked_for(
+    served: Served, path: str, body: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *told, last = events(served, path, max_tokens=3, n=2, stream_options=options, **body)
+    for index in range(2):
+        usages = [event["usage"] for event in told if event["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages][-3:] == [1, 2, 3]
+        assert all(usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"] > 0 for usage in usages)
+    assert last["usage"]["completion_tokens"] == 6
 
 
 def test_streams_of_several_prompts_are_told_apart_by_index(served: Served) -> None:
@@ -355,6 +402,13 @@ def test_a_body_that_does_not_say_it_is_json_is_refused(served: Served) -> None:
     response = served.http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert response.status_code == 415
     error(response.json())
+
+
+def test_a_body_that_is_encoded_is_refused_as_such(served: Served) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = served.http.post("/v1/completions", content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+    assert response.status_code == 415
+    assert "'gzip', which is not served" in error(response.json())["message"]
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])

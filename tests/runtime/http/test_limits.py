@@ -122,6 +122,35 @@ def test_probes_need_no_key(locked: Served) -> None:
     assert locked.http.get("/ready").json() == {"status": "ready", "engines": 1}
 
 
+# ---- names ----
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("app.localhost", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("192.0.2.7", 200),
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_without_keys_no_web_page_reaches_the_server_by_a_name_of_its_own(
+    deployment: Deployment, core: ScriptedCore, host: str, status: int
+) -> None:
+    with serving(deployment, is_local=True) as served:
+        for path in ("/", "/v1/models"):
+            answer = served.http.get(path, headers={"host": host})
+            assert answer.status_code == status
+            assert status == 200 or answer.json()["error"]["code"] == "host_not_allowed"
+
+
 # ---- sizes ----
 
 
@@ -325,8 +354,9 @@ def test_a_client_that_reads_too_slowly_is_told(
         while core.live:
             time.sleep(0.02)  # more comes meanwhile than is read then
             slow.recv(1024)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         while b"[DONE]" not in said:
-            said = (said + slow.recv(4096))[-8192:]
+            said = (said + slow.recv(1 << 16))[-8192:]
     assert b"read faster" in said
 
 

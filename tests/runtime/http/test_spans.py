@@ -104,11 +104,13 @@ def test_a_caller_may_say_that_it_is_not_traced_and_nonsense_is_nobody_s_child(
     assert TRACE not in {span.trace_id.hex() for span in collector.spans}
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": ""}', b'{"prompt": "a", "n": "two"}', b"{", b""])
 def test_a_request_that_is_refused_is_an_error(
-    collector: Collector, deployment: Deployment, core: ScriptedCore
+    collector: Collector, deployment: Deployment, core: ScriptedCore, body: bytes
 ) -> None:
     with tracing_to(collector.url) as (tracing, counts), serving(deployment, counts=counts, tracing=tracing) as served:
-        assert served.http.post("/v1/completions", json={"prompt": ""}).status_code == 400
+        headers = {"content-type": "application/json"}
+        assert served.http.post("/v1/completions", content=body, headers=headers).status_code == 400
         eventually(lambda: len(collector.spans) == 1)
     assert collector.spans[0].status.code == 2
     assert attributes(collector.spans[0])["http.response.status_code"] == 400

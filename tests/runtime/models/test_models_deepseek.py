@@ -10,8 +10,9 @@ from support.engine.dense_oracle import DictWeights, run_rank
 from support.tiny_checkpoints import TINY_CONFIGS, draw_weights, reference
 
 from headwise.errors import ModelError
+from headwise.kernels.experts import route
 from headwise.runtime.models.base import valid_tp_sizes
-from headwise.runtime.models.deepseek_routing import GroupedMoeConfig, route
+from headwise.runtime.models.deepseek_routing import GroupedMoeConfig
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
 
@@ -47,7 +48,7 @@ def test_tokens_go_where_the_papers_say(config: dict[str, Any]) -> None:
     assert isinstance(moe, GroupedMoeConfig)
     logits = draw.standard_normal((200, 8)).astype(np.float32) * 2
     correction = draw.standard_normal(8).astype(np.float32) * 0.3
-    chosen, weights = route(logits, correction if moe.has_correction else np.float32(0), moe)
+    chosen, weights = route(logits, correction if moe.has_correction else np.float32(0), moe.routing)
     for token in range(len(logits)):
         by_hand = chosen_by_hand(logits[token].astype(np.float64), correction, config)
         assert dict(zip(chosen[token].tolist(), weights[token], strict=True)) == pytest.approx(by_hand, rel=1e-5)
@@ -58,7 +59,7 @@ def test_logits_of_any_size_give_finite_weights() -> None:
         moe = model_config(config).moe
         assert isinstance(moe, GroupedMoeConfig)
         with np.errstate(all="raise", under="ignore"):
-            _, weights = route(np.array([[-1e4, 1e4] * 4], np.float32), np.float32(0), moe)
+            _, weights = route(np.array([[-1e4, 1e4] * 4], np.float32), np.float32(0), moe.routing)
         assert np.isfinite(weights).all()
 
 

@@ -13,8 +13,8 @@ from support.random_ernie import DENSE, MOE, draw_weights, has_experts
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.errors import ModelError
+from headwise.kernels.experts import Routing, route, tokens_by_expert
 from headwise.runtime.models.base import valid_tp_sizes
-from headwise.runtime.models.moe import route, tokens_by_expert
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.ops.comm import SingleRank
 
@@ -219,10 +219,10 @@ def test_the_published_geometry_is_the_default() -> None:
 def test_routing_weighs_by_probability_what_it_chose_by_corrected_probability() -> None:
     probabilities = np.array([[0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]], np.float32)
     correction = np.array([-1.0, 0.0, 0.0, 0.5], np.float32)
-    chosen, weights = route(np.log(probabilities), correction, 2, 1e-12)
+    chosen, weights = route(np.log(probabilities), correction, Routing(4, 2, norm_min=1e-12))
     assert chosen.tolist() == [[3, 1], [3, 1]]
     np.testing.assert_allclose(weights, [[0.05 / 0.35, 0.3 / 0.35], [0.5, 0.5]], rtol=1e-6)
-    _, floored = route(np.log(probabilities), correction, 2, 0.7)
+    _, floored = route(np.log(probabilities), correction, Routing(4, 2, norm_min=0.7))
     np.testing.assert_allclose(floored[0], [0.05 / 0.7, 0.3 / 0.7], rtol=1e-6)
 
 

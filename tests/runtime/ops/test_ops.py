@@ -149,6 +149,15 @@ def test_rows_by_index(ops) -> None:
     close(ops, ops.take_rows(ops.tensor(table), np.array([0, 5])), table[[0, 5]])
 
 
+def test_rows_are_overwritten_also_by_what_is_read_only(ops) -> None:
+    table, values = normal(9, 4), normal(2, 4)
+    values.flags.writeable = False
+    for _ in range(2):  # the second time by the same memory
+        target = ops.embedding(ops.embedding_table(table), ops.upload(np.array([3, 4, 8], np.int32)))
+        ops.put_rows(target, np.array([0, 2], np.int32), values)
+        close(ops, target, [values[0], table[4], values[1]])
+
+
 def test_rows_are_added_where_they_belong(ops) -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     target = ops.linear(ops.tensor(np.ones((4, 1), np.float32)), ops.linear_weight(np.ones((3, 1), np.float32)))

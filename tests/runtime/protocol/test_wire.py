@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from headwise.cache_controller.tiers import NamedBlocks
 from headwise.errors import InvalidRequestError
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.batch import BatchRequest, KnownTokens, NewSequence, StepResult
+from headwise.runtime.protocol.batch import BatchRequest, KnownTokens, NewSequence, StepEmbeds, StepResult
 from headwise.runtime.protocol.copies import CopyReport, SwapIn, SwapOut
+from headwise.runtime.protocol.messages import Route
+from headwise.runtime.protocol.prompt_items import PromptEmbeds
 from headwise.runtime.protocol.request import (
     FinishReason,
     GenerateRequest,
@@ -47,6 +49,7 @@ def batch(rows: int) -> BatchRequest:
             puts=NamedBlocks(np.arange(rows * 2, dtype=np.int32).reshape(rows, 2), (b"h" * 16,) * rows),
             deletes=(b"d" * 16,) * rows,
         ),
+        embeds=StepEmbeds(np.arange(rows, dtype=np.int32), np.ones((rows, 3), np.float32)) if rows else None,
     )
 
 
@@ -85,6 +88,10 @@ def test_a_batch_request_survives_byte_for_byte(rows: int) -> None:
             4, 0, np.empty(0, np.int32), copies=CopyReport(transfers={"load": TransferStats(3, 96, 0.5, 0.25, 1, 2)})
         ),
         GenerateRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 2, "salt", "", ((0, 3, "abc"),)),
+        GenerateRequest(
+            "r", np.arange(5, dtype=np.int32), SamplingParams(), embeds=(PromptEmbeds(1, np.ones((2, 3), np.float32)),)
+        ),
+        Route(1, None, np.arange(5, dtype=np.int32), None, {}, 0, "", extra_keys=((0, 3, "abc"), (4, 5, "d"))),
         OutputDelta("r", (1, 2), "hé", (TokenLogprobs(-1.0, ()),), FinishReason.STOP, None, Usage(1, 0, 2), Timings(1)),
         OutputDelta("r"),
         OutputDelta("r", prompt_token_ids=(7, 8), prompt_logprobs=(None, TokenLogprobs(-1.0, ((8, -1.0),)))),

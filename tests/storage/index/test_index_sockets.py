@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,8 +15,8 @@ from support.index.truth import Update, block
 from support.waiting import PATIENCE_S
 
 from headwise.liveness_clock import LONGEST_S
+from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key
 from headwise.storage.index.connection import Connection
-from headwise.storage.index.encryption import CurveKeys
 from headwise.storage.index.flusher import Flusher
 from headwise.storage.index.messages import (
     Flush,
@@ -298,29 +297,22 @@ def test_a_flusher_that_is_rejected_says_so_once(server: StoreServer, caplog: py
 # ---- keys ----
 
 
-def test_keys_survive_a_process_boundary_and_keep_their_secrets_to_themselves() -> None:
-    keys = CurveKeys.generate()
-    assert pickle.loads(pickle.dumps(keys)) == keys
-    assert str(keys.server_secret) not in repr(keys)
-    assert str(keys.client_secret) not in repr(keys)
-
-
 def test_with_keys_the_deployment_talks_and_strangers_get_nothing_in_and_nothing_out() -> None:
-    keys = CurveKeys.generate()
-    server = StoreServer("tcp://127.0.0.1:*", curve_keys=keys)
+    secret, keys = new_secret(), ServerKeys(new_secret(), frozenset((client_key("ours"),)))
+    server = StoreServer("tcp://127.0.0.1:*", keys=keys)
     server.start()
-    with closing(Flusher("n", 1, server.endpoint, curve_keys=keys)) as flusher:
+    ours = ClientKeys(public_key(keys.secret), "ours")
+    with closing(Flusher("n", 1, server.endpoint, keys=ours)) as flusher:
         flusher.flush([holds(0, 5)])
         eventually(lambda: server.match(PATH) == {"n": (5, 5, 5)}, flusher.service)
-        own = CurveKeys.generate()
         strangers = {
             "no keys": None,
-            "keys of another deployment": own,
-            "keys of its own and the right server": replace(own, server_public=keys.server_public),
+            "keys of another deployment": ClientKeys(public_key(secret), "theirs"),
+            "keys of its own and the right server": replace(ours, token="theirs"),
         }
-        for curve_keys in strangers.values():
+        for its_keys in strangers.values():
             before = server.stats()["rejected"].get("stranger", 0)
-            with closing(Connection(server.endpoint, "", curve_keys, 10)) as connection:
+            with closing(Connection(server.endpoint, "", its_keys, 10)) as connection:
                 said: list[Message] = [Flush("x", 1, 0, "device", 0, b"".join(PATH), True), Gone("n", 1), Query(1, b"")]
                 eventually(
                     lambda before=before: server.stats()["rejected"].get("stranger", 0) > before,  # type: ignore[misc]
@@ -333,7 +325,7 @@ def test_with_keys_the_deployment_talks_and_strangers_get_nothing_in_and_nothing
 
 
 def test_a_client_with_keys_does_not_talk_to_a_server_without(server: StoreServer) -> None:
-    with closing(Connection(server.endpoint, MODEL, CurveKeys.generate(), 10)) as connection:
+    with closing(Connection(server.endpoint, MODEL, ClientKeys(public_key(new_secret()), "ours"), 10)) as connection:
         eventually(lambda: server.stats()["rejected"].get("stranger"))
         assert not connection.send([Heartbeat("n", 1, -1, (0,) * 6)])
     assert server.stats()["nodes"] == {}

@@ -9,12 +9,14 @@ from typing import Any
 from support.engine.scripted import ScriptedCore
 from support.waiting import eventually
 
+from headwise.actors.front import Keys
 from headwise.errors import EngineDiedError, InvalidRequestError
 from headwise.runtime.client.client import Client
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.frontend.scaling import Exchange
 from headwise.runtime.frontend.scheduler_server import SchedulerServer
+from headwise.runtime.protocol.prompt_items import placed
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams, as_token_ids
 
 SECRET = "of-this-deployment"
@@ -24,30 +26,36 @@ class ScriptedPreprocessor:
     """A preprocessor whose tokens are characters."""
 
     def prepare(
-        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str
+        self, *, prompt: Any, messages: Any, sampling: dict[str, Any], priority: int, cache_salt: str, items: Any
     ) -> GenerateRequest:
         text = prompt if messages is None else "".join(message["content"] or "" for message in messages["messages"])
         tokens = as_token_ids([ord(c) for c in text] if isinstance(text, str) else text)
         if not len(tokens):
             raise InvalidRequestError("the prompt is empty")
         params = SamplingParams.from_wire(sampling)
-        return GenerateRequest(f"r-{time.monotonic_ns()}-{threading.get_ident()}", tokens, params, priority, cache_salt)
+        name, keys = f"r-{time.monotonic_ns()}-{threading.get_ident()}", placed(items, len(tokens)).extra_keys
+        return GenerateRequest(name, tokens, params, priority, cache_salt, extra_keys=keys)
 
     def hashes(self, request: GenerateRequest) -> list[bytes]:
         return []
 
 
 class Deployment:
-    """A scheduler and engines of this process, whose owner is the test: it has ``exchange``."""
+    """A scheduler and engines of this process, whose owner is the test: it has ``exchange``.
 
-    def __init__(self, replicas: int = 1) -> None:
+    keys: of the deployment; without, its connections are in the clear
+    """
+
+    def __init__(self, replicas: int = 1, keys: Keys | None = None) -> None:
+        self.keys = keys or Keys(SECRET)
         self.exchange = Exchange()
         self.scheduler = SchedulerServer(
             ScriptedPreprocessor(),
             "127.0.0.1",
             0,
-            secret=SECRET,
+            secret=self.keys.secret,
             model="scripted",
+            keys=self.keys.outer,
             replicas=replicas,
             exchange=self.exchange,
         )
@@ -57,13 +65,16 @@ class Deployment:
         self.died: list[EngineDiedError] = []
 
     def add_engine(self, core: ScriptedCore | None, **options: Any) -> EngineServer:
-        reporting = Reporting(f"tcp://{self.address}", SECRET, f"engine-{len(self.servers)}")
+        reporting = Reporting(
+            f"tcp://{self.address}", self.keys.secret, f"engine-{len(self.servers)}", keys=self.keys.own
+        )
+        options = {"keys": self.keys.outer, **options}
         server = EngineServer("tcp://127.0.0.1:*", reporting=reporting, on_died=self.died.append, **options)
         if core is not None:
             server.attach(core)
         server.start()
         self.servers.append(server)
-        with Client(self.address) as client:
+        with Client(self.address, keys=self.keys.own) as client:
             eventually(lambda: len(client.stats()["engines"]) == len(self.servers))
         return server
 

@@ -21,7 +21,7 @@ from headwise.cache_controller.block_tables import HostBlockTables, TableShape
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.models.base import AttentionLayer, Model, ModelConfig
+from headwise.runtime.models.base import AttentionLayer, Embeds, Model, ModelConfig
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.transfer.base import Stream
@@ -192,13 +192,21 @@ class TokenModel(Model):
         self.logits_of: Callable[[list[int]], NDArray[np.float32]] = sure_of_one
 
     def forward(
-        self, token_ids: NDArray[np.int32], positions: NDArray[np.int32], attention: AttentionLayer
+        self,
+        token_ids: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        attention: AttentionLayer,
+        embeds: Embeds | None = None,
     ) -> NDArray[np.float32]:
         """Hidden rows ``[T, 1]``: which of the kernels' contexts each is of; -1 for none."""
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
-        tokens = np.repeat(token_ids.astype(np.float32)[:, None, None], self.config.num_kv_heads, axis=1)
+        seen = token_ids.astype(np.float32)
+        if embeds is not None:  # an embedding is that of the token that it begins with
+            rows, values = embeds
+            seen[rows] = values[:, 0]
+        tokens = np.repeat(seen[:, None, None], self.config.num_kv_heads, axis=1)
         hidden: NDArray[np.float32] = attention(0, tokens, tokens, tokens, (None, None))[:, 0]
         return hidden
 

@@ -49,7 +49,7 @@ class EmulatedOps(GpuOps):
     give_back_memory = NumpyOps.give_back_memory
 
     def __init__(self, dtype: str, programs: Programs) -> None:
-        super().__init__(np, numpy_dtype(dtype), programs, threads=64)
+        super().__init__(np, numpy_dtype(dtype), programs, InterpreterLauncher(sm=90, sms=1), threads=64)
         self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
         self._is_recorded = False
 

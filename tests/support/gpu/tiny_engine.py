@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+from support.random_ernie import MOE, draw_weights
 from support.random_models import random_weights
 from support.tiny_models import byte_level_tokenizer, write_tokenizer_directory
 
@@ -41,6 +42,16 @@ def write_model(directory: Path, **config: object) -> Path:
     weights = random_weights(model_config(TINY))
     named = {name: weights.tensor(name) for name in weights.names if not name.endswith(".bias")}
     save_file(named, directory / "model.safetensors")
+    return directory
+
+
+def write_moe_model(directory: Path) -> Path:
+    """As `write_model`, with experts in both layers."""
+    config = MOE | TINY | {name: MOE[name] for name in MOE if name.startswith(("moe", "arch"))}
+    config |= {"moe_layer_start_index": 0, "tie_word_embeddings": True}
+    write_tokenizer_directory(directory, byte_level_tokenizer())
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(draw_weights(config), directory / "model.safetensors")
     return directory
 
 

@@ -18,7 +18,7 @@ from support.waiting import PATIENCE_S, eventually
 
 from headwise.errors import ConfigError
 from headwise.kernels.select import make_run_copy
-from headwise.storage.index.encryption import CurveKeys
+from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key
 from headwise.transfer.connectors import tcp
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Reader, check_runs, this_node
 from headwise.transfer.connectors.names import TRANSPORTS, parse_transports
@@ -59,7 +59,7 @@ def reader(transport: str) -> Iterator[Reader]:
     reader.close()
 
 
-def make_reader(transport: str, keys: CurveKeys | None = None) -> Reader:
+def make_reader(transport: str, keys: ClientKeys | None = None) -> Reader:
     return open_readers([transport], PeerAccess(keys=keys), make_run_copy("numba", 1))[transport]
 
 
@@ -386,16 +386,15 @@ def test_a_reader_that_takes_nothing_is_dropped_and_others_go_on(export, caplog)
 
 
 def test_a_secure_deployment_reads_with_its_keys_and_nobody_reads_without() -> None:
-    keys = CurveKeys.generate()
-    owner = PeerOwner(NUM_BYTES, ["tcp"], keys)
+    secret = new_secret()
+    keys = ClientKeys(public_key(secret), "ours")
+    owner = PeerOwner(NUM_BYTES, ["tcp"], ServerKeys(secret, frozenset((client_key("ours"),))))
     arena, reader = np.zeros(NUM_BYTES, np.uint8), make_reader("tcp", keys)
     reader.read(owner.addresses["tcp"], runs((0, 0, NUM_BYTES)), arena, PATIENCE_S)
     assert (arena == owner.content).all()
     reader.close()
-    others = CurveKeys.generate()
-    stolen = CurveKeys(keys.server_public, b"", others.client_public, others.client_secret)
     arena[:] = 0
-    for wrong in (None, stolen):
+    for wrong in (None, ClientKeys(keys.server, "theirs"), ClientKeys(public_key(new_secret()), "ours")):
         reader = make_reader("tcp", wrong)
         with pytest.raises(PeerLostError):
             reader.read(owner.addresses["tcp"], runs((0, 0, 9)), arena, 1.0)

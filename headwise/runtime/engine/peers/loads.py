@@ -163,7 +163,7 @@ class PeerLoads:
         size = self._cache.block_size
         path = tuple(sequence.block_hashes(min(sequence.servable, max(0, hint.tokens)), size))
         wanted, gained = self._cache.lacking(path, np.ones((len(path), self._num_groups), np.bool_), self._room)
-        prefills = hint.prefills and not sequence.request.extra_keys
+        prefills = hint.prefills and not sequence.request.extra_keys  # of which the other engine would need embeddings
         if not gained or not (prefills or self._is_worth_it(hint, int(np.count_nonzero(wanted)), gained)):
             return False
         path = path[: len(wanted)]

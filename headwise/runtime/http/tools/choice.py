@@ -39,8 +39,11 @@ class ToolChoice:
             offered = tuple(plain_tools(tools or []))
         except InvalidRequestError as error:
             raise invalid(str(error), "tools") from None
-        choice = choice or ("auto" if offered else "none")
-        if choice == "none" or (choice == "auto" and not offered):
+        if tools is not None and not offered:
+            raise invalid("tools is an empty list: give at least one tool, or leave it out", "tools")
+        if choice is None:
+            choice = "auto" if offered else "none"
+        if choice == "none":
             return cls()
         if not offered:
             raise invalid("tool_choice chooses among tools: give tools as well", "tool_choice")

@@ -13,7 +13,7 @@ from typing import Any
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
-from headwise.kernels.mla import latent_layout
+from headwise.kernels.mla import latent_layout, latent_width
 from headwise.kernels.mla_base import LatentKernels, UpProjections
 from headwise.kernels.select import make_latent_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
@@ -33,11 +33,11 @@ class LatentAttention:
     is_replicated = True
 
     def layout(self, block_size: int, slots: int, kv_dtype: str, layer: int = 0) -> BlockLayout:
-        return latent_layout(block_size, slots, self.mla.width, kv_dtype)
+        return latent_layout(block_size, slots, self.mla.width, kv_dtype, self.mla.rotated)
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
-        heads, width = self.config.num_heads, self.mla.width
+        heads, width = self.config.num_heads, latent_width(self.layout(1, 1, serving.kv_dtype))
         if serving.device == "cuda":
             raise ConfigError(
                 f"{serving.model} has latent attention (MLA), for which there are no GPU kernels yet: choose device cpu"

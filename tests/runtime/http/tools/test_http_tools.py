@@ -12,7 +12,7 @@ from support.engine.repeating import RepeatingCore
 from support.engine.scripted_deployment import Deployment
 from support.scripted_http import MODEL, Served, serving
 
-from headwise.runtime.http.answers import Chat
+from headwise.runtime.http.answers import Chat, Telling
 from headwise.runtime.http.tools.answer import ChatAnswer
 from headwise.runtime.http.tools.marked_calls import HermesCalls
 from headwise.runtime.http.tools.select import Parsers
@@ -96,7 +96,7 @@ def test_an_answer_without_calls_is_as_ever(served: Served) -> None:
     assert choice["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": [], "tool_choice": "auto"}])
+@pytest.mark.parametrize("body", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tool_choice": "none"}])
 def test_calls_are_text_where_none_are_wanted(served: Served, body: dict[str, Any]) -> None:
     choice = chosen(served, ADD, **body)
     assert (choice["message"]["content"], choice["finish_reason"]) == (ADD, "stop")
@@ -278,7 +278,7 @@ def test_tools_count_in_what_is_tokenised(served: Served) -> None:
 
 
 def test_log_probabilities_of_text_that_is_held_back_are_told_at_once() -> None:
-    form = Chat(MODEL, answers=lambda prompt: ChatAnswer(HermesCalls(("add",))))
+    form = Chat(Telling(MODEL), answers=lambda prompt: ChatAnswer(HermesCalls(("add",))))
     form.start(0, ())
     (choice,) = json.loads(form.part(0, "<tool_", None, {"content": [1]}).removeprefix(b"data: "))["choices"]
     assert choice == {"index": 0, "delta": {}, "logprobs": {"content": [1]}, "finish_reason": None}

@@ -27,7 +27,6 @@ CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
     [
         ({"device": "cuda", "dtype": "bfloat16"}, r"latent attention \(MLA\).*no GPU kernels yet.*device cpu"),
         ({"tp_size": 3}, r"tp_size 3 does not divide 4 query heads; sizes that fit: \[1, 2, 4\]"),
-        ({"kv_dtype": "int8"}, "kv_dtype int8 cannot hold latents.*bfloat16"),
     ],
 )
 def test_a_deployment_that_cannot_be_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
@@ -42,6 +41,15 @@ def test_latents_of_no_whole_vectors_need_the_reference_kernels(tmp_path: Path) 
         read_model_card(replace(CONFIG, model=str(tmp_path)), tmp_path, identify=False)
     card = read_model_card(replace(CONFIG, model=str(tmp_path), kernels="reference"), tmp_path, identify=False)
     assert card.layout.roles[0].shape == (56,)
+
+
+def test_an_int8_cache_has_two_bytes_for_each_rotated_number(tmp_path: Path) -> None:
+    directory = checkpoint("deepseek-v3")
+    card = read_model_card(replace(CONFIG, model=str(directory), kv_dtype="int8"), directory, identify=False)
+    assert [(role.name, role.shape) for role in card.layout.roles] == [("latent", (48 + 2 * 16,)), ("latent_scale", ())]
+    (tmp_path / "config.json").write_text(json.dumps({**V3, "kv_lora_rank": 40, "qk_rope_head_dim": 24}))
+    with pytest.raises(ConfigError, match=r"multiple of 16.*88.*kernels reference"):
+        read_model_card(replace(CONFIG, model=str(tmp_path), kv_dtype="int8"), tmp_path, identify=False)
 
 
 def test_there_is_no_head_pattern_of_latents_to_measure() -> None:

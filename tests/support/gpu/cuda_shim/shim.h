@@ -64,7 +64,8 @@ inline unsigned exchange(unsigned mask, unsigned bits, unsigned from, unsigned k
 
 inline bool all_are(State state, unsigned first, unsigned last) {
     for (unsigned i = first; i < last; i++)
-        if (threads[i].state != state || threads[i].shuffle != threads[first].shuffle) return false;
+        if (threads[i].state != state) return false;
+        else if (state == kAtShuffle && threads[i].shuffle != threads[first].shuffle) return false;
     return true;
 }
 
@@ -149,6 +150,8 @@ template <class T> T __shfl_xor_sync(unsigned mask, T value, int lanes, int widt
     if (lanes >= width) shim::fail("a shuffle beyond its width", lanes);
     return shim_shuffle(mask, value, shim_lane() ^ lanes, 100 + lanes * 64 + width);
 }
+
+inline int atomicAdd(int* to, int value) { int before = *to; *to += value; return before; }  // fibers do not interrupt
 
 template <class T> T __ldcs(const T* from) { return *from; }
 template <class T> void __stcs(T* to, T value) { *to = value; }

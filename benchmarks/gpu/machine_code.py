@@ -1,0 +1,111 @@
+"""What the assembler makes of the attention kernels, counted, without a GPU: instructions of a tile, registers, spills.
+
+    python benchmarks/gpu/machine_code.py [--sm 90] [--head-dim 64,96,128,256] [--kv-dtype bfloat16]
+
+A loop is what lies between an instruction and a branch back to it; those that multiply matrices walk tiles of keys. The
+exit status is 1 where such a loop spills, or where ptxas says that it serialises wgmma.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from headwise.kernels.cuda.attention import AttentionShape, variants_of
+from headwise.kernels.cuda.cubins import Compiled, Target, compile_variant
+
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
+_MULTIPLIES = re.compile(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA|IMMA|QGMMA)\b")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over tiles.
+
+    instructions: of a warp
+    wide:         loads and asynchronous copies of 16 bytes
+    spills:       stores and loads of what has no register
+    """
+
+    instructions: int
+    multiplications: int
+    wide: int
+    spills: int
+
+
+def loops_of(sass: str) -> Iterator[Loop]:
+    """Innermost loops that multiply matrices, as ``cuobjdump -sass`` shows a kernel."""
+    code = [(int(match[1], 16), match[2]) for match in _INSTRUCTION.finditer(sass)]
+    spans = []
+    for end, (address, text) in enumerate(code):
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) <= address:
+            begin = next(at for at, (other, _) in enumerate(code) if other >= int(target[1], 16))
+            spans.append((begin, end + 1))
+    for begin, end in spans:
+        if any(begin <= first and last <= end and (first, last) != (begin, end) for first, last in spans):
+            continue
+        body = [text for _, text in code[begin:end]]
+        count = sum(bool(_MULTIPLIES.search(text)) for text in body)
+        if count:
+            wide, spills = (
+                sum(bool(re.search(kind, text)) for text in body) for kind in (r"\.128\b", r"\b(STL|LDL)\b")
+            )
+            yield Loop(len(body), count, wide, spills)
+
+
+def sass_of(compiled: Compiled) -> str:
+    """The machine code in words, by the cuobjdump that Triton brings."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.cubin)
+        file.flush()
+        return subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    failed = 0
+    print("Of a tile: instructions (products, accesses of 16 bytes, spills)")
+    print()
+    print("| head size | kernel | registers | spilled | serialised | of a tile |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for head_dim in options.head_dim:
+        shape = AttentionShape(options.share, head_dim, options.block_size, "bfloat16", options.kv_dtype)
+        for name, variant in zip(("prefill", "decode"), variants_of(shape, options.sm), strict=False):
+            compiled = compile_variant(variant, Target(options.sm, 12))
+            loops = list(loops_of(sass_of(compiled)))
+            failed |= compiled.is_serialised or any(loop.spills for loop in loops)
+            said = "yes" if compiled.is_serialised else "no"
+            shown = ", ".join(f"{one.instructions} ({one.multiplications}, {one.wide}, {one.spills})" for one in loops)
+            facts = (head_dim, name, compiled.registers, compiled.spilled_bytes, said, shown)
+            print("|", " | ".join(map(str, facts)), "|", flush=True)
+    return int(failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sm", type=int, default=90, help="compute capability (default: 90)")
+    parser.add_argument("--head-dim", type=_numbers, default=[64, 96, 128, 256], help="(default: 64,96,128,256)")
+    parser.add_argument("--kv-dtype", default="bfloat16", help="of cached keys and values (default: bfloat16)")
+    parser.add_argument("--share", type=int, default=4, help="query heads of a KV head (default: 4)")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens per block (default: 64)")
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Mixtures of experts that `gpu_checks.py` compiles and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.kernels.cuda.cubins import Target
+from headwise.kernels.cuda.experts import ExpertShape
+from headwise.kernels.cuda.precompile import precompile
+from headwise.kernels.experts import Routing
+from headwise.runtime.models.decoder import GatedMlp, Linear
+from headwise.runtime.ops.base import Experts, Mixture, TensorOps
+
+
+def expert_shape(config: Mapping[str, Any]) -> ExpertShape:
+    """Of the model that the section moe serves."""
+    return ExpertShape(
+        Routing(config["moe_num_experts"], config["moe_k"], norm_min=None),
+        shared=config["moe_num_shared_experts"],
+        hidden=config["hidden_size"],
+        inner=config["moe_intermediate_size"],
+        activation="silu",
+        dtype="bfloat16",
+    )
+
+
+def compile_experts(shape: ExpertShape, target: Target, directory: Path) -> int:
+    """The number of kernels."""
+    return len(list(precompile([], [target], directory, [shape])))
+
+
+def experts_of(ops: TensorOps, up: NDArray[np.float32], down: NDArray[np.float32]) -> Experts:
+    """Of ``up [E, 2 * inner, hidden]`` and ``down [E, hidden, inner]``: the last is shared, and two are chosen."""
+    every = [
+        GatedMlp(Linear(ops.gated_weight(one)), Linear(ops.linear_weight(other)))
+        for one, other in zip(up, down, strict=True)
+    ]
+    return ops.experts(Mixture(Routing(len(up) - 1, 2, 1e-12), "silu"), every[:-1], every[-1])

@@ -1,0 +1,255 @@
+"""Mixtures of experts on a GPU, from a router's logits to the sum: the host half of `experts.cu` and `experts_jit.py`.
+
+Five launches a layer, known from shapes alone: a token's experts are chosen, its assignments sorted by expert,
+multiplied with the experts' ``gate | up`` and with their down projections, and added up. Shared experts are experts
+that every token is assigned to, so they are computed beside the others, in the same launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.errors import ConfigError
+from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
+from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.programs import Defines, Programs
+from headwise.kernels.cuda.tiles import ProductTile, expert_tiles
+from headwise.kernels.experts import Routing
+from headwise.kernels.fused import Activation
+
+SOURCE, MODULE = "experts.cu", "experts_jit"
+THREADS, SORT_THREADS = 128, 1024
+WARP = 32
+MOST_ASSIGNED = 32
+"""Experts of a token, shared ones included: a lane of its warp keeps each."""
+MOST_EXPERTS = 1024
+"""To choose from: a lane keeps 32 scores."""
+
+_TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
+_SIGNATURE = (
+    "x:x", "weight:x", "bias:x", "shares:*fp32", "out:x", "order:*i32", "tile_expert:*i32", "width:i32", "depth:i32",
+    "per_row:i32",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """What the machine code of a layer's experts depends on besides the card.
+
+    hidden: width of tokens; inner: of an expert, on this rank
+    shared: experts that every token goes to, of the same size
+    has_bias: whether projections have biases
+    """
+
+    routing: Routing
+    shared: int
+    hidden: int
+    inner: int
+    activation: Activation
+    dtype: str
+    has_bias: bool = False
+
+    @property
+    def assigned(self) -> int:
+        """Experts of a token."""
+        return self.routing.per_token + self.shared
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """A layer's experts, shared ones last, ``E`` in all.
+
+    gate_up:    ``[E, 2 * inner, hidden]``, gates before ups
+    down:       ``[E, hidden, inner]``
+    biases:     ``[E, 2 * inner]`` and ``[E, hidden]``, of the same dtype; None where there are none
+    correction, scales: see `headwise.runtime.ops.base.Mixture`, on the device
+    """
+
+    shape: ExpertShape
+    gate_up: Array
+    down: Array
+    gate_up_bias: Array | None
+    down_bias: Array | None
+    correction: Array | None
+    scales: Array | None
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    choose: Kernel
+    sort: Kernel
+    add: Kernel
+
+
+def check_experts(shape: ExpertShape) -> None:
+    """Whether the kernels serve such a mixture.
+
+    Raises:
+        ConfigError: they do not; says what is at fault and what is allowed.
+    """
+    itemsize = numpy_dtype(shape.dtype).itemsize
+    if shape.assigned > MOST_ASSIGNED or shape.routing.experts > MOST_EXPERTS or shape.routing.groups > WARP:
+        raise ConfigError(
+            f"{shape.assigned} of {shape.routing.experts} experts in {shape.routing.groups} groups for each token are "
+            f"not supported on a GPU: at most {MOST_ASSIGNED} of {MOST_EXPERTS} in {WARP} groups; use device cpu"
+        )
+    if shape.hidden * itemsize % VECTOR_BYTES:
+        raise ConfigError(
+            f"hidden size {shape.hidden} of {shape.dtype} is no whole number of {VECTOR_BYTES} bytes, as experts on a "
+            "GPU need: use device cpu"
+        )
+
+
+def variants_of(shape: ExpertShape, sm: int) -> Iterator[Variant]:
+    """All Triton kernels of such a layer on a card of compute capability ``sm``."""
+    for tile in expert_tiles(shape.dtype, sm):
+        yield from _products(shape, tile)
+
+
+def defines_of(shape: ExpertShape) -> Defines:
+    """The macros of `experts.cu` for such a layer."""
+    routing = shape.routing
+    return {
+        "NUMBER": NUMBERS[shape.dtype],
+        "EXPERTS": routing.experts,
+        "CHOSEN": routing.per_token,
+        "SHARED": shape.shared,
+        "SIGMOID": int(routing.is_sigmoid),
+        "GROUPS": routing.groups,
+        "GROUPS_USED": routing.groups_per_token,
+        "GROUP_BEST": routing.best_of_group,
+    }
+
+
+def most_tiles(assignments: int, experts: int, rows: int) -> int:
+    """Tiles of ``rows`` that assignments take at most, where every expert's begin with a tile of their own."""
+    return (assignments + min(experts, assignments) * (rows - 1)) // rows
+
+
+class CudaExperts:
+    """Mixtures of experts on device arrays, on the current stream.
+
+    Nothing is read on the host, and launches are decided by shapes alone, so they can be captured in a CUDA graph and
+    replayed with tokens that go elsewhere.
+
+    empty: ``empty(shape, dtype)`` gives an uninitialised array on the device
+    """
+
+    def __init__(
+        self, launcher: TritonLauncher, programs: Programs, empty: Callable[[tuple[int, ...], Any], Array]
+    ) -> None:
+        self._launcher, self._programs, self._empty = launcher, programs, empty
+        self._kernels: dict[ExpertShape, _Kernels] = {}
+
+    def prepare(self, shape: ExpertShape) -> None:
+        """Compile or load all that calls with experts of ``shape`` need, so that they only enqueue.
+
+        Raises:
+            ConfigError: the shape is not supported.
+        """
+        if shape in self._kernels:
+            return
+        check_experts(shape)
+        for variant in variants_of(shape, self._launcher.sm):
+            self._launcher.prepare(variant)
+        program = self._programs(SOURCE, defines_of(shape))
+        self._kernels[shape] = _Kernels(
+            program.kernel("choose_experts", THREADS),
+            program.kernel("sort_by_expert", SORT_THREADS),
+            program.kernel("add_parts", THREADS),
+        )
+
+    def mix(self, x: Array, logits: Array, experts: StackedExperts, tokens: Array) -> Array:
+        """What experts make of ``x [T, hidden]``, by router ``logits [T, experts]``.
+
+        ``x`` is C-contiguous, as are the rows of ``logits``, which have its dtype. Rows from ``tokens``, int32 ``[1]``,
+        on are padding: they are assigned to no expert and become zeros.
+        """
+        shape, rows = experts.shape, x.shape[0]
+        kernels, assignments = self._kernels[shape], rows * shape.assigned
+        chosen, shares = self._choose(kernels, logits, experts, tokens)
+        count, sizes = shape.routing.experts + shape.shared, expert_tiles(shape.dtype, self._launcher.sm)
+        tile = [size for size in sizes if assignments >= count * size.least_rows][-1]
+        tiles = most_tiles(assignments, count, tile.rows)
+        order, tile_expert = self._empty((tiles, tile.rows), np.int32), self._empty((tiles,), np.int32)
+        kernels.sort(
+            (1 if tiles else 0, 1, 1),
+            (*_pointers(chosen, order, tile_expert), np.int32(assignments), np.int32(tiles), np.int32(tile.rows)),
+        )
+        gated = self._empty((assignments, shape.inner), x.dtype)
+        parts = self._empty((assignments, shape.hidden), x.dtype)
+        placed = {"shares": shares, "order": order, "tile_expert": tile_expert}
+        up, down = _products(shape, tile)
+        gate_up = {"x": x, "weight": experts.gate_up, "bias": experts.gate_up_bias, "out": gated}
+        self._multiply(up, tiles, {**gate_up, **placed}, (shape.inner, shape.hidden, shape.assigned))
+        projection = {"x": gated, "weight": experts.down, "bias": experts.down_bias, "out": parts}
+        self._multiply(down, tiles, {**projection, **placed}, (shape.hidden, shape.inner, 1))
+        out = self._empty(x.shape, x.dtype)
+        vectors = shape.hidden * x.dtype.itemsize // VECTOR_BYTES
+        kernels.add(
+            (-(-rows * vectors // THREADS), 1, 1),
+            (*_pointers(parts, chosen, out), np.int32(rows * vectors), np.int32(vectors)),
+        )
+        return out
+
+    def _choose(self, kernels: _Kernels, logits: Array, experts: StackedExperts, tokens: Array) -> tuple[Array, Array]:
+        shape, rows, routing = experts.shape, logits.shape[0], experts.shape.routing
+        chosen = self._empty((rows, shape.assigned), np.int32)
+        shares = self._empty((rows, shape.assigned), np.float32)
+        kernels.choose(
+            (-(-rows * WARP // THREADS), 1, 1),
+            (
+                *_pointers(logits, experts.correction, experts.scales, tokens, chosen, shares),
+                np.int64(logits.strides[0]), np.int32(rows),
+                np.float32(-1 if routing.norm_min is None else routing.norm_min), np.float32(routing.scale),
+            ),
+        )  # fmt: skip
+        return chosen, shares
+
+    def _multiply(
+        self, variant: Variant, tiles: int, arrays: dict[str, Array | None], sizes: tuple[int, int, int]
+    ) -> None:
+        """sizes: width, depth and per_row, see `experts_jit.multiply_experts`"""
+        numbers = dict(zip(("width", "depth", "per_row"), map(np.int32, sizes), strict=True))
+        columns = -(-sizes[0] // dict(variant.constants)["BLOCK_N"])
+        names = [name for name, _ in variant.signature]
+        arguments = [numbers[name] if name in numbers else _pointers(arrays[name])[0] for name in names]
+        self._launcher.launch(variant, (tiles * columns, 1, 1), arguments)
+
+
+@lru_cache
+def _products(shape: ExpertShape, tile: ProductTile) -> tuple[Variant, Variant]:
+    """Of tokens and ``gate | up``, and of what comes of that and the down projection."""
+    up = _product(shape, tile, tile.gated_columns, shape.hidden, shape.inner, shape.activation)
+    return up, _product(shape, tile, tile.columns, shape.inner, shape.hidden, "")
+
+
+def _product(shape: ExpertShape, tile: ProductTile, columns: int, depth: int, width: int, activation: str) -> Variant:
+    pointers = ((name, _TYPES[shape.dtype] if type_ == "x" else type_) for name, type_ in _pairs())
+    multiples = [name for name, number in (("width", width), ("depth", depth)) if number % 16 == 0]
+    return Variant(
+        kernel="multiply_experts",
+        signature=tuple(pointers),
+        constants=(
+            ("BLOCK_M", tile.rows), ("BLOCK_N", columns), ("BLOCK_K", tile.depth), ("ACTIVATION", activation),
+            ("BIAS", shape.has_bias), ("EVEN", depth % tile.depth == 0),
+        ),
+        multiples=("x", "weight", "bias", "shares", "out", "order", "tile_expert", *multiples),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        module=MODULE,
+    )  # fmt: skip
+
+
+def _pairs() -> list[tuple[str, str]]:
+    return [(name, type_) for name, _, type_ in (parameter.partition(":") for parameter in _SIGNATURE)]
+
+
+def _pointers(*arrays: Array | None) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(0 if array is None else address_of(array)) for array in arrays)

@@ -1,0 +1,96 @@
+"""Which experts of a mixture a token goes to, and which tokens an expert computes: the rule, and it in NumPy.
+
+Kernels that route on a device must choose what `route` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NORM_MIN = 1e-20
+"""For routing weights that are divided by their sum, whatever it is: of the likeliest experts it is never so small."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How scores of experts become a token's choice.
+
+    experts:          to choose from
+    per_token:        so many are chosen
+    norm_min:         weights are divided by their sum over the chosen, or this where it is greater; None: not divided
+    is_sigmoid:       scores are sigmoids of the logits, else their softmax
+    groups:           of experts, equally many in each; 1: no groups
+    groups_per_token: of which a token may use the experts
+    best_of_group:    a group's score is the sum of so many of its best
+    scale:            of weights
+    """
+
+    experts: int
+    per_token: int
+    norm_min: float | None
+    is_sigmoid: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    best_of_group: int = 1
+    scale: float = 1.0
+
+
+def route(
+    logits: NDArray[np.float32], correction: NDArray[np.float32] | np.float32, routing: Routing
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Each token's experts and their weights, both ``[T, per_token]``, from router logits ``[T, experts]``.
+
+    A token goes to the experts with the highest scores, corrected by what is added for the choice alone; of equal ones
+    that of the lower index counts as the higher. Sigmoids that nothing is added to are compared by their logits, which
+    differ where they round to 1. Weights are scores without the correction. Equal logits are routed
+    alike, whatever else is in the batch: so ranks that compute them by the same operation agree.
+    """
+    scores = _sigmoid(logits) if routing.is_sigmoid else _softmax(logits)
+    is_plain = routing.is_sigmoid and routing.groups == 1 and np.ndim(correction) == 0
+    compared = logits if is_plain else _within_groups(scores + correction, routing)
+    chosen = _best(compared, routing.per_token)
+    weights = np.take_along_axis(scores, chosen, axis=1)
+    if routing.norm_min is not None:
+        weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), np.float32(routing.norm_min))
+    return chosen, weights * np.float32(routing.scale)
+
+
+def tokens_by_expert(
+    chosen: NDArray[np.int64], weights: NDArray[np.float32]
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
+    """For every expert that has tokens: the expert, its tokens in ascending order, and their weights for it."""
+    order = np.argsort(chosen, axis=None, kind="stable")
+    experts, starts = np.unique(chosen.reshape(-1)[order], return_index=True)
+    tokens = np.split(order // chosen.shape[1], starts[1:])
+    shares = np.split(weights.reshape(-1)[order], starts[1:])
+    yield from zip(experts.tolist(), tokens, shares, strict=True)
+
+
+def _within_groups(scores: NDArray[np.float32], routing: Routing) -> NDArray[np.float32]:
+    """Scores of the experts of each token's best groups; minus infinity elsewhere."""
+    if routing.groups == 1:
+        return scores
+    grouped = scores.reshape(len(scores), routing.groups, -1)
+    best = np.sort(grouped, axis=2)[:, :, -routing.best_of_group :].sum(axis=2)
+    allowed = np.zeros(best.shape, np.bool_)
+    np.put_along_axis(allowed, _best(best, routing.groups_per_token), True, axis=1)
+    return np.where(allowed[:, :, None], grouped, np.float32(-np.inf)).reshape(scores.shape)
+
+
+def _best(scores: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    return np.argsort(-scores, axis=1, kind="stable")[:, :count]
+
+
+def _sigmoid(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    halves: NDArray[np.float32] = np.float32(0.5) * np.tanh(np.float32(0.5) * x)  # does not overflow
+    return halves + np.float32(0.5)
+
+
+def _softmax(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    powers: NDArray[np.float32] = np.exp(x - x.max(axis=1, keepdims=True))
+    shares: NDArray[np.float32] = powers / powers.sum(axis=1, keepdims=True)
+    return shares

@@ -1,0 +1,176 @@
+"""Multimodal items of a prompt (images, audio): where they stand, what names them, and their embeddings.
+
+An item stands where the prompt has placeholder tokens. Its hash goes into the hashes of the blocks that it overlaps
+(`headwise.cache_controller.block_hash`), so that the cache tells prompts with other items apart. Its embeddings, if the
+caller gives them, are computed with in place of those of the placeholder tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.cache_controller.block_hash import ExtraKey
+from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol.values import as_integer, as_items
+
+MAX_ITEMS = 1024
+MAX_HASH_CHARACTERS = 128
+MAX_EMBED_BYTES = 12 << 20
+"""Of a prompt's token ids and embeddings together: with what else a request has, they are one message."""
+DIGEST = "embeds:"
+"""What the hash of an item begins with that is named by the digest of its embeddings."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptItem:
+    """An item that stands for the prompt's tokens ``[offset, offset + length)``.
+
+    hash:   names its content: items of equal hashes are taken for equal. A string of 1 to 128 characters, or bytes; may
+            be left out where there are embeddings, and is then their digest
+    embeds: ``float [length, hidden]``, as the model's layers take them: scaled, where the model scales its own. None:
+            the placeholder tokens' own are computed with
+    """
+
+    offset: int
+    length: int
+    hash: str | bytes = ""
+    embeds: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class PromptEmbeds:
+    """Embeddings in place of those of a prompt's tokens ``[start, start + length)``: ``float32 [length, hidden]``."""
+
+    start: int
+    values: NDArray[np.float32]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.values)
+
+
+@dataclass(frozen=True)
+class PlacedItems:
+    """A prompt's items, checked, in the order of their places: as requests have them."""
+
+    extra_keys: tuple[ExtraKey, ...] = ()
+    embeds: tuple[PromptEmbeds, ...] = ()
+
+
+def placed(items: Any, num_tokens: int) -> PlacedItems:
+    """The items of a prompt of so many tokens, each a `PromptItem` or a mapping of its fields.
+
+    Raises `InvalidRequestError` for what is none, lies outside the prompt, overlaps another one, or is too large.
+    """
+    given = [_item(each) for each in as_items("items", items, "items", MAX_ITEMS)]
+    extra_keys: list[ExtraKey] = []
+    embeds: list[PromptEmbeds] = []
+    for item in given:
+        start = as_integer("an item's offset", item.offset, 0, 2**31 - 1)
+        end = start + as_integer("an item's length", item.length, 1, 2**31 - 1)
+        if item.embeds is not None:
+            embeds.append(PromptEmbeds(start, _as_embeds(item.embeds, end - start)))
+        extra_keys.append((start, end, _hash(item, embeds)))
+    extra_keys.sort()
+    check_places(extra_keys, num_tokens)
+    num_bytes = embed_bytes(embeds) + 4 * num_tokens
+    if embeds and num_bytes > MAX_EMBED_BYTES:
+        raise InvalidRequestError(
+            f"embeddings and token ids have {num_bytes} bytes; at most {MAX_EMBED_BYTES} can be sent with a prompt"
+        )
+    return PlacedItems(tuple(extra_keys), tuple(sorted(embeds, key=lambda each: each.start)))
+
+
+def check_items(items: Any, prompt: Any) -> None:
+    """Raise `InvalidRequestError` for items of a prompt that is not given as token ids."""
+    has_items = bool(items) if isinstance(items, list | tuple) else items is not None
+    if has_items and (prompt is None or isinstance(prompt, str)):
+        raise InvalidRequestError("items stand at tokens: give their prompt as token ids, not as a text or chat")
+
+
+def check_places(extra_keys: Sequence[ExtraKey], num_tokens: int) -> None:
+    """Raise `InvalidRequestError` unless items lie in a prompt of so many tokens, one behind the other, with hashes."""
+    for start, end, key in extra_keys:
+        if not 0 <= start < end <= num_tokens:
+            raise InvalidRequestError(f"the item at [{start}, {end}) does not lie in the prompt's {num_tokens} tokens")
+        if not 0 < len(key) <= MAX_HASH_CHARACTERS:
+            raise InvalidRequestError(
+                f"an item's hash must have 1 to {MAX_HASH_CHARACTERS} characters, got {key!r:.80} at [{start}, {end})"
+            )
+    for before, after in pairwise(extra_keys):
+        if after[0] < before[1]:
+            raise InvalidRequestError(
+                f"items must lie one behind the other: [{before[0]}, {before[1]}) overlaps [{after[0]}, {after[1]})"
+            )
+
+
+def check_embeds(extra_keys: Sequence[ExtraKey], embeds: Sequence[PromptEmbeds], hidden_size: int) -> None:
+    """Raise `InvalidRequestError` for embeddings that a model cannot compute with, or that others would be taken for.
+
+    Whoever may name items cannot name one by the digest of embeddings that are not its own.
+    """
+    given = {(each.start, each.end): each.values for each in embeds if each.values.ndim == 2}
+    if len(given) != len(embeds):
+        raise InvalidRequestError("embeddings must be [length, hidden], each of another item")
+    for (start, end), values in given.items():
+        if values.shape[1] != hidden_size:
+            raise InvalidRequestError(
+                f"the embeddings at [{start}, {end}) have {values.shape[1]} numbers a token, the model {hidden_size}"
+            )
+        if not np.isfinite(values).all():
+            raise InvalidRequestError(f"the embeddings at [{start}, {end}) are not all finite numbers")
+    for start, end, key in extra_keys:
+        own = given.pop((start, end), None)
+        if key.startswith(DIGEST) and (own is None or key != digest(own)):
+            raise InvalidRequestError(f"the item at [{start}, {end}) is named by the digest of other embeddings")
+    for start, end in given:
+        raise InvalidRequestError(f"the embeddings at [{start}, {end}) are of no item of the prompt")
+
+
+def embed_bytes(embeds: Sequence[PromptEmbeds]) -> int:
+    return sum(each.values.nbytes for each in embeds)
+
+
+def digest(values: NDArray[np.float32]) -> str:
+    """The hash of an item that is known by its embeddings alone: of their bytes, float32, little-endian."""
+    return DIGEST + sha256(np.ascontiguousarray(values, "<f4").tobytes()).hexdigest()
+
+
+def _item(given: Any) -> PromptItem:
+    if isinstance(given, PromptItem):
+        return given
+    if not isinstance(given, Mapping) or not {"offset", "length"} <= given.keys() <= {*PromptItem.__dataclass_fields__}:
+        raise InvalidRequestError(
+            f"an item must be a PromptItem, or a mapping with offset, length, and hash or embeds, got {given!r:.80}"
+        )
+    return PromptItem(**given)
+
+
+def _hash(item: PromptItem, embeds: Sequence[PromptEmbeds]) -> str:
+    """embeds: those of the item are the last ones"""
+    key = item.hash.hex() if isinstance(item.hash, bytes) else item.hash
+    if not isinstance(key, str) or not (key or item.embeds is not None):
+        raise InvalidRequestError(f"an item without embeddings needs a hash, a string or bytes, got {item.hash!r:.80}")
+    return str(key) or digest(embeds[-1].values)
+
+
+def _as_embeds(given: Any, length: int) -> NDArray[np.float32]:
+    found = type(given).__name__
+    try:
+        array = np.asarray(given)
+        found = f"{array.dtype} {list(array.shape)}"
+        if (array.dtype.kind == "f" or array.dtype.name == "bfloat16") and array.ndim == 2 and len(array) == length:
+            with np.errstate(over="ignore"):  # what is infinite is told by `check_embeds`
+                return np.array(array, dtype="<f4", order="C")  # a copy: the caller may go on with its own
+    except (TypeError, ValueError):
+        pass
+    raise InvalidRequestError(
+        f"an item of {length} tokens needs embeddings [{length}, hidden] of floating-point numbers, got {found}"
+    )

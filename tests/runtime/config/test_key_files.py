@@ -1,0 +1,56 @@
+"""Files of keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headwise.errors import ConfigError
+from headwise.runtime.config.keys import read_keys, server_secret
+
+KEY = "sk-0123456789"
+
+
+def test_keys_come_from_the_flag_and_from_lines_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# whose this is\nsk-first-0001\n\n  sk-second-002  \r\n")
+    assert read_keys(KEY, str(file)) == [KEY, "sk-first-0001", "sk-second-002"]
+    assert read_keys("", "") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("", "has no key"), ("# only a comment\n", "has no key"), ("short\n", "API key 1"), ("two words\n", "API key 1")],
+)
+def test_files_without_usable_keys_are_told_and_their_text_is_not(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=told) as error:
+        read_keys("", str(file))
+    assert not text.strip() or text.strip() not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_keys("", str(tmp_path / "absent"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys("", str(tmp_path / "binary"))
+
+
+def test_the_server_s_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    secret = server_secret(str(file))
+    assert server_secret(str(file)) == secret
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert server_secret("") != server_secret("") != secret
+
+
+def test_a_file_that_has_no_server_key_is_told_and_its_text_is_not(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("my secret")
+    with pytest.raises(ConfigError, match=r"server_key_file .*64 hexadecimal digits") as raised:
+        server_secret(str(tmp_path / "key"))
+    assert "my secret" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"server_key_file .*No such file"):
+        server_secret(str(tmp_path / "absent" / "key"))

@@ -1,0 +1,118 @@
+"""Items of a prompt: what is taken, what is refused, and with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from headwise.errors import InvalidRequestError
+from headwise.runtime.protocol.prompt_items import (
+    MAX_EMBED_BYTES,
+    PromptEmbeds,
+    PromptItem,
+    check_embeds,
+    check_items,
+    digest,
+    placed,
+)
+
+ROWS = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def test_items_come_in_the_order_of_their_places_named_by_hash_bytes_or_embeddings() -> None:
+    items = [PromptItem(6, 1, b"\x01\xff"), {"offset": 3, "length": 2, "embeds": ROWS}, PromptItem(0, 3, "cat")]
+    found = placed(items, 7)
+    assert found.extra_keys == ((0, 3, "cat"), (3, 5, digest(ROWS)), (6, 7, "01ff"))
+    assert [(each.start, each.end) for each in found.embeds] == [(3, 5)]
+    assert placed((), 7) == placed([], 0)
+
+
+def test_what_the_caller_does_with_its_array_later_changes_nothing() -> None:
+    rows = ROWS.copy()
+    found = placed([PromptItem(0, 2, embeds=rows)], 2)
+    rows[:] = 9
+    np.testing.assert_array_equal(found.embeds[0].values, ROWS)
+
+
+def test_embeddings_with_a_hash_are_known_by_that() -> None:
+    assert placed([PromptItem(0, 2, "cat", ROWS)], 2).extra_keys == ((0, 2, "cat"),)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_embeddings_of_any_precision_become_float32(dtype: Any) -> None:
+    (embeds,) = placed([PromptItem(0, 2, embeds=np.asfortranarray(ROWS.astype(dtype)))], 2).embeds
+    assert embeds.values.dtype == np.float32
+    np.testing.assert_array_equal(embeds.values, ROWS)
+
+
+def test_what_is_too_large_for_float32_is_not_finite() -> None:
+    (embeds,) = placed([PromptItem(0, 1, embeds=np.array([[1e39, 0, 0]]))], 1).embeds
+    assert np.isinf(embeds.values[0, 0])
+
+
+def test_other_embeddings_have_another_digest() -> None:
+    assert len({digest(ROWS), digest(ROWS + 1), digest(-ROWS), digest(ROWS[::-1])}) == 4
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ("cat", "items must be a list"),
+        ([("cat",)], "an item must be a PromptItem, or a mapping"),
+        ([{"offset": 0}], "an item must be a PromptItem, or a mapping"),
+        ([{"offset": 0, "length": 1, "image": "x"}], "an item must be a PromptItem, or a mapping"),
+        ([PromptItem(-1, 2, "a")], "an item's offset must be an integer from 0"),
+        ([PromptItem(0, 0, "a")], "an item's length must be an integer from 1"),
+        ([PromptItem(5, 3, "a")], r"the item at \[5, 8\) does not lie in the prompt's 7 tokens"),
+        ([PromptItem(0, 3, "a"), PromptItem(2, 1, "b")], r"\[0, 3\) overlaps \[2, 3\)"),
+        ([PromptItem(2, 1, "a"), PromptItem(2, 1, "a")], r"\[2, 3\) overlaps \[2, 3\)"),
+        ([PromptItem(0, 1)], "an item without embeddings needs a hash"),
+        ([PromptItem(0, 1, 7)], "an item without embeddings needs a hash"),  # type: ignore[arg-type]
+        ([PromptItem(0, 1, "a" * 129)], "an item's hash must have 1 to 128 characters"),
+        ([PromptItem(0, 1, "a")] * 1025, "1025 items were given; at most 1024"),
+        ([PromptItem(0, 3, embeds=ROWS)], r"an item of 3 tokens needs embeddings .*, got float32 \[2, 3\]"),
+        ([PromptItem(0, 2, embeds=ROWS.astype(np.int32))], r"floating-point numbers, got int32 \[2, 3\]"),
+        ([PromptItem(0, 2, embeds=[[1.0], [1.0, 2.0]])], "floating-point numbers, got list"),
+        ([PromptItem(0, 2, embeds="cat")], r"floating-point numbers, got <U3 \[\]"),
+        (
+            [PromptItem(0, 2, embeds=np.zeros((2, MAX_EMBED_BYTES // 8), np.float32))],
+            rf"have {MAX_EMBED_BYTES + 28} bytes; at most {MAX_EMBED_BYTES}",
+        ),
+    ],
+)
+def test_what_is_no_item_of_a_prompt_of_seven_tokens_is_refused(items: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        placed(items, 7)
+
+
+@pytest.mark.parametrize("prompt", [None, "text"])
+def test_items_of_a_text_or_chat_are_refused(prompt: Any) -> None:
+    check_items([], prompt)
+    check_items([PromptItem(0, 1, "a")], [1, 2])
+    with pytest.raises(InvalidRequestError, match="give their prompt as token ids"):
+        check_items([PromptItem(0, 1, "a")], prompt)
+
+
+NAN = np.array([[0, np.nan, 0]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("keys", "embeds", "says"),
+    [
+        (((0, 2, "a"),), [PromptEmbeds(0, ROWS[:, :2])], r"at \[0, 2\) have 2 numbers a token, the model 3"),
+        (((0, 1, "a"),), [PromptEmbeds(0, NAN)], r"the embeddings at \[0, 1\) are not all finite"),
+        (((0, 1, "a"),), [PromptEmbeds(0, np.array([[np.inf, 0, 0]], np.float32))], "are not all finite"),
+        (((0, 2, "a"),), [PromptEmbeds(0, ROWS[0])], r"embeddings must be \[length, hidden\]"),
+        (((0, 2, "a"),), [PromptEmbeds(0, ROWS)] * 2, "each of another item"),
+        (((0, 2, "a"),), [PromptEmbeds(1, ROWS)], r"the embeddings at \[1, 3\) are of no item"),
+        (((0, 2, digest(ROWS)),), [], "named by the digest of other embeddings"),
+        (((0, 2, digest(ROWS)),), [PromptEmbeds(0, ROWS + 1)], "named by the digest of other embeddings"),
+    ],
+)
+def test_an_engine_refuses_what_it_cannot_compute_with_and_false_names(keys: Any, embeds: Any, says: str) -> None:
+    check_embeds(((0, 2, digest(ROWS)), (2, 4, "a"), (5, 6, "b")), [PromptEmbeds(0, ROWS), PromptEmbeds(2, ROWS)], 3)
+    with pytest.raises(InvalidRequestError, match=says):
+        check_embeds(keys, embeds, 3)

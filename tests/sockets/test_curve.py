@@ -1,0 +1,64 @@
+"""Keys of ZeroMQ's encryption."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import closing
+from typing import Any
+
+import pytest
+import zmq
+from support.waiting import eventually
+
+from headwise.errors import ConfigError
+from headwise.sockets.context import close_context, open_context
+from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key, secure_client
+from headwise.sockets.listener import Listener
+from headwise.sockets.pieces import PIECE_BYTES
+
+TOKEN = "sk-somebodys-key"
+
+
+def test_keys_survive_a_process_boundary_and_keep_their_secrets_to_themselves() -> None:
+    server = ServerKeys(new_secret(), frozenset((client_key(TOKEN),)))
+    client = ClientKeys(public_key(server.secret), TOKEN)
+    for keys, secret in ((server, server.secret), (client, TOKEN)):
+        assert pickle.loads(pickle.dumps(keys)) == keys
+        assert secret not in repr(keys)
+
+
+def test_a_token_has_one_key_which_does_not_tell_it() -> None:
+    assert client_key(TOKEN) == client_key(TOKEN) != client_key(TOKEN + "s")
+    assert TOKEN.encode().hex() not in client_key(TOKEN)
+
+
+@pytest.mark.parametrize("key", ["", "abc", "A" * 64, "g" * 64, b"a" * 64, None])
+def test_what_is_no_key_is_said_to_be_none_and_not_shown(key: Any) -> None:
+    with pytest.raises(ConfigError, match="64 hexadecimal digits") as raised:
+        ClientKeys(key, TOKEN)
+    assert not key or str(key) not in str(raised.value)
+
+
+@pytest.mark.parametrize("token", ["", None, 5])
+def test_a_client_needs_a_token(token: Any) -> None:
+    with pytest.raises(ConfigError, match="an API key besides"):
+        ClientKeys("a" * 64, token)
+
+
+def test_the_longest_frame_passes_encrypted_as_in_the_clear() -> None:
+    context, secret = open_context(), new_secret()
+    keys = ServerKeys(secret, frozenset((client_key(TOKEN),)))
+    received: list[bytes] = []
+    with closing(Listener(context, "tcp://127.0.0.1:*", max_message_bytes=1 << 20, keys=keys)) as listener:
+        client = context.socket(zmq.DEALER)
+        secure_client(client, ClientKeys(public_key(secret), TOKEN))
+        client.connect(listener.endpoint)
+        client.send(b"x" * PIECE_BYTES)
+
+        def arrived() -> bool:
+            received.extend(frames[0] for _, frames in listener.receive(1))
+            return bool(received)
+
+        eventually(arrived)
+    close_context(context)
+    assert received == [b"x" * PIECE_BYTES]
