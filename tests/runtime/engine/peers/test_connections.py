@@ -17,6 +17,7 @@ from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import AskLease, Directory, Failed, LeaseEnded
+from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key, secure_client
 
 EPOCH, SECRET = 7, "the deployment's"
 ASK = AskLease(bytes(16), EPOCH, b"h" * 16, np.ones((1, 1), dtype=np.bool_))
@@ -37,9 +38,15 @@ class LendingCore(ScriptedCore):
         self.was_refused.append(message)
 
 
+@pytest.fixture(params=["in the clear", "encrypted"])
+def keys(request: pytest.FixtureRequest) -> ServerKeys | None:
+    return ServerKeys(new_secret(), frozenset({client_key(SECRET)})) if request.param == "encrypted" else None
+
+
 @pytest.fixture
-def owner() -> Iterator[tuple[EngineServer, LendingCore]]:
-    server = EngineServer("tcp://127.0.0.1:*", reporting=Reporting("tcp://127.0.0.1:9", SECRET, "owner"), epoch=EPOCH)
+def owner(keys: ServerKeys | None) -> Iterator[tuple[EngineServer, LendingCore]]:
+    reporting = Reporting("tcp://127.0.0.1:9", SECRET, "owner")
+    server = EngineServer("tcp://127.0.0.1:*", reporting=reporting, epoch=EPOCH, keys=keys)
     core = LendingCore(server)
     server.attach(core)
     server.start()
@@ -47,26 +54,31 @@ def owner() -> Iterator[tuple[EngineServer, LendingCore]]:
     server.stop()
 
 
+def secured(socket: zmq.Socket, keys: ServerKeys | None) -> None:
+    secure_client(socket, None if keys is None else ClientKeys(public_key(keys.secret), SECRET))
+
+
 class Reader:
     """Another engine's connections, with a clock that is set."""
 
-    def __init__(self, context: zmq.Context, address: str, secret: str = SECRET) -> None:
+    def __init__(self, context: zmq.Context, address: str, keys: ServerKeys | None) -> None:
         self.now = 0.0
         self.engines = {"owner": (EPOCH, address), "reader": (EPOCH, address)}
         self.connections = PeerConnections(
             context,
             "reader",
-            secret,
+            SECRET,
             directory=lambda: Directory("", "", self.engines),
             answer=lambda reader, message: None,
             clock=lambda: self.now,
+            prepare=lambda socket: secured(socket, keys),
         )
 
 
 @pytest.fixture
-def reader(owner) -> Iterator[Reader]:
+def reader(owner, keys) -> Iterator[Reader]:
     with zmq.Context() as context:
-        reader = Reader(context, owner[0].endpoint)
+        reader = Reader(context, owner[0].endpoint, keys)
         yield reader
         context.destroy(linger=0)
 
@@ -86,8 +98,9 @@ def test_a_question_about_an_earlier_cache_is_refused(owner, reader) -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "another one's"])
-def test_who_does_not_know_the_secret_is_told_nothing(owner, secret: str) -> None:
+def test_who_does_not_know_the_secret_is_told_nothing(owner, keys, secret: str) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        secured(socket, keys)
         socket.connect(owner[0].endpoint)
         socket.send(wire.encode(replace(ASK, secret=secret)))
         assert "only engines of this deployment" in wire.decode(socket.recv(), Failed).message
