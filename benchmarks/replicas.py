@@ -12,6 +12,8 @@
    that came right behind the fault waited for its first token (`new_request_s`), and how long it took until three
    engines served and the index agreed with them (`whole_s`). `lost` counts streams that did not end as they do
    undisturbed.
+3. Prompts that one engine has computed are sent to another one, which is told so: it fetches the blocks from the first
+   one's host. `peer_over_cold`: its seconds to the first token over those of the engine that computed them.
 
 The last line is JSON.
 """
@@ -33,11 +35,16 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
+import zmq
 from prompts import tokens
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
 from headwise.errors import HeadwiseError
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.messages import Outputs, Ping, Pong, Submit
+from headwise.runtime.protocol.request import GenerateRequest, PeerHint
+from headwise.sockets.pieces import split
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Size:
     kv_cache: of each engine: half of what the conversations take
     users:    conversations that have a request under way at a time
     faults:   of `FAULTS`, in this order
+    peer_tokens, peer_prompts: prompts that another engine has computed: their length, and how many are measured
     """
 
     policies: tuple[Literal["round_robin", "cache_aware"], ...] = ("round_robin", "cache_aware")
@@ -58,6 +66,8 @@ class Size:
     turns: int = 6
     users: int = 3
     streams: int = 9
+    peer_tokens: int = 4000
+    peer_prompts: int = 3
     faults: tuple[str, ...] = (
         "store",
         "scheduler",
@@ -80,9 +90,11 @@ QUICK = Size(
     turns=2,
     users=2,
     streams=2,
+    peer_tokens=400,
+    peer_prompts=1,
     faults=("store", "scheduler", "hung scheduler"),
 )
-SMOKE = replace(QUICK, faults=("scheduler",))
+SMOKE = replace(QUICK, faults=("scheduler",), peer_prompts=0)
 QUESTION_TOKENS, ANSWER_TOKENS = 24, 8
 STREAM_TOKENS = 24
 CONFIG = EngineConfig(
@@ -256,6 +268,53 @@ def break_things(deployment: Deployment, client: Client, size: Size, seed: int) 
     return {"recovery": recovery, "served": load.served, "lost": load.lost}
 
 
+# ---- 3. blocks from other engines ----
+
+
+def first_token_s(client: Client, engine: str, prompt: Sequence[int], hint: PeerHint | None = None) -> float:
+    """Seconds to the first token of a request that is sent to an engine as a client would that was told of it."""
+    name = f"{engine}/{hash(tuple(prompt))}"
+    request = GenerateRequest(name, np.array(prompt, dtype=np.int32), replace(GREEDY, max_tokens=1), peer=hint)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(client.stats()["engines"][engine]["endpoint"])
+        since = time.perf_counter()
+        for piece in split(wire.encode(Submit(1, request))):
+            socket.send(piece)
+        while True:
+            if not socket.poll(1000):
+                socket.send(wire.encode(Ping()))  # the requests of a client that is silent are aborted
+            elif isinstance(wire.decode(socket.recv(), Outputs, Pong), Outputs):
+                return time.perf_counter() - since
+
+
+def load_from_peers(config: EngineConfig, size: Size, seed: int) -> dict[str, Any]:
+    """The first prompt of each engine is not measured: kernels are called, and speeds measured, for the first time."""
+    draw, computed, loaded = np.random.default_rng(seed), list[float](), list[float]()
+    cache = f"{size.peer_tokens // 16}MiB"
+    config = replace(config, replicas=2, max_model_len=size.peer_tokens + 64, kv_cache=cache)
+    config = replace(config, host_cache=f"{size.peer_tokens // 4}MiB")
+    show("prompt", "computed s", "from a peer s")
+    with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
+        while len(client.stats()["engines"]) < 2:
+            time.sleep(0.1)
+        time.sleep(1.5)  # until the engines have been told of each other
+        epoch = client.stats()["engines"]["engine-0"]["epoch"]
+        for index in range(size.peer_prompts + 1):
+            prompt = tokens(draw, size.peer_tokens + 1)
+            computed.append(first_token_s(client, "engine-0", prompt))
+            loaded.append(first_token_s(client, "engine-1", prompt, PeerHint("engine-0", epoch, size.peer_tokens)))
+            show(index, computed[-1], loaded[-1])
+        time.sleep(1.0)
+        peers = client.stats()["engines"]["engine-1"]["peers"]
+    ratio = float(np.median(loaded[1:]) / np.median(computed[1:]))
+    return {
+        "peer_over_cold": ratio,
+        "peer_hit_tokens": peers["hit_tokens"],
+        "peer_missed_blocks": peers["missed_blocks"],
+    }
+
+
 def show(*cells: object) -> None:
     print("".join(f"{cell:>16.3f}" if isinstance(cell, float) else f"{cell:>16}" for cell in cells), flush=True)
 
@@ -292,7 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report[f"ttft_{name}_s"] = {policy: turns.quantile(share) for policy, turns in seen.items()}
         if len(seen) == 2:
             report[f"ttft_{name}_ratio"] = seen["round_robin"].quantile(share) / seen["cache_aware"].quantile(share)
-    print(json.dumps(rounded({**report, **broken})))
+    loaded = load_from_peers(CONFIG, size, options.seed) if size.peer_prompts else {}
+    print(json.dumps(rounded({**report, **broken, **loaded})))
 
 
 if __name__ == "__main__":

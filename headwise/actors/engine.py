@@ -247,7 +247,8 @@ class Engine:
         assert self._server is not None
         card, tokenizer = self._preprocessor.card, self._preprocessor.tokenizer
         card = with_pool(card, self._config, group.executor.num_blocks * card.layout.block_bytes)
-        core = EngineCore(self._config, card, tokenizer, group.executor, lookup=self._lookup)
+        peers = None if self._config.without_peer_loads else self._server.peers
+        core = EngineCore(self._config, card, tokenizer, group.executor, lookup=self._lookup, peers=peers)
         self._core_died.clear()
         wakers: list[Any] = [*group.executor.sockets, *([] if self._lookup is None else [self._lookup])]
         self._server.attach(core, wakers)

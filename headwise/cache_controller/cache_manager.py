@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.arrivals import Fetch
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.copy_costs import CopyCosts
 from headwise.cache_controller.eviction import RESUME_SLACK, EvictionPolicy, RecycledFirst, ResumePoints
@@ -24,7 +25,7 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.prefix_match import PrefixFinder, PrefixMatch
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
 from headwise.cache_controller.states import CheckpointPlaces, StateColumns, StateStep
-from headwise.cache_controller.tiers import Fetch, Host, NoHost
+from headwise.cache_controller.tiers import Host, NoHost
 from headwise.cache_controller.windows import GroupWindows, column_spans
 
 Rows = NDArray[np.int32]
@@ -198,6 +199,16 @@ class CacheManager:
     def fetch(self, hashes: Sequence[bytes], stored: NDArray[np.bool_]) -> Fetch | None:
         """See `PrefixFinder.fetch`."""
         return self._finder.fetch(hashes, stored)
+
+    def lacking(
+        self, hashes: Sequence[bytes], elsewhere: NDArray[np.bool_], room: int
+    ) -> tuple[NDArray[np.bool_], int]:
+        """See `PrefixFinder.lacking`."""
+        return self._finder.lacking(hashes, elsewhere, room)
+
+    def would_gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> bool:
+        """See `PrefixFinder.would_gain`."""
+        return self._finder.would_gain(hashes, more)
 
     def num_reclaimed(self, match: PrefixMatch) -> int:
         """Blocks of a match that nobody holds now: adopting it takes them out of `num_available`."""
@@ -480,7 +491,7 @@ class CacheManager:
         cached = self.tree.device.blocks[nodes]
         blocks = cached[cached != NOWHERE]
         unheld = self.pool.are_unheld(blocks)
-        self.host.forget(nodes)
+        self.host.forget(hashes)
         self.pool.evict(blocks[unheld])
         self._forget_held(blocks[~unheld])
         self.host.storage.forget(hashes)

@@ -16,9 +16,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.arrivals import Arrivals
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.eviction import Blocks, EvictionPolicy, RecycledFirst
 from headwise.cache_controller.kv_events import KVEvents
+from headwise.cache_controller.leases import Leases
 from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
 from headwise.cache_controller.storage_tier import StorageTier
 from headwise.cache_controller.tiers import HostTierStats, NoStorage, Storage
@@ -54,6 +56,8 @@ class HostTier:
     events:     told of nodes that gain or lose blocks on the host
     threshold:  uses of a block after which it is copied
     storage:    where blocks that reached the host go from there
+    arrivals:   what is on its way to the host from elsewhere than the device
+    leases:     what other engines are reading from it
     """
 
     is_there = True
@@ -73,7 +77,11 @@ class HostTier:
         ]
         self.pool = BlockPool(config.num_blocks, self._on_evict, eviction)
         timeout_s = config.storage_timeout_s
-        self.storage: Storage = NoStorage() if timeout_s is None else StorageTier(tree, self.pool, events, timeout_s)
+        self.arrivals = Arrivals(tree, self.pool, events)
+        self.leases = Leases(tree, self.pool, self.store, lambda: bool(self._backlog))
+        self.storage: Storage = NoStorage()
+        if timeout_s is not None:
+            self.storage = StorageTier(tree, self.pool, self.arrivals, events, timeout_s)
         self._device = device
         self._events = events
         self._max_storing = max(1, int(MAX_STORING * device.num_blocks))
@@ -274,9 +282,18 @@ class HostTier:
         """Forget every block that no copy holds; how many those were."""
         return self.pool.evict_all()
 
-    def forget(self, nodes: Nodes) -> None:
-        """Nothing that the host has of ``nodes`` is loaded any more. What a copy holds stays until that is done."""
-        copies = self.tree.host.blocks[nodes]
+    def arrived(self, host_blocks: Sequence[int], missed: Sequence[int]) -> None:
+        """What was on its way to the host from storage or other engines is there, or did not come."""
+        self.arrivals.reported(host_blocks, missed)
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Nothing that the host has of these token blocks, or that is on its way there, is loaded any more, here or by
+        other engines. What a copy holds stays until that is done.
+        """
+        self.arrivals.forget(hashes)
+        self.leases.forget(hashes)
+        known = map(self.tree.nodes.get, hashes)
+        copies = self.tree.host.blocks[np.array([node for node in known if node is not None], dtype=np.int64)]
         blocks = copies[copies != NOWHERE]
         unheld = self.pool.are_unheld(blocks)
         self.pool.evict(blocks[unheld])
@@ -298,9 +315,10 @@ class HostTier:
     def check_integrity(self) -> None:
         """Raise AssertionError unless pool, tree and copies in flight agree."""
         self.pool.check_integrity()
+        self.leases.check_integrity()
         loads = [*self._loads, *self._loading.values()]
         held = {int(block) for load in loads for block in load[:, 1]} | set(self._storing)
-        held |= self.storage.held_host_blocks()
+        held |= self.storage.held_host_blocks() | self.arrivals.held_host_blocks() | self.leases.held_host_blocks()
         assert held == set(np.flatnonzero(~self.pool.are_unheld(np.arange(self.pool.num_blocks, dtype=np.int32)))), (
             "a copy lost its hold"
         )

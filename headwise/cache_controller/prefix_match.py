@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.arrivals import Fetch
 from headwise.cache_controller.copy_costs import CopyCosts
 from headwise.cache_controller.radix_tree import NOWHERE, RadixTree
-from headwise.cache_controller.tiers import Fetch, Host
+from headwise.cache_controller.tiers import Host
 from headwise.cache_controller.windows import GroupWindows
 
 
@@ -92,22 +93,44 @@ class PrefixFinder:
 
         stored: ``[n, groups]``, which blocks of the path ``hashes [n]`` storage has
         """
-        nodes = self._tree.find(hashes)
-        here = np.zeros_like(stored)
-        here[: len(nodes)] = (self._tree.device.blocks[nodes] != NOWHERE) | (self._tree.host.blocks[nodes] != NOWHERE)
-        served, *_ = self._servable(here)
-        count, *_ = self._servable(here | stored)
         storage = self._host.storage
-        room = storage.room
+        wanted, tokens = self.lacking(hashes, stored, storage.room)
+        if not tokens or not self._costs.is_worth_fetching(int(np.count_nonzero(wanted)), tokens):
+            return None
+        return storage.fetch(hashes, wanted, tokens)
+
+    def lacking(
+        self, hashes: Sequence[bytes], elsewhere: NDArray[np.bool_], room: int
+    ) -> tuple[NDArray[np.bool_], int]:
+        """What the host and the device lack of a path, for the most of it to be served with at most ``room`` blocks
+        more: ``[n, groups]`` of as many of its blocks as it is about, and the tokens gained; none if nothing can be.
+
+        elsewhere: ``[n, groups]``, which blocks of the path ``hashes [n]`` can be had
+        """
+        here = self._are_here(hashes)
+        served, *_ = self._servable(here)
+        count, *_ = self._servable(here | elsewhere)
         while count > served:
             wanted = self._are_seen_after(count) & ~here[:count]
-            blocks, tokens = int(np.count_nonzero(wanted)), (count - served) * self._windows.block_size
+            blocks = int(np.count_nonzero(wanted))
             if blocks <= room:
-                return storage.fetch(hashes, wanted, tokens) if self._costs.is_worth_fetching(blocks, tokens) else None
+                return wanted, (count - served) * self._windows.block_size
             # What fits of it may still serve more than is here.
             fitting = int(np.searchsorted(wanted.sum(axis=1).cumsum(), room, side="right"))
-            count, *_ = self._servable((here | stored)[: min(fitting, count * room // blocks)])
-        return None
+            count, *_ = self._servable((here | elsewhere)[: min(fitting, count * room // blocks)])
+        return np.zeros((0, here.shape[1]), dtype=np.bool_), 0
+
+    def would_gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> bool:
+        """Whether more of a path could be served if the host had the blocks ``more [n, groups]`` of it, too."""
+        here = self._are_here(hashes)
+        return self._servable(here | more)[0] > self._servable(here)[0]
+
+    def _are_here(self, hashes: Sequence[bytes]) -> NDArray[np.bool_]:
+        """``[n, groups]``: which blocks of a path are on the device or on the host."""
+        nodes = self._tree.find(hashes)
+        here = np.zeros((len(hashes), self._tree.device.num_groups), dtype=np.bool_)
+        here[: len(nodes)] = (self._tree.device.blocks[nodes] != NOWHERE) | (self._tree.host.blocks[nodes] != NOWHERE)
+        return here
 
     def _servable(self, there: NDArray[np.bool_]) -> tuple[int, int, int]:
         """Depths of a path with the blocks ``there [n, groups]``: that every group can serve; that every full one can;

@@ -1,7 +1,7 @@
 """The storage's part of an engine's cache: what goes there from the host, and what is fetched back to the host.
 
     host block   --put-->    storage         the host block is held until all workers report
-    storage      --fetch-->  host block      held likewise; the prefix tree knows it once it is complete
+    storage      --fetch-->  host block      see `Arrivals`
 
 Storage is slow, shared with others, and may lose what it has, fail or hang: a block counts only once it is on the
 host. What hangs keeps its host blocks, and a bounded number of them; no more is asked of a storage that says nothing.
@@ -13,22 +13,22 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.arrivals import Arrival, Arrivals, Fetch
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.eviction import Blocks
 from headwise.cache_controller.kv_events import KVEvents
-from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree
+from headwise.cache_controller.radix_tree import NOWHERE, RadixTree
 from headwise.cache_controller.stored_blocks import StoredBlocks
-from headwise.cache_controller.tiers import Fetch, NamedBlocks, StorageTierStats
+from headwise.cache_controller.tiers import NamedBlocks, StorageTierStats
 
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 0.25
-"""Share of the host's blocks that puts may hold, and fetches likewise. Held blocks cannot be evicted."""
+"""Share of the host's blocks that puts may hold. Held blocks cannot be evicted."""
 
 MAX_DELETES = 512
 """Most token blocks that a step has storage delete."""
@@ -77,36 +77,23 @@ class _Patience:
         self.waive()
 
 
-@dataclass(eq=False)
-class _Coming:
-    """A block on its way from storage: where it belongs, and who waits for it."""
-
-    path: Sequence[bytes]
-    column: int
-    group: int
-    waiting: list[Fetch]
-    is_void: bool = False  # it was forgotten meanwhile
-
-    @property
-    def key(self) -> tuple[bytes, int]:
-        return self.path[self.column], self.group
-
-
 class StorageTier:
     """The `Storage` that there is. Owns the puts and fetches in flight.
 
     pool:       the host's
-    events:     told of nodes that gained blocks on the host
+    arrivals:   what is on its way to the host, from here and elsewhere
+    events:     told of what storage comes to have
     timeout_s:  seconds without an answer after which storage counts as stalled
     stored:     what storage is known to have
     """
 
     is_there = True
 
-    def __init__(self, tree: RadixTree, pool: BlockPool, events: KVEvents, timeout_s: float) -> None:
+    def __init__(
+        self, tree: RadixTree, pool: BlockPool, arrivals: Arrivals, events: KVEvents, timeout_s: float
+    ) -> None:
         self.stored = StoredBlocks(tree, events)
-        self._tree, self._pool = tree, pool
-        self._events = events
+        self._tree, self._pool, self._arrivals = tree, pool, arrivals
         self._putting_goes_on = _Patience("taken a block", timeout_s)
         self._fetching_goes_on = _Patience("given a block", timeout_s)
         self._asking_goes_on = _Patience("said what it has", timeout_s)
@@ -120,8 +107,7 @@ class StorageTier:
         self._put_too_early: set[int] = set()  # likewise
         self._puts: list[tuple[int, int, bytes]] = []  # not sent yet: (group, host block, hash)
         self._deletes: deque[bytes] = deque(maxlen=MAX_QUEUED_DELETES)
-        self._coming: dict[tuple[bytes, int], _Coming] = {}
-        self._fetching: dict[int, _Coming] = {}  # by host block
+        self._fetching: set[int] = set()
         self._fetches: list[tuple[int, int, bytes]] = []  # not sent yet: (group, host block, hash)
         self._put = self._failed_puts = self._fetched = self._missed = self._hit_tokens = 0
 
@@ -207,12 +193,9 @@ class StorageTier:
         self.stored.reset()
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Delete what storage has of these token blocks; what is fetched of them now counts as missed."""
+        """Delete what storage has of these token blocks."""
         self._deletes.extend(hashes)
         self._asked_too_early |= self._asking
-        forgotten = set(hashes)
-        for coming in self._fetching.values():
-            coming.is_void |= coming.path[coming.column] in forgotten
         self.stored.forget(hashes)
 
     def take_deletes(self) -> tuple[bytes, ...]:
@@ -274,9 +257,7 @@ class StorageTier:
     @property
     def room(self) -> int:
         """Blocks that may be fetched now."""
-        if self._fetching_goes_on.is_stalled:
-            return 0
-        return max(0, min(self._max_in_flight - len(self._fetching), self._pool.num_available))
+        return 0 if self._fetching_goes_on.is_stalled else self._arrivals.room(len(self._fetching))
 
     def fetch(self, path: Sequence[bytes], wanted: NDArray[np.bool_], gained: int) -> Fetch:
         """Bring the blocks ``wanted [n, groups]`` of a path to the host; those on their way already come once.
@@ -285,18 +266,9 @@ class StorageTier:
 
         Raises ValueError if there are more than `room`.
         """
-        fetch = Fetch(gained)
-        new = []
-        for column, group in np.argwhere(wanted).tolist():
-            coming = self._coming.get((path[column], group))
-            if coming is None:
-                coming = _Coming(path, column, group, [])
-                new.append(coming)
-            coming.waiting.append(fetch)
-            fetch.left += 1
-        for coming, block in zip(new, self._pool.allocate(len(new)).tolist(), strict=True):
-            self._coming[coming.key] = self._fetching[block] = coming
-            self._fetches.append((coming.group, block, coming.path[coming.column]))
+        fetch, arrivals = self._arrivals.expect(self, path, wanted, gained)
+        self._fetching.update(arrival.block for arrival in arrivals)
+        self._fetches += [(arrival.group, arrival.block, arrival.hash) for arrival in arrivals]
         return fetch
 
     def take_fetches(self) -> NamedBlocks:
@@ -305,49 +277,22 @@ class StorageTier:
         fetches, self._fetches = self._fetches, []
         return _named(fetches)
 
-    def fetched(self, host_blocks: Sequence[int], missed: Sequence[int]) -> None:
+    def reported(self, came: Sequence[Arrival], missed: Sequence[Arrival]) -> None:
         """Blocks are on the host, or storage did not have them (any more)."""
-        if not (host_blocks or missed):
-            return
         self._fetching_goes_on.heard()
-        void = {block for block in host_blocks if self._fetching[block].is_void}
-        came = {block: self._fetching.pop(block) for block in host_blocks if block not in void}
-        lacking = {block: self._fetching.pop(block) for block in (*missed, *void)}
-        self._attach(came)
-        self._fetched += len(came)
+        there, lacking = self._arrivals.end(came, missed)
+        self._fetching.difference_update(arrival.block for arrival in (*there, *lacking))
+        self._fetched += len(there)
         self._missed += len(lacking)
-        for block, coming in (*came.items(), *lacking.items()):
-            del self._coming[coming.key]
-            if block in lacking:
-                self.stored.missed(*coming.key)
-            for fetch in coming.waiting:
-                fetch.left -= 1
-                fetch.missed |= block in lacking
-                if not fetch.left and not fetch.missed:
-                    self._hit_tokens += fetch.gained
-        self._pool.release(np.array([*came, *lacking], dtype=np.int32))
+        for arrival in lacking:
+            self.stored.missed(*arrival.key)
 
-    def _attach(self, came: dict[int, _Coming]) -> None:
-        """Let the tree know the blocks, but for those that the host has got otherwise meanwhile."""
-        node = np.array([self._node_of(coming.path, coming.column) for coming in came.values()], dtype=np.int64)
-        group = np.array([coming.group for coming in came.values()], dtype=np.int64)
-        blocks = np.array(list(came), dtype=np.int32)
-        lacked = self._tree.host.blocks[node, group] == NOWHERE
-        self._tree.host.attach_one_by_one(node[lacked], group[lacked], blocks[lacked])
-        self._pool.register(blocks[lacked])
-        self._events.gained(node[lacked], group[lacked])
-
-    def _node_of(self, path: Sequence[bytes], column: int) -> int:
-        """The node of a path's block; made where it is not there, as are those above it."""
-        nodes, first = self._tree.nodes, column
-        while first >= 0 and path[first] not in nodes:
-            first -= 1
-        parent = nodes[path[first]] if first >= 0 else ROOT
-        return [parent, *self._tree.insert(path[first + 1 : column + 1], parent, first + 1)][-1]
+    def hit(self, tokens: int) -> None:
+        self._hit_tokens += tokens
 
     def held_host_blocks(self) -> set[int]:
-        """The host blocks that puts and fetches in flight hold."""
-        return self._putting | self._fetching.keys()
+        """The host blocks that puts in flight hold."""
+        return set(self._putting)
 
 
 def _named(entries: Sequence[tuple[int, int, bytes]]) -> NamedBlocks:

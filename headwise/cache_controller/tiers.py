@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.arrivals import Fetch
 from headwise.cache_controller.eviction import Blocks
 from headwise.cache_controller.radix_tree import Nodes
 
@@ -37,20 +38,6 @@ class NamedBlocks:
 
 
 NO_BLOCKS = NamedBlocks()
-
-
-@dataclass(eq=False)
-class Fetch:
-    """What was asked of storage for one request.
-
-    left:   blocks still on their way
-    gained: tokens more that can be served if all of them come
-    missed: whether one did not
-    """
-
-    gained: int
-    left: int = 0
-    missed: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +92,7 @@ class Storage(Protocol):
         """Storage is being emptied: nothing is known to be there, whatever is said of the time before."""
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Delete what storage has of these token blocks; what is fetched of them now counts as missed."""
+        """Delete what storage has of these token blocks."""
 
     def take_deletes(self) -> tuple[bytes, ...]:
         """The token blocks to delete, of all groups, after what was put before."""
@@ -134,11 +121,8 @@ class Storage(Protocol):
     def take_fetches(self) -> NamedBlocks:
         """What is to be fetched, from the next step on."""
 
-    def fetched(self, host_blocks: Sequence[int], missed: Sequence[int]) -> None:
-        """Blocks are on the host, or storage did not have them (any more)."""
-
     def held_host_blocks(self) -> set[int]:
-        """The host blocks that puts and fetches in flight hold."""
+        """The host blocks that puts in flight hold."""
 
 
 class Host(Protocol):
@@ -202,8 +186,13 @@ class Host(Protocol):
     def step_done(self, step_id: int, failed: Blocks) -> None:
         """The loads that a step carried are done; those to the ``failed`` device blocks brought nothing."""
 
-    def forget(self, nodes: Nodes) -> None:
-        """Nothing that the host has of ``nodes`` is loaded any more. What a copy holds stays until that is done."""
+    def arrived(self, host_blocks: Sequence[int], missed: Sequence[int]) -> None:
+        """What was on its way to the host from storage or other engines is there, or did not come."""
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Nothing that the host has of these token blocks, or that is on its way there, is loaded any more, here or by
+        other engines. What a copy holds stays until that is done.
+        """
 
     def reset(self) -> int:
         """Forget every block that no copy holds; how many those were."""
@@ -251,9 +240,6 @@ class NoStorage:
 
     def take_fetches(self) -> NamedBlocks:
         return NO_BLOCKS
-
-    def fetched(self, host_blocks: Sequence[int], missed: Sequence[int]) -> None:
-        pass
 
     def held_host_blocks(self) -> set[int]:
         return set()
@@ -304,7 +290,10 @@ class NoHost:
     def step_done(self, step_id: int, failed: Blocks) -> None:
         pass
 
-    def forget(self, nodes: Nodes) -> None:
+    def arrived(self, host_blocks: Sequence[int], missed: Sequence[int]) -> None:
+        pass
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
         pass
 
     def reset(self) -> int:

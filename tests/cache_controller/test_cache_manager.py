@@ -300,7 +300,7 @@ def test_blocks_from_storage_find_their_place_without_a_walk_from_the_root_each(
     inserted, insert = [], cache.tree.insert
     cache.tree.insert = lambda path, *where: inserted.extend(path) or insert(path, *where)
     for block in blocks:
-        cache.host.storage.fetched([block], [])
+        cache.host.arrived([block], [])
     assert inserted == path
     assert cache.match(path, 200 * BLOCK).num_blocks == 200
     cache.check_integrity()

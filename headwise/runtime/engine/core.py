@@ -11,7 +11,7 @@ from typing import Any
 from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.hand_over import HandOver
-from headwise.cache_controller.host_tier import HostConfig
+from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate
 from headwise.cache_controller.storage_tier import StorageTier
 from headwise.errors import InvalidRequestError, OverloadedError
@@ -19,13 +19,17 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.operations import EVERY_TIER, Operation, Operations, State
 from headwise.runtime.engine.output import OutputText
+from headwise.runtime.engine.peers.base import Ask, Peers
+from headwise.runtime.engine.peers.lending import Lending
+from headwise.runtime.engine.peers.loads import PeerLoads
+from headwise.runtime.engine.peers.prefills import Prefills
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import StepResult
 from headwise.runtime.protocol.executor import Executor
-from headwise.runtime.protocol.messages import EngineLoad
+from headwise.runtime.protocol.messages import EngineLoad, Prefill
 from headwise.runtime.protocol.prompt_items import check_embeds, embed_bytes
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.transfer.stats import TransferStats
@@ -51,6 +55,7 @@ class EngineCore:
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
         lookup: Lookup | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.config = config
         self.card = card
@@ -68,13 +73,19 @@ class EngineCore:
             checkpoint_tokens=config.checkpoint_tokens,
             host=_host_config(config, card),
         )
+        self._peer_loads = _peer_loads(config, self.cache, peers)
+        self._lending = _lending(config, self.cache, executor, peers)
         self.resources = ResourceManager(
             self.cache,
             max_rows=card.spec.max_rows,
             max_batched_tokens=config.max_batched_tokens,
             prefill_chunk=config.prefill_chunk,
             prefetcher=_prefetcher(config, self.cache, lookup),
+            peer_loads=self._peer_loads,
         )
+        self._prefills: Prefills | None = None
+        if self._lending is not None:
+            self._prefills = Prefills(self._lending, config.block_size, self._add_for_another, self.abort)
         self._operations = Operations(self.resources)
         self._lookup = lookup
         self._depth = config.steps_in_flight
@@ -176,6 +187,40 @@ class EngineCore:
         """Whether storage has yet to get something."""
         return self._hand_over is not None and not self._hand_over.is_over
 
+    # ---- other engines ----
+
+    def asked(self, reader: bytes, message: Ask) -> None:
+        """Another engine asks for blocks of this one's cache, whose epoch it knows. Raises `InvalidRequestError`."""
+        if self._prefills is not None and isinstance(message, Prefill):
+            self._prefills.begin(reader, message, self._clock())
+        elif self._lending is not None:
+            self._lending.take(reader, message, self._clock())
+
+    def _add_for_another(self, request: GenerateRequest) -> Sequence:
+        """Queue a request of which only the blocks matter."""
+        if self._operations.state is not State.AWAKE:
+            raise OverloadedError("the engine sleeps")
+        self.add(request)
+        return self._live[request.request_id]
+
+    def refuse(self, reader: bytes, message: Ask) -> None:
+        """Another engine asks for blocks of a cache that is no more."""
+        if self._lending is not None:
+            self._lending.refuse(reader, message)
+
+    def serve_peers(self) -> None:
+        """Take in what other engines have answered, and tell them what is due. To be called also while there is nothing
+        to do."""
+        now = self._clock()
+        if self._lending is not None:
+            self._lending.advance(now)
+        if self._prefills:
+            self._prefills.end_unleased()
+            if self._operations.state is not State.AWAKE:
+                self._prefills.end_all()
+        if self._peer_loads is not None:
+            self.resources.waiting.advance(now)
+
     # ---- steps ----
 
     @property
@@ -273,12 +318,14 @@ class EngineCore:
         sequence.finished = True
         del self._live[sequence.id], self._texts[sequence.id]
         self._embed_bytes -= embed_bytes(sequence.request.embeds)
+        self.resources.leave(sequence)
+        if self._prefills is not None and self._prefills.ended(sequence.id):
+            return
         self._outbox.append(
             OutputDelta(
                 sequence.id, finish_reason=reason, usage=_usage(sequence), timings=self._timings(sequence), **last
             )
         )
-        self.resources.leave(sequence)
 
     def _timings(self, sequence: Sequence) -> Timings:
         now = self._clock()
@@ -320,6 +367,7 @@ class EngineCore:
             decode_step_s=self.resources.step_times.decode_step_s,
             host_token_s=self.cache.costs.host_token_s,
             storage_token_s=self.cache.costs.storage_token_s,
+            peer_token_s=self.cache.costs.peer_token_s,
             accepts=self._operations.state is State.AWAKE,
         )
 
@@ -338,11 +386,38 @@ class EngineCore:
             "cache": asdict(self.cache.stats()),
             "host": None if host is None else asdict(host),
             "storage": None if storage is None else asdict(storage),
+            "peers": self._peer_stats(),
             "transfers": {name: _speed(transfer) for name, transfer in self.resources.copies.transfers.items()},
             "steps": self._counts["steps"],
             "output_tokens": self._counts["tokens_out"],
             "compute_s": self._compute_s,
         }
+
+    def _peer_stats(self) -> dict[str, Any] | None:
+        if self._peer_loads is None or self._lending is None:
+            return None
+        return {**self._peer_loads.stats(), "lent": self._lending.stats()}
+
+
+def _peer_loads(config: EngineConfig, cache: CacheManager, peers: Peers | None) -> PeerLoads | None:
+    host = cache.host
+    if peers is None or not isinstance(host, HostTier):
+        return None
+    return PeerLoads(cache, host.arrivals, peers, config.load_timeout_s)
+
+
+def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peers: Peers | None) -> Lending | None:
+    host = cache.host
+    if peers is None or not isinstance(host, HostTier):
+        return None
+    return Lending(
+        host.leases,
+        peers,
+        executor.exports,
+        timeout_s=config.load_timeout_s,
+        num_groups=len(cache.policies),
+        max_blocks=cache.max_blocks,
+    )
 
 
 def _host_config(config: EngineConfig, card: ModelCard) -> HostConfig | None:

@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.arrivals import Fetch
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.storage_tier import StorageTier
-from headwise.cache_controller.tiers import Fetch
 from headwise.runtime.engine.sequence import Sequence
 
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.prefix_match import PrefixMatch
 from headwise.runtime.engine.introduction import introduction
+from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
@@ -60,7 +61,7 @@ class ResourceManager:
 
     max_batched_tokens: token budget of a step
     prefill_chunk:      most tokens of one sequence in a step
-    prefetcher:         see `WaitingQueue`
+    prefetcher, peer_loads: see `WaitingQueue`
     """
 
     def __init__(
@@ -71,10 +72,11 @@ class ResourceManager:
         max_batched_tokens: int,
         prefill_chunk: int,
         prefetcher: Prefetcher | None = None,
+        peer_loads: PeerLoads | None = None,
     ) -> None:
         self.cache = cache
-        self.waiting = WaitingQueue(prefetcher)
-        self.copies = TierCopies(cache)
+        self.waiting = WaitingQueue(prefetcher, peer_loads)
+        self.copies = TierCopies(cache, peer_loads)
         self.step_times = StepTimes()
         self.table = SequenceTable(max_rows)
         self.max_batched_tokens = max_batched_tokens
@@ -106,7 +108,7 @@ class ResourceManager:
         return queued - sum(self._match(sequence).num_blocks for sequence in looked_at) * self.cache.block_size
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Queue a sequence, once what storage has of it is there."""
+        """Queue a sequence, once what other engines and storage have of it is there."""
         self.waiting.add(sequence, now)
 
     # ---- planning a step ----

@@ -6,6 +6,7 @@ be replaced while the server runs (new workers after a lost one); requests that 
 
 from __future__ import annotations
 
+import hmac
 import logging
 import queue
 import threading
@@ -26,6 +27,8 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.liveness_clock import LivenessClock
+from headwise.runtime.engine.peers.base import Ask
+from headwise.runtime.engine.peers.connections import PeerConnections
 from headwise.runtime.engine.reports import EngineReports, Reporting
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import (
@@ -33,6 +36,8 @@ from headwise.runtime.protocol.messages import (
     MAX_MESSAGE_BYTES,
     MAX_PING_REQUESTS,
     Abort,
+    AskLease,
+    EndLease,
     EngineLoad,
     EngineStatus,
     GetStats,
@@ -41,6 +46,8 @@ from headwise.runtime.protocol.messages import (
     Outputs,
     Ping,
     Pong,
+    Prefill,
+    RenewLease,
     Stats,
     Submit,
     failure,
@@ -48,7 +55,7 @@ from headwise.runtime.protocol.messages import (
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta
 from headwise.runtime.protocol.request_checks import check_request
 from headwise.sockets.context import close_context, open_context
-from headwise.sockets.curve import ServerKeys
+from headwise.sockets.curve import ServerKeys, secure_client
 from headwise.sockets.listener import Listener
 
 if TYPE_CHECKING:
@@ -74,6 +81,9 @@ _NOT_SERVED = RequestAbortedError(
 )
 
 
+_MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, Prefill, RenewLease, EndLease)
+
+
 class Core(Protocol):
     """What the server needs of `headwise.runtime.engine.core.EngineCore`."""
 
@@ -88,6 +98,9 @@ class Core(Protocol):
     def fail_all(self, error: str) -> list[OutputDelta]: ...
     def not_begun(self) -> list[str]: ...
     def hand_over(self, hashes: list[bytes] | None) -> None: ...
+    def asked(self, reader: bytes, message: Ask) -> None: ...
+    def refuse(self, reader: bytes, message: Ask) -> None: ...
+    def serve_peers(self) -> None: ...
     @property
     def is_handing_over(self) -> bool: ...
 
@@ -125,6 +138,7 @@ class EngineServer:
     keys:       only clients with these keys may connect, encrypted; None: all may
     on_died:    called with the error, on the server's thread, when the core died; give a new one by `attach`
     loop_count: counts up for as long as the server's thread gets on
+    peers:      other engines, for a core that has blocks to fetch from them; None: nobody tells of them
 
     Raises `zmq.ZMQError` if it cannot listen there.
     """
@@ -161,6 +175,7 @@ class EngineServer:
         self._burst_clock = clock
         self._clock = LivenessClock(clock)
         self._reports = None if reporting is None else EngineReports(self._context, reporting, self._clock)
+        self.peers = None if self._reports is None else self._open_peers(self._reports)
         self._flusher = flusher
         self._epoch = epoch
         self._client_timeout_s = client_timeout_s
@@ -175,6 +190,17 @@ class EngineServer:
         self._malformed = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headwise-engine", daemon=True)
+
+    def _open_peers(self, reports: EngineReports) -> PeerConnections:
+        return PeerConnections(
+            self._context,
+            reports.reporting.engine,
+            reports.reporting.secret,
+            directory=lambda: reports.directory,
+            answer=self._send,
+            clock=self._clock,
+            prepare=lambda socket: secure_client(socket, reports.reporting.keys),
+        )
 
     # ---- from any thread ----
 
@@ -225,7 +251,7 @@ class EngineServer:
         busy = False
         while not self._stopping.is_set():
             poller = zmq.Poller()
-            for socket in (self._listener.socket, *self._core_sockets):
+            for socket in (self._listener.socket, *self._core_sockets, *self._peer_sockets):
                 poller.register(socket, zmq.POLLIN)
             ready = dict(poller.poll(0 if busy else int(IDLE_S * 1000)))
             self._run_commands()
@@ -235,6 +261,8 @@ class EngineServer:
             self._answer_operations()
             self._go_on_leaving()
             self._drop_silent()
+            if self.peers is not None:
+                self.peers.service()
             if self._reports is not None:
                 self._reports.service(self._status)
             if self._flusher is not None:
@@ -242,6 +270,10 @@ class EngineServer:
                 self._epoch = self._flusher.epoch  # it may have had to exceed what the index knows
             self.loop_count += 1
         self._end_all(_STOPPING)
+
+    @property
+    def _peer_sockets(self) -> list[zmq.Socket[bytes]]:
+        return [] if self.peers is None else self.peers.sockets
 
     def _run_commands(self) -> None:
         while True:
@@ -255,6 +287,7 @@ class EngineServer:
             return False
         deltas: list[OutputDelta] = []
         try:
+            self._core.serve_peers()
             if self._core.has_work():
                 deltas = self._core.step(0)
             if self._flusher is not None:
@@ -346,7 +379,7 @@ class EngineServer:
             try:
                 if len(frames) != 1:
                     raise wire.WireError(f"a message must be one frame, got {len(frames)}")
-                self._take(identity, wire.decode(frames[0], Submit, Abort, GetStats, Operate, Ping))
+                self._take(identity, wire.decode(frames[0], *_MESSAGES))
             except HeadwiseError as error:
                 self._malformed += 1
                 self._send(identity, failure(error))
@@ -365,6 +398,8 @@ class EngineServer:
             self._send(identity, Stats(message.key, self.stats()))
         elif isinstance(message, Operate):
             self._operate(identity, message)
+        elif isinstance(message, (AskLease, Prefill, RenewLease, EndLease)):
+            self._lease(identity, message)
         else:
             if len(message.request_ids) > MAX_PING_REQUESTS:
                 raise wire.WireError(
@@ -405,6 +440,22 @@ class EngineServer:
             self._operations.append((identity, message.key, self._core.operate(message.action, message.tier)))
         except HeadwiseError as error:
             self._send(identity, failure(error, message.key))
+
+    def _lease(self, identity: bytes, message: Ask) -> None:
+        """Another engine asks for blocks. Who does not know the deployment's secret is told nothing of them."""
+        secret = "" if self._reports is None else self._reports.reporting.secret
+        if not secret or not hmac.compare_digest(message.secret.encode(), secret.encode()):
+            raise InvalidRequestError("only engines of this deployment may ask for its blocks")
+        if self._core is None:
+            return  # it asks again
+        if isinstance(message, Prefill):
+            check_request(message.request)
+            if self._reports is not None:
+                self._reports.received(message.request.request_id)
+        if message.epoch == self._epoch and not (self._leave is not None and isinstance(message, Prefill)):
+            self._core.asked(identity, message)
+        else:
+            self._core.refuse(identity, message)
 
     # ---- messages out ----
 

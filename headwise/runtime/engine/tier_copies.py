@@ -7,8 +7,9 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.errors import EngineDiedError
+from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.protocol.batch import BatchRequest
-from headwise.runtime.protocol.copies import NOTHING_IN, NOTHING_OUT, CopyReport, SwapIn, SwapOut
+from headwise.runtime.protocol.copies import NOTHING_IN, NOTHING_OUT, CopyReport, PeerFetch, SwapIn, SwapOut
 from headwise.transfer.stats import TransferStats
 
 _NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -19,22 +20,28 @@ class TierCopies:
 
     Without a host there are none, which every step is spared to find out.
 
-    transfers: what workers have copied since they started, by direction
+    peer_loads: has blocks copied from other engines; None: nothing has
+    transfers:  what workers have copied since they started, by direction
     """
 
-    def __init__(self, cache: CacheManager) -> None:
+    def __init__(self, cache: CacheManager, peer_loads: PeerLoads | None = None) -> None:
         self._cache, self._host, self._storage = cache, cache.host, cache.host.storage
+        self._peer_loads = peer_loads
         self.transfers: dict[str, TransferStats] = {}
 
     @property
     def is_busy(self) -> bool:
         """Whether copies between tiers are on their way."""
-        return self._host.is_busy or self._storage.has_work
+        return self._host.is_busy or self._storage.has_work or self._has_peer_loads
 
     @property
     def needs_step(self) -> bool:
         """Whether a step without sequences should start copies or bring word of them, if no other step does."""
-        return self._host.has_work or self._storage.has_work
+        return self._host.has_work or self._storage.has_work or self._has_peer_loads
+
+    @property
+    def _has_peer_loads(self) -> bool:
+        return self._peer_loads is not None and self._peer_loads.has_work
 
     def advance(self, now: float, reserve: int) -> None:
         """Note the time, and copy what is evicted next once fewer than ``reserve`` device blocks are free."""
@@ -50,9 +57,12 @@ class TierCopies:
         if not host.is_there:
             return NOTHING_IN, NOTHING_OUT
         return (
-            SwapIn(host.take_loads(step_id), storage.take_fetches()),
+            SwapIn(host.take_loads(step_id), storage.take_fetches(), self._take_peer_fetches()),
             SwapOut(host.take_stores(), storage.take_puts(), storage.take_deletes()),
         )
+
+    def _take_peer_fetches(self) -> tuple[PeerFetch, ...]:
+        return () if self._peer_loads is None else self._peer_loads.take_fetches()
 
     def take_report(self, batch: BatchRequest, report: CopyReport, prefill_token_s: float) -> NDArray[np.int32]:
         """Take in what the result of ``batch`` says of copies; the rows that hold a block that was never loaded.
@@ -68,7 +78,7 @@ class TierCopies:
             raise EngineDiedError(f"nothing is known of the blocks that step {batch.step_id} loaded")
         self._measure(report, prefill_token_s)
         self._host.stored(report.stored.tolist(), report.not_stored.tolist())
-        self._storage.fetched(report.fetched.tolist(), report.missed.tolist())
+        self._host.arrived(report.fetched.tolist(), report.missed.tolist())
         self._storage.put_done(report.put.tolist(), report.not_put.tolist())
         return self._cache.loads_done(batch.step_id, _NO_BLOCKS if report.not_loaded is None else report.not_loaded)
 
@@ -76,6 +86,7 @@ class TierCopies:
         self._cache.costs.observe(
             load_s=self._seconds_a_block("load", report),
             fetch_s=self._seconds_a_block("fetch", report),
+            peer_s=self._seconds_a_block("peer", report),
             token_s=prefill_token_s or None,
         )
         self.transfers |= report.transfers

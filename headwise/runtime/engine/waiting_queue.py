@@ -1,8 +1,9 @@
-"""Sequences that wait: for storage to bring their prefix to the host, and then for their turn."""
+"""Sequences that wait: for other engines or storage to bring their prefix to the host, and then for their turn."""
 
 from __future__ import annotations
 
 from headwise.priority_queue import PriorityQueue
+from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Sequence
 
@@ -10,19 +11,21 @@ from headwise.runtime.engine.sequence import Sequence
 class WaitingQueue:
     """First come, first served within a priority. A sequence that comes back has its old place.
 
-    prefetcher: brings what storage has of waiting sequences; None: there is no storage
+    peer_loads: brings what other engines have of waiting sequences, where they come with a hint; None: nothing does
+    prefetcher: brings what storage has of them; None: there is no storage
     """
 
-    def __init__(self, prefetcher: Prefetcher | None = None) -> None:
-        self.prefetcher = prefetcher
+    def __init__(self, prefetcher: Prefetcher | None = None, peer_loads: PeerLoads | None = None) -> None:
+        self.prefetcher, self.peer_loads = prefetcher, peer_loads
         self._queue: PriorityQueue[Sequence] = PriorityQueue()
 
     def __len__(self) -> int:
-        return len(self._queue) + (self.prefetcher.num_held if self.prefetcher else 0)
+        return len(self._queue) + sum(source.num_held for source in (self.peer_loads, self.prefetcher) if source)
 
     def sequences(self) -> list[Sequence]:
         """All that wait, in no order."""
-        return self._queue.items() + (self.prefetcher.held if self.prefetcher else [])
+        held = [source.held for source in (self.peer_loads, self.prefetcher) if source]
+        return sum(held, self._queue.items())
 
     @property
     def first(self) -> Sequence | None:
@@ -34,21 +37,26 @@ class WaitingQueue:
         return self._queue.pop()
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Queue a new sequence, once what storage has of it is there."""
+        """Queue a new sequence, once what another engine and then what storage has of it is there."""
+        if self.peer_loads is None or not self.peer_loads.begin(sequence, now):
+            self._prefetch(sequence, now)
+
+    def _prefetch(self, sequence: Sequence, now: float) -> None:
         if self.prefetcher is None or not self.prefetcher.begin(sequence, now):
             self.put_back(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Queue a sequence that need not wait for storage."""
+        """Queue a sequence that need not wait for anything to come."""
         self._queue.push(sequence.order, sequence)
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out before its turn, wherever it is."""
-        if self.prefetcher is not None:
-            self.prefetcher.forget(sequence)
+        for source in (self.peer_loads, self.prefetcher):
+            if source is not None:
+                source.forget(sequence)
         self._queue.discard(sequence.order)
 
-    # ---- storage ----
+    # ---- what comes from elsewhere ----
 
     @property
     def is_asking_storage(self) -> bool:
@@ -56,7 +64,10 @@ class WaitingQueue:
         return self.prefetcher is not None and self.prefetcher.is_asking
 
     def advance(self, now: float) -> None:
-        """Queue the sequences that need not wait for storage any longer."""
+        """Queue the sequences that need not wait for other engines or storage any longer."""
+        if self.peer_loads is not None:
+            for sequence in self.peer_loads.advance(now):
+                self._prefetch(sequence, now)
         if self.prefetcher is not None:
             for sequence in self.prefetcher.advance(now):
                 self.put_back(sequence)

@@ -77,6 +77,7 @@ class DeploymentMetrics(Collector):
         yield from self._of_work()
         yield from self._of_caches()
         yield from self._of_transfers()
+        yield from self._of_peers()
 
     def _of_scheduler(self) -> Iterator[Metric]:
         outcomes = {key: self._scheduler[key] for key in ("routed", "rerouted", "delayed", "refused", "withdrawn")}
@@ -153,6 +154,17 @@ class DeploymentMetrics(Collector):
             "headwise_kv_transfer_queued_blocks", "Blocks on their way.", labels=("engine", "direction")
         )
         yield _filled_by(queued, by_direction("queued_blocks"))
+
+    def _of_peers(self) -> Iterator[Metric]:
+        """What engines have fetched from each other; nothing where they do not."""
+        engines = self._engines
+        leases = {state: _each(engines, "peers", state) for state in ("asked", "answered", "given_up", "unknown_hints")}
+        leases |= {state: _each(engines, "peers", "lent", state) for state in ("given", "refused", "expired")}
+        yield _counters("peer_leases", "Of other engines' blocks, and of one's own.", "state", leases)
+        blocks = {state: _each(engines, "peers", f"{state}_blocks") for state in ("leased", "fetched", "missed")}
+        yield _counters("peer_blocks", "Of other engines: held for this one, come, and not.", "state", blocks)
+        tokens = _each(engines, "peers", "hit_tokens")
+        yield _counter("peer_hit_tokens", "Served because of what came from other engines.", "engine", tokens)
 
     def _hits(self) -> Metric:
         hits: dict[str, dict[str, float]] = {}

@@ -13,6 +13,10 @@ client -> engine      Operate      -> Operated | Failed
 client -> scheduler   Scale        -> Scaled | Failed
 client -> scheduler   Roll         -> Scaled | Failed
 engine -> scheduler   EngineStatus -> Directory     every `STATUS_INTERVAL_S`; answered if the engine knows another one
+engine -> engine      AskLease     -> Leased ...    what is leased is read from host to host, by the workers
+engine -> engine      Prefill      -> Leased ...
+engine -> engine      RenewLease   -> Leased | LeaseEnded
+engine -> engine      EndLease     -> LeaseEnded
 """
 
 from __future__ import annotations
@@ -326,6 +330,98 @@ class Directory:
     secret: str
     version: str
     engines: dict[str, tuple[int, str]]
+
+
+@register
+@dataclass(frozen=True)
+class AskLease:
+    """Let the sender read blocks from the receiver's host. Said again until it is answered.
+
+    secret: of the deployment; without it nothing is leased
+    lease:  16 random bytes, never used twice
+    epoch:  of the cache that is meant
+    hashes: of a path's blocks, one after the other
+    wanted: ``bool [blocks, groups]``, which blocks of the path are meant
+    """
+
+    lease: bytes
+    epoch: int
+    hashes: bytes
+    wanted: NDArray[np.bool_]
+    secret: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class Prefill:
+    """Compute a prompt, and let the sender read its blocks as they come. Said again until it is answered. When the
+    lease ends, so does the request.
+
+    request: of full blocks; its sampling does not matter, for nothing is sampled that anybody hears of
+    wanted:  ``bool [blocks, groups]``, which blocks of the prompt are meant
+    """
+
+    lease: bytes
+    epoch: int
+    request: GenerateRequest
+    wanted: NDArray[np.bool_]
+    secret: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class Leased:
+    """These blocks are held for the reader until it ends the lease, or is silent for `load_timeout_s`.
+
+    grant:   no other lease of this epoch has had it: a lease of the same name with another one is not the same
+    first:   how many blocks of the lease were told before
+    blocks:  ``int32 [m, 3]`` (column of the path, group, host block), those after the ``first``
+    exports: where each rank is read: encoded `ExportAddress`es, by rank
+    is_all:  no more will be leased
+    """
+
+    lease: bytes
+    epoch: int
+    grant: int
+    first: int
+    blocks: NDArray[np.int32]
+    exports: tuple[tuple[bytes, ...], ...]
+    is_all: bool
+
+
+@register
+@dataclass(frozen=True)
+class RenewLease:
+    """The reader is there still, and has been told of ``heard`` blocks."""
+
+    lease: bytes
+    epoch: int
+    heard: int
+    secret: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class EndLease:
+    """The reader reads no more of what was granted. Said again until it is answered."""
+
+    lease: bytes
+    epoch: int
+    grant: int
+    secret: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class LeaseEnded:
+    """held: all that was leased under this grant stayed what it was until the reader ended it. Else nothing that was
+    read of it may be used.
+    """
+
+    lease: bytes
+    epoch: int
+    grant: int
+    held: bool
 
 
 _ERRORS = {

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from support.engine.simulated_copies import holds
 from support.engine.simulated_engine import BLOCK, LetterTokenizer, make_engine, request, run
 from support.engine.simulation import (
     EOS,
@@ -23,6 +24,7 @@ from support.engine.simulation import (
 from support.index.model import Heard, Said, assert_match_serves, servable_depths, stated
 
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
+from headwise.cache_controller.leases import Leases
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.cache_controller.storage_tier import PROBE_S
 from headwise.cache_controller.stored_blocks import AUDIT_S
@@ -615,10 +617,53 @@ class TieredMachine(EngineMachine):
         self._come_to_rest()
         self.engine.cache.pool.evict_all()
 
+    @precondition(lambda self: self.paths)
+    @rule(data=st.data(), is_growing=st.booleans())
+    def another_engine_asks_for_a_lease(self, data, is_growing: bool) -> None:
+        path = self.paths[data.draw(st.sampled_from(sorted(self.paths)))]
+        wanted = np.array([[data.draw(st.booleans()) for _ in self.policies] for _ in path], dtype=np.bool_)
+        wanted = wanted.reshape(-1, len(self.policies))
+        self.leases.ask(b"%d" % len(self.leases), path, wanted, self.engine._clock() + 5.0, is_growing)
+
+    @rule(data=st.data(), ends=st.booleans())
+    def a_reader_is_done_or_silent(self, data, ends: bool) -> None:
+        for lease in list(self.leases._leases.values()):
+            if lease.is_growing and data.draw(st.booleans()):
+                self.leases.grown(lease.name)
+            elif ends and data.draw(st.booleans()):
+                assert self.leases.end(lease.name, lease.grant) is not lease.is_void
+        self.leases.advance(self.engine._clock())
+
+    @property
+    def leases(self) -> Leases:
+        return self.engine.cache.host.leases
+
+    @invariant()
+    def what_is_leased_stays_what_it_is(self) -> None:
+        """Read as other engines read it, without a word."""
+        leased, arena = {}, self.executor._copies._arena.array.reshape(self.engine.cache.host.pool.num_blocks, -1)
+        for lease in self.leases._leases.values():
+            for column, group, block in lease.blocks.tolist():
+                key = lease.grant, lease.hashes[column], group
+                leased[key] = self.read.get(key, arena[block].tobytes())
+                assert arena[block].tobytes() == leased[key]
+                assert holds(arena, block, arena.shape[1])
+        self.read = leased
+
+    def _open(self) -> None:
+        super()._open()
+        self.read: dict[tuple[int, bytes, int], bytes] = {}
+
     def teardown(self) -> None:
         self.executor.faults.lose_load = lambda: False
+        self._end_leases()
         super().teardown()
+        self._end_leases()
         assert self.engine.cache.host.pool.num_held == 0
+
+    def _end_leases(self) -> None:
+        for lease in list(self.leases._leases.values()):
+            self.leases.end(lease.name, lease.grant)
 
 
 class SelectiveMachine(TieredMachine):
@@ -681,10 +726,11 @@ class StoredMachine(TieredMachine):
         self.engine.cache.reset()
 
     def teardown(self) -> None:
+        self._end_leases()
         EngineMachine.teardown(self)  # also while storage hangs
         self.executor.faults.storage_steps = 0
         self.executor.faults.late_loads, self.executor.model.fails = 0, None  # what was to come still
-        while self.engine.cache.host.storage.held_host_blocks():
+        while self.engine.cache.host.pool.num_held:
             self.engine.add(request("last" + str(self.engine._clock()), [90], 2))
             self.executor.faults.lose_load = lambda: False
             run(self.engine)

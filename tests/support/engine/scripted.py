@@ -62,6 +62,15 @@ class ScriptedCore:
     def not_begun(self) -> list[str]:
         return [request_id for request_id in self.live if request_id.partition("~")[0] in self.waiting]
 
+    def asked(self, reader: bytes, message: object) -> None:
+        pass
+
+    def refuse(self, reader: bytes, message: object) -> None:
+        pass
+
+    def serve_peers(self) -> None:
+        pass
+
     def hand_over(self, hashes: list[bytes] | None) -> None:
         self.handed_over = hashes
 

@@ -84,6 +84,7 @@ class SimulatedExecutor:
     faults:  what goes wrong with its copies
     model:   what it computes with; the next one, after `sleep` and `wake`
     storage: what is kept beyond the executor's life, by block hash and group, or a storage; None: there is none
+    exports: where its host could be read
     fail_wake: why the model cannot be loaded again; None if it can
     """
 
@@ -91,6 +92,7 @@ class SimulatedExecutor:
         self.card = card
         self.eager = eager
         self.faults = Faults()
+        self.exports: tuple[tuple[bytes, ...], ...] = ()
         self.storage = storage
         self.fail_wake: Exception | None = None
         self.queue: deque[BatchRequest] = deque()
@@ -117,9 +119,10 @@ class SimulatedExecutor:
     ) -> KVOffload:
         faults, copies = self.faults, self._device.copies
         storage, background = self.storage, CpuStream
+        if not isinstance(storage, BlockStorage):
+            background = lambda name: SteppedStream(faults, lambda: faults.storage_steps)  # noqa: E731
         if isinstance(storage, dict):
             storage = DictionaryStorage(storage, card.layout.block_bytes, faults, copies.violations)
-            background = lambda name: SteppedStream(faults, lambda: faults.storage_steps)  # noqa: E731
         self._copies = KVOffload(config, card, rank, self._device, arena, storage=storage, background=background)
         return self._copies
 

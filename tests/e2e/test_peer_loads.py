@@ -1,0 +1,140 @@
+"""Two engines on Ray: what only one of them has of a prefix the other fetches, and what is killed changes no token."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from support.reference import Answer, answers, assert_same
+from support.waiting import eventually
+
+from headwise import Client, EngineConfig
+from headwise.actors.deployment import Deployment
+from headwise.runtime.protocol import wire
+from headwise.runtime.protocol.messages import Failed, Outputs, Ping, Pong, Submit
+from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, PeerHint, SamplingParams
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+
+CONFIG = EngineConfig(
+    port=0,
+    replicas=2,
+    max_model_len=1024,
+    max_num_seqs=4,
+    kv_cache="96MiB",
+    host_cache="384MiB",
+    block_size=16,
+    cpu_threads=1,
+    dtype="float32",
+    max_batched_tokens=128,
+)
+TOKENS = 16
+MODELS = ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.soak)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
+    with Deployment.start(replace(CONFIG, model=request.param)) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Deployment) -> Iterator[Client]:
+    with Client(deployment.client_address) as client:
+        yield client
+
+
+class Ask:
+    """Sends requests straight to engines, with hints, as a client would that was told so by the scheduler."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._names = itertools.count()
+
+    def engine(self, name: str) -> dict[str, Any]:
+        return self._client.stats()["engines"][name]
+
+    def peers(self, name: str) -> dict[str, Any]:
+        return self.engine(name)["peers"]
+
+    def __call__(
+        self,
+        engine: str,
+        answer: Answer,
+        hint: PeerHint | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+        salt: str = "",
+    ) -> GenerationResult:
+        name = f"{answer.name}/{next(self._names)}"
+        sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, seed=1)
+        request = GenerateRequest(
+            name, np.array(answer.prompt_ids, dtype=np.int32), sampling, cache_salt=salt, peer=hint
+        )
+        result = GenerationResult(name)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self.engine(engine)["endpoint"])
+            socket.send(wire.encode(Submit(1, request)))
+            meanwhile()
+            while result.finish_reason is None:
+                if not socket.poll(1000):
+                    socket.send(wire.encode(Ping()))  # the requests of a client that is silent are aborted
+                    continue
+                message = wire.decode(socket.recv(), Outputs, Pong, Failed)
+                assert not isinstance(message, Failed), message
+                for delta in message.deltas if isinstance(message, Outputs) else ():
+                    result.add(delta)
+        assert_same(answer.first(TOKENS), result.token_ids)
+        return result
+
+    def hint(self, engine: str, answer: Answer, prefills: bool = False) -> PeerHint:
+        full = (len(answer.prompt_ids) - 1) // CONFIG.block_size * CONFIG.block_size
+        return PeerHint(engine, self.engine(engine)["epoch"], full, prefills)
+
+
+@pytest.fixture(scope="module")
+def ask(client: Client) -> Ask:
+    eventually(lambda: len(client.stats()["engines"]) == CONFIG.replicas)
+    time.sleep(1.0)  # the engines hear of each other with their next report but one
+    return Ask(client)
+
+
+@pytest.fixture
+def answer(deployment: Deployment) -> Answer:
+    """Of a prompt that is longer than Gemma's windows."""
+    return next(answer for answer in answers(deployment.config.model) if answer.name == "long_700")
+
+
+def test_a_prefix_that_only_the_other_engine_has_comes_from_there(ask: Ask, answer: Answer) -> None:
+    ask("engine-0", answer)
+    hint = ask.hint("engine-0", answer)
+    result = ask("engine-1", answer, hint)
+    assert result.usage.cached_tokens == hint.tokens
+    eventually(lambda: ask.peers("engine-1")["hit_tokens"] == hint.tokens, otherwise=lambda: ask.peers("engine-1"))
+    assert ask.engine("engine-1")["transfers"]["peer"]["bytes"] > 0
+    eventually(lambda: ask.peers("engine-0")["lent"]["leases"] == 0, otherwise=lambda: ask.peers("engine-0"))
+    assert ask.peers("engine-0")["lent"]["given"] == 1
+
+
+def test_the_other_engine_computes_a_prompt(ask: Ask, answer: Answer) -> None:
+    hint = ask.hint("engine-0", answer, prefills=True)
+    assert ask("engine-1", answer, hint, salt="computed there").usage.cached_tokens == hint.tokens
+
+
+def test_an_owner_that_is_killed_while_it_computes_and_is_read_changes_no_token(
+    deployment: Deployment, ask: Ask, answer: Answer
+) -> None:
+    def kill() -> None:
+        time.sleep(0.3)
+        os.kill(deployment.worker_pids()[0][0], signal.SIGKILL)
+
+    ask("engine-1", answer, ask.hint("engine-0", answer, prefills=True), kill, salt="killed")
+    eventually(lambda: ask.engine("engine-0")["server"]["ready"])

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from support.engine.simulated_engine import request
+from support.engine.simulated_peers import TICK_S, TIMEOUT_S, Network, WireFaults
+from support.engine.simulation import continuation
+
+from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
+from headwise.runtime.protocol.messages import AskLease, Leased
+from headwise.runtime.protocol.request import GenerateRequest, PeerHint
+
+PROMPT = list(range(1, 30))
+POLICIES = [(FULL,), (FULL, HeadPolicy(window=5, sink=2)), (FULL, STATE)]
+
+
+def hinted(network: Network, name: str, prompt: list[int], count: int, engine: str, tokens=28) -> GenerateRequest:
+    return replace(request(name, prompt, count), peer=PeerHint(engine, network.nodes[engine].epoch, tokens))
+
+
+def serve(network: Network, engine: str, asked: GenerateRequest) -> list[int]:
+    network.nodes[engine].core.add(asked)
+    return finish(network, engine, asked.request_id)
+
+
+def finish(network: Network, engine: str, name: str, turns: int = 400) -> list[int]:
+    results = network.nodes[engine].results
+    for _ in range(turns):
+        network.turn()
+        if name in results and results[name].finish_reason:
+            return results[name].token_ids
+    raise AssertionError(f"{name} does not end")
+
+
+def settle(network: Network) -> None:
+    for _ in range(400):
+        network.turn()
+        if not any(node.core.has_work() for node in network.nodes.values()) and not any(
+            node.core.cache.host.pool.num_held for node in network.nodes.values()
+        ):
+            return
+    raise AssertionError("blocks are held still")
+
+
+def peers(network: Network, engine: str) -> dict:
+    return network.nodes[engine].core.stats()["peers"]
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize("owner_has_it_on", ["host", "device"])
+def test_a_prefix_that_only_another_engine_has_comes_from_there(policies, owner_has_it_on: str) -> None:
+    policy = "write_through" if owner_has_it_on == "host" else "write_through_selective"
+    network = Network("ab", policies, write_policy=policy, checkpoint_tokens=8, write_through_threshold=9)
+    serve(network, "a", request("first", PROMPT, 3))
+    settle(network)
+    assert (network.nodes["a"].core.stats()["host"]["cached_blocks"] > 0) is (owner_has_it_on == "host")
+    assert serve(network, "b", hinted(network, "second", PROMPT, 5, "a")) == continuation(PROMPT, 5)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 28
+    settle(network)
+    counts = peers(network, "b")
+    assert (counts["asked"], counts["answered"], counts["missed_blocks"], counts["hit_tokens"]) == (1, 1, 0, 28)
+    assert peers(network, "a")["lent"]["given"] == 1
+    assert peers(network, "a")["lent"]["leases"] == 0
+
+
+def test_only_what_a_hit_needs_is_asked_for() -> None:
+    network = Network("ab", (FULL, HeadPolicy(window=5)))
+    serve(network, "a", request("first", PROMPT, 3))
+    serve(network, "b", hinted(network, "second", PROMPT, 3, "a"))
+    settle(network)
+    assert peers(network, "b")["fetched_blocks"] == 7 + 1 == peers(network, "a")["lent"]["leased_blocks"]
+
+
+def test_requests_that_start_alike_ask_once() -> None:
+    network = Network("ab", (FULL,))
+    serve(network, "a", request("first", PROMPT, 3))
+    for name in ("x", "y"):
+        network.nodes["b"].core.add(hinted(network, name, PROMPT, 3, "a"))
+    for name in ("x", "y"):
+        assert finish(network, "b", name) == continuation(PROMPT, 3)
+        assert network.nodes["b"].results[name].usage.cached_tokens == 28
+    assert peers(network, "b")["asked"] == 1
+    assert len({message.lease for message in network.sent if isinstance(message, AskLease)}) == 1
+
+
+def test_a_hint_of_an_engine_that_started_anew_is_ignored_and_counted() -> None:
+    network = Network("ab", (FULL,))
+    serve(network, "a", request("first", PROMPT, 3))
+    asked = hinted(network, "second", PROMPT, 3, "a")
+    network.kill("a")
+    assert serve(network, "b", asked) == continuation(PROMPT, 3)
+    assert peers(network, "b")["unknown_hints"] == 1
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("when", range(1, 12))
+@pytest.mark.parametrize("who", ["owner", "reader"])
+def test_either_side_may_die_at_any_moment(who: str, when: int) -> None:
+    network = Network("ab", (FULL, HeadPolicy(window=5)), faults=WireFaults(delay_bytes=3))
+    serve(network, "a", request("first", PROMPT, 3))
+    settle(network)
+    asked = hinted(network, "second", PROMPT, 3, "a")
+    network.nodes["b"].core.add(asked)
+    for _ in range(when):
+        network.turn()
+    begun = network.clock()
+    network.kill("a" if who == "owner" else "b")
+    if who == "reader":
+        network.nodes["b"].results.clear()
+        network.nodes["b"].core.add(asked)
+    assert finish(network, "b", "second") == continuation(PROMPT, 3)
+    assert network.clock() - begun < TIMEOUT_S + 1
+    settle(network)
+
+
+def test_what_its_owner_found_broken_while_it_was_read_is_not_used() -> None:
+    network = Network("ab", (FULL,), faults=WireFaults(delay_bytes=9))
+    serve(network, "a", request("first", PROMPT, 3))
+    settle(network)
+    network.nodes["b"].core.add(hinted(network, "second", PROMPT, 3, "a"))
+    while not peers(network, "a")["lent"]["leases"]:
+        network.turn()
+    cache = network.nodes["a"].core.cache
+    cache.forget([next(iter(cache.tree.nodes))])
+    assert finish(network, "b", "second") == continuation(PROMPT, 3)
+    settle(network)
+    assert peers(network, "b")["hit_tokens"] == 0
+    assert peers(network, "b")["fetched_blocks"] == 0
+
+
+def test_an_aborted_request_frees_what_nobody_else_waits_for() -> None:
+    network = Network("ab", (FULL,))
+    serve(network, "a", request("first", PROMPT, 3))
+    network.nodes["b"].core.add(hinted(network, "second", PROMPT, 3, "a"))
+    network.nodes["b"].core.abort("second")
+    assert network.nodes["b"].core.cache.host.pool.num_held == 0
+    settle(network)
+
+
+# ---- prefill apart from decode ----
+
+
+def to_prefill(network: Network, name: str, prompt: list[int], count: int, engine: str) -> GenerateRequest:
+    hint = PeerHint(engine, network.nodes[engine].epoch, len(prompt) // 4 * 4, prefills=True)
+    return replace(request(name, prompt, count), peer=hint)
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+def test_another_engine_computes_a_prompt_and_this_one_what_is_behind_its_full_blocks(policies) -> None:
+    prompt = [1 + i % 50 for i in range(58)]
+    network = Network("pd", policies, checkpoint_tokens=8, faults=WireFaults(delay_bytes=3))
+    assert serve(network, "d", to_prefill(network, "r", prompt, 5, "p")) == continuation(prompt, 5)
+    assert network.nodes["d"].results["r"].usage.cached_tokens == 56
+    settle(network)
+    assert network.nodes["p"].core.stats()["requests"]["finished"] == 1
+    assert not network.nodes["p"].results, "nobody hears of it"
+    news = [message for message in network.sent if isinstance(message, Leased) and len(message.blocks)]
+    assert len(news) > 2, "blocks are leased while the rest is computed"
+    if policies == POLICIES[1]:
+        assert peers(network, "d")["fetched_blocks"] == 14 + 1 + 1, "of the window its sink and its end"
+
+
+def test_a_prompt_that_nobody_waits_for_any_more_is_not_computed_further() -> None:
+    network = Network("pd", (FULL,))
+    network.nodes["d"].core.add(to_prefill(network, "r", [1 + i % 50 for i in range(58)], 5, "p"))
+    while not network.nodes["p"].core.has_requests:
+        network.turn()
+    network.nodes["d"].core.abort("r")
+    settle(network)
+    assert network.nodes["p"].core.stats()["requests"]["aborted"] == 1
+
+
+@pytest.mark.parametrize("when", range(1, 16, 2))
+@pytest.mark.parametrize("who", "pd")
+def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, when: int) -> None:
+    prompt = [1 + i % 50 for i in range(58)]
+    network = Network("pd", (FULL, HeadPolicy(window=5)), faults=WireFaults(delay_bytes=3))
+    asked = to_prefill(network, "r", prompt, 5, "p")
+    network.nodes["d"].core.add(asked)
+    for _ in range(when):
+        network.turn()
+    begun = network.clock()
+    network.kill(who)
+    if who == "d":
+        network.nodes["d"].results.clear()
+        network.nodes["d"].core.add(asked)
+    assert finish(network, "d", "r") == continuation(prompt, 5)
+    assert network.clock() - begun < TIMEOUT_S + 2
+    settle(network)
+
+
+def test_an_engine_that_sleeps_computes_for_nobody() -> None:
+    network = Network("pd", (FULL,))
+    network.nodes["p"].core.operate("sleep")
+    begun = network.clock()
+    prompt = [1 + i % 50 for i in range(58)]
+    assert serve(network, "d", to_prefill(network, "r", prompt, 5, "p")) == continuation(prompt, 5)
+    assert network.clock() - begun < TIMEOUT_S
+
+
+# ---- whatever goes wrong ----
+
+
+@dataclass
+class Asked:
+    engine: str
+    request: GenerateRequest
+    expected: list[int]
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize("seed", [*range(4), *[pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100)]])
+def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int, policies) -> None:
+    faults = WireFaults(lose=0.1, double=0.2, delay=6, delay_bytes=8, lose_bytes=0.05, hang=0.03)
+    network = Network("abc", policies, seed=seed, faults=faults, checkpoint_tokens=8, num_blocks=36, host_blocks=48)
+    draw, live = network.random, dict[str, Asked]()
+    for turn in range(250):
+        if draw.random() < 0.25:
+            arrive(network, live, f"r{turn}")
+        if draw.random() < 0.02:
+            die(network, live, draw.choice("abc"))
+        if live and draw.random() < 0.03:
+            name = draw.choice(sorted(live))
+            network.nodes[live.pop(name).engine].core.abort(name)
+        if draw.random() < 0.02:
+            network.nodes[draw.choice("abc")].core.operate(*draw.choice([("reset_cache",), ("sleep",)]))
+        if draw.random() < 0.1:
+            for node in network.nodes.values():
+                node.core.operate("wake")
+        network.turn()
+        take(network, live)
+        for node in network.nodes.values():
+            for waiting in node.core._peer_loads._waiting.values():
+                assert waiting.load or waiting.until >= network.clock() - 2 * TICK_S
+    for node in network.nodes.values():
+        node.core.operate("wake")
+    for _ in range(600):
+        network.turn()
+        take(network, live)
+        if not live and not any(node.core.cache.host.pool.num_held for node in network.nodes.values()):
+            break
+    assert not live
+    for node in network.nodes.values():
+        assert node.core.cache.pool.num_held == node.core.cache.host.pool.num_held == 0
+        assert not node.core._peer_loads._loads
+        assert not node.core._peer_loads._load_of
+
+
+def arrive(network: Network, live: dict[str, Asked], name: str) -> None:
+    draw = network.random
+    engine, other = draw.sample("abc", 2)
+    family = draw.randint(1, 3) * 10
+    prompt = [family + i % 7 for i in range(draw.randint(1, 26))]
+    asked = hinted(network, name, prompt, draw.randint(1, 6), other, draw.randint(0, 40))
+    if draw.random() < 0.1:
+        asked = replace(asked, peer=replace(asked.peer, epoch=asked.peer.epoch - 1))
+    asked = replace(asked, peer=replace(asked.peer, prefills=draw.random() < 0.3))
+    live[name] = Asked(engine, asked, continuation(prompt, asked.sampling.max_tokens))
+    network.nodes[engine].core.add(asked)
+
+
+def die(network: Network, live: dict[str, Asked], engine: str) -> None:
+    """Its requests go on there, with what they have, as they would on another one."""
+    take(network, live)
+    network.kill(engine)
+    for name, asked in live.items():
+        if asked.engine == engine:
+            so_far = network.nodes[engine].results.pop(name, None)
+            output = tuple(so_far.token_ids) if so_far else ()
+            asked.expected = asked.expected[len(output) :]
+            asked.request = replace(asked.request, output_token_ids=(*asked.request.output_token_ids, *output))
+            network.nodes[engine].core.add(asked.request)
+
+
+def take(network: Network, live: dict[str, Asked]) -> None:
+    for name, asked in list(live.items()):
+        result = network.nodes[asked.engine].results.get(name)
+        if result is not None and result.finish_reason:
+            assert result.token_ids == asked.expected
+            del live[name]
