@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.engine.loaded_model import ALL_MODELS, DEMO_MODELS, GREEDY, LoadedModel, serve
+from support.engine.loaded_model import CACHE_KINDS, DEMO_MODELS, GREEDY, LoadedModel, serve
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S
 
@@ -19,7 +19,7 @@ TOKENS = 8
 SHORT = replace(GREEDY, max_tokens=TOKENS)
 
 
-@pytest.fixture(scope="module", params=ALL_MODELS)
+@pytest.fixture(scope="module", params=CACHE_KINDS)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return LoadedModel(request.param)
 

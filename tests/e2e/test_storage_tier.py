@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine.loaded_model import ALL_MODELS, GREEDY, LoadedModel, serve
+from support.engine.loaded_model import CACHE_KINDS, GREEDY, LoadedModel, serve
 from support.mooncake import Master, require_mooncake
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
@@ -29,7 +29,7 @@ PATIENT: dict[str, Any] = {"prefetch": "wait_complete", "storage_timeout_s": PAT
 """Of an engine that uses what storage has, however long a busy machine takes to bring it."""
 
 
-@pytest.fixture(scope="module", params=ALL_MODELS)
+@pytest.fixture(scope="module", params=CACHE_KINDS)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return LoadedModel(request.param)
 

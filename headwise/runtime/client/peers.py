@@ -198,11 +198,16 @@ class Peer:
         self._send(wire.encode(message))
 
     def _send(self, data: bytes) -> None:
+        import zmq
+
         if self.is_trial:
             self._held.append(data)
             return
-        for piece in split(data):
-            self.socket.send(piece)
+        try:
+            for piece in split(data):
+                self.socket.send(piece, zmq.NOBLOCK)
+        except zmq.Again:  # refused for its keys: libzmq has ended the connection for good, as `connection_events` tell
+            pass
 
     # ---- in ----
 

@@ -509,4 +509,4 @@ def test_prefixes_of_texts_tokens_and_chats_can_be_found(place: Place, client: C
     text, tokens, chat = place.scheduler.of(FindPrefix)
     assert (text.text, text.token_ids, text.chat, text.cache_salt) == ("abc", None, None, "mine")
     assert (tokens.text, tokens.token_ids.tolist(), tokens.chat) == (None, [1, 2], None)
-    assert (chat.text, chat.token_ids, chat.messages) == (None, None, {"messages": messages})
+    assert (chat.text, chat.token_ids, chat.chat) == (None, None, {"messages": messages})

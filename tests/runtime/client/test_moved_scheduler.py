@@ -28,7 +28,9 @@ def test_a_client_that_can_ask_finds_the_scheduler_at_its_new_address(
     host, _, port = deployment.address.rpartition(":")
     before = PortForward(host, int(port))
     addresses = [before.address, before.address, f"tcp://{deployment.address}"]  # where it is not known at once
-    monkeypatch.setattr(client_module, "_resolve", lambda _: addresses.pop(0) if addresses[1:] else addresses[0])
+    monkeypatch.setattr(
+        client_module, "_resolve", lambda _: (addresses.pop(0) if addresses[1:] else addresses[0], None)
+    )
     for module in (locator, io_thread):
         monkeypatch.setattr(module, "LOCATE_S", 0.05)
     with Client("ray:auto") as client:

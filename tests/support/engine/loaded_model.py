@@ -27,6 +27,17 @@ DEMO_MODELS = [pytest.param(name, marks=pytest.mark.model) for name in MODELS]
 ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
 """Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
 
+_LIKE_ANOTHER_S = frozenset(
+    ("qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5")
+    + ("qwen3.5-moe", "gpt-oss-mxfp4")
+)
+CACHE_KINDS = [
+    *DEMO_MODELS,
+    *(pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS),
+]
+"""The same for tests of what becomes of blocks: models whose caches are of the same kind as another one's are for the
+soak, as their layers are not what such a test is about."""
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 BASE = EngineConfig(dtype="float32", kv_cache="256MiB", max_batched_tokens=512, max_model_len=4096)
 
