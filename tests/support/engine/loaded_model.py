@@ -27,10 +27,10 @@ DEMO_MODELS = [pytest.param(name, marks=pytest.mark.model) for name in MODELS]
 ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
 """Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
 
-_LIKE_ANOTHER_S = frozenset(
-    ("qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5")
-    + ("qwen3.5-moe", "gpt-oss-mxfp4")
-)
+_LIKE_ANOTHER_S = {
+    "qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5",
+    "qwen3.5-moe", "gpt-oss-mxfp4",
+}  # fmt: skip
 CACHE_KINDS = [
     *DEMO_MODELS,
     *(pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS),
