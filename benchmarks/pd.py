@@ -135,6 +135,7 @@ def bytes_of_a_prompt(config: EngineConfig, size: Size, seed: int) -> int:
         Deployment.start(replace(config, **SPLITS["apart"])) as deployment,  # type: ignore[arg-type]
         Client(deployment.client_address) as client,
     ):
+        fetched(client)  # by then engines have heard of each other
         client.generate(tokens(np.random.default_rng(seed), size.long_tokens), GREEDY, max_tokens=2)
         return fetched(client)[0]
 
