@@ -21,7 +21,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -60,7 +60,10 @@ SMOKE = replace(QUICK, chats=1, answer=8, long_prompts=1, long_tokens=200, kv_ca
 CONFIG = EngineConfig(
     model="smollm2-135m", port=0, cpu_threads=1, block_size=16, max_batched_tokens=512, decode_prompt_tokens=64
 )
-SPLITS = {"mixed": {"replicas": 2}, "apart": {"prefill_replicas": 1, "decode_replicas": 1}}
+SPLITS: Mapping[str, Mapping[str, Any]] = {
+    "mixed": {"replicas": 2},
+    "apart": {"prefill_replicas": 1, "decode_replicas": 1},
+}
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 REPORTED_S = 1.5
 """Statistics reach the scheduler within that time."""
@@ -132,7 +135,7 @@ def fetched(client: Client) -> tuple[int, float]:
 def bytes_of_a_prompt(config: EngineConfig, size: Size, seed: int) -> int:
     """What is fetched for one long prompt that is computed apart."""
     with (
-        Deployment.start(replace(config, **SPLITS["apart"])) as deployment,  # type: ignore[arg-type]
+        Deployment.start(replace(config, **SPLITS["apart"])) as deployment,
         Client(deployment.client_address) as client,
     ):
         fetched(client)  # by then engines have heard of each other
@@ -168,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{'':8}{'TBT p50, ms':>14}{'p99, ms':>10}{'TTFT of long prompts, s':>26}{'tokens/s':>10}{'fetched, MB':>13}")
     for name, split in SPLITS.items():
         with (
-            Deployment.start(replace(config, **split)) as deployment,  # type: ignore[arg-type]
+            Deployment.start(replace(config, **split)) as deployment,
             Client(deployment.client_address) as client,
         ):
             one = seen[name] = serve(client, size, options.seed)
@@ -181,9 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mixed, apart = seen["mixed"], seen["apart"]
     whole = windowed = 0
     if not options.smoke:
-        pattern = {"head_pattern": str(PATTERN), "sparsity": 0.75, "sink": 32, "window": 128}
+        with_windows = replace(config, head_pattern=str(PATTERN), sparsity=0.75, sink=32, window=128)
         whole = bytes_of_a_prompt(config, size, options.seed)
-        windowed = bytes_of_a_prompt(replace(config, **pattern), size, options.seed)  # type: ignore[arg-type]
+        windowed = bytes_of_a_prompt(with_windows, size, options.seed)
         print(f"for one long prompt {whole / 1e6:.1f} MB are fetched, {windowed / 1e6:.1f} MB with windows")
     report: dict[str, Any] = {
         "p99_tbt_ratio": ratio(mixed.tbt_p99_s, apart.tbt_p99_s),
