@@ -23,8 +23,8 @@ from headwise.runtime.calibration.passkeys import PasskeyInput
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import read_model_card
 from headwise.runtime.config.threads import threads_per_worker
-from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.progress import Progress
+from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.models.attention.base import Kernels, LayerCache
 from headwise.runtime.models.attention.select import attention_of
@@ -81,7 +81,7 @@ class DenseModel:
             card.model,
             card.weights,
             geometry,
-            build_model(geometry, Checkpoint(directory), ops, SingleRank(), shard),
+            build_model(geometry, open_weights(directory), ops, SingleRank(), shard),
             ops,
             variant.host_kernels(config.kernels, threads_per_worker(config)),
             Tokenizer.from_directory(directory),

@@ -12,8 +12,9 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.block_file import BLOCKS, BlockFile
-from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.loader.checkpoint import Checkpoint, read_json
 from headwise.runtime.loader.gguf_blocks import FORMATS
+from headwise.runtime.loader.quantisation import scheme_of
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.ops.quantised import INT8_GROUP
@@ -21,7 +22,7 @@ from headwise.runtime.ops.quantised import INT8_GROUP
 _THOUSAND = 1000
 _SCALE_BYTES = 4
 _EXPANDED_BYTES = 2
-"""Of a number of a GGUF file that is not computed from as it is: bfloat16."""
+"""Of a number that is not computed from as a file has it: bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> Deco
     thousand = _bytes_of_thousand(card)
     if config.computes_from_blocks:
         return DecodeReads(*_block_bytes(card.config, directory), thousand)
-    size = _element_bytes(config.weights_dtype_name)
-    model = card.config
-    return DecodeReads(int(_layer_elements(model) * size), int(model.vocab_size * model.hidden_size * size), thousand)
+    model, size = card.config, _element_bytes(config.weights_dtype_name, directory)
+    head_size = _EXPANDED_BYTES if config.weights_dtype == "int4" else size  # hardly a checkpoint quantises that
+    head = int(model.vocab_size * model.hidden_size * head_size)
+    return DecodeReads(int(_layer_elements(model) * size), head, thousand)
 
 
 def kinds_of_blocks(directory: Path) -> str:
@@ -62,7 +64,11 @@ def kinds_of_blocks(directory: Path) -> str:
     return "; ".join(part for part in (kept, others and f"{others} as bfloat16") if part)
 
 
-def _element_bytes(dtype: str) -> float:
+def _element_bytes(dtype: str, directory: Path) -> float:
+    if dtype == "int4":
+        scheme = scheme_of(read_json(directory / "config.json"))
+        assert scheme is not None, "as the model's card has it"
+        return scheme.code_bytes
     return 1 + _SCALE_BYTES / INT8_GROUP if dtype == "int8" else dtype_bytes(dtype)
 
 

@@ -183,10 +183,11 @@ class EngineConfig:
         "Of weights and activations; auto is bfloat16 on a GPU and on a CPU that multiplies it natively, else float32. "
         "A CPU has no float16.",
     )
-    weights_dtype: Literal["auto", "float32", "bfloat16", "int8", "gguf"] = _option(
+    weights_dtype: Literal["auto", "float32", "bfloat16", "int8", "int4", "gguf"] = _option(
         "auto",
-        "Of weights in memory, on a CPU; auto is that of the activations. int8 has a scale for each 32 numbers; gguf "
-        "computes from a GGUF file's own blocks, and has what it cannot compute from in bfloat16.",
+        "Of weights in memory, on a CPU; auto is that of the activations. int8 has a scale for each 32 numbers. int4 "
+        "computes from the codes of 4 bits of a checkpoint by awq, gptq or compressed-tensors, gguf from a GGUF "
+        "file's own blocks, and both have what they cannot compute from in bfloat16.",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] = _option(
         "auto",
@@ -487,6 +488,11 @@ class EngineConfig:
     def computes_from_blocks(self) -> bool:
         """Whether weights are what a GGUF file has, as it has them."""
         return self.weights_dtype == "gguf"
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether weights that a checkpoint has as integers stay so."""
+        return self.weights_dtype in ("int8", "int4")
 
     @property
     def kv_dtype_name(self) -> str:

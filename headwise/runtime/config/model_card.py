@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from headwise.cache_controller.head_exchange import Arrangement
 from headwise.cache_controller.head_pattern import HeadPattern, parse_pattern, policies_from_scores
@@ -18,6 +20,7 @@ from headwise.runtime.loader.block_file import BLOCKS
 from headwise.runtime.loader.checkpoint import parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
 from headwise.runtime.loader.progress import Progress
+from headwise.runtime.loader.quantisation import scheme_of, without_scheme
 from headwise.runtime.models.attention.base import AttentionVariant, Serving
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig
@@ -117,8 +120,10 @@ def read_model_card(
               `digest_weights`); blocks cannot be hashed without
     """
     raw = read_small_file(directory / "config.json")
-    model, weights, blocks = model_config(parse_json(directory / "config.json", raw)), "", ""
+    found, weights, blocks = parse_json(directory / "config.json", raw), "", ""
+    model = model_config(without_scheme(found))
     _check_blocks(config, directory)
+    _check_int4(config, found)
     if identify:
         blocks = _blocks(directory, config, progress)  # first, since these are read together with the weights
         weights = _weights(raw, directory, config, progress)
@@ -273,6 +278,18 @@ def _check_blocks(config: EngineConfig, directory: Path) -> None:
         raise ConfigError(
             f"weights_dtype gguf computes from a GGUF file's own blocks, and {config.model} is no GGUF file: "
             "choose weights_dtype int8 or bfloat16, or give a GGUF file"
+        )
+
+
+def _check_int4(config: EngineConfig, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError if codes of 4 bits are to be computed from, and the checkpoint has none."""
+    if config.weights_dtype != "int4":
+        return
+    scheme = scheme_of(found)
+    if scheme is None or not scheme.is_int4:
+        raise ConfigError(
+            f"weights_dtype int4 computes from a checkpoint's own codes of 4 bits, and {config.model} has none: choose "
+            "weights_dtype int8 or bfloat16, or give a model that was quantised by awq, gptq or compressed-tensors"
         )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,10 +36,13 @@ class Checkpoint:
 
     blocks: whether `quantised_rows` and `quantised_columns` give matrices as a GGUF file has them. The directory must
             then be one that `converted_directory` made
+    also:   dtypes that tensors may be stored in besides, by their names in safetensors
     """
 
-    def __init__(self, directory: Path, *, blocks: bool = False) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path, *, blocks: bool = False, also: Mapping[str, np.dtype[Any]] = MappingProxyType({})
+    ) -> None:
+        self.directory, self._dtypes = directory, {**_DTYPES, **also}
         self.config = read_json(directory / "config.json")
         self._blocks = BlockFile(directory / BLOCKS) if blocks else None
         self._files: dict[str, SafetensorsFile] = {}
@@ -61,6 +66,10 @@ class Checkpoint:
     def tensor(self, name: str) -> NDArray[np.float32]:
         """The whole tensor, as float32."""
         return self._open(name).read(name)
+
+    def stored(self, name: str) -> NDArray[Any]:
+        """The whole tensor in the dtype it is stored in, a read-only view of the mapped file; see `SafetensorsFile`."""
+        return self._open(name).stored(name)
 
     def rows(self, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """``tensor(name)[start:stop]``, reading no more than that."""
@@ -138,7 +147,7 @@ class Checkpoint:
 
     def _load(self, file_name: str) -> SafetensorsFile:
         if file_name not in self._files:
-            self._files[file_name] = SafetensorsFile(self.directory / file_name, _DTYPES)
+            self._files[file_name] = SafetensorsFile(self.directory / file_name, self._dtypes)
         return self._files[file_name]
 
 

@@ -25,7 +25,14 @@ from headwise.errors import ModelError
 FLOATS: Mapping[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 INTEGERS: Mapping[str, np.dtype[Any]] = {"I8": np.dtype("i1"), "U8": np.dtype("u1")}
 WORDS: Mapping[str, np.dtype[Any]] = {"U16": np.dtype("<u2")}
-_STORED = {**FLOATS, **INTEGERS, **WORDS}
+CODES: Mapping[str, np.dtype[Any]] = {
+    **INTEGERS,
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype("u1"),
+}
+"""What quantised weights are made of; FP8 is read as its bits."""
+_STORED = {**FLOATS, **CODES, **WORDS}
 _HEADER_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
 

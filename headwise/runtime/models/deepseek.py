@@ -51,12 +51,6 @@ def parse_latents(
 ) -> ModelConfig:
     """Read a ``config.json`` of latent attention, and its experts, if it has any, by ``read_moe``."""
     check_served(config, _SERVED_VALUES)
-    if isinstance(config.get("quantization_config"), dict):
-        method = shown(config["quantization_config"].get("quant_method"))
-        raise ModelError(
-            f"config.json: the weights are quantised ({method}); {architecture} is served from bfloat16 or float32 "
-            "weights: convert the checkpoint first"
-        )
     mla = _mla(config)
     decoder = decoder_config({**config, "head_dim": mla.rotated, "num_key_value_heads": 1}, architecture)
     moe = read_moe(config, decoder.num_layers) if config.get("n_routed_experts") is not None else None

@@ -70,6 +70,13 @@ class ExpertWeights(WeightView):
         expert = self._joined_expert(name)
         return super().columns(name, start, stop) if expert is None else expert[:, start:stop]
 
+    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        """As the checkpoint has it, where that has experts one by one."""
+        return self._source.quantised_rows(name, start, stop) if name in self._known else None
+
+    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        return self._source.quantised_columns(name, start, stop) if name in self._known else None
+
     def _joined_expert(self, name: str) -> NDArray[np.float32] | None:
         """One expert's matrix out of a layer's, if that is how this checkpoint has it."""
         match = None if name in self._known else self._EXPERT.fullmatch(name)
@@ -108,3 +115,7 @@ class InterleavedWeights(ExpertWeights):
             return rows
         heads = rows.reshape(-1, len(self._even_first), rows.shape[1])
         return heads[:, self._even_first].reshape(rows.shape)
+
+    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+        """None of those that are reordered."""
+        return None if name.endswith(self._ROTATED) else super().quantised_rows(name, start, stop)

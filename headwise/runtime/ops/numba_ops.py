@@ -31,8 +31,8 @@ Array = NDArray[np.float32]
 class NumbaOps(NumpyOps):
     """`TensorOps` on ``threads`` cores.
 
-    weights_dtype: of weights in memory: float32, bfloat16, int8 (a scale for each group), or gguf (quantised as in the
-                   GGUF file; what is not quantised there is bfloat16)
+    weights_dtype: of weights in memory: float32, bfloat16, int8 (a scale for each group), or int4 or gguf (quantised as
+                   in the checkpoint or the GGUF file; what is not quantised there is bfloat16)
 
     Raises:
         ConfigError: this process may not use so many cores.
@@ -77,7 +77,7 @@ class NumbaOps(NumpyOps):
     def _pack(self, weight: Matrix, gated: bool = False) -> PackedWeight:
         if self._weights_dtype == "int8" and not isinstance(weight, GroupQuantised):
             weight = quantise_int8(weight)
-        if isinstance(weight, GroupQuantised) and self._weights_dtype in ("int8", "gguf"):
+        if isinstance(weight, GroupQuantised) and self._weights_dtype in ("int8", "int4", "gguf"):
             return packed.pack_quantised(weight.codes, weight.scale, weight.minimum, weight.bits, gated)
         dtype = "float32" if self._weights_dtype == "float32" else "bfloat16"
         return packed.pack_float(as_float32(weight), dtype, gated)

@@ -19,7 +19,7 @@ from headwise.kernels.cuda.programs import CudaPrograms
 from headwise.kernels.gqa import kv_dtype_of
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.paddle_device import open_paddle
@@ -59,7 +59,7 @@ class CudaDevice:
         """See `Device.check`."""
         config, layout, shape = self._config, card.layout, card.config
         check_supported(shape.head_dim, config.dtype_name, kv_dtype_of(layout), self._card.sm, layout.block_size)
-        weights = Checkpoint(model_dir).num_elements * self.ops.itemsize // config.tp_size
+        weights = open_weights(model_dir).num_elements * self.ops.itemsize // config.tp_size
         pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
         check_room(self._card, {"weights": weights, "KV cache": pool})
         kv_heads = shape.num_kv_heads // config.tp_size

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import NUMERICS_VERSION, ModelCard, check_unchanged
-from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.packed_cache import DIRECTORY, LIMITS, Limits, PackedKey, PackedWeights
 from headwise.runtime.loader.progress import LogProgress
+from headwise.runtime.loader.quantised_checkpoint import open_weights
 from headwise.runtime.models.base import Model, Shard
 from headwise.runtime.models.decoder import make_anew
 from headwise.runtime.models.registry import build_model
@@ -32,7 +32,7 @@ def load_model(
 
     limits: of what is kept on disk, where the configuration wants it
     """
-    weights = Checkpoint(directory, blocks=config.computes_from_blocks)
+    weights = open_weights(directory, blocks=config.computes_from_blocks, keeps_codes=config.keeps_codes)
     packed = None
     if config.packed_cache and isinstance(ops, PackingOps):
         place, key = config.cache_path / DIRECTORY, packed_key(card, config, ops, shard)

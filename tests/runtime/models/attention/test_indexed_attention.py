@@ -45,7 +45,7 @@ CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
         ({"layer_types": ["indexed_attention"]}, "'layer_types' must name 3 layers"),
         ({"mlp_layer_types": ["dense", "sparse"]}, "'mlp_layer_types' must name 3 layers 'dense' or 'sparse'"),
         ({"mlp_layer_types": ["dense", "sparse", "wide"]}, "'mlp_layer_types' must name 3 layers"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'.*DeepseekV32ForCausalLM.*bfloat16 or float32"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'quantization_config' is .*, which cannot be served"),
         ({"scoring_func": "softmax"}, "'scoring_func' 'softmax'.*sigmoid"),
     ],
 )

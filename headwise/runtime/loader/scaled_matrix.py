@@ -1,0 +1,91 @@
+"""Matrices of numbers of 8 bits, FP8 or int8, with a scale for each tile: the matrix, a row, or such as 128 x 128."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ModelError
+from headwise.runtime.loader.stored_matrix import StoredTensors
+from headwise.runtime.ops.quantised import GroupQuantised
+
+_EXPONENT_BIAS, _MANTISSA = 7, 8
+
+
+def _e4m3_numbers() -> NDArray[np.float32]:
+    """The number that each byte is as float8_e4m3fn: it has no infinities, and one NaN of either sign."""
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    power = np.maximum(exponent, 1) - _EXPONENT_BIAS
+    magnitude = (mantissa + np.where(exponent > 0, _MANTISSA, 0)) / _MANTISSA * 2.0**power
+    magnitude[(bits & 127) == 127] = np.nan
+    numbers: NDArray[np.float32] = np.where(bits >> 7, -magnitude, magnitude).astype(np.float32)
+    return numbers
+
+
+E4M3 = _e4m3_numbers()
+"""``[256]``"""
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledMatrix:
+    """A `StoredMatrix` of ``codes [N, K]``, int8 or the bits of float8_e4m3fn (uint8).
+
+    scales: float32 ``[ceil(N / tile rows), ceil(K / tile columns)]``
+    tile:   rows and columns that share a scale
+    """
+
+    codes: NDArray[Any]
+    scales: NDArray[np.float32]
+    tile: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def part(self, rows: slice, columns: slice) -> NDArray[np.float32]:
+        codes = self.codes[rows, columns]
+        numbers = codes.astype(np.float32) if codes.dtype == np.int8 else E4M3[codes]
+        numbers *= self.scales[np.ix_(self._tiles(rows, 0), self._tiles(columns, 1))]
+        return numbers
+
+    def _tiles(self, part: slice, axis: int) -> NDArray[np.int64]:
+        """The tile of each row or column, or the only one of all."""
+        if self.scales.shape[axis] == 1:
+            return np.zeros(1, np.int64)
+        return np.arange(part.start, part.stop) // self.tile[axis]
+
+    def quantised(self, rows: slice, columns: slice) -> GroupQuantised | None:
+        if self.codes.dtype != np.int8 or self.tile[1] != self.shape[1]:
+            return None
+        codes = self.codes[rows, columns]
+        scales = np.broadcast_to(self.scales[self._tiles(rows, 0)], (len(codes), 1))
+        return GroupQuantised(codes, np.ascontiguousarray(scales), None, codes.shape[1], 8)
+
+
+def scaled_matrix(tensors: StoredTensors, name: str, scale_name: str, tile: tuple[int, int] | None) -> ScaledMatrix:
+    """The matrix ``name`` with the scales ``scale_name``.
+
+    tile: of scales that are a matrix of several columns, as the configuration says; None: it has no such
+
+    Raises:
+        ModelError: codes are of another dtype, or scales of another shape.
+    """
+    codes, scales = tensors.stored(name), tensors.tensor(scale_name)
+    if codes.ndim != 2 or codes.dtype not in (np.int8, np.uint8):
+        raise ModelError(f"{name!r} is {codes.dtype} {list(codes.shape)}: a matrix of FP8 (E4M3) or int8 is expected")
+    rows, columns = codes.shape
+    if scales.size == 1:
+        return ScaledMatrix(codes, scales.reshape(1, 1), (max(rows, 1), max(columns, 1)))
+    if scales.shape in ((rows,), (rows, 1)):
+        return ScaledMatrix(codes, scales.reshape(rows, 1), (1, max(columns, 1)))
+    if tile is not None and scales.shape == (-(-rows // tile[0]), -(-columns // tile[1])):
+        return ScaledMatrix(codes, scales, tile)
+    tiles = "" if tile is None else f", or one for each {tile[0]} x {tile[1]}"
+    raise ModelError(
+        f"{scale_name!r} has the shape {list(scales.shape)}, and {name!r} {list(codes.shape)}: one scale is expected, "
+        f"or one for each row{tiles}"
+    )

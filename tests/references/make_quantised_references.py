@@ -1,0 +1,156 @@
+"""Writes quantised.json: matrices as compressed-tensors and vLLM pack and expand them.
+
+Needs the environment of `make peers`:
+
+.venv-peers/bin/python tests/references/make_quantised_references.py
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.scalar_type import scalar_types
+
+OUTPUTS, INPUTS, GROUP, AT = 24, 64, 16, "layer."
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+
+
+def main() -> None:
+    torch.manual_seed(7)
+    cases = {}
+    for bits, symmetric in ((4, True), (4, False), (8, True)):
+        name = f"compressed int{bits} {'symmetric' if symmetric else 'zero points'}"
+        args = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": GROUP}
+        cases[name] = compressed("pack-quantized", args)
+    cases["compressed int8 by row"] = compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"})
+    cases["compressed fp8 by row"] = compressed(
+        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}
+    )
+    cases["fp8 by blocks"] = fp8_blocks((16, 32))
+    cases["awq"] = transposed("awq", scalar_types.uint4, zero_points=True)
+    cases["gptq symmetric"] = transposed("gptq", scalar_types.uint4b8, zero_points=False)
+    cases["gptq 8 bits"] = transposed("gptq", scalar_types.uint8b128, zero_points=False)
+    cases["gptq by importance"] = by_importance(cases["gptq symmetric"])
+    path = Path(__file__).parent / "quantised.json"
+    path.write_text(json.dumps(cases, indent=1) + "\n")
+    print(f"{path}: {len(cases)} matrices of {OUTPUTS} x {INPUTS}")
+
+
+def drawn() -> torch.Tensor:
+    return torch.randn(OUTPUTS, INPUTS, dtype=torch.float32)
+
+
+def case(config: dict[str, Any], tensors: dict[str, torch.Tensor], expected: torch.Tensor) -> dict[str, Any]:
+    stored = {AT + name: encoded(tensor) for name, tensor in tensors.items()}
+    return {"quantization_config": config, "tensors": stored, "expected": encoded(expected.float())}
+
+
+def encoded(tensor: torch.Tensor) -> dict[str, Any]:
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data": b64encode(raw).decode()}
+
+
+def compressed(form: str, args: dict[str, Any]) -> dict[str, Any]:
+    weight, weights = drawn(), QuantizationArgs(**args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    grouped = weight.reshape(OUTPUTS, -1, GROUP if args["strategy"] == "group" else INPUTS)
+    largest = 448.0 if args["type"] == "float" else 2.0 ** (args["num_bits"] - 1) - 1
+    zero = None
+    if args.get("symmetric", True):
+        scale = grouped.abs().amax(-1) / largest
+    else:
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scale = (high - low) / (2 * largest + 1)
+        zero = (-largest - 1 - low / scale).round().clamp(-largest - 1, largest).to(torch.int8)
+    state = {"weight": weight.bfloat16(), "weight_scale": scale.bfloat16()}
+    if zero is not None:
+        state["weight_zero_point"] = zero
+    compressor = BaseCompressor.get_value_from_registry(form)
+    stored = compressor.compress(state, scheme)
+    expected = compressor.decompress(dict(stored), scheme)["weight"]
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": args}}}
+    exact = exactly(stored, expected, args)
+    return case(config, stored, exact)
+
+
+def exactly(stored: dict[str, torch.Tensor], expanded: torch.Tensor, args: dict[str, Any]) -> torch.Tensor:
+    """What was expanded, before it was rounded to bfloat16: codes that scales in float32 are multiplied with."""
+    scale = stored["weight_scale"].float().repeat_interleave(INPUTS // stored["weight_scale"].shape[1], dim=1)
+    codes = (expanded.float() / scale).round() if args["type"] == "int" else stored["weight"].float()
+    exact = codes * scale
+    assert torch.equal(exact.bfloat16(), expanded.bfloat16()), "the same but for rounding"
+    return exact
+
+
+def fp8_blocks(block: tuple[int, int]) -> dict[str, Any]:
+    """As DeepSeek's are; the last block of a column is cut off."""
+    weight, (rows, columns) = drawn(), block
+    scales = torch.rand(-(-OUTPUTS // rows), -(-INPUTS // columns)) * 0.01 + 0.001
+    spread = scales.repeat_interleave(rows, 0)[:OUTPUTS].repeat_interleave(columns, 1)[:, :INPUTS]
+    stored = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block), "activation_scheme": "dynamic"}
+    return case(config, {"weight": stored, "weight_scale_inv": scales}, stored.float() * spread)
+
+
+def transposed(method: str, kind: Any, zero_points: bool) -> dict[str, Any]:
+    bits = kind.size_bits
+    expected, codes, scales, zeros = quant_utils.quantize_weights(drawn().T.contiguous(), kind, GROUP, zero_points)
+    groups = INPUTS // GROUP
+    config = {"quant_method": method, "bits": bits, "group_size": GROUP}
+    scales = scales.half()
+    if method == "awq":
+        tensors = {
+            "qweight": quant_utils.awq_pack(codes, bits, INPUTS, OUTPUTS),
+            "qzeros": quant_utils.awq_pack(zeros, bits, groups, OUTPUTS),
+            "scales": scales,
+        }
+        config |= {"zero_point": True, "version": "gemm"}
+        integers = codes - zeros.repeat_interleave(GROUP, 0)
+    else:
+        middle = torch.full((groups, OUTPUTS), kind.bias - 1, dtype=torch.int32)
+        tensors = {
+            "qweight": quant_utils.gptq_pack(codes, bits, INPUTS, OUTPUTS),
+            "qzeros": quant_utils.pack_cols(middle, bits, groups, OUTPUTS),
+            "scales": scales,
+            "g_idx": torch.arange(INPUTS, dtype=torch.int32) // GROUP,
+        }
+        config |= {"desc_act": False, "sym": True}
+        integers = codes - kind.bias
+    exact = integers * scales.float().repeat_interleave(GROUP, 0)
+    assert torch.allclose(exact, expected, rtol=2e-3, atol=2e-3), "the same but for scales in float16"
+    return case(config, tensors, exact.T)
+
+
+def by_importance(plain: dict[str, Any]) -> dict[str, Any]:
+    """The same codes, of which others share a scale (``desc_act``)."""
+    from base64 import b64decode
+
+    def read(entry: dict[str, Any]) -> torch.Tensor:
+        kind = next(dtype for dtype, name in DTYPES.items() if name == entry["dtype"])
+        return torch.frombuffer(bytearray(b64decode(entry["data"])), dtype=kind).reshape(entry["shape"])
+
+    tensors = {name.removeprefix(AT): read(entry) for name, entry in plain["tensors"].items()}
+    before, order = tensors["g_idx"].long(), torch.randperm(INPUTS) % (INPUTS // GROUP)
+    scales = tensors["scales"].float()
+    codes = (read(plain["expected"]).T / scales[before]).round()
+    tensors["g_idx"] = order.int()
+    return case({**plain["quantization_config"], "desc_act": True}, tensors, (codes * scales[order]).T)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Matrices that other programs quantised are read as those programs expand them, whole or in parts."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from base64 import b64decode, b64encode
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headwise.errors import ModelError
+from headwise.runtime.loader.quantisation import scheme_of, without_scheme
+from headwise.runtime.loader.quantised_checkpoint import QuantisedCheckpoint, open_weights
+from headwise.runtime.loader.scaled_matrix import E4M3
+from headwise.runtime.ops.numba_ops import NumbaOps
+
+REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "quantised.json").read_text())
+NAME = "layer.weight"
+INTEGERS = [name for name in REFERENCES if "fp8" not in name]
+
+
+def write(directory: Path, tensors: dict[str, dict[str, Any]], config: dict[str, Any]) -> Path:
+    """A model directory with these tensors, as `REFERENCES` has them."""
+    header, data = {}, b""
+    for name, entry in tensors.items():
+        raw = b64decode(entry["data"])
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def opened(directory: Path, case: str, keeps_codes: bool = False, **changes: dict[str, Any]) -> QuantisedCheckpoint:
+    known = REFERENCES[case]
+    config = {"quantization_config": known["quantization_config"]}
+    weights = open_weights(write(directory, {**known["tensors"], **changes}, config), keeps_codes=keeps_codes)
+    assert isinstance(weights, QuantisedCheckpoint)
+    return weights
+
+
+def expected(case: str) -> NDArray[np.float32]:
+    entry = REFERENCES[case]["expected"]
+    return np.frombuffer(b64decode(entry["data"]), np.float32).reshape(entry["shape"])
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_a_matrix_is_what_the_program_that_stored_it_expands_it_to(case: str, tmp_path: Path) -> None:
+    weights, matrix = opened(tmp_path, case), expected(case)
+    assert weights.names == (NAME,)
+    assert weights.shape(NAME) == matrix.shape
+    assert weights.num_elements == matrix.size
+    np.testing.assert_array_equal(weights.tensor(NAME), matrix)
+    for start, stop in ((0, 24), (3, 19), (16, 24), (5, 5)):
+        np.testing.assert_array_equal(weights.rows(NAME, start, stop), matrix[start:stop])
+    for start, stop in ((0, 64), (16, 48), (5, 39)):
+        np.testing.assert_array_equal(weights.columns(NAME, start, stop), matrix[:, start:stop])
+
+
+@pytest.mark.parametrize("case", INTEGERS)
+def test_codes_are_computed_from_as_they_are(case: str, tmp_path: Path) -> None:
+    weights, matrix, ops = opened(tmp_path, case, keeps_codes=True), expected(case), NumbaOps(1, "int4")
+    rows, columns = weights.quantised_rows(NAME, 3, 19), weights.quantised_columns(NAME, 16, 48)
+    if case == "gptq by importance":
+        assert rows is None, "groups are not of neighbours"
+        return
+    assert rows is not None
+    assert columns is not None
+    assert (rows.bits == 4) == ("int4" in case or case in ("awq", "gptq symmetric"))
+    np.testing.assert_allclose(rows.dequantised(), matrix[3:19], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(columns.dequantised(), matrix[:, 16:48], rtol=1e-6, atol=1e-6)
+    if rows.shape[1] // rows.group > 1:
+        assert weights.quantised_columns(NAME, 8, 48) is None, "which cuts through a group"
+    x = np.eye(64, dtype=np.float32)
+    packed = ops.linear_weight(rows)
+    assert packed.dtype == f"int{rows.bits}"
+    np.testing.assert_allclose(ops.linear(x, packed), matrix[3:19].T, rtol=2e-3, atol=2e-3)
+
+
+def test_codes_that_are_to_be_expanded_are(tmp_path: Path) -> None:
+    assert opened(tmp_path, "awq").quantised_rows(NAME, 0, 8) is None
+
+
+def test_fp8_has_the_numbers_of_its_definition() -> None:
+    assert E4M3[0b0_1111_110] == 448
+    assert E4M3[0b1_0111_000] == -1
+    assert E4M3[0b0_0000_001] == 2.0**-9
+    assert E4M3[0b0_0001_000] == 2.0**-6
+    assert np.isnan(E4M3[[0b0_1111_111, 0b1_1111_111]]).all()
+    assert np.isnan(E4M3).sum() == 2
+    assert (np.diff(E4M3[:127]) > 0).all()
+
+
+BAD_CONFIGS = [
+    ({"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes'; fp8, compressed-tensors, awq, gptq"),
+    ({}, "quantised by None"),
+    ("fp8", "must be an object, got 'fp8'"),
+    ({"quant_method": "awq", "bits": 3}, "'bits' .*is 3"),
+    ({"quant_method": "awq"}, "'bits'"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'version' .*'gemv'"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 0}, "'group_size' .*positive integer or -1, got 0"),
+    ({"quant_method": "gptq", "bits": 2}, "'bits' .*is 2"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'checkpoint_format' .*'marlin'"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "'fmt' .*'e5m2'"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, r"two positive integers, got \[128\]"),
+    ({"quant_method": "compressed-tensors"}, "has no 'config_groups'"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
+        },
+        "format 'nvfp4-pack-quantized' with 4 bits is not read",
+    ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int", "symmetric": False}}},
+        },
+        "'symmetric' .*is False",
+    ),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}},
+        },
+        "in unlike ways",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD_CONFIGS)
+def test_a_scheme_that_is_not_read_is_named(config: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        without_scheme({"quantization_config": config})
+
+
+def test_what_is_not_quantised_or_a_models_own_is_left_alone() -> None:
+    for config in ({}, {"quantization_config": None}, {"quantization_config": {"quant_method": "mxfp4"}}):
+        assert scheme_of(config) is None
+        assert without_scheme(config) == config
+
+
+def of_zeros(dtype: str, shape: list[int], item_bytes: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data": b64encode(bytes(int(np.prod(shape)) * item_bytes)).decode()}
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "entry", "message"),
+    [
+        ("awq", "layer.scales", ("F16", [4, 23], 2), "do not fit scales"),
+        ("awq", "layer.qzeros", ("I32", [3, 3], 4), "do not fit scales"),
+        ("awq", "layer.qweight", ("F16", [64, 3], 2), "packed int32 is expected"),
+        ("gptq symmetric", "layer.g_idx", ("I32", [63], 4), "do not fit scales"),
+        ("fp8 by blocks", "layer.weight_scale_inv", ("F32", [3, 2], 4), "one scale is expected, .*each 16 x 32"),
+        ("fp8 by blocks", "layer.weight", ("F32", [24, 64], 4), "FP8 .* or int8 is expected"),
+        ("compressed int4 symmetric", "layer.weight_shape", ("I64", [2], 8), r"says \[0, 0\]"),
+        ("compressed int4 symmetric", "layer.weight_scale", ("F8_E4M3", [24, 4], 1), "stored as F8_E4M3"),
+    ],
+)
+def test_tensors_that_do_not_belong_together_are_refused(
+    case: str, name: str, entry: tuple[str, list[int], int], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        opened(tmp_path, case, **{name: of_zeros(*entry)}).tensor(NAME)
+
+
+def test_a_part_outside_a_matrix_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=re.escape("no part 20:25 of axis 0")):
+        opened(tmp_path, "awq").rows(NAME, 20, 25)
+    with pytest.raises(ModelError, match=r"lacks the tensor 'layer\.wight'"):
+        opened(tmp_path, "awq").tensor("layer.wight")

@@ -1,0 +1,76 @@
+"""A quantised checkpoint gives what the same model gives expanded: on one rank and two, and computed from as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.engine.dense_oracle import run_rank, run_ranks
+from support.quantised_models import FP8, INT4, in_fp8, in_int4, write_quantised
+
+from headwise import EngineConfig, LocalEngine, SamplingParams
+from headwise.errors import ConfigError
+from headwise.runtime.config.model_card import read_model_card
+from headwise.runtime.loader.checkpoint import read_json
+from headwise.runtime.loader.quantisation import without_scheme
+from headwise.runtime.loader.quantised_checkpoint import open_weights
+from headwise.runtime.models.registry import model_config
+from headwise.runtime.models.rope import served_up_to
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.protocol.request import GenerationResult
+
+IDS = np.arange(3, 60, dtype=np.int32)
+CASES = {"qwen3": (INT4, in_int4), "qwen3-moe": (INT4, in_int4), "deepseek-v3": (FP8, in_fp8)}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A quantised model, and the same one expanded."""
+    return write_quantised(tmp_path_factory.mktemp(request.param), request.param, *CASES[request.param])
+
+
+def test_logits_are_those_of_the_expanded_model(directories: tuple[Path, Path]) -> None:
+    config = model_config(without_scheme(read_json(directories[0] / "config.json")))
+    config = served_up_to(config, config.max_position)
+    quantised, expanded = map(open_weights, directories)
+    expected = run_rank(config, expanded, SingleRank(), IDS)
+    assert expected is not None
+    np.testing.assert_allclose(run_rank(config, quantised, SingleRank(), IDS), expected, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(run_ranks(config, quantised, 2, IDS)[0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_quantised(tmp_path_factory.mktemp("int4"), "qwen3", *CASES["qwen3"])
+
+
+def answered(directory: Path, **changes: object) -> GenerationResult:
+    config = EngineConfig(model=str(directory), kv_cache="24MiB", **changes)
+    with LocalEngine(config) as engine:
+        greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+        return engine.generate([IDS.tolist()], greedy)[0]
+
+
+def test_an_engine_serves_it_expanded(int4: tuple[Path, Path]) -> None:
+    found, expected = (answered(directory, dtype="float32") for directory in int4)
+    assert found.token_ids == expected.token_ids
+
+
+def test_an_engine_computes_from_codes_of_4_bits(int4: tuple[Path, Path]) -> None:
+    """Of the layers' weights nothing is lost; activations are rounded to bfloat16."""
+    found = answered(int4[0], dtype="bfloat16", kv_dtype="float32", weights_dtype="int4")
+    expected = answered(int4[1], dtype="float32")
+    assert found.token_ids == expected.token_ids
+    np.testing.assert_allclose(chosen(found), chosen(expected), atol=0.05, rtol=0)
+
+
+def chosen(result: GenerationResult) -> list[float]:
+    """Log-probabilities of the tokens of an answer."""
+    return [entry.chosen for entry in result.logprobs]
+
+
+def test_int4_needs_a_checkpoint_that_has_it(int4: tuple[Path, Path]) -> None:
+    config = EngineConfig(model=str(int4[1]), weights_dtype="int4")
+    with pytest.raises(ConfigError, match=r"own codes of 4 bits, and .*expanded has none"):
+        read_model_card(config, int4[1])

@@ -1,0 +1,81 @@
+"""Tiny models again, their layers' matrices quantised: as a checkpoint of such has them, and expanded to floats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from support.tiny_checkpoints import checkpoint
+
+from headwise.runtime.loader.checkpoint import Checkpoint
+from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
+from headwise.runtime.loader.scaled_matrix import E4M3
+
+GROUP, BLOCK = 16, (16, 32)
+Stored = tuple[dict[str, tuple[str, NDArray[Any]]], NDArray[np.float32]]
+"""Tensors by what takes the place of ``weight``, with their dtypes; and the matrix that they stand for."""
+
+INT4: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}}},
+}
+FP8: Mapping[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
+
+
+def in_int4(matrix: NDArray[np.float32]) -> Stored:
+    rows = len(matrix)
+    grouped = matrix.reshape(rows, -1, GROUP)
+    scale = np.abs(grouped).max(axis=2).astype(np.float16).astype(np.float32) / 8 + np.float32(2**-14)
+    scale = scale.astype(np.float16).astype(np.float32)
+    codes = np.clip(np.rint(grouped / scale[..., None]), -8, 7)
+    places = (codes + 8).astype(np.uint32).reshape(rows, -1, 8) << np.arange(0, 32, 4, dtype=np.uint32)
+    packed = np.bitwise_or.reduce(places, axis=2).view(np.int32)
+    tensors = {
+        "weight_packed": ("I32", packed),
+        "weight_scale": ("F16", scale),
+        "weight_shape": ("I64", np.array(matrix.shape)),
+    }
+    return tensors, (codes * scale[..., None]).astype(np.float32).reshape(matrix.shape)
+
+
+def in_fp8(matrix: NDArray[np.float32]) -> Stored:
+    rows, columns = matrix.shape
+    high, wide = BLOCK
+    scale = np.full((-(-rows // high), -(-columns // wide)), np.float32(np.abs(matrix).max() / 448))
+    scale *= 1 + np.arange(scale.size, dtype=np.float32).reshape(scale.shape) / 8
+    spread = scale.repeat(high, 0)[:rows].repeat(wide, 1)[:, :columns]
+    numbers = E4M3[:127]  # ascending, from 0 on
+    codes = np.abs(np.abs(matrix / spread)[..., None] - numbers).argmin(axis=2).astype(np.uint8)
+    codes |= (matrix < 0).astype(np.uint8) << 7
+    return {"weight": ("F8_E4M3", codes), "weight_scale_inv": ("F32", scale)}, E4M3[codes] * spread
+
+
+def write_quantised(
+    directory: Path, name: str, scheme: Mapping[str, Any], quantise: Callable[[NDArray[np.float32]], Stored]
+) -> tuple[Path, Path]:
+    """The directories of a tiny model that was quantised, and of the same one expanded."""
+    source = Checkpoint(checkpoint(name))
+    stored: dict[str, tuple[str, NDArray[Any]]] = {}
+    expanded: dict[str, tuple[str, NDArray[Any]]] = {}
+    for weight in source.names:
+        values = source.tensor(weight)
+        if not weight.endswith("_proj.weight"):
+            stored[weight] = expanded[weight] = ("F32", values)
+            continue
+        tensors, matrix = quantise(values)
+        stored |= {weight.removesuffix("weight") + part: entry for part, entry in tensors.items()}
+        expanded[weight] = ("F32", matrix)
+    paths = directory / "quantised", directory / "expanded"
+    for path, tensors in zip(paths, (stored, expanded), strict=True):
+        shutil.copytree(checkpoint(name), path)
+        forms = {name: TensorForm(dtype, values.shape) for name, (dtype, values) in tensors.items()}
+        write_safetensors(path / "model.safetensors", forms, (values for _, values in tensors.values()))
+    config = json.loads((paths[0] / "config.json").read_text())
+    (paths[0] / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+    return paths
