@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.loader.block_file import BLOCKS, BlockFile
 from headwise.runtime.loader.safetensors_file import FLOATS, INTEGERS, SafetensorsFile
-from headwise.runtime.ops.quantised import GroupQuantised
+from headwise.runtime.ops.quantised import Matrix
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {**FLOATS, "U8": INTEGERS["U8"]}
@@ -34,14 +34,21 @@ class Checkpoint:
     of the mapped file; F16 and BF16 are converted to float32. All methods raise `ModelError`, which names the file at
     fault, if a file or tensor is missing or corrupt, or a range lies outside a tensor.
 
-    blocks: whether `quantised_rows` and `quantised_columns` give matrices as a GGUF file has them. The directory must
+    blocks: whether `kept_rows` and `kept_columns` give matrices as a GGUF file has them. The directory must
             then be one that `converted_directory` made
+    keeps:  float16 or bfloat16: they give matrices that are stored so as they are; None: no others
     also:   dtypes that tensors may be stored in besides, by their names in safetensors
     """
 
     def __init__(
-        self, directory: Path, *, blocks: bool = False, also: Mapping[str, np.dtype[Any]] = MappingProxyType({})
+        self,
+        directory: Path,
+        *,
+        blocks: bool = False,
+        keeps: np.dtype[Any] | None = None,
+        also: Mapping[str, np.dtype[Any]] = MappingProxyType({}),
     ) -> None:
+        self._keeps = keeps
         self.directory, self._dtypes = directory, {**_DTYPES, **also}
         self.config = read_json(directory / "config.json")
         self._blocks = BlockFile(directory / BLOCKS) if blocks else None
@@ -89,28 +96,36 @@ class Checkpoint:
             raise ModelError(f"{name!r} of {self.directory} is stored as {stored.dtype}, not as bytes")
         return stored[start:stop]
 
-    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """``rows(name, start, stop)`` of a matrix, quantised as in the GGUF file.
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        """``rows(name, start, stop)`` of a matrix, quantised as in the GGUF file, or in the dtype that it is stored in.
 
         None if the checkpoint was opened without ``blocks``, or the GGUF file has it in a type that is not in
-        `FORMATS`, such as floating point.
-        Codes of 8 bits are a read-only view of the mapped file; codes of 4 bits are unpacked.
+        `FORMATS`, such as floating point; and if it was opened without ``keeps``, or has it in another dtype.
+        Codes of 8 bits, and floats, are a read-only view of the mapped file; codes of 4 bits are unpacked.
         """
         if self._blocks is None:
-            return None
+            return self._kept(name, 0, slice(start, stop))
         self._check_range(name, 0, start, stop)
         return self._blocks.rows(name, start, stop)
 
-    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """``columns(name, start, stop)`` of a matrix, otherwise as `quantised_rows`.
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        """``columns(name, start, stop)`` of a matrix, otherwise as `kept_rows`.
 
         Raises:
             ConfigError: ``start`` or ``stop`` lies within a quantisation group.
         """
         if self._blocks is None:
-            return None
+            return self._kept(name, 1, slice(start, stop))
         self._check_range(name, 1, start, stop)
         return self._blocks.columns(name, start, stop)
+
+    def _kept(self, name: str, axis: int, part: slice) -> NDArray[Any] | None:
+        """A part of a matrix along an axis, as a view of the mapped file, if it has the dtype that is kept."""
+        if self._keeps is None or self._open(name).dtype(name) != self._keeps.name:
+            return None
+        self._check_range(name, axis, part.start, part.stop)
+        stored = self._open(name).stored(name).view(self._keeps)
+        return stored[part] if axis == 0 else stored[:, part]
 
     def _check_range(self, name: str, axis: int, start: int, stop: int) -> None:
         shape = self.shape(name)

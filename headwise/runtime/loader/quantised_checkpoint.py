@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ _WEIGHT = "weight"
 class QuantisedCheckpoint:
     """The `Weights` of a checkpoint in a `Scheme`; matrices are expanded to float32 a part at a time.
 
-    keeps_codes: whether `quantised_rows` and `quantised_columns` give what the checkpoint has as integers
+    keeps_codes: whether `kept_rows` and `kept_columns` give what the checkpoint has as integers
 
     Raises:
         ModelError: as `Checkpoint` does, or a matrix and its scales do not belong together.
@@ -78,13 +79,13 @@ class QuantisedCheckpoint:
     def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         return self._source.byte_rows(name, start, stop)
 
-    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+    def kept_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
         matrix = self._matrix(name) if self._keeps_codes else None
         if matrix is None:
             return None
         return matrix.quantised(self._range(name, matrix, 0, start, stop), slice(0, matrix.shape[1]))
 
-    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+    def kept_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
         matrix = self._matrix(name) if self._keeps_codes else None
         if matrix is None:
             return None
@@ -107,13 +108,13 @@ class QuantisedCheckpoint:
 
 
 def open_weights(
-    directory: Path, *, blocks: bool = False, keeps_codes: bool = False
+    directory: Path, *, blocks: bool = False, keeps: np.dtype[Any] | None = None, keeps_codes: bool = False
 ) -> Checkpoint | QuantisedCheckpoint:
     """A model directory's weights, however they are quantised.
 
-    blocks: see `Checkpoint`; keeps_codes: see `QuantisedCheckpoint`
+    blocks, keeps: see `Checkpoint`; keeps_codes: see `QuantisedCheckpoint`
     """
-    source = Checkpoint(directory, blocks=blocks)
+    source = Checkpoint(directory, blocks=blocks, keeps=keeps)
     scheme = scheme_of(source.config)
     if scheme is None:
         return source

@@ -33,6 +33,7 @@ CODES: Mapping[str, np.dtype[Any]] = {
 }
 """What quantised weights are made of; FP8 is read as its bits."""
 _STORED = {**FLOATS, **CODES, **WORDS}
+_NUMPY_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _HEADER_ALIGNMENT = 64
 _METADATA = {"format": "pt"}
 
@@ -89,6 +90,11 @@ class SafetensorsFile:
     def is_bytes(self, name: str) -> bool:
         """Whether a tensor is stored as U8."""
         return self._entries[name].dtype == "U8"
+
+    def dtype(self, name: str) -> str:
+        """The dtype that floats are stored in, by NumPy's name, or bfloat16; of others the name in safetensors."""
+        stored = self._entries[name].dtype
+        return _NUMPY_NAMES.get(stored, stored)
 
     def read(self, name: str, rows: slice = slice(None), columns: slice | None = None) -> NDArray[np.float32]:
         """A tensor, or a part of it, as float32: of F32 a read-only view of the mapped file, else a copy.

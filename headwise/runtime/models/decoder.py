@@ -31,8 +31,8 @@ from headwise.runtime.ops.quantised import GroupQuantised, Matrix
 class Weights(Protocol):
     """Reads weights, or the parts that a rank needs: float32, by their Hugging Face names; `byte_rows` those of bytes.
 
-    Where weights are to be computed from as a file has them quantised, `quantised_rows` and `quantised_columns` give
-    the same part so; None: not this one.
+    Where weights are to stay as a file has them, quantised or in the model's dtype, `kept_rows` and `kept_columns`
+    give the same part so; None: not this one.
     """
 
     @property
@@ -46,9 +46,9 @@ class Weights(Protocol):
 
     def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]: ...
 
-    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None: ...
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None: ...
 
-    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None: ...
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None: ...
 
 
 Prepare = Callable[[str, Callable[[], Weight]], Weight]
@@ -176,14 +176,14 @@ class Decoder(Model):
 
     def _load_embedding(self) -> Weight:
         name, expected = f"{self.prefix}embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size)
-        embedding = self._weights.tensor(name)
-        if embedding.shape != expected:
+        kept = self._weights.kept_rows(name, 0, expected[0])
+        table = self._weights.tensor(name) if kept is None else kept
+        if table.shape != expected:
             raise ModelError(
-                f"the embedding has the shape {embedding.shape}, config.json says {expected}: weights and config.json "
+                f"the embedding has the shape {table.shape}, config.json says {expected}: weights and config.json "
                 "do not belong together"
             )
-        table = self._weights.quantised_rows(name, 0, self.config.vocab_size)
-        return self.ops.embedding_table(embedding if table is None else table)
+        return self.ops.embedding_table(table)
 
     def _norm(self, name: str) -> Tensor:
         weight = self._weights.tensor(name)
@@ -257,9 +257,9 @@ class Decoder(Model):
 
     def _rows(self, where: list[tuple[str, int, int]]) -> Matrix:
         source = self._weights
-        quantised = _whole([source.quantised_rows(f"{name}.weight", start, stop) for name, start, stop in where], 0)
-        if quantised is not None:
-            return quantised
+        kept = _whole([source.kept_rows(f"{name}.weight", start, stop) for name, start, stop in where], 0)
+        if kept is not None:
+            return kept
         return _join([source.rows(f"{name}.weight", start, stop) for name, start, stop in where], 0)
 
     def _split_columns(self, name: str, ranges: list[tuple[int, int]], has_bias: bool) -> Linear:
@@ -272,8 +272,8 @@ class Decoder(Model):
 
     def _columns(self, name: str, parts: list[tuple[int, int]]) -> Matrix:
         source = self._weights
-        quantised = _whole([source.quantised_columns(name, start, stop) for start, stop in parts], 1)
-        return _join([source.columns(name, *part) for part in parts], 1) if quantised is None else quantised
+        kept = _whole([source.kept_columns(name, start, stop) for start, stop in parts], 1)
+        return _join([source.columns(name, *part) for part in parts], 1) if kept is None else kept
 
     def _load_lm_head(self) -> Linear:
         start, stop = (self.config.vocab_size * r // self._shard.size for r in (self._shard.rank, self._shard.rank + 1))
@@ -468,11 +468,14 @@ def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _whole(parts: Sequence[GroupQuantised | None], axis: int) -> GroupQuantised | None:
-    """Parts that are all quantised, as one; None if one of them is not."""
-    known = [part for part in parts if part is not None]
-    return GroupQuantised.concatenate(known, axis) if len(known) == len(parts) else None
+def _whole(parts: Sequence[Matrix | None], axis: int) -> Matrix | None:
+    """Parts that are all kept in the same way, as one; None if one of them is not."""
+    quantised = [part for part in parts if isinstance(part, GroupQuantised)]
+    if len(quantised) == len(parts):
+        return GroupQuantised.concatenate(quantised, axis)
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    return _join(arrays, axis) if len(arrays) == len(parts) else None
 
 
-def _join(parts: list[Any], axis: int) -> NDArray[np.float32]:
+def _join(parts: list[NDArray[Any]], axis: int) -> NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis)

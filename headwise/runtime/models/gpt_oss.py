@@ -99,11 +99,11 @@ class GptOssWeights(WeightView):
         match = self._EXPERT.fullmatch(name)
         return super().columns(name, start, stop) if match is None else self._part(match)[:, start:stop]
 
-    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+    def kept_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
         matrix = self._quantised(name)
         return None if matrix is None else matrix.rows(start, stop)
 
-    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+    def kept_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
         """None where the range cuts through a group."""
         matrix = None if start % _GROUP or stop % _GROUP else self._quantised(name)
         return None if matrix is None else matrix.columns(start, stop)

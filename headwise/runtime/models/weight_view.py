@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.decoder import Weights
-from headwise.runtime.ops.quantised import GroupQuantised
+from headwise.runtime.ops.quantised import Matrix
 
 
 class WeightView:
-    """`Weights` of ``source``, none of them quantised. Models override what differs."""
+    """`Weights` of ``source``, all of them as float32. Models override what differs."""
 
     def __init__(self, source: Weights) -> None:
         self._source = source
@@ -36,12 +36,12 @@ class WeightView:
     def byte_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         return self._source.byte_rows(name, start, stop)
 
-    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """None: no such files are read."""
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
+        """None: a model that reorders or joins rows has float32 to do it with."""
         return None
 
-    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        """None: no such files are read."""
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        """None, likewise."""
         return None
 
 
@@ -70,12 +70,12 @@ class ExpertWeights(WeightView):
         expert = self._joined_expert(name)
         return super().columns(name, start, stop) if expert is None else expert[:, start:stop]
 
-    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
         """As the checkpoint has it, where that has experts one by one."""
-        return self._source.quantised_rows(name, start, stop) if name in self._known else None
+        return self._source.kept_rows(name, start, stop) if name in self._known else None
 
-    def quantised_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        return self._source.quantised_columns(name, start, stop) if name in self._known else None
+    def kept_columns(self, name: str, start: int, stop: int) -> Matrix | None:
+        return self._source.kept_columns(name, start, stop) if name in self._known else None
 
     def _joined_expert(self, name: str) -> NDArray[np.float32] | None:
         """One expert's matrix out of a layer's, if that is how this checkpoint has it."""
@@ -116,6 +116,6 @@ class InterleavedWeights(ExpertWeights):
         heads = rows.reshape(-1, len(self._even_first), rows.shape[1])
         return heads[:, self._even_first].reshape(rows.shape)
 
-    def quantised_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
+    def kept_rows(self, name: str, start: int, stop: int) -> Matrix | None:
         """None of those that are reordered."""
-        return None if name.endswith(self._ROTATED) else super().quantised_rows(name, start, stop)
+        return None if name.endswith(self._ROTATED) else super().kept_rows(name, start, stop)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.kernels.fused import SWIGLU_ALPHA, SWIGLU_LIMIT
 from headwise.runtime.ops.base import StepUpload
-from headwise.runtime.ops.quantised import Matrix, as_float32
+from headwise.runtime.ops.quantised import Matrix, as_floats
 from headwise.runtime.ops.unfused import UnfusedOps
 
 Array = Any
@@ -63,7 +63,7 @@ class ArrayOps(UnfusedOps):
     # ---- arithmetic ----
 
     def linear_weight(self, weight: Matrix) -> Array:
-        return self.tensor(as_float32(weight)).T
+        return self.tensor(as_floats(weight)).T
 
     def tied_weight(self, table: Array, start: int, stop: int) -> Array:
         return table[start:stop].T

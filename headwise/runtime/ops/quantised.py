@@ -154,10 +154,16 @@ def _quantise(values: NDArray[np.float32], codes: NDArray[np.int8], scale: NDArr
     codes[...] = scaled
 
 
-Matrix: TypeAlias = NDArray[np.float32] | GroupQuantised
-"""A weight ``[N, K]`` as it was loaded, before `TensorOps` prepares it."""
+Matrix: TypeAlias = NDArray[Any] | GroupQuantised
+"""A weight ``[N, K]`` as it was loaded, before `TensorOps` prepares it: float32, or kept as it is stored."""
+
+
+def as_floats(matrix: Matrix) -> NDArray[Any]:
+    """A matrix as floats ``[N, K]``: dequantised to float32, or else itself, in the dtype that it has."""
+    return matrix.dequantised() if isinstance(matrix, GroupQuantised) else matrix
 
 
 def as_float32(matrix: Matrix) -> NDArray[np.float32]:
-    """A matrix as float32 ``[N, K]``: dequantised, or else itself."""
-    return matrix.dequantised() if isinstance(matrix, GroupQuantised) else matrix
+    """A matrix as float32 ``[N, K]``: dequantised, converted, or else itself."""
+    floats: NDArray[np.float32] = as_floats(matrix).astype(np.float32, copy=False)
+    return floats

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headwise.kernels.experts import route, tokens_by_expert
 from headwise.kernels.fused import Activation
 from headwise.runtime.ops.base import GatedWeights, KernelArray, Mixture, Tensor, Weight
-from headwise.runtime.ops.quantised import Matrix, as_float32
+from headwise.runtime.ops.quantised import Matrix, as_floats
 
 
 class GroupedExperts(Protocol):
@@ -86,7 +86,7 @@ class UnfusedOps(ABC):
         return activations[activation](gate_up)
 
     def embedding_table(self, table: Matrix) -> Weight:
-        return self.tensor(as_float32(table))
+        return self.tensor(as_floats(table))
 
     def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> Any:
         alone = tuple(routed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import NUMERICS_VERSION, ModelCard, check_unchanged
 from headwise.runtime.loader.packed_cache import DIRECTORY, LIMITS, Limits, PackedKey, PackedWeights
@@ -32,7 +33,12 @@ def load_model(
 
     limits: of what is kept on disk, where the configuration wants it
     """
-    weights = open_weights(directory, blocks=config.computes_from_blocks, keeps_codes=config.keeps_codes)
+    weights = open_weights(
+        directory,
+        blocks=config.computes_from_blocks,
+        keeps=numpy_dtype(config.dtype_name) if config.on_gpu else None,  # a CPU packs what it has
+        keeps_codes=config.keeps_codes,
+    )
     packed = None
     if config.packed_cache and isinstance(ops, PackingOps):
         place, key = config.cache_path / DIRECTORY, packed_key(card, config, ops, shard)

@@ -47,7 +47,7 @@ def test_every_matrix_has_the_numbers_of_its_float32_copy(tmp_path: Path, kind: 
     for name in checkpoint.names:
         shape = checkpoint.shape(name)
         if len(shape) == 2:
-            matrix = checkpoint.quantised_rows(name, 0, shape[0])
+            matrix = checkpoint.kept_rows(name, 0, shape[0])
             assert matrix is not None
             assert (matrix.bits, matrix.group) == (FORMATS[kind].bits, FORMATS[kind].group)
             np.testing.assert_array_equal(matrix.dequantised(), checkpoint.tensor(name))
@@ -57,7 +57,7 @@ def test_every_matrix_has_the_numbers_of_its_float32_copy(tmp_path: Path, kind: 
 
 def test_query_rows_go_back_to_halves_of_a_head_with_their_scales(mixed: Checkpoint) -> None:
     stored = llama_tensors()["blk.0.attn_q.weight"].reshape(HEADS, HEAD_DIM, -1)
-    matrix = mixed.quantised_rows(QUERY, HEAD_DIM, 2 * HEAD_DIM)
+    matrix = mixed.kept_rows(QUERY, HEAD_DIM, 2 * HEAD_DIM)
     assert matrix is not None
     expected = np.concatenate([stored[1, 0::2], stored[1, 1::2]])
     np.testing.assert_allclose(matrix.dequantised(), expected, atol=0.2)
@@ -66,7 +66,7 @@ def test_query_rows_go_back_to_halves_of_a_head_with_their_scales(mixed: Checkpo
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_ranks_rows_and_columns_are_those_of_the_matrix(tmp_path: Path, kind: str) -> None:
     checkpoint = convert(write_quantised(tmp_path / "q.gguf", kind), tmp_path)
-    rows, columns = checkpoint.quantised_rows(DOWN, 5, 11), checkpoint.quantised_columns(DOWN, 32, 64)
+    rows, columns = checkpoint.kept_rows(DOWN, 5, 11), checkpoint.kept_columns(DOWN, 32, 64)
     assert rows is not None
     assert columns is not None
     np.testing.assert_array_equal(rows.dequantised(), checkpoint.rows(DOWN, 5, 11))
@@ -74,16 +74,16 @@ def test_a_ranks_rows_and_columns_are_those_of_the_matrix(tmp_path: Path, kind: 
 
 
 def test_what_the_file_has_in_floating_point_is_not_quantised(mixed: Checkpoint) -> None:
-    assert mixed.quantised_rows("model.layers.0.mlp.up_proj.weight", 0, 8) is None
-    assert mixed.quantised_columns("model.layers.0.mlp.up_proj.weight", 0, 8) is None
-    assert mixed.quantised_rows("model.norm.weight", 0, 8) is None
+    assert mixed.kept_rows("model.layers.0.mlp.up_proj.weight", 0, 8) is None
+    assert mixed.kept_columns("model.layers.0.mlp.up_proj.weight", 0, 8) is None
+    assert mixed.kept_rows("model.norm.weight", 0, 8) is None
 
 
 def test_without_being_asked_for_nothing_is_quantised(mixed: Checkpoint) -> None:
     plain = Checkpoint(mixed.directory)
     assert plain.names == mixed.names
-    assert plain.quantised_rows(QUERY, 0, 8) is None
-    assert plain.quantised_columns(DOWN, 0, 8) is None
+    assert plain.kept_rows(QUERY, 0, 8) is None
+    assert plain.kept_columns(DOWN, 0, 8) is None
 
 
 def test_codes_of_four_bits_lie_two_a_byte(mixed: Checkpoint) -> None:
@@ -95,7 +95,7 @@ def test_codes_of_four_bits_lie_two_a_byte(mixed: Checkpoint) -> None:
 
 def test_codes_of_eight_bits_are_mapped_and_not_read(tmp_path: Path) -> None:
     checkpoint = convert(write_quantised(tmp_path / "q.gguf", "Q8_0"), tmp_path)
-    first, second = (checkpoint.quantised_rows(DOWN, 0, 8) for _ in range(2))
+    first, second = (checkpoint.kept_rows(DOWN, 0, 8) for _ in range(2))
     assert first is not None
     assert second is not None
     assert np.shares_memory(first.codes, second.codes)
@@ -107,19 +107,19 @@ def test_a_rank_whose_part_begins_within_a_group_is_refused_with_the_remedy(mixe
         r"down_proj.weight in groups of 32 columns, .* \(columns 16 to 32\): choose another tp_size, or weights_dtype"
     )
     with pytest.raises(ConfigError, match=says):
-        mixed.quantised_columns(DOWN, 16, 32)
+        mixed.kept_columns(DOWN, 16, 32)
 
 
 def test_parts_that_are_not_there_are_refused(mixed: Checkpoint) -> None:
     with pytest.raises(ModelError, match="no part 0:999 of axis 0"):
-        mixed.quantised_rows(DOWN, 0, 999)
+        mixed.kept_rows(DOWN, 0, 999)
     with pytest.raises(ModelError, match="lacks the tensor 'other'"):
-        mixed.quantised_columns("other", 0, 32)
+        mixed.kept_columns("other", 0, 32)
 
 
 def test_a_model_without_anything_quantised_keeps_an_empty_file(tmp_path: Path) -> None:
     checkpoint = convert(write_gemma3_gguf(tmp_path / "f32.gguf"), tmp_path)
-    assert checkpoint.quantised_rows(DOWN, 0, 8) is None
+    assert checkpoint.kept_rows(DOWN, 0, 8) is None
     assert set(BlockFile(checkpoint.directory / BLOCKS).kinds.values()) == {"F32"}
 
 
@@ -190,6 +190,6 @@ def test_the_demo_models_blocks_have_the_numbers_of_their_float32_copies(model: 
     assert set(stored.values()) == kinds
     for name in stored:
         rows = min(4096, checkpoint.shape(name)[0])
-        matrix = checkpoint.quantised_rows(name, 0, rows)
+        matrix = checkpoint.kept_rows(name, 0, rows)
         assert matrix is not None
         np.testing.assert_array_equal(matrix.dequantised(), checkpoint.rows(name, 0, rows))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ModelError
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
@@ -77,6 +78,26 @@ def test_bfloat16_is_widened_exactly(directory: Path) -> None:
     np.testing.assert_array_equal(checkpoint.rows("up", 3, 6), expected[3:6])
     np.testing.assert_array_equal(checkpoint.columns("up", 1, 2), expected[:, 1:2])
     assert checkpoint.tensor("up").dtype == np.float32
+
+
+@pytest.mark.parametrize(("name", "stored"), [("bfloat16", "BF16"), ("float16", "F16")])
+def test_a_dtype_that_is_kept_is_a_view_of_the_file(directory: Path, name: str, stored: str) -> None:
+    kept = numpy_dtype(name)
+    write_raw(directory / "model.safetensors", stored, [6, 4], UP.astype(kept).tobytes())
+    checkpoint = Checkpoint(directory, keeps=kept)
+    rows, columns = checkpoint.kept_rows("up", 3, 6), checkpoint.kept_columns("up", 1, 2)
+    for part, expected in ((rows, UP[3:6]), (columns, UP[:, 1:2])):
+        assert isinstance(part, np.ndarray)
+        assert part.dtype == kept
+        assert not part.flags.owndata
+        np.testing.assert_array_equal(part, expected.astype(kept))
+    assert Checkpoint(directory).kept_rows("up", 3, 6) is None
+    with pytest.raises(ModelError, match="no part 3:7 of axis 0"):
+        checkpoint.kept_rows("up", 3, 7)
+
+
+def test_what_is_stored_in_another_dtype_is_not_kept(single: Path) -> None:
+    assert Checkpoint(single, keeps=numpy_dtype("bfloat16")).kept_rows("up", 0, 2) is None
 
 
 def test_float16_is_widened(directory: Path) -> None:

@@ -49,10 +49,10 @@ class SmallOnly(DictWeights):
     def columns(self, name: str, start: int, stop: int) -> np.ndarray:
         raise AssertionError(name)
 
-    def quantised_rows(self, name: str, start: int, stop: int) -> None:
+    def kept_rows(self, name: str, start: int, stop: int) -> None:
         raise AssertionError(name)
 
-    def quantised_columns(self, name: str, start: int, stop: int) -> None:
+    def kept_columns(self, name: str, start: int, stop: int) -> None:
         raise AssertionError(name)
 
 

@@ -67,7 +67,7 @@ def test_a_matrix_is_what_the_program_that_stored_it_expands_it_to(case: str, tm
 @pytest.mark.parametrize("case", INTEGERS)
 def test_codes_are_computed_from_as_they_are(case: str, tmp_path: Path) -> None:
     weights, matrix, ops = opened(tmp_path, case, keeps_codes=True), expected(case), NumbaOps(1, "int4")
-    rows, columns = weights.quantised_rows(NAME, 3, 19), weights.quantised_columns(NAME, 16, 48)
+    rows, columns = weights.kept_rows(NAME, 3, 19), weights.kept_columns(NAME, 16, 48)
     if case == "gptq by importance":
         assert rows is None, "groups are not of neighbours"
         return
@@ -77,7 +77,7 @@ def test_codes_are_computed_from_as_they_are(case: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(rows.dequantised(), matrix[3:19], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(columns.dequantised(), matrix[:, 16:48], rtol=1e-6, atol=1e-6)
     if rows.shape[1] // rows.group > 1:
-        assert weights.quantised_columns(NAME, 8, 48) is None, "which cuts through a group"
+        assert weights.kept_columns(NAME, 8, 48) is None, "which cuts through a group"
     x = np.eye(64, dtype=np.float32)
     packed = ops.linear_weight(rows)
     assert packed.dtype == f"int{rows.bits}"
@@ -85,7 +85,7 @@ def test_codes_are_computed_from_as_they_are(case: str, tmp_path: Path) -> None:
 
 
 def test_codes_that_are_to_be_expanded_are(tmp_path: Path) -> None:
-    assert opened(tmp_path, "awq").quantised_rows(NAME, 0, 8) is None
+    assert opened(tmp_path, "awq").kept_rows(NAME, 0, 8) is None
 
 
 def test_fp8_has_the_numbers_of_its_definition() -> None:

@@ -54,12 +54,12 @@ def test_gate_and_up_take_turns() -> None:
 def test_int8_weights_hold_mxfp4_without_loss() -> None:
     weights, ops = view(), NumbaOps(1, "int8")
     name = f"{EXPERTS}.0.down_proj.weight"
-    matrix = weights.quantised_columns(name, 32, 96)
+    matrix = weights.kept_columns(name, 32, 96)
     assert matrix is not None
     packed = pack_quantised(matrix.codes, matrix.scale, matrix.minimum, matrix.bits, False)
     products = ops.linear(np.eye(64, dtype=np.float32), packed)
     np.testing.assert_array_equal(products, weights.columns(name, 32, 96).T)
-    assert weights.quantised_columns(name, 16, 96) is None, "which cuts through a group"
+    assert weights.kept_columns(name, 16, 96) is None, "which cuts through a group"
 
 
 def test_exponents_that_int8_weights_cannot_hold_are_computed_with_as_floats() -> None:
@@ -67,7 +67,7 @@ def test_exponents_that_int8_weights_cannot_hold_are_computed_with_as_floats() -
     scales = draw_weights(TINY_CONFIGS[MXFP4], reference(MXFP4)["shapes"])[name]
     scales[0] = 60
     weights = view({name: scales})
-    assert weights.quantised_rows(f"{EXPERTS}.0.down_proj.weight", 0, 64) is None
+    assert weights.kept_rows(f"{EXPERTS}.0.down_proj.weight", 0, 64) is None
     found = weights.rows(f"{EXPERTS}.0.down_proj.weight", 0, 64)
     assert 0 < np.abs(found).max() <= 6 * 2.0 ** (60 - 127)
 

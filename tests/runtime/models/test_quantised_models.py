@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.engine.dense_oracle import run_rank, run_ranks
 from support.quantised_models import FP8, INT4, in_fp8, in_int4, write_quantised
+from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
 from headwise import EngineConfig, LocalEngine, SamplingParams
+from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
+from headwise.kernels.bfloat16 import to_bits
 from headwise.runtime.config.model_card import read_model_card
-from headwise.runtime.loader.checkpoint import read_json
+from headwise.runtime.loader.checkpoint import Checkpoint, read_json
 from headwise.runtime.loader.quantisation import without_scheme
 from headwise.runtime.loader.quantised_checkpoint import open_weights
+from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
 from headwise.runtime.models.registry import model_config
 from headwise.runtime.models.rope import served_up_to
 from headwise.runtime.ops.comm import SingleRank
@@ -38,6 +43,19 @@ def test_logits_are_those_of_the_expanded_model(directories: tuple[Path, Path]) 
     assert expected is not None
     np.testing.assert_allclose(run_rank(config, quantised, SingleRank(), IDS), expected, atol=1e-5, rtol=0)
     np.testing.assert_allclose(run_ranks(config, quantised, 2, IDS)[0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-next"])
+def test_weights_that_are_kept_in_their_dtype_are_the_same(name: str, tmp_path: Path) -> None:
+    """A GPU is given them so; models that join or reorder rows have float32 to do it with."""
+    config, source = served_up_to(model_config(TINY_CONFIGS[name]), 512), Checkpoint(checkpoint(name))
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS[name]))
+    forms = {weight: TensorForm("BF16", source.shape(weight)) for weight in source.names}
+    write_safetensors(tmp_path / "model.safetensors", forms, (to_bits(source.tensor(weight)) for weight in forms))
+    weights = Checkpoint(tmp_path, keeps=numpy_dtype("bfloat16"))
+    assert weights.kept_rows("model.embed_tokens.weight", 0, 5) is not None
+    found, expected = (run_rank(config, each, SingleRank(), IDS) for each in (weights, Checkpoint(tmp_path)))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.fixture(scope="module")

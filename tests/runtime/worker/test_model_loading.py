@@ -185,7 +185,7 @@ def test_a_real_model_says_the_same_with_weights_from_disk(
     assert _answers(config, keeping) == anew
     assert len(kept(config)) == 1
     monkeypatch.setattr(Checkpoint, "columns", pytest.fail)  # every model has an output projection
-    monkeypatch.setattr(Checkpoint, "quantised_columns", pytest.fail)
+    monkeypatch.setattr(Checkpoint, "kept_columns", pytest.fail)
     assert _answers(config, keeping) == anew
 
 

@@ -134,10 +134,10 @@ class DictWeights:
     def byte_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._tensors[name][start:stop]
 
-    def quantised_rows(self, name: str, start: int, stop: int) -> None:
+    def kept_rows(self, name: str, start: int, stop: int) -> None:
         return None
 
-    def quantised_columns(self, name: str, start: int, stop: int) -> None:
+    def kept_columns(self, name: str, start: int, stop: int) -> None:
         return None
 
 
