@@ -31,6 +31,7 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.request import SamplingParams
+from headwise.runtime.protocol.running_step import DoneStep
 from headwise.runtime.worker.worker import ModelWorker
 
 SETTLE = 4
@@ -64,10 +65,10 @@ class RecordingWorker:
     def exports(self) -> tuple[bytes, ...]:
         return self.worker.exports
 
-    def execute(self, batch: BatchRequest) -> StepResult:
+    def begin(self, batch: BatchRequest) -> DoneStep:
         result = self.worker.execute(batch)
         self.steps.append((batch, result))
-        return result
+        return DoneStep(result)
 
 
 class DecodingEngine:

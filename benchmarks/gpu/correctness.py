@@ -36,6 +36,7 @@ from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.device import Device
+from headwise.runtime.worker.last_sampled import only_usable
 from headwise.runtime.worker.sampler import Draws, sample
 
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
@@ -377,7 +378,8 @@ def check_sampling(bench: Bench, device: Device, dtype: str, rng: np.random.Gene
     kinds: tuple[dict[str, Any], ...] = ({}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05, "temperature": 1.5})
     params = [SamplingParams(**{"temperature": 0.8, **kinds[row % len(kinds)]}) for row in range(rows)]
     draws = Draws(params, rng.integers(1 << 62, size=rows).astype(np.uint64), np.arange(rows))
-    found = device.sampler.sample(device.ops.tensor(scores), 0.0, draws)
+    drawn = device.sampler.draw(device.ops.tensor(scores), 0.0, draws)
+    found = None if drawn is None else only_usable(*map(device.ops.host, drawn))
     other = rows if found is None else int(np.count_nonzero(found != sample(scores, draws)))
     bench.rows.check_error(f"sampling_{dtype}", other / rows, ROUNDED_DRAWS, f"of {rows} draws are others")
 

@@ -11,7 +11,16 @@ import numpy as np
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
-from headwise.kernels.cuda import block_copy, block_tables, elementwise, experts, kv_write, logit_edits, sampling
+from headwise.kernels.cuda import (
+    block_copy,
+    block_tables,
+    elementwise,
+    experts,
+    kv_write,
+    logit_edits,
+    sampling,
+    step_tokens,
+)
 from headwise.kernels.cuda.attention import AttentionShape, check_supported, variants_of
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.experts import ExpertShape
@@ -59,6 +68,7 @@ def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
     if dtype != np.float32:  # of edited logits
         yield sampling.SOURCE, elementwise.variant_of(np.dtype(np.float32))
     yield block_tables.SOURCE, {}
+    yield step_tokens.SOURCE, {}
     yield block_copy.SOURCE, {}
 
 

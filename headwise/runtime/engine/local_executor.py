@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.executor import Worker, death, exports_of_all
+from headwise.runtime.protocol.running_step import StepRunner
 
 
 class LocalExecutor:
@@ -18,6 +21,9 @@ class LocalExecutor:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headwise-worker")
+        self._batches: SimpleQueue[BatchRequest] = SimpleQueue()
+        self._results: SimpleQueue[StepResult] = SimpleQueue()
+        self._runner = StepRunner(worker.begin, self._take, self._results.put)
         self._steps: deque[Future[StepResult]] = deque()
 
     @property
@@ -26,7 +32,19 @@ class LocalExecutor:
         return exports_of_all([self._worker.exports])
 
     def submit(self, batch: BatchRequest) -> None:
-        self._steps.append(self.thread.submit(self._worker.execute, batch))
+        self._batches.put(batch)
+        self._steps.append(self.thread.submit(self._next_result))
+
+    def _take(self, wait_s: float) -> BatchRequest | None:
+        with suppress(Empty):
+            return self._batches.get(timeout=wait_s)
+        return None
+
+    def _next_result(self) -> StepResult:
+        """On the worker's thread: of the oldest step that is not over, once it is."""
+        while self._results.empty():
+            self._runner.turn(wait_s=0.0)
+        return self._results.get()
 
     def poll(self, timeout_s: float | None) -> StepResult | None:
         if not self._steps or not wait([self._steps[0]], timeout_s).done:

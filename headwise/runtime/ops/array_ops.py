@@ -139,9 +139,6 @@ class ArrayOps(UnfusedOps):
         return tokens.astype(np.int32), wide[self.xp.arange(len(tokens)), tokens]
 
     @abstractmethod
-    def host(self, array: Array) -> NDArray[Any]: ...
-
-    @abstractmethod
     def give_back_memory(self) -> None: ...
 
     def _gate_up(self, gate_up: Array) -> tuple[Array, Array]:

@@ -77,6 +77,28 @@ class StepUpload(Protocol):
         """
 
 
+class Fetch(Protocol):
+    """An array on its way to host memory."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `get` need not wait."""
+
+    def get(self) -> NDArray[Any]:
+        """Wait for it: the array in host memory."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A `Fetch` of what is in host memory already."""
+
+    array: NDArray[Any]
+    is_done: bool = True
+
+    def get(self) -> NDArray[Any]:
+        return self.array
+
+
 class TensorOps(Protocol):
     """The contract of a framework's operations.
 
@@ -224,6 +246,9 @@ class TensorOps(Protocol):
 
     def host(self, array: KernelArray) -> NDArray[Any]:
         """A kernel array in host memory, once all that writes to it is done; on a CPU the same array."""
+
+    def fetch(self, array: KernelArray) -> Fetch:
+        """The same, without waiting: what the array holds once all that was enqueued so far is done."""
 
 
 @runtime_checkable

@@ -14,8 +14,9 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.launch import TritonLauncher
 from headwise.kernels.cuda.programs import Programs
-from headwise.runtime.ops.base import KernelArray, StepUpload
+from headwise.runtime.ops.base import Fetch, KernelArray, StepUpload
 from headwise.runtime.ops.gpu_ops import GpuOps
+from headwise.runtime.ops.pinned_fetch import PinnedFetch
 from headwise.runtime.ops.step_upload import PinnedUpload
 
 PIECE_BYTES = 64 << 20
@@ -78,6 +79,9 @@ class CupyOps(GpuOps):
     def host(self, array: Any) -> NDArray[Any]:
         values: NDArray[Any] = cupy.asnumpy(array)
         return values
+
+    def fetch(self, array: Any) -> Fetch:
+        return PinnedFetch(array)
 
     def give_back_memory(self) -> None:
         self._graph_memory.free_all_blocks()

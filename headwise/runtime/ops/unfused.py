@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headwise.kernels.experts import route, tokens_by_expert
 from headwise.kernels.fused import Activation
-from headwise.runtime.ops.base import GatedWeights, KernelArray, Mixture, Tensor, Weight
+from headwise.runtime.ops.base import Fetch, Fetched, GatedWeights, KernelArray, Mixture, Tensor, Weight
 from headwise.runtime.ops.quantised import Matrix, as_floats
 
 
@@ -42,6 +42,9 @@ class HostRoutedExperts:
 class UnfusedOps(ABC):
     """The part of `TensorOps` that is the same wherever a weight is a tensor and an activation a separate operation."""
 
+    def fetch(self, array: KernelArray) -> Fetch:
+        return Fetched(self.host(array))
+
     @abstractmethod
     def tensor(self, array: NDArray[np.float32]) -> Tensor: ...
 
@@ -62,6 +65,9 @@ class UnfusedOps(ABC):
 
     @abstractmethod
     def numpy(self, tensor: Tensor) -> NDArray[Any]: ...
+
+    @abstractmethod
+    def host(self, array: KernelArray) -> NDArray[Any]: ...
 
     @abstractmethod
     def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor: ...

@@ -111,6 +111,16 @@ class BatchRequest:
     def num_tokens(self) -> int:
         return int(self.token_ids.shape[0])
 
+    @property
+    def is_token_each(self) -> bool:
+        """Whether every sequence has one token in the step: as decodes do."""
+        return len(self.token_ids) == len(self.rows)
+
+    @property
+    def token_rows(self) -> NDArray[np.int32]:
+        """``[sum(query_lens)]`` the row of each token."""
+        return self.rows if self.is_token_each else np.repeat(self.rows, self.query_lens)
+
 
 @dataclass(frozen=True)
 class StepResult:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from headwise.errors import EngineDiedError, first_line
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.running_step import RunningStep
 
 
 class Executor(Protocol):
@@ -36,8 +37,8 @@ class Executor(Protocol):
 class Worker(Protocol):
     """What an executor needs of a worker: `headwise.runtime.worker.worker.ModelWorker`.
 
-    After `execute` has raised anything, the worker must not be used again: copies may be under way that the engine does
-    not know of. An error after which the worker can continue is in the result instead.
+    After `begin` or a step's `result` has raised anything, the worker must not be used again: copies may be under way
+    that the engine does not know of. An error after which the worker can continue is in the result instead.
     """
 
     @property
@@ -46,7 +47,8 @@ class Worker(Protocol):
     @property
     def exports(self) -> tuple[bytes, ...]: ...
 
-    def execute(self, batch: BatchRequest) -> StepResult: ...
+    def begin(self, batch: BatchRequest) -> RunningStep:
+        """Begin a step. Of the steps before it, all but one were asked for their results."""
 
 
 def exports_of_all(of_ranks: Sequence[tuple[bytes, ...]]) -> tuple[tuple[bytes, ...], ...]:

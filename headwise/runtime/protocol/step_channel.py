@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headwise.errors import EngineDiedError
 from headwise.liveness_clock import LivenessClock
@@ -25,6 +25,7 @@ from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.batch import WAKE, BatchRequest, StepResult
 from headwise.runtime.protocol.copies import MergedReports
 from headwise.runtime.protocol.executor import Worker, death, exports_of_all
+from headwise.runtime.protocol.running_step import StepRunner
 from headwise.runtime.protocol.step_limits import Limit, StepLimits, Work
 from headwise.sockets.context import close_context, open_context
 
@@ -248,7 +249,7 @@ class ZmqExecutor:
 
 
 def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[[], bool]) -> None:
-    """Run the worker's side until ``should_stop``: receive, execute, reply, in order.
+    """Run the worker's side until ``should_stop``: receive, begin, reply, in order.
 
     An error of a step is sent to the engine and then raised. Later steps are not served, however many are queued.
     """
@@ -260,28 +261,32 @@ def serve_steps(worker: Worker, endpoint: str, rank: int, should_stop: Callable[
         socket.setsockopt(zmq.IDENTITY, _identity(rank))
         socket.connect(endpoint)
         socket.send(wire.encode(WorkerReady(rank, worker.num_blocks, worker.exports)))
-        while not should_stop():
-            if socket.poll(math.ceil(_SLICE_S * 1000)):
-                _serve_one(worker, rank, socket)
+        _serve(worker, socket, rank, should_stop)
     finally:
         close_context(context, linger_ms=200)
 
 
-def _serve_one(worker: Worker, rank: int, socket: Any) -> None:
-    batch = wire.decode(socket.recv(), BatchRequest)
-    answer = answer_to(batch, worker, rank)
-    socket.send(wire.encode(answer))
-    if isinstance(answer, WorkerFailed):
-        raise EngineDiedError(answer.reason)
+def _serve(worker: Worker, socket: zmq.Socket[bytes], rank: int, should_stop: Callable[[], bool]) -> None:
+    def take(wait_s: float) -> BatchRequest | None:
+        if not socket.poll(math.ceil(wait_s * 1000)):
+            return None
+        batch: BatchRequest = wire.decode(socket.recv(), BatchRequest)
+        return batch
+
+    runner = StepRunner(worker.begin, take, lambda result: socket.send(wire.encode(result)))
+    while not should_stop():
+        try:
+            runner.turn(_SLICE_S)
+        except Exception as error:
+            failed = failure_of(error, rank)
+            socket.send(wire.encode(failed))
+            raise EngineDiedError(failed.reason) from error
 
 
-def answer_to(batch: BatchRequest, worker: Worker, rank: int) -> StepResult | WorkerFailed:
-    """Run a batch on a rank's worker. After `WorkerFailed`, the worker must not be given another batch."""
-    try:
-        return worker.execute(batch)
-    except Exception as error:
-        log.exception("step %d failed on TP rank %d", batch.step_id, rank)
-        return WorkerFailed(rank, str(death(error)))
+def failure_of(error: Exception, rank: int) -> WorkerFailed:
+    """What to tell of an error that a rank's worker raised, which is not to be given another batch."""
+    log.error("TP rank %d failed", rank, exc_info=error)
+    return WorkerFailed(rank, str(death(error)))
 
 
 def _identity(rank: int) -> bytes:

@@ -16,6 +16,7 @@ from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda
 from headwise.kernels.cuda.programs import CudaPrograms
+from headwise.kernels.cuda.step_tokens import CudaStepTokens
 from headwise.kernels.gqa import kv_dtype_of
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
@@ -26,6 +27,7 @@ from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.ops.select import make_gpu_ops
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.runtime.worker.last_sampled import DeviceLastSampled
 from headwise.transfer.cuda_stream import ComputeStream, CudaStream
 from headwise.transfer.host_memory import HostArena, numa_node_of_gpu
 
@@ -53,6 +55,7 @@ class CudaDevice:
             self.ops: TensorOps = make_gpu_ops(config.tensor_ops, config.dtype_name, programs, launcher)
             self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
+            self._step_tokens = CudaStepTokens(programs)
             self.kernels = CudaKernels(launcher, programs, self.ops.empty_bytes)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
@@ -93,6 +96,9 @@ class CudaDevice:
 
     def block_tables(self, shape: TableShape) -> DeviceBlockTables:
         return DeviceBlockTables(self.ops, self._tables, shape)
+
+    def last_sampled(self, max_rows: int) -> DeviceLastSampled:
+        return DeviceLastSampled(self.ops, self._step_tokens, max_rows)
 
     def block_copy(self) -> CudaBlockCopy:
         with self.current():

@@ -18,6 +18,7 @@ from headwise.cache_controller.block_tables import BlockTables
 from headwise.errors import first_line
 from headwise.kernels.base import AttentionBatch
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
+from headwise.runtime.worker.last_sampled import LastSampled
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +72,20 @@ class DecodeGraphs:
 
     compute:   a step's forward pass
     tables:    the worker's, changed between steps only, on the stream that steps run on
+    last:      tokens of the steps before, likewise
     all_ranks: whether what it is given is so on every rank. All ranks run the same steps, so all ask it of the same
                graph: NCCL wants its operations recorded, and launched as graphs, by all ranks or by none
     """
 
     def __init__(
-        self, ops: CapturingOps, compute: Compute, tables: BlockTables, all_ranks: Callable[[bool], bool] = bool
+        self,
+        ops: CapturingOps,
+        compute: Compute,
+        tables: BlockTables,
+        last: LastSampled,
+        all_ranks: Callable[[bool], bool] = bool,
     ) -> None:
-        self._ops, self._compute, self._tables, self._all_ranks = ops, compute, tables, all_ranks
+        self._ops, self._compute, self._tables, self._last, self._all_ranks = ops, compute, tables, last, all_ranks
         self._buckets: dict[tuple[int, int], _Bucket] = {}
         # One for all shapes, none of which it has to grow for: graphs read where it wrote when they were recorded.
         self._upload = ops.step_upload(capacity=5 * padded_rows(tables.shape.max_rows) + 1)
@@ -119,9 +126,10 @@ class DecodeGraphs:
         table_rows: KernelArray,
     ) -> Callable[[], Scored]:
         """What the step enqueues. Does not hold its graphs: these go, and their memory, with the last other holder."""
-        compute, tables = self._compute, self._tables
+        compute, tables, last = self._compute, self._tables, self._last
 
         def work() -> Scored:
+            last.fill(tokens, starts, table_rows)
             gathered = tables.gather(table_rows, seq_lens, columns)  # of padding, nothing: it has no tokens
             batch = AttentionBatch(starts, seq_lens, gathered, tables.shape.groups, max_query_len=1)
             return compute(tokens, positions, batch)

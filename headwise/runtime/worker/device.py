@@ -20,6 +20,7 @@ from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.select import make_ops
 from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.runtime.worker.last_sampled import HostLastSampled, LastSampled
 from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import HostArena
@@ -68,6 +69,9 @@ class Device(Protocol):
     def block_tables(self, shape: TableShape) -> BlockTables:
         """Where the kernels read them; made, and used, within `current`."""
 
+    def last_sampled(self, max_rows: int) -> LastSampled:
+        """Where steps find the tokens of those before them; made, and used, within `current`."""
+
     def block_copy(self) -> BlockCopy:
         """Copies between the device's arena and the host's, for one thread."""
 
@@ -103,6 +107,9 @@ class CpuDevice:
 
     def block_tables(self, shape: TableShape) -> BlockTables:
         return HostBlockTables(shape)
+
+    def last_sampled(self, max_rows: int) -> LastSampled:
+        return HostLastSampled(max_rows)
 
     def block_copy(self) -> BlockCopy:
         return make_block_copy(self._kernels_name, COPY_THREADS)

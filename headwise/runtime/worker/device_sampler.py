@@ -1,4 +1,4 @@
-"""Draws tokens where their scores are: of a step, no more than the tokens leaves the device."""
+"""Draws tokens where their scores are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headwise.kernels.cuda.programs import Programs
 from headwise.kernels.cuda.sampling import THREADS, CudaSampling, rows_of
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 from headwise.runtime.worker.logit_edits import LogitEdits
-from headwise.runtime.worker.sampler import Draws, only_usable
+from headwise.runtime.worker.sampler import Draws
 
 
 class DeviceSampler:
@@ -26,14 +26,15 @@ class DeviceSampler:
         self._edits = CudaLogitEdits(programs, dtype, threads)
         self._upload, self._upload_edits = ops.step_upload(), ops.step_upload()
 
-    def sample(
+    def draw(
         self, scores: Tensor, cap: float, draws: Draws, edits: LogitEdits | None = None
-    ) -> NDArray[np.int32] | None:
-        """A token for each row of ``scores [n, vocab]``; logits are these, capped at ``cap`` if it is not 0, then
-        changed by ``edits``.
+    ) -> tuple[KernelArray, KernelArray] | None:
+        """A token for each row of ``scores [n, vocab]``, int32 ``[n]``, and its largest logit, float32 ``[n]``.
 
-        `NO_TOKEN` for a row whose logits are not usable. None where the kernel does not take such scores: then the host
-        is to draw.
+        Logits are the scores, capped at ``cap`` if it is not 0, then changed by ``edits``. A token counts if its row's
+        largest one is finite.
+
+        None where the kernel does not take such scores: then the host is to draw.
         """
         array, kernel = self._ops.kernel_array(scores), self._scores
         if not kernel.takes(array):
@@ -42,10 +43,10 @@ class DeviceSampler:
             array, kernel, cap = self._edited(array, cap, edits), self._logits, 0.0
         count = len(draws.params)
         (rows,) = self._upload(_rows(draws).view(np.int32))
-        drawn = self._ops.empty_bytes(8 * count).view(np.int32)
-        kernel.draw(array, rows, cap, drawn[:count], drawn[count:])
-        tokens, best = np.split(self._ops.host(drawn), 2)
-        return only_usable(tokens, best.view(np.float32))
+        drawn = self._ops.empty_bytes(8 * count)
+        tokens, best = drawn[: 4 * count].view(np.int32), drawn[4 * count :].view(np.float32)
+        kernel.draw(array, rows, cap, tokens, best)
+        return tokens, best
 
     def _edited(self, scores: KernelArray, cap: float, edits: LogitEdits) -> KernelArray:
         """The edited logits, float32; ``scores`` stay as they are."""

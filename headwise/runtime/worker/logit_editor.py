@@ -41,13 +41,15 @@ class LogitEditor:
             if new.known is not None:
                 self._rows[new.row] = _EditedRow(new.sampling, new.known, self._guides)
 
+    def edits_any(self, rows: NDArray[np.int32]) -> bool:
+        """Whether one of these rows has its logits edited."""
+        return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
+
     def edits(self, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> LogitEdits | None:
         """What to do to the logits of these rows, whose next tokens are at ``positions``; None: nothing."""
-        if not self._rows:
+        if not self.edits_any(rows):
             return None
         edited = [self._rows.get(row) for row in rows.tolist()]
-        if not any(edited):
-            return None
         at = list(zip(edited, positions.tolist(), strict=True))
         masks = [None if row is None else row.mask(position, self._words) for row, position in at]
         is_masked = np.array([mask is not None for mask in masks])
@@ -61,8 +63,6 @@ class LogitEditor:
 
     def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
         """These rows have got their next tokens; a negative one is none."""
-        if not self._rows:
-            return
         guided: list[tuple[Guide, list[int]]] = []
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             edited = self._rows.get(row)

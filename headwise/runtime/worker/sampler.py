@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.protocol.request import SamplingParams, TokenLogprobs
+from headwise.runtime.worker.last_sampled import NO_TOKEN, only_usable
 from headwise.runtime.worker.logit_edits import LogitEdits
 
 Logits = NDArray[np.float32]
-
-NO_TOKEN = -1
-"""In place of a token: the row's logits are not usable."""
 
 NOT_FINITE = "the logits are not finite: the model or its cache is broken"
 
@@ -51,11 +49,6 @@ def sample(logits: Logits, draws: Draws, edits: LogitEdits | None = None) -> NDA
         if param.temperature > 0 and tokens[row] != NO_TOKEN:
             tokens[row] = draw(logits[row], param, uniform(int(draws.seeds[row]), int(draws.positions[row])))
     return tokens
-
-
-def only_usable(tokens: NDArray[np.int32], best: NDArray[np.float32]) -> NDArray[np.int32]:
-    """The rows' tokens, or `NO_TOKEN` where the largest logit ``best`` is not finite."""
-    return np.where(np.isfinite(best), tokens, np.int32(NO_TOKEN))
 
 
 def uniform(seed: int, position: int) -> float:

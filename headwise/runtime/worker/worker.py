@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,25 @@ from headwise.runtime.models.base import Model, PagedCache, Shard
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor, TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator
 from headwise.runtime.protocol.batch import (
-    LAST_SAMPLED,
     RESET_STORAGE,
     SLEEP,
     WAKE,
     BatchRequest,
-    NewSequence,
     StepResult,
 )
 from headwise.runtime.protocol.copies import NO_REPORT
 from headwise.runtime.protocol.request import TokenLogprobs
+from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored
 from headwise.runtime.worker.device import Device, open_device
 from headwise.runtime.worker.guides import Guides
 from headwise.runtime.worker.kv_offload import KVOffload
+from headwise.runtime.worker.last_sampled import NO_TOKEN
 from headwise.runtime.worker.logit_editor import LogitEditor
-from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.model_loading import load_model
+from headwise.runtime.worker.next_tokens import Chosen, NextTokens
 from headwise.runtime.worker.prompt_scorer import PromptScorer
-from headwise.runtime.worker.sampler import NO_TOKEN, NOT_FINITE, Draws, only_usable, sample, token_logprobs
+from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.transfer.connectors.select import PeerAccess
 
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
@@ -62,12 +63,45 @@ class WorkerParts:
 
 @dataclass(frozen=True)
 class _Computed:
-    """What a step computed, as a `StepResult` tells it."""
+    """What a step computes, as a `StepResult` tells it; its tokens may be on their way still.
 
-    token_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    broken: dict[int, str] = field(default_factory=dict)
+    unusable: sequences whose prompts have no usable logits, by index
+    """
+
+    chosen: Chosen = field(default_factory=Chosen)
+    unusable: Sequence[int] = ()
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+    def token_ids(self, sequences: int) -> NDArray[np.int32]:
+        """``[sequences]``, `NO_TOKEN` of those that do not sample."""
+        found = np.full(sequences, NO_TOKEN, dtype=np.int32)
+        found[self.chosen.wanted] = self.chosen.tokens.get()
+        return found
+
+    @property
+    def broken(self) -> dict[int, str]:
+        lacking = self.chosen.wanted[self.chosen.tokens.get() == NO_TOKEN].tolist()
+        return dict.fromkeys([*lacking, *self.unusable], NOT_FINITE) | self.chosen.failures
+
+
+class _Step:
+    """A step that a worker has begun.
+
+    end: waits for it, and says what came of it
+    """
+
+    def __init__(self, computed: _Computed, end: Callable[[], StepResult]) -> None:
+        self._computed, self._end = computed, end
+        self._result: StepResult | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._result is not None or self._computed.chosen.tokens.is_done
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            self._result = self._end()
+        return self._result
 
 
 class ModelWorker:
@@ -110,6 +144,8 @@ class ModelWorker:
         self._graphs: DecodeGraphs | None = None
         self._copies: KVOffload | None = None
         self._is_asleep = False
+        self._before: RunningStep | None = None
+        self._ended = 0.0
 
     def _load_model(self) -> Model:
         heads = self.card.config.by_cache_layer(self.card.plan.kv_heads(self.rank))
@@ -175,7 +211,7 @@ class ModelWorker:
         tokens = min(self._config.max_batched_tokens, self.card.max_model_len)
         batch = _trial(tokens, _NO_UPDATE)  # without blocks: none is written or read
         rows = np.arange(min(self._config.max_num_seqs, tokens))
-        self._model.logits(self._ops.take_rows(self._forward(batch, batch.token_ids), rows))
+        self._model.logits(self._ops.take_rows(self._forward(batch), rows))
         spare = np.array([[self._device.spare_bytes() >> 20]], dtype=np.float32)  # MiB: exact up to 16 TiB
         self._let_go_of_cache()  # its tables are made anew beside the pool
         gathered = self._comm.gather(spare)
@@ -188,10 +224,10 @@ class ModelWorker:
         shape = TableShape(spec.max_rows, len(card.plan.groups), spec.max_blocks, card.layout.block_size)
         self._cache = CacheController(card.layout, arena, self._device.block_tables(shape))
         self._heads = [self._head_table(layer) for layer in range(card.config.num_layers)]
+        self._last = self._device.last_sampled(spec.max_rows)
         self._graphs = self._make_graphs()
-        self._last_sampled: NDArray[np.int32] = np.zeros(spec.max_rows, dtype=np.int32)
-        self._sequences: dict[int, NewSequence] = {}
-        self._editor = LogitEditor(card.config.vocab_size, self._guides)
+        editor = LogitEditor(card.config.vocab_size, self._guides)
+        self._tokens = NextTokens(self._ops, self._comm, self._last, self._device.sampler, editor)
         self._prompts = PromptScorer(self._ops, self._config.max_num_seqs)
 
     def _make_graphs(self) -> DecodeGraphs | None:
@@ -201,7 +237,7 @@ class ModelWorker:
             return None
         if self.card.config.moe is not None and not ops.captures_experts:
             return None
-        return DecodeGraphs(ops, self._score, self._cache.tables, self._is_so_on_all_ranks)
+        return DecodeGraphs(ops, self._score, self._cache.tables, self._last, self._is_so_on_all_ranks)
 
     def _is_so_on_all_ranks(self, is_so: bool) -> bool:
         not_so = self._comm.all_reduce(np.array([not is_so], dtype=np.float32))
@@ -222,7 +258,7 @@ class ModelWorker:
         for count, updates in ((min(2, self.card.layout.block_size), table), (1, _NO_UPDATE)):
             batch = _trial(count, updates)
             self._cache.tables.apply(batch.table_updates)
-            self._model.logits(self._forward(batch, batch.token_ids))
+            self._model.logits(self._forward(batch))
         self._cache.tables.open_rows([0])
 
     # ---- sleep ----
@@ -270,25 +306,39 @@ class ModelWorker:
     # ---- steps ----
 
     def execute(self, batch: BatchRequest) -> StepResult:
-        """Run one step. What fails the step alone, or some of its sequences, is reported in the result.
+        """Run one step to its end, see `begin`."""
+        return self.begin(batch).result()
+
+    def begin(self, batch: BatchRequest) -> RunningStep:
+        """Begin one step. What fails the step alone, or some of its sequences, is reported in the result.
+
+        A step that is on the device only, whose tokens are chosen there, may still run; the next one then follows it
+        there. All others are over.
 
         Raises:
-            EngineDiedError: whatever else went wrong. Copies may be under way, to blocks that the engine would give
-                to others, and other ranks may wait for this one: it must not be asked for anything more.
+            EngineDiedError: whatever else went wrong, then or in `RunningStep.result`. Copies may be under way, to
+                blocks that the engine would give to others, and other ranks may wait for this one: it must not be asked
+                for anything more.
         """
+        with self._within(batch.step_id):
+            return self._begin(batch)
+
+    @contextmanager
+    def _within(self, step_id: int) -> Iterator[None]:
         try:
             with self._device.current():
-                return self._execute(batch)
+                yield
         except EngineDiedError:
             raise
         except Exception as error:
             raise EngineDiedError(
-                f"TP rank {self.rank} failed in step {batch.step_id}: {type(error).__name__}: {first_line(error)}"
+                f"TP rank {self.rank} failed in step {step_id}: {type(error).__name__}: {first_line(error)}"
             ) from error
 
-    def _execute(self, batch: BatchRequest) -> StepResult:
-        clock = self._parts.clock
-        started, forgotten, computed, failure = clock(), 0, _Computed(), None
+    def _begin(self, batch: BatchRequest) -> RunningStep:
+        if self._before is not None and (batch.command or len(batch.cache_swap_metadata.loads)):
+            self._before.result()  # what comes now is not in the order of the device's stream
+        started, forgotten, computed, failure = self._parts.clock(), 0, _Computed(), None
         if self._copies is not None:
             self._copies.start(batch)
         if batch.command:
@@ -300,16 +350,35 @@ class ModelWorker:
             if self._comm.size > 1:
                 raise  # the others are still within the step: with the next one, this rank's part of it would be mixed
             failure = f"{type(error).__name__} in step {batch.step_id}: {error}"
+
+        def end() -> StepResult:
+            with self._within(batch.step_id):
+                return self._end(batch, started, computed, forgotten, failure)
+
+        before, self._before = self._before, _Step(computed, end)
+        is_loading = self._copies is not None and self._copies.is_loading
+        if is_loading or computed.chosen.tokens.is_done:
+            if before is not None:
+                before.result()
+            self._before.result()
+        return self._before
+
+    def _end(
+        self, batch: BatchRequest, started: float, computed: _Computed, forgotten: int, failure: str | None
+    ) -> StepResult:
+        token_ids = computed.token_ids(len(batch.rows)) if failure is None else np.empty(0, np.int32)
         copies = self._copies.finish(batch) if self._copies is not None else NO_REPORT
+        ended = self._parts.clock()
+        compute_s, self._ended = ended - max(started, self._ended), ended
         return StepResult(
             batch.step_id,
             self.rank,
-            computed.token_ids,
-            computed.logprobs,
+            token_ids,
+            computed.chosen.logprobs,
             computed.broken,
             copies=copies,
             forgotten=forgotten,
-            compute_s=clock() - started,
+            compute_s=compute_s,
             error=failure,
             prompt_logprobs=computed.prompt_logprobs,
         )
@@ -317,108 +386,44 @@ class ModelWorker:
     def _compute(self, batch: BatchRequest) -> _Computed:
         self._cache.tables.open_rows(new.row for new in batch.new_sequences)
         self._cache.tables.apply(batch.table_updates)
-        self._sequences.update({new.row: new for new in batch.new_sequences})
         self._prompts.open(batch.new_sequences)
-        if self.rank == 0:  # which samples
-            self._editor.open(batch.new_sequences)
+        self._tokens.open(batch.new_sequences)
         if not len(batch.rows):  # sent for the sake of copies, or of a command
             return _Computed()
-        token_ids = self._input_tokens(batch)
         if self._graphs is not None and self._is_plain_decode(batch):
-            return self._sample(batch, self._decode(self._graphs, batch, token_ids))
-        hidden = self._forward(batch, token_ids)
-        if _is_token_each(batch) and batch.sample.all():
-            return self._sample(batch, hidden)
+            return _Computed(self._tokens.choose(batch, self._model, self._decode(self._graphs, batch)))
+        hidden = self._forward(batch)
+        if batch.is_token_each and batch.sample.all():
+            return _Computed(self._tokens.choose(batch, self._model, hidden))
         prompt_logprobs, unusable = self._prompts.scores(self._model, batch, hidden)
         last_rows = np.cumsum(batch.query_lens, dtype=np.int64)[batch.sample] - 1
-        computed = self._sample(batch, self._ops.take_rows(hidden, last_rows) if len(last_rows) else None)
-        if not (prompt_logprobs or unusable):
-            return computed
-        broken = computed.broken | dict.fromkeys(unusable, NOT_FINITE)
-        return replace(computed, broken=broken, prompt_logprobs=prompt_logprobs)
+        sampling = self._ops.take_rows(hidden, last_rows) if len(last_rows) else None
+        return _Computed(self._tokens.choose(batch, self._model, sampling), unusable, prompt_logprobs)
 
     def _is_plain_decode(self, batch: BatchRequest) -> bool:
         """Whether every sequence has one token and a next one to sample, and nothing is being loaded meanwhile."""
-        is_decode = _is_token_each(batch) and bool(batch.sample.all()) and batch.embeds is None
+        is_decode = batch.is_token_each and bool(batch.sample.all()) and batch.embeds is None
         return is_decode and (self._copies is None or not self._copies.is_loading)
 
-    def _input_tokens(self, batch: BatchRequest) -> NDArray[np.int32]:
-        """The batch's tokens, with the worker's own last samples where the engine did not know them yet."""
-        rows = batch.rows if _is_token_each(batch) else np.repeat(batch.rows, batch.query_lens)
-        return np.where(batch.token_ids == LAST_SAMPLED, self._last_sampled[rows], batch.token_ids)
-
-    def _decode(self, graphs: DecodeGraphs, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Scored:
-        return graphs.step(token_ids, batch.starts, batch.starts + 1, batch.rows)
+    def _decode(self, graphs: DecodeGraphs, batch: BatchRequest) -> Scored:
+        return graphs.step(self._last.inputs(batch), batch.starts, batch.starts + 1, batch.rows)
 
     def _score(self, token_ids: KernelArray, positions: KernelArray, step: AttentionBatch) -> Scored:
         hidden = self._model.forward(token_ids, positions, _PagedAttention(self, step))
         scores = self._model.scores(hidden)
         return Scored(scores, None if scores is None else self._ops.greedy(scores))
 
-    def _forward(self, batch: BatchRequest, token_ids: NDArray[np.int32]) -> Tensor:
+    def _forward(self, batch: BatchRequest) -> Tensor:
         seq_lens = batch.starts + batch.query_lens
         positions, cu_seqlens = _positions(batch)
-        tokens, places, begins, lengths, rows = self._upload(token_ids, positions, cu_seqlens, seq_lens, batch.rows)
+        inputs = self._last.inputs(batch)
+        tokens, places, begins, lengths, rows = self._upload(inputs, positions, cu_seqlens, seq_lens, batch.rows)
+        self._last.fill(tokens, begins, rows)
         tables = self._cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()))
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
         return self._model.forward(tokens, places, _PagedAttention(self, step), given)
-
-    def _sample(self, batch: BatchRequest, found: Tensor | Scored | None) -> _Computed:
-        """Sample on rank 0 and tell the others, who need the tokens as the next step's input.
-
-        ``found`` is of the sequences that sample, in order: their last hidden rows, or already their scores.
-        """
-        token_ids = np.full(len(batch.rows), NO_TOKEN, dtype=np.int32)
-        wanted = np.flatnonzero(batch.sample)
-        if found is None:
-            return _Computed(token_ids)
-        drawn, logprobs = self._draw(batch, wanted, found)
-        sampled = self._comm.broadcast(drawn, (len(wanted),))
-        # A step that is on its way takes some token as the next one of a row that has none, and is not listened to.
-        self._last_sampled[batch.rows[wanted]] = np.maximum(sampled, 0)
-        token_ids[wanted] = sampled
-        broken = wanted[sampled == NO_TOKEN].tolist()
-        return _Computed(
-            token_ids, logprobs, {index: self._editor.failure(int(batch.rows[index])) or NOT_FINITE for index in broken}
-        )
-
-    def _draw(
-        self, batch: BatchRequest, wanted: NDArray[np.int64], found: Tensor | Scored
-    ) -> tuple[NDArray[np.int32] | None, dict[int, TokenLogprobs]]:
-        """Tokens for the ``wanted`` sequences of the batch, and log-probabilities by index into the batch.
-
-        `NO_TOKEN` where the logits are not usable. Ranks but the first have no tokens.
-        """
-        sequences, ops = [self._sequences[row] for row in batch.rows[wanted].tolist()], self._ops
-        params = [sequence.sampling for sequence in sequences]
-        scores = found.first(len(wanted)) if isinstance(found, Scored) else self._model.scores(found)
-        if scores is None:
-            return None, {}
-        if all(param.greedy and param.logprobs is None for param in params):
-            likeliest = (found.likeliest if isinstance(found, Scored) else None) or ops.greedy(scores)
-            tokens, best = (ops.host(array)[: len(wanted)] for array in likeliest)
-            return only_usable(tokens, best), {}
-        seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
-        positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
-        edits = self._editor.edits(batch.rows[wanted], positions)
-        tokens = self._sample_scores(scores, Draws(params, seeds, positions), edits)
-        self._editor.sampled(batch.rows[wanted], tokens)
-        wants = np.array([param.logprobs is not None for param in params])
-        asked = np.flatnonzero(wants & (tokens != NO_TOKEN))
-        if not len(asked):
-            return tokens, {}
-        logits = self._model.capped(ops.numpy(ops.take_rows(scores, asked)))
-        return tokens, {
-            int(wanted[row]): token_logprobs(logits[at], int(tokens[row]), params[row].logprobs or 0)
-            for at, row in enumerate(asked.tolist())
-        }
-
-    def _sample_scores(self, scores: Tensor, draws: Draws, edits: LogitEdits | None) -> NDArray[np.int32]:
-        sampler = self._device.sampler
-        tokens = None if sampler is None else sampler.sample(scores, self.card.config.logit_softcap, draws, edits)
-        return sample(self._model.capped(self._ops.numpy(scores)), draws, edits) if tokens is None else tokens
 
     def attend(self, layer: int, step: AttentionBatch, projected: Sequence[Any]) -> Tensor:
         """A layer's attention over the cache, to which it writes what the step adds."""
@@ -459,14 +464,9 @@ class _PagedAttention:
         return self._step.cu_seqlens_q[-1:]
 
 
-def _is_token_each(batch: BatchRequest) -> bool:
-    """Whether every sequence has one token in the step: as decodes do."""
-    return len(batch.token_ids) == len(batch.rows)
-
-
 def _positions(batch: BatchRequest) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Positions of the step's tokens, ``[T]``; and which of them each sequence begins with, ``[n + 1]``."""
-    if _is_token_each(batch):
+    if batch.is_token_each:
         return batch.starts, np.arange(len(batch.rows) + 1, dtype=np.int32)
     cu_seqlens = np.zeros(len(batch.rows) + 1, dtype=np.int32)
     np.cumsum(batch.query_lens, out=cu_seqlens[1:])

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from support.engine.simulated_copies import holds
 from support.engine.simulated_engine import BLOCK, LetterTokenizer, make_engine, request, run
 from support.engine.simulation import (
@@ -239,8 +246,7 @@ def test_what_a_step_raises_while_its_copies_are_under_way_ends_the_worker(error
 
 def test_a_result_without_word_of_the_loads_that_its_step_carried_is_not_believed() -> None:
     engine, executor = late_load(0)
-    execute = executor._execute
-    executor._execute = lambda batch: replace(execute(batch), copies=CopyReport(), error="it went wrong")
+    executor.changed = lambda batch, result: replace(result, copies=CopyReport(), error="it went wrong")
     with pytest.raises(EngineDiedError, match="nothing is known of the blocks that step"):
         run(engine)
 
@@ -373,8 +379,7 @@ def test_an_engine_tells_how_much_it_has_to_do_and_what_is_cached_is_nothing_to_
 
 def test_speeds_are_measured_by_prompts_and_by_steps_that_decode() -> None:
     engine, executor = make_engine(max_batched_tokens=64, async_scheduling=False)
-    computed = executor._execute
-    executor._execute = lambda batch: replace(computed(batch), compute_s=0.5 if batch.num_tokens == 1 else 2.0)
+    executor.changed = lambda batch, result: replace(result, compute_s=0.5 if batch.num_tokens == 1 else 2.0)
     engine.add(request("r", [1] * 10, 3))
     run(engine)
     assert (engine.load().prefill_token_s, engine.load().decode_step_s) == (0.2, 0.5)
@@ -382,8 +387,8 @@ def test_speeds_are_measured_by_prompts_and_by_steps_that_decode() -> None:
 
 def test_a_step_in_which_the_worker_was_suspended_says_little_of_its_speed() -> None:
     engine, executor = make_engine(num_blocks=99, max_batched_tokens=64, async_scheduling=False)
-    computed, seconds = executor._execute, {"suspended": 3600.0}
-    executor._execute = lambda batch: replace(computed(batch), compute_s=seconds.get(name, 0.01 * batch.num_tokens))
+    seconds = {"suspended": 3600.0}
+    executor.changed = lambda batch, result: replace(result, compute_s=seconds.get(name, 0.01 * batch.num_tokens))
     for name in ("first", "second", "suspended", "last"):
         engine.add(request(name, [len(name)] * 64, 1))
         run(engine)
@@ -392,8 +397,8 @@ def test_a_step_in_which_the_worker_was_suspended_says_little_of_its_speed() -> 
 
 def test_copies_that_once_were_slow_are_tried_again() -> None:
     engine, executor = make_engine(num_blocks=16, host_blocks=64, write_policy="write_through")
-    computed, prompt = executor._execute, list(range(1, 14))
-    executor._execute = lambda batch: replace(computed(batch), compute_s=0.01 * batch.num_tokens)
+    prompt = list(range(1, 14))
+    executor.changed = lambda batch, result: replace(result, compute_s=0.01 * batch.num_tokens)
     cached = []
     for name in ("computed", "slow", "slow as before", "tried again"):
         engine.add(request(name, prompt, 3))
@@ -408,8 +413,7 @@ def test_copies_that_once_were_slow_are_tried_again() -> None:
 
 def test_the_few_tokens_of_a_step_that_had_a_hit_are_no_measure_of_a_long_prompt() -> None:
     engine, executor = make_engine(num_blocks=99, max_batched_tokens=400, async_scheduling=False)
-    computed = executor._execute
-    executor._execute = lambda batch: replace(computed(batch), compute_s=1.0 + 0.01 * batch.num_tokens)
+    executor.changed = lambda batch, result: replace(result, compute_s=1.0 + 0.01 * batch.num_tokens)
     engine.add(request("long", [1] * 200, 1))
     run(engine)
     for name in range(5):
@@ -432,6 +436,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_late = False
         self._open()
         self.requests: dict[str, GenerateRequest] = {}
         self.broken: set[str] = set()
@@ -446,11 +451,18 @@ class EngineMachine(RuleBasedStateMachine):
             num_blocks=self.num_blocks,
             max_rows=3,
             eager=False,
+            is_late=self.is_late,
             max_batched_tokens=9,
             **self.host,
         )
         self.heard = Heard(self.engine.cache)
         self.executor.model.breaks = lambda tokens: tokens[0] // 10 == BROKEN_FAMILY and len(tokens) >= BREAKS_AT
+
+    @initialize(is_late=st.booleans())
+    def overlap(self, is_late: bool) -> None:
+        """Whether steps begin before the last ones have ended."""
+        self.is_late = is_late
+        self._open()
 
     @rule(
         family=st.integers(1, BROKEN_FAMILY),

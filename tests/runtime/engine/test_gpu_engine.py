@@ -182,14 +182,14 @@ def test_a_row_without_numbers_fails_its_request_alone(
 def count_draws(gpu: EmulatedGpu) -> list[int]:
     """Rows that the device's sampler drew for, a call at a time, as they come."""
     seen: list[int] = []
-    real = gpu.sampler.sample
+    real = gpu.sampler.draw
 
-    def counted(scores: np.ndarray, cap: float, draws: Draws, edits: LogitEdits | None) -> np.ndarray | None:
-        tokens = real(scores, cap, draws, edits)
-        seen.append(0 if tokens is None else len(tokens))
-        return tokens
+    def counted(scores: np.ndarray, cap: float, draws: Draws, edits: LogitEdits | None) -> Any:
+        drawn = real(scores, cap, draws, edits)
+        seen.append(0 if drawn is None else len(drawn[0]))
+        return drawn
 
-    gpu.sampler.sample = counted  # type: ignore[method-assign]
+    gpu.sampler.draw = counted  # type: ignore[method-assign]
     return seen
 
 

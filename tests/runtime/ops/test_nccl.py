@@ -34,8 +34,9 @@ from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Variant
 from headwise.runtime.client import local_engine as local
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.request import SamplingParams
+from headwise.runtime.protocol.running_step import DoneStep
 from headwise.runtime.worker.cuda_device import CudaDevice
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
@@ -269,11 +270,11 @@ class RanksAsThreads:
     def initialize_cache(self) -> None:
         self._ranks.each(lambda rank: self.workers[rank].initialize_cache())
 
-    def execute(self, batch: BatchRequest) -> StepResult:
+    def begin(self, batch: BatchRequest) -> DoneStep:
         results = self._ranks.each(lambda rank: self.workers[rank].execute(batch))
         assert [result.error for result in results] == [None] * len(results)
         assert all(np.array_equal(result.token_ids, results[0].token_ids) for result in results), "all know the tokens"
-        return results[0]
+        return DoneStep(results[0])
 
     def close(self) -> None:
         self._ranks.each(lambda rank: self.workers[rank].close())
@@ -385,7 +386,7 @@ def test_two_ranks_forbid_and_punish_the_same_tokens_as_one(nccl: HostNccl, tmp_
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     assert re.fullmatch("[a-f]{3}-[0-9]{2,4}", found[0].text)
     assert found[2].usage.completion_tokens == 10, "its end token is likeliest from the first on"
-    assert [len(worker.workers[rank]._editor._rows) for rank in range(2)] == [3, 0]
+    assert [len(worker.workers[rank]._tokens._editor._rows) for rank in range(2)] == [3, 0]
 
 
 def test_a_rank_that_fails_within_a_step_ends_the_engine_for_its_peers_are_still_in_it(

@@ -1,4 +1,4 @@
-"""A step's numbers on their way to a GPU whose copies happen as late as they may."""
+"""A step's numbers on their way to a GPU and back, whose copies happen as late as they may."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 STREAM = 0x5000
+OURS = ("headwise.runtime.ops.step_upload", "headwise.runtime.ops.pinned_fetch")
+"""They import CuPy."""
 
 
 class LateCopies:
@@ -24,7 +26,8 @@ class LateCopies:
         self.seen: list[list[int]] = []
 
     def enqueue(self, target: int, source: int, num_bytes: int, kind: int, stream: int) -> None:
-        assert (kind, stream) == (1, STREAM)
+        assert stream == STREAM
+        assert kind in (1, 2)
 
         def copy() -> None:
             ctypes.memmove(target, source, num_bytes)
@@ -32,12 +35,16 @@ class LateCopies:
 
         self._copies.append(copy)
 
-    def make_event(self, disable_timing: bool) -> Any:
+    def make_event(self, disable_timing: bool) -> LateEvent:
         assert disable_timing
-        event = SimpleNamespace(upto=0)
-        event.record = lambda stream: setattr(event, "upto", len(self._copies))
-        event.synchronize = lambda: self.finish(event.upto)
-        return event
+        return LateEvent(self)
+
+    @property
+    def enqueued(self) -> int:
+        return len(self._copies)
+
+    def is_done(self, upto: int) -> bool:
+        return self._done >= upto
 
     def finish(self, upto: int) -> None:
         while self._done < upto:
@@ -48,6 +55,21 @@ class LateCopies:
         self.finish(len(self._copies))
 
 
+class LateEvent:
+    def __init__(self, copies: LateCopies) -> None:
+        self._copies, self._upto = copies, 0
+
+    def record(self, stream: Any) -> None:
+        self._upto = self._copies.enqueued
+
+    def synchronize(self) -> None:
+        self._copies.finish(self._upto)
+
+    @property
+    def done(self) -> bool:
+        return self._copies.is_done(self._upto)
+
+
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
     copies = LateCopies()
@@ -56,13 +78,15 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCopies]:
     cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         Event=copies.make_event,
         get_current_stream=lambda: SimpleNamespace(ptr=STREAM),
-        runtime=SimpleNamespace(memcpyAsync=copies.enqueue, memcpyHostToDevice=1),
+        runtime=SimpleNamespace(memcpyAsync=copies.enqueue, memcpyHostToDevice=1, memcpyDeviceToHost=2),
     )
     for name, module in (("cupy", cupy), ("cupyx", cupyx)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "headwise.runtime.ops.step_upload", raising=False)
+    for name in OURS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield copies
-    sys.modules.pop("headwise.runtime.ops.step_upload", None)
+    for name in OURS:
+        sys.modules.pop(name, None)
 
 
 class DeviceArray(np.ndarray):
@@ -113,3 +137,15 @@ def test_equal_shapes_have_equal_places_as_long_as_the_capacity_suffices(copies:
     upload(*other)
     assert [array.ctypes.data for array in upload(*one)] == places
     assert len(made) == 1
+
+
+def test_what_is_fetched_comes_when_it_is_waited_for_and_stays(copies: LateCopies) -> None:
+    fetch_of = import_module("headwise.runtime.ops.pinned_fetch").PinnedFetch
+    first, second = (np.arange(3, dtype=np.int32).view(DeviceArray) + at for at in (0, 10))
+    fetches = [fetch_of(array) for array in (first, second)]
+    assert [fetch.is_done for fetch in fetches] == [False, False]
+    assert fetches[0].get().tolist() == [0, 1, 2]
+    assert [fetch.is_done for fetch in fetches] == [True, False]
+    kept = fetches[1].get()
+    del fetches
+    assert kept.tolist() == [10, 11, 12]

@@ -18,6 +18,7 @@ from headwise.errors import EngineDiedError, LayerSwapTimeoutError
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.copies import CopyReport
 from headwise.runtime.protocol.request import TokenLogprobs
+from headwise.runtime.protocol.running_step import DoneStep
 from headwise.runtime.protocol.step_channel import ZmqExecutor, serve_steps
 
 Execute = Callable[[BatchRequest], StepResult]
@@ -42,6 +43,9 @@ class Echo:
         rows = len(batch.rows) if self.rank == 0 else 0
         return StepResult(batch.step_id, self.rank, np.full(rows, batch.step_id, np.int32), compute_s=float(self.rank))
 
+    def begin(self, batch: BatchRequest) -> DoneStep:
+        return DoneStep(self.execute(batch))
+
 
 class Looks:
     """A clock that goes on by ``tick_s`` at every look, and at first not at all: no machine is too slow for it."""
@@ -59,7 +63,7 @@ class Scripted:
     exports = ()
 
     def __init__(self, execute: Execute) -> None:
-        self.execute = execute
+        self.begin = lambda batch: DoneStep(execute(batch))
 
 
 class Group:

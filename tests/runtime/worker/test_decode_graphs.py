@@ -22,6 +22,7 @@ from headwise.kernels.base import AttentionBatch
 from headwise.kernels.cuda import cublas
 from headwise.runtime.ops import gpu_ops
 from headwise.runtime.worker.decode_graphs import DecodeGraphs, Scored, padded_columns, padded_rows
+from headwise.runtime.worker.last_sampled import HostLastSampled
 
 GROUPS = 2
 SHAPE = TableShape(max_rows=64, groups=GROUPS, max_blocks=500, block_size=4)
@@ -82,7 +83,7 @@ class Tables(HostBlockTables):
 
 
 def graphs_of(ops: Any, model: Model | None = None, *more: Any) -> DecodeGraphs:
-    return DecodeGraphs(ops, model or Model(), Tables(), *more)
+    return DecodeGraphs(ops, model or Model(), Tables(), HostLastSampled(SHAPE.max_rows), *more)
 
 
 def step(graphs: DecodeGraphs, batch: int, columns: int, first: int = 10, last_row: int = 63) -> Scored:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker import sampler
-from headwise.runtime.worker.sampler import NO_TOKEN, Draws, filtered, token_logprobs, uniform
+from headwise.runtime.worker.last_sampled import NO_TOKEN
+from headwise.runtime.worker.sampler import Draws, filtered, token_logprobs, uniform
 from headwise.runtime.worker.sampler import draw as draw_token
 
 VOCAB = 40

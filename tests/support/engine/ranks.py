@@ -12,7 +12,8 @@ import numpy as np
 from support.engine.dense_oracle import ThreadComm
 
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.protocol.batch import BatchRequest, StepResult
+from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.running_step import DoneStep
 from headwise.runtime.worker.worker import ModelWorker
 
 
@@ -35,8 +36,8 @@ class Ranks:
     def num_blocks(self) -> int:
         return self.workers[0].num_blocks
 
-    def execute(self, batch: BatchRequest) -> StepResult:
-        return self._on_all(lambda worker: worker.execute(batch))[0]
+    def begin(self, batch: BatchRequest) -> DoneStep:
+        return DoneStep(self._on_all(lambda worker: worker.execute(batch))[0])
 
     def _on_all(self, call: Callable[[ModelWorker], Any]) -> list[Any]:
         return list(self._threads.map(call, self.workers, timeout=120))

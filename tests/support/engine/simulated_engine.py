@@ -62,6 +62,7 @@ def make_engine(
     host_blocks=0,
     eager=True,
     storage: Storage | Path | None = None,
+    is_late=False,
     **config,
 ) -> tuple[EngineCore, SimulatedExecutor]:  # fmt: skip
     config = {"max_batched_tokens": 16, **config}
@@ -71,10 +72,10 @@ def make_engine(
     groups = len(card.plan.groups)
     lookup: SimulatedLookup | StorageLookup | None = None
     if isinstance(storage, Path):
-        executor = SimulatedExecutor(card, eager=eager, storage=_file_storage(storage, card))
+        executor = SimulatedExecutor(card, eager=eager, storage=_file_storage(storage, card), is_late=is_late)
         lookup = StorageLookup([_file_storage(storage, card)], groups)
     else:
-        executor = SimulatedExecutor(card, eager=eager, storage=storage)
+        executor = SimulatedExecutor(card, eager=eager, storage=storage, is_late=is_late)
         lookup = None if storage is None else SimulatedLookup(storage, groups)
     engine = EngineCore(
         EngineConfig(block_size=BLOCK, **config),

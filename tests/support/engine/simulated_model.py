@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from support.engine.simulated_copies import DEVICE_POISON, HOST_POISON, Faults, WatchedCopy
+from support.late_fetch import LateFetch
 
 from headwise.cache_controller.block_tables import HostBlockTables, TableShape
 from headwise.cache_controller.layout import BlockLayout
@@ -24,6 +25,7 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.models.base import AttentionLayer, Embeds, Model, ModelConfig
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.worker.last_sampled import HostLastSampled
 from headwise.transfer.base import Stream
 
 VOCAB = 97
@@ -223,13 +225,22 @@ class TokenModel(Model):
         return self.scores(hidden)
 
 
+class LateSamples(HostLastSampled):
+    """The host has tokens later than the next step."""
+
+    def keep(self, rows: np.ndarray, tokens: np.ndarray, best: np.ndarray) -> LateFetch:
+        return LateFetch(super().keep(rows, tokens, best).get())
+
+
 class SimulatedDevice:
     """`Device` with streams that count steps, and memory in which nothing is found that was not put there."""
 
     name = "simulated"
     sampler = None
 
-    def __init__(self, faults: Faults, state_groups: Collection[int] = ()) -> None:
+    def __init__(self, faults: Faults, state_groups: Collection[int] = (), is_late: bool = False) -> None:
+        """is_late: see `SimulatedExecutor`"""
+        self._is_late = is_late
         self.ops = TokenOps()
         self.copies = WatchedCopy(faults)
         self.kernels = TokenKernels(self.copies, state_groups)
@@ -248,6 +259,9 @@ class SimulatedDevice:
 
     def block_tables(self, shape: TableShape) -> HostBlockTables:
         return HostBlockTables(shape)
+
+    def last_sampled(self, max_rows: int) -> HostLastSampled:
+        return (LateSamples if self._is_late else HostLastSampled)(max_rows)
 
     def block_copy(self) -> WatchedCopy:
         return self.copies

@@ -23,7 +23,7 @@ from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.copies import PeerFetch
 from headwise.runtime.protocol.request import GenerationResult
-from headwise.runtime.protocol.step_channel import WorkerFailed
+from headwise.runtime.protocol.running_step import RunningStep
 
 TICK_S = 0.05
 TIMEOUT_S = 3.0
@@ -59,21 +59,21 @@ class ReadingExecutor(SimulatedExecutor):
     def host_arena(self) -> np.ndarray:
         return self._copies._arena.array.reshape(self.card.spec.num_host_blocks, -1)
 
-    def _execute(self, batch: BatchRequest) -> StepResult | WorkerFailed:
+    def _begin(self, batch: BatchRequest) -> RunningStep:
         swap_in = batch.cache_swap_metadata
         for fetch in swap_in.from_peers:
             self._reads += [(self._network.ends_at(), replace(fetch, blocks=row[None])) for row in fetch.blocks]
-        answer = super()._execute(replace(batch, cache_swap_metadata=replace(swap_in, from_peers=())))
-        if isinstance(answer, WorkerFailed):
-            return answer
+        return super()._begin(replace(batch, cache_swap_metadata=replace(swap_in, from_peers=())))
+
+    def _tell(self, result: StepResult) -> None:
         came, missed = self._read()
-        copies = answer.copies
+        copies = result.copies
         copies = replace(
             copies,
             fetched=np.concatenate([copies.fetched, came]).astype(np.int32),
             missed=np.concatenate([copies.missed, missed]).astype(np.int32),
         )
-        return replace(answer, copies=copies)
+        super()._tell(replace(result, copies=copies))
 
     def _read(self) -> tuple[list[int], list[int]]:
         came: list[int] = []

@@ -7,7 +7,7 @@ copying or scheduling changes the output.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,8 @@ from headwise.runtime.config.model_card import CacheSpec, ModelCard
 from headwise.runtime.models.base import ModelConfig, RopeConfig
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
-from headwise.runtime.protocol.step_channel import WorkerFailed, answer_to
+from headwise.runtime.protocol.running_step import RunningStep, StepRunner
+from headwise.runtime.protocol.step_channel import WorkerFailed, failure_of
 from headwise.runtime.worker.kv_offload import KVOffload
 from headwise.runtime.worker.worker import ModelWorker, WorkerParts
 from headwise.storage.backends.base import BlockStorage
@@ -86,9 +87,18 @@ class SimulatedExecutor:
     storage: what is kept beyond the executor's life, by block hash and group, or a storage; None: there is none
     exports: where its host could be read
     fail_wake: why the model cannot be loaded again; None if it can
+    is_late: the device samples, and the next step begins before the last one has ended, as on a GPU
+    changed: makes something else of a batch's result
     """
 
-    def __init__(self, card: ModelCard, *, eager: bool = True, storage: Storage | BlockStorage | None = None) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        *,
+        eager: bool = True,
+        storage: Storage | BlockStorage | None = None,
+        is_late: bool = False,
+    ) -> None:
         self.card = card
         self.eager = eager
         self.faults = Faults()
@@ -96,9 +106,11 @@ class SimulatedExecutor:
         self.storage = storage
         self.fail_wake: Exception | None = None
         self.queue: deque[BatchRequest] = deque()
+        self.changed: Callable[[BatchRequest, StepResult], StepResult] = lambda batch, result: result
+        self._begun: deque[BatchRequest] = deque()
         self._answers: deque[StepResult | WorkerFailed] = deque()
         states = [group for group, policy in enumerate(card.plan.policies) if policy.is_state]
-        self._device = SimulatedDevice(self.faults, states)
+        self._device = SimulatedDevice(self.faults, states, is_late)
         self.model = TokenModel(card.config, self._device.kernels)
         parts = WorkerParts(
             read_card=lambda config, directory: card,
@@ -108,6 +120,7 @@ class SimulatedExecutor:
         )
         self.worker = ModelWorker(_CONFIG, Path(), 0, SingleRank(), self._device, parts)
         self.worker.initialize_cache()
+        self._runner = StepRunner(self._begin, self._take, self._tell)
 
     def _load_model(self) -> TokenModel:
         if self.fail_wake is not None:
@@ -142,17 +155,32 @@ class SimulatedExecutor:
         return answer
 
     def finish_one(self) -> None:
-        if self.queue and not (self._answers and isinstance(self._answers[-1], WorkerFailed)):
-            self._answers.append(self._execute(self.queue.popleft()))
+        told = len(self._answers)
+        while len(self._answers) == told and (self.queue or self._runner.is_busy):
+            if self._answers and isinstance(self._answers[-1], WorkerFailed):
+                return
+            try:
+                self._runner.turn(0.0)
+            except AssertionError:
+                raise
+            except Exception as error:
+                self._answers.append(failure_of(error, 0))
 
-    def _execute(self, batch: BatchRequest) -> StepResult | WorkerFailed:
+    def _take(self, wait_s: float) -> BatchRequest | None:
+        return self.queue.popleft() if self.queue else None
+
+    def _begin(self, batch: BatchRequest) -> RunningStep:
         assert not (self.is_asleep and len(batch.rows)), "a worker that is asleep cannot compute"
         self.faults.step = batch.step_id
         copies = self._device.copies
         copies.nonsense.update(batch.cache_swap_metadata.loads[:, 2].tolist())
-        answer = answer_to(batch, self.worker, 0)
-        assert not copies.violations, copies.violations
-        return answer
+        self._begun.append(batch)
+        return self.worker.begin(batch)
+
+    def _tell(self, result: StepResult) -> None:
+        violations = self._device.copies.violations
+        assert not violations, violations
+        self._answers.append(self.changed(self._begun.popleft(), result))
 
     def close(self) -> None:
         self._copies.close()

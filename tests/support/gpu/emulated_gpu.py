@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.host_cublas import HostCublas, aligned
 from support.gpu.host_driver import HostDriver
+from support.late_fetch import LateFetch
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.dtypes import numpy_dtype
@@ -26,6 +27,7 @@ from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Kernel, Program
 from headwise.kernels.cuda.programs import Defines, Programs
+from headwise.kernels.cuda.step_tokens import CudaStepTokens
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
@@ -33,6 +35,7 @@ from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.runtime.worker.last_sampled import DeviceLastSampled
 from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import HostArena
@@ -65,6 +68,9 @@ class EmulatedOps(GpuOps):
     def host(self, array: NDArray[Any]) -> NDArray[Any]:
         assert not self._is_recorded, "the current stream is capturing, so D2H transfers are disallowed"
         return array.copy()
+
+    def fetch(self, array: NDArray[Any]) -> LateFetch:
+        return LateFetch(self.host(array))
 
     def numpy(self, tensor: NDArray[Any]) -> NDArray[Any]:
         return self.host(self._wide(tensor))
@@ -116,6 +122,7 @@ class EmulatedGpu:
         self._dtype, self._libraries = dtype, libraries
         programs = SerialPrograms(libraries)
         self._tables = PoisonedTables(programs, threads=64)
+        self._step_tokens = CudaStepTokens(programs, threads=64)
         self.ops = EmulatedOps(dtype, programs)
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
         self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
@@ -136,6 +143,9 @@ class EmulatedGpu:
 
     def block_tables(self, shape: TableShape) -> DeviceBlockTables:
         return DeviceBlockTables(self.ops, self._tables, shape)
+
+    def last_sampled(self, max_rows: int) -> DeviceLastSampled:
+        return DeviceLastSampled(self.ops, self._step_tokens, max_rows)
 
     def block_copy(self) -> BlockCopy:
         return FinishedCopy(self._libraries)

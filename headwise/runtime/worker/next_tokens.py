@@ -1,0 +1,139 @@
+"""Chooses the tokens that a step samples: where the scores are, if nothing of them is wanted on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.runtime.models.base import Model
+from headwise.runtime.ops.base import Fetch, Fetched, KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.comm import Communicator
+from headwise.runtime.protocol.batch import BatchRequest, NewSequence
+from headwise.runtime.protocol.request import TokenLogprobs
+from headwise.runtime.worker.decode_graphs import Scored
+from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.runtime.worker.last_sampled import NO_TOKEN, LastSampled
+from headwise.runtime.worker.logit_editor import LogitEditor
+from headwise.runtime.worker.sampler import Draws, sample, token_logprobs
+
+NOTHING: Fetch = Fetched(np.empty(0, np.int32))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The next tokens of a step's sequences.
+
+    wanted:   which of them sample, by index into the batch
+    tokens:   int32 ``[len(wanted)]``, `NO_TOKEN` where there is none
+    logprobs: by index into the batch, where asked for
+    failures: by index, why there is no token, where it is not for the logits
+    """
+
+    wanted: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    tokens: Fetch = NOTHING
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+
+class NextTokens:
+    """Of one rank's rows. Rank 0 chooses, and tells the others, who need the tokens as the next step's input.
+
+    last:    has the tokens of earlier steps, and is given those of this one
+    sampler: draws where the scores are; None: the host does
+    """
+
+    def __init__(
+        self,
+        ops: TensorOps,
+        comm: Communicator,
+        last: LastSampled,
+        sampler: DeviceSampler | None,
+        editor: LogitEditor,
+    ) -> None:
+        self._ops, self._comm, self._last, self._sampler, self._editor = ops, comm, last, sampler, editor
+        self._sequences: dict[int, NewSequence] = {}
+
+    def open(self, sequences: Iterable[NewSequence]) -> None:
+        """These sequences have got their rows."""
+        new = list(sequences)
+        self._sequences.update({sequence.row: sequence for sequence in new})
+        if self._comm.rank == 0:
+            self._editor.open(new)
+
+    def choose(self, batch: BatchRequest, model: Model, found: Tensor | Scored | None) -> Chosen:
+        """``found`` is of the sequences that sample, in order: their last hidden rows, or already their scores.
+
+        Where the device chooses, and nobody else must know, the host does not wait for it.
+        """
+        if found is None:
+            return Chosen()
+        wanted = np.flatnonzero(batch.sample)
+        rows = batch.rows[wanted]
+        scores = found.first(len(wanted)) if isinstance(found, Scored) else model.scores(found)
+        if scores is None:
+            tokens = self._comm.broadcast(None, (len(wanted),))
+            self._last.enter(rows, tokens)
+            return Chosen(wanted, Fetched(tokens))
+        sequences = [self._sequences[row] for row in rows.tolist()]
+        likeliest = found.likeliest if isinstance(found, Scored) else None
+        seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
+        positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
+        draws = Draws([sequence.sampling for sequence in sequences], seeds, positions)
+        drawn = self._draw(rows, draws, model, scores, likeliest)
+        if self._comm.size > 1:
+            drawn = Fetched(self._comm.broadcast(drawn.get(), (len(wanted),)))
+        failures = self._follow(rows, drawn)
+        return Chosen(
+            wanted,
+            drawn,
+            {int(wanted[at]): logprobs for at, logprobs in self._logprobs(draws, drawn, model, scores).items()},
+            {int(wanted[at]): failure for at, failure in failures.items()},
+        )
+
+    def _draw(
+        self,
+        rows: NDArray[np.int32],
+        draws: Draws,
+        model: Model,
+        scores: Tensor,
+        likeliest: tuple[KernelArray, KernelArray] | None,
+    ) -> Fetch:
+        """Tokens of ``rows``, entered among the last ones."""
+        ops, cap = self._ops, model.config.logit_softcap
+        if all(param.greedy and param.logprobs is None for param in draws.params):
+            tokens, best = likeliest or ops.greedy(scores)
+            return self._last.keep(rows, tokens[: len(rows)], best[: len(rows)])
+        edits = self._editor.edits(rows, draws.positions)
+        on_device = None if self._sampler is None else self._sampler.draw(scores, cap, draws, edits)
+        if on_device is not None:
+            return self._last.keep(rows, *on_device)
+        by_host = sample(model.capped(ops.numpy(scores)), draws, edits)
+        self._last.enter(rows, by_host)
+        return Fetched(by_host)
+
+    def _follow(self, rows: NDArray[np.int32], drawn: Fetch) -> dict[int, str]:
+        """Let the editor know the tokens of rows that it edits; why rows have none, where the editor knows."""
+        if not self._editor.edits_any(rows):
+            return {}
+        tokens = drawn.get()
+        self._editor.sampled(rows, tokens)
+        why = {at: self._editor.failure(int(rows[at])) for at in np.flatnonzero(tokens == NO_TOKEN).tolist()}
+        return {at: failure for at, failure in why.items() if failure is not None}
+
+    def _logprobs(self, draws: Draws, drawn: Fetch, model: Model, scores: Tensor) -> dict[int, TokenLogprobs]:
+        """By row of ``scores``, where asked for."""
+        wants = np.array([param.logprobs is not None for param in draws.params])
+        if not wants.any():
+            return {}
+        tokens, ops = drawn.get(), self._ops
+        asked = np.flatnonzero(wants & (tokens != NO_TOKEN))
+        if not len(asked):
+            return {}
+        logits = model.capped(ops.numpy(ops.take_rows(scores, asked)))
+        return {
+            row: token_logprobs(logits[at], int(tokens[row]), draws.params[row].logprobs or 0)
+            for at, row in enumerate(asked.tolist())
+        }
