@@ -94,7 +94,7 @@ def test_a_decode_step_sends_numbers_of_its_sequences_and_of_new_blocks_however_
     with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
         engine.generate([PROMPT * 3], greedy)
     assert 210 // 8 * 2 > 50, "block ids that this context has"
-    assert set(sent[-8:]) == {6, 12}, "numbers of the sequence; two new blocks, and one that left the window"
+    assert set(sent[-16:]) == {6, 1, 12}, "numbers of the sequence; its row; two new blocks, one that left the window"
 
 
 def test_no_two_block_tables_take_the_devices_memory_at_once_and_none_does_asleep(model: Path, libraries: Path) -> None:
