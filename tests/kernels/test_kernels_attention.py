@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn, of: Implementation) -> Case:
 
 
 def test_any_batch_matches_dense_attention(implementation: Implementation) -> None:
-    @settings(max_examples=implementation.examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=implementation.examples, suppress_health_check=list(HealthCheck))
     @given(case=cases(implementation))
     def check(case: Case) -> None:
         assert_right(implementation.kernels, case)
