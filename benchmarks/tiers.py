@@ -57,6 +57,7 @@ class Size:
     decoding:      sequences that decode, each with a prompt of ``decoding_tokens``
     conversations: each has a prefix of ``history_tokens``, and asks ``questions`` times
                    for ``answer_tokens``
+    device, host:  memory of these tiers, all of which an engine touches at its start
     """
 
     prefix_tokens: int = 4000
@@ -70,6 +71,8 @@ class Size:
     history_tokens: int = 1024
     questions: int = 3
     answer_tokens: int = 16
+    device: str = "1GiB"
+    host: str = "2GiB"
 
 
 FULL = Size()
@@ -85,12 +88,15 @@ QUICK = Size(
     history_tokens=64,
     questions=1,
     answer_tokens=4,
+    device="256MiB",
+    host="256MiB",
 )
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
-def base_config(**changes: Any) -> EngineConfig:
-    values = {"model": "smollm2-135m", "kv_cache": "1GiB", "host_cache": "2GiB", "write_policy": "write_through"}
+def base_config(size: Size, **changes: Any) -> EngineConfig:
+    tiers = {"kv_cache": size.device, "host_cache": size.host, "write_policy": "write_through"}
+    values = {"model": "smollm2-135m", **tiers}
     return EngineConfig(**{**values, **changes})
 
 
@@ -145,7 +151,7 @@ def time_overlap(size: Size, seed: int) -> dict[str, float]:
     """Seconds of loading and of waiting for it, and to the first token, for both ways, medians over prefixes."""
     rng = np.random.default_rng(seed)
     rows: dict[str, list[tuple[float, float, float]]] = {"layers": [], "whole": []}
-    with LocalEngine(base_config()) as engine:
+    with LocalEngine(base_config(size)) as engine:
         serve(engine, tokens(rng, min(600, size.prefix_tokens)))
         for _ in range(size.prefixes):
             prefix = tokens(rng, size.prefix_tokens)
@@ -180,7 +186,7 @@ def time_decoding(size: Size, seed: int) -> dict[str, float]:
     """
     rng = np.random.default_rng(seed)
     sampling = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
-    with LocalEngine(base_config()) as engine:
+    with LocalEngine(base_config(size)) as engine:
         core, worker = engine.core, engine._worker
         for _ in range(size.decoding):
             core.add(engine.preprocessor.prepare(prompt=tokens(rng, size.decoding_tokens), sampling=sampling))
@@ -237,13 +243,13 @@ def second_manager(worker: ModelWorker) -> TransferManager:
 def time_conversations(size: Size, seed: int) -> dict[str, float]:
     """Requests per second with each cache, which take turns by request; the working set is four times the device's."""
     rng = np.random.default_rng(seed)
-    sessions, card = size.conversations, Preprocessor.open(base_config()).card
+    sessions, card = size.conversations, Preprocessor.open(base_config(size)).card
     columns = -(-(size.history_tokens + size.own_tokens + size.answer_tokens) // card.layout.block_size)
     device = f"{-(-sessions * columns // 4) * len(card.plan.groups) * card.layout.block_bytes}B"
     ways = {
-        "host": base_config(kv_cache=device),
-        "device": base_config(kv_cache=device, host_cache="0"),
-        "none": base_config(kv_cache=device, host_cache="0", prefix_caching=False),
+        "host": base_config(size, kv_cache=device),
+        "device": base_config(size, kv_cache=device, host_cache="0"),
+        "none": base_config(size, kv_cache=device, host_cache="0", prefix_caching=False),
     }
     prefixes = [tokens(rng, size.history_tokens) for _ in range(sessions)]
     order = [
@@ -290,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.mooncake:
             storages["mooncake"] = f"mooncake://{args.mooncake}?segment=4GiB"
         for name, url in storages.items():
-            seconds = time_tiers(base_config(storage=url), name, size, seed=1)
+            seconds = time_tiers(base_config(size, storage=url), name, size, seed=1)
             ratios = show_ttft(name, seconds, size)
             found = {f"{tier}_over_cold": ratio for tier, ratio in ratios.items() if tier != "cold"}
             result = {"cold_s": seconds["cold"], **found, **result}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -32,12 +31,29 @@ def what_is_logged_stays_the_same() -> Iterator[None]:
     logger.setLevel(before)
 
 
-LONGEST = ("test_tokens", "test_replicas", "test_storage_tier", "test_cluster", "test_long_context_tokens")
+LONGEST = (
+    "test_tokens",
+    "test_replicas",
+    "test_storage_tier",
+    "test_cluster",
+    "test_engine_benchmarks",
+    "test_commands",
+)
 """Of the files, by the time that they take: whoever comes to one of them last keeps the other workers waiting."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first, and those of whole engines before all others, where files are dealt to several workers."""
-    if hasattr(config, "workerinput"):
-        order = {name: place for place, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: order.get(item.path.stem, len(order) + ("e2e" not in Path(item.path).parts)))
+    """Where files are dealt to several workers: long ones first, then those of whole engines, then all others.
+
+    Of whole engines, what mostly waits for Ray and what computes take turns: together they make use of all cores.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    whole = [item.path.stem for item in items if "e2e" in item.path.parts]
+    waiting = {item.path.stem for item in items if item.get_closest_marker("ray")}
+    turns: dict[str, int] = {}
+    for name in dict.fromkeys(whole):
+        turns[name] = sum((other in waiting) == (name in waiting) for other in turns)
+    last = len(LONGEST) + len(turns)
+    order = {name: len(LONGEST) + turn for name, turn in turns.items()} | {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (order.get(item.path.stem, last), item.path.stem in waiting))

@@ -126,22 +126,23 @@ class Case:
 def cases(long: bool, sm: int) -> list[Case]:
     """Every dtype; decode, chunks and both at once; windows, sinks and their edges; blocks smaller than a tile.
 
-    ``long``: sequences of hundreds of tokens; else of dozens, and small heads.
+    ``long``: sequences of hundreds of tokens; else fewer of them, of dozens, and small heads.
     """
     lengths, window, sink = ((1500, 700, 640, 70), 256, 64) if long else ((40, 21, 33, 9), 12, 4)
-    mixed = ((1, lengths[0]), (lengths[1] // 2, lengths[1]), (1, 1), (lengths[3], lengths[3]), (1, lengths[2]))
+    every = ((1, lengths[0]), (lengths[1] // 2, lengths[1]), (1, 1), (lengths[3], lengths[3]), (1, lengths[2]))
+    mixed = every if long else every[:3]
     heads = (FULL_ATTENTION, (window, sink), (window // 2 + 1, 0), FULL_ATTENTION)
     decodes = tuple((1, length) for length in (lengths[0], 1, *lengths[1:]))
     main = Case("bf16", 4, 128, "bfloat16", "bfloat16", 64, mixed, heads)
     more = [
         main,
-        replace(main, name="bf16_decode", sequences=decodes),
+        replace(main, name="bf16_decode", sequences=decodes[: len(mixed)]),
         Case("fp16", 4, 64, "float16", "float16", 16, mixed, heads),
         Case("fp32", 3, 64, "float32", "float32", 64, mixed, heads[:3]),
         replace(main, name="int8", kv_dtype="int8"),
         replace(main, name="e4m3", kv_dtype="float8_e4m3fn"),
         Case("bf16_256_softcap", 4, 256, "bfloat16", "bfloat16", 16, mixed, heads[1:2], softcap=30.0),
-        Case("fp16_mha_int8", 1, 64, "float16", "int8", 64, mixed, heads * 2),
+        Case("fp16_mha_int8", 1, 64, "float16", "int8", 64, mixed, heads * 2 if long else heads),
     ]
     served = [case for case in more if sm >= OLDEST_SM_E4M3 or case.kv_dtype != "float8_e4m3fn"]
     return served if long else [replace(case, head_dim=64) for case in served]

@@ -164,7 +164,7 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests)
 def test_while_memory_suffices_windows_lose_no_hit_that_a_full_cache_has(requests) -> None:
     full = manager(num_blocks=600, policies=(FULL, FULL, FULL))
@@ -486,7 +486,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 class WindowsMachine(CacheMachine):
@@ -549,7 +549,7 @@ class ShortWindowsMachine(CacheMachine):
 
 
 def _run(machine: type[CacheMachine], examples: int) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
@@ -16,14 +16,12 @@ def first_live(policy: HeadPolicy, tokens: int, block: int) -> int:
     return min(k for k in range(tokens + 1) if policy.is_full or tokens - k < policy.window) // block
 
 
-@settings(deadline=None)
 @given(policies, st.lists(st.integers(0, 200), max_size=4), st.integers(1, 9))
 def test_the_first_live_block_is_the_first_with_a_token_that_the_next_query_sees(groups, tokens, block) -> None:
     live = GroupWindows(groups, block).first_live(np.array(tokens, dtype=np.int64))
     assert live.tolist() == [[first_live(policy, count, block) for policy in groups] for count in tokens]
 
 
-@settings(deadline=None)
 @given(st.lists(windows, min_size=1, max_size=3), st.integers(0, 200), st.integers(1, 9))
 def test_next_recycling_is_when_the_first_live_block_of_some_group_moves(groups, tokens, block) -> None:
     plan = GroupWindows(groups, block)
@@ -34,7 +32,6 @@ def test_next_recycling_is_when_the_first_live_block_of_some_group_moves(groups,
     assert plan.first_live(at).tolist() != now
 
 
-@settings(deadline=None)
 @given(policies, st.integers(1, 300), st.integers(1, 9), st.integers(1, 12))
 def test_peak_blocks_bounds_a_sequence_that_grows_in_steps(groups, tokens, block, step) -> None:
     plan = GroupWindows(groups, block)

@@ -193,10 +193,13 @@ def test_a_deployment_as_a_ray_job_serves_until_the_job_is_stopped(tmp_path: Pat
     with ray_head(str(tmp_path)) as head:
         job = ("--address", head.jobs)
         head.ray("job", "submit", *job, "--no-wait", "--submission-id=served", "--", *serve.split())
+        # First whether it listens: a `ray` command takes seconds of a core, of which the deployment would make use.
+        eventually(lambda: is_open(port), 3 * PATIENCE_S, lambda: head.ray("job", "logs", *job, "served"))
+        with Client(f"127.0.0.1:{port}") as client:
+            eventually(lambda: client.stats()["engines"])
         eventually(
             lambda: f"serving smollm2-135m at tcp://127.0.0.1:{port}" in head.ray("job", "logs", *job, "served"),
-            3 * PATIENCE_S,
-            lambda: head.ray("job", "logs", *job, "served"),
+            otherwise=lambda: head.ray("job", "logs", *job, "served"),
         )
         with Client(f"127.0.0.1:{port}") as client:
             result = client.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=4))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,40 +16,22 @@ import pytest
 import ray
 from support.endless_load import EndlessLoad
 from support.free_ports import free_ports
-from support.nodes import Nodes, why_not
+from support.nodes import DETACHED, NODE_MARKS, Nodes
 from support.reference import answers
-from support.waiting import PATIENCE_S, eventually
+from support.waiting import eventually
 
-from headwise import Client, EngineConfig
+from headwise import Client
 from headwise.actors.cluster import connection
 from headwise.actors.detached import start_detached, stop_detached
 from headwise.actors.found import find_parts
 from headwise.actors.placement import on_node
 
 pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.ray,
-    pytest.mark.model,
+    *NODE_MARKS,
     pytest.mark.skipif(not shutil.which("redis-server"), reason="there is no redis-server"),
-    pytest.mark.skipif(bool(why_not()), reason=f"no nodes with addresses of their own: {why_not()}"),
 ]
 
-CONFIG = EngineConfig(
-    port=0,
-    host="0.0.0.0",
-    insecure=True,
-    replicas=2,
-    engine_resources="engine=1",
-    max_model_len=512,
-    kv_cache="64MiB",
-    block_size=16,
-    cpu_threads=1,
-    dtype="float32",
-    engine_timeout_s=60.0,
-    front_timeout_s=60.0,
-    index_timeout_s=5.0,
-    drain_timeout_s=PATIENCE_S,
-)
+CONFIG = replace(DETACHED, insecure=True)
 TOKENS = 16
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:3]
 

@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from support.engine.loaded_model import CACHE_KINDS, DEMO_MODELS, GREEDY, LoadedModel, serve
+from support.engine.loaded_model import CACHE_KINDS, GREEDY, MODELS, TINY_KINDS, LoadedModel, serve
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S
 
@@ -97,7 +97,8 @@ def test_a_host_of_a_few_blocks_and_many_requests_at_once(loaded: LoadedModel) -
     assert engine.stats()["host"]["evicted_blocks"] > 0
 
 
-@pytest.mark.parametrize("loaded", DEMO_MODELS, indirect=True)
+@pytest.mark.model
+@pytest.mark.parametrize("loaded", [pytest.param(MODELS[0], marks=pytest.mark.soak), MODELS[1]], indirect=True)
 def test_a_load_that_comes_too_late_is_computed_anew(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = long_prompt(loaded)
     engine, executor = loaded.engine(
@@ -130,6 +131,7 @@ def test_a_load_that_comes_too_late_is_computed_anew(loaded: LoadedModel, monkey
     executor.close()
 
 
+@pytest.mark.parametrize("loaded", TINY_KINDS, indirect=True)  # costs decide it: what a model says plays no part
 def test_what_is_slower_to_bring_than_to_compute_is_computed(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

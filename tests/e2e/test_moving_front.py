@@ -6,51 +6,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
 import ray
 from support.commands import as_flags
 from support.endless_load import EndlessLoad
-from support.nodes import Node, Nodes, why_not
+from support.nodes import DETACHED, NODE_MARKS, Node, Nodes
 from support.reference import answers
 from support.waiting import PATIENCE_S, eventually
 
-from headwise import Client, EngineConfig
+from headwise import Client
 from headwise.actors.cluster import connection
 from headwise.actors.detached import stop_detached
 from headwise.actors.found import find_parts
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.ray,
-    pytest.mark.model,
-    pytest.mark.skipif(bool(why_not()), reason=f"no nodes with addresses of their own: {why_not()}"),
-]
+pytestmark = NODE_MARKS
 
-CONFIG = EngineConfig(
-    port=0,
-    host="0.0.0.0",
-    replicas=3,
-    engine_resources="engine=1",
-    max_model_len=512,
-    kv_cache="64MiB",
-    block_size=16,
-    cpu_threads=1,
-    dtype="float32",
-    engine_timeout_s=60.0,
-    front_timeout_s=60.0,
-    index_timeout_s=5.0,
-    drain_timeout_s=PATIENCE_S,
-)
+CONFIG = replace(DETACHED, replicas=3)
 TOKENS = 16
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:3]
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with Nodes.started() as nodes:
-        yield nodes
 
 
 @pytest.fixture

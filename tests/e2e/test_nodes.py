@@ -9,19 +9,14 @@ from urllib.parse import urlsplit
 
 import pytest
 from support.endless_load import EndlessLoad
-from support.nodes import Nodes, why_not
+from support.nodes import NODE_MARKS, Nodes
 from support.reference import answers
 from support.waiting import eventually
 
 from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.ray,
-    pytest.mark.model,
-    pytest.mark.skipif(bool(why_not()), reason=f"no nodes with addresses of their own: {why_not()}"),
-]
+pytestmark = NODE_MARKS
 
 CONFIG = EngineConfig(
     port=0,
@@ -38,12 +33,6 @@ CONFIG = EngineConfig(
 )
 TOKENS = 16
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:6]
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with Nodes.started() as nodes:
-        yield nodes
 
 
 @pytest.fixture(scope="module")

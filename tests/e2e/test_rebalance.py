@@ -6,19 +6,14 @@ import logging
 
 import pytest
 from support.endless_load import EndlessLoad
-from support.nodes import Nodes, why_not
+from support.nodes import NODE_MARKS, Nodes
 from support.reference import answers
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig
 from headwise.actors.deployment import Deployment
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.ray,
-    pytest.mark.model,
-    pytest.mark.skipif(bool(why_not()), reason=f"no nodes with addresses of their own: {why_not()}"),
-]
+pytestmark = NODE_MARKS
 
 CONFIG = EngineConfig(
     port=0,

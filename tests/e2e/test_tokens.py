@@ -83,7 +83,7 @@ def prefill_logits(worker: ModelWorker, prompt: list[int]) -> np.ndarray:
 
 def test_prompts_one_by_one_and_whole(loaded: LoadedModel) -> None:
     engine, executor = loaded.engine(max_batched_tokens=4096)
-    tokens = loaded.tokens(24)
+    tokens = loaded.tokens(12)
     for answer in (answer.first(tokens) for answer in reference(loaded, longest=800)[-4:]):
         sampling = {answer.name: replace(GREEDY, max_tokens=tokens)}
         assert_same(answer, serve(engine, loaded.preprocessor, [answer], sampling)[answer.name].token_ids)
@@ -106,10 +106,10 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-@tokens_of_each(12, 24)
-def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "longest"), [(12, 800), pytest.param(24, 1400, marks=pytest.mark.soak)])
+def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int, longest: int) -> None:
     tokens = loaded.tokens(tokens)
-    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
     results, engine = loaded.run(batch, greedy(batch, tokens), max_num_seqs=32)
     for answer in batch:

@@ -44,7 +44,7 @@ def copy(request: pytest.FixtureRequest, compiled: BlockCopy) -> BlockCopy:
     return {"reference": ReferenceBlockCopy, "numba": lambda: compiled, "cuda": OnTheHost}[request.param]()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(copies(), st.integers(0, 70), st.integers(0, 70), st.sampled_from([1, 100, 1 << 20]))
 def test_numba_copies_what_the_reference_copies_and_nothing_else(
     compiled, what, source_offset, target_offset, share_bytes
@@ -101,7 +101,7 @@ def test_two_threads_copy_at_once_each_their_own(compiled):
         assert np.array_equal(target.reshape(blocks, -1), source.reshape(blocks, -1)[::-1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3000)), max_size=9), st.integers(0, 70), st.integers(1, 99)
 )

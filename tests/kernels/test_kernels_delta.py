@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> DeltaCase:
 
 
 def test_any_steps_make_of_a_sequence_what_the_definition_says(kernels: DeltaKernels) -> None:
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check(case: DeltaCase) -> None:
         assert_right(kernels, case)

@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn) -> IndexedCase:
 
 
 def test_any_batch_matches_dense_attention_to_the_best_tokens(kernels: IndexedKernels) -> None:
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check(case: IndexedCase) -> None:
         assert_right(kernels, case)

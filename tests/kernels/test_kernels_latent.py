@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> LatentCase:
 
 
 def test_any_batch_matches_dense_attention(kernels: LatentKernels) -> None:
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check(case: LatentCase) -> None:
         assert_right(kernels, case)
@@ -69,7 +69,7 @@ def test_any_batch_matches_dense_attention(kernels: LatentKernels) -> None:
 def test_any_batch_matches_dense_attention_where_latents_are_expanded() -> None:
     numba_kernels = make_latent_kernels("numba", threads=2)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check(case: LatentCase) -> None:
         assert_right(numba_kernels, case)
@@ -91,7 +91,7 @@ def test_a_cache_of_bfloat16(kernels: LatentKernels) -> None:
 def test_any_batch_over_a_cache_of_int8(kernels: LatentKernels) -> None:
     """As exactly as over one of bfloat16: queries of a chunk are that, too, and those of one token are integers."""
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
     @given(case=cases(), rotated_size=st.sampled_from([0.1, 1.0, 8.0]))
     def check(case: LatentCase, rotated_size: float) -> None:
         scene = LatentScene(replace(case, dtype="int8", rotated_size=rotated_size))

@@ -34,7 +34,7 @@ def head_dims(request: pytest.FixtureRequest) -> tuple[int, int]:
     return (64, 96) if request.node.callspec.params["write_kv"] == "cuda" else (16, 64)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=4),
     block_size=st.sampled_from([1, 3, 16, 64]),

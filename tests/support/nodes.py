@@ -25,8 +25,9 @@ import pytest
 import ray
 from support import ray_head
 from support.free_ports import free_ports
-from support.waiting import eventually
+from support.waiting import PATIENCE_S, eventually
 
+from headwise import EngineConfig
 from headwise.actors.cluster_probe import find_cluster, living_nodes, read_authentication
 from headwise.errors import DeploymentError
 
@@ -62,6 +63,32 @@ def why_not() -> str:
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "delete", name[:15]], check=False, capture_output=True)
     return ""
+
+
+NODE_MARKS = [
+    pytest.mark.soak,
+    pytest.mark.ray,
+    pytest.mark.model,
+    pytest.mark.skipif(bool(why_not()), reason=f"no nodes with addresses of their own: {why_not()}"),
+]
+"""Of tests with such nodes."""
+
+DETACHED = EngineConfig(
+    port=0,
+    host="0.0.0.0",
+    replicas=2,
+    engine_resources="engine=1",
+    max_model_len=512,
+    kv_cache="64MiB",
+    block_size=16,
+    cpu_threads=1,
+    dtype="float32",
+    engine_timeout_s=60.0,
+    front_timeout_s=60.0,
+    index_timeout_s=5.0,
+    drain_timeout_s=PATIENCE_S,
+)
+"""A deployment that is left to such a cluster, whose nodes take an engine each."""
 
 
 @dataclass(eq=False)

@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def test_any_batch_matches_dense_attention(kernels: NumbaKernels, dtype: str) -> None:
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check(case: Case) -> None:
         assert_right(kernels, replace(case, dtype=dtype))

@@ -90,7 +90,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=33, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(case=cases(), dtypes=st.sampled_from([Dtypes("float16", "float16"), Dtypes("float32", "int8")]))
 def test_any_batch_of_narrow_numbers_matches_the_reference(case: Case, dtypes: Dtypes) -> None:
     assert_right(case, dtypes)

@@ -40,7 +40,7 @@ def scattered(blocks: int) -> np.ndarray:
     return np.stack([targets * 0, targets[::-1], targets], axis=1).astype(np.int32)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     what=copies(),
     offsets=st.sampled_from([(0, 0), (0, 0), (16, 48), (3, 0), (8, 8)]),
@@ -67,7 +67,7 @@ def test_copies_what_the_reference_copies_and_nothing_else(
     np.testing.assert_array_equal(target, expected)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.lists(st.sampled_from([1, 15, 16, 17, 512, 2047, 2048, 2049, 5000, 6160]), min_size=1, max_size=40),
     apart=st.sampled_from([(0, 0), (16, 32), (5, 0), (8, 8)]),

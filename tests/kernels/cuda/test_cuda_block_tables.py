@@ -14,7 +14,7 @@ from headwise.cache_controller.block_tables import HostBlockTables, TableShape
 from headwise.kernels.cuda.block_tables import SOURCE, CudaBlockTables
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 
-examples = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+examples = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 BEYOND = 77_777
 
 

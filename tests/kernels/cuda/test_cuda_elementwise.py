@@ -22,7 +22,7 @@ from headwise.runtime.ops.numpy_ops import NumpyOps
 
 DTYPES = ("float16", "bfloat16", "float32")
 SEEDS = st.integers(0, 2**16)
-examples = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+examples = settings(max_examples=12, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

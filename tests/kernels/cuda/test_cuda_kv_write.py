@@ -119,7 +119,7 @@ def rotated(rows: np.ndarray, cosines: np.ndarray, sines: np.ndarray) -> np.ndar
 
 
 @pytest.mark.parametrize(("dtype", "cache", "head_dim"), VARIANTS)
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), backwards=st.booleans())
 def test_writes_what_the_reference_writes_and_nothing_else(
     shim: ShimPrograms, dtype: str, cache: str, head_dim: int, data: st.DataObject, backwards: bool
@@ -132,7 +132,7 @@ def test_writes_what_the_reference_writes_and_nothing_else(
 
 
 @pytest.mark.parametrize(("dtype", "cache", "head_dim"), VARIANTS)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), seed=st.integers(0, 99), backwards=st.booleans())
 def test_with_rope_queries_are_rotated_in_place_and_rotated_keys_are_written(
     shim: ShimPrograms, dtype: str, cache: str, head_dim: int, data: st.DataObject, seed: int, backwards: bool

@@ -20,7 +20,7 @@ from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.sampler import Draws, filtered, sample, uniform
 
 DTYPES = ("float16", "bfloat16", "float32")
-examples = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+examples = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

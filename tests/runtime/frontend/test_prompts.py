@@ -34,7 +34,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
         LocalPromptEncoder(Untouched(), LIMITS).text("1" * 12_000_000)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @example(["<|endoftext|>"] * 10)  # slices cut them
 @given(st.lists(st.sampled_from(["<|endoftext|>", "two words", " the", "1", "é", "😀", "=" * 70]), max_size=24))
 def test_no_text_is_refused_that_fits(pieces: list[str]) -> None:

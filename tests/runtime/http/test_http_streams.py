@@ -56,7 +56,7 @@ def expected_of(text: str, stops: list[str]) -> tuple[str, str]:
     return text, "length"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=TEXTS,
     cuts=st.lists(st.tuples(st.integers(0, 39), st.integers(1, 6)), max_size=2),

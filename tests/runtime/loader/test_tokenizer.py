@@ -69,7 +69,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], sizes: Sequence[int]) -> 
 
 
 @pytest.mark.parametrize("name", TINY)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_streamed_text_is_the_decoded_text(name: str, data: st.DataObject) -> None:
     tokenizer = TINY[name]
@@ -79,7 +79,7 @@ def test_streamed_text_is_the_decoded_text(name: str, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "sentencepiece_strip"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=30))
 def test_streamed_valid_text_never_shows_half_a_character(name: str, text: str) -> None:
     tokenizer = TINY[name]
@@ -88,7 +88,7 @@ def test_streamed_valid_text_never_shows_half_a_character(name: str, text: str) 
 
 
 @pytest.mark.parametrize("name", TINY)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_pushed_text_is_never_taken_back(name: str, data: st.DataObject) -> None:
     tokenizer = TINY[name]
@@ -111,7 +111,6 @@ def test_an_unfinished_character_is_flushed_as_a_replacement() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
-@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
 def test_tokens_stand_for_the_bytes_of_their_text(name: str, text: str) -> None:
     tokenizer = TINY[name]
@@ -136,7 +135,7 @@ def test_special_tokens_are_hidden_and_added_ones_shown() -> None:
 def test_demo_tokenizers_stream_what_they_decode(model: str, examples: int) -> None:
     tokenizer = Tokenizer.from_directory(resolve_model(model, EngineConfig().cache_path))
 
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(
         st.lists(st.integers(0, tokenizer.vocab_size + 3) | st.integers(0, 600), max_size=40),
         st.lists(st.integers(1, 5), min_size=1, max_size=8),
@@ -285,7 +284,7 @@ PIECES_OF_CONTROL_TOKENS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(PIECES_OF_CONTROL_TOKENS, PIECES_OF_CONTROL_TOKENS), min_size=1, max_size=3))
 def test_users_text_never_becomes_control_tokens(texts: list[tuple[str, str]]) -> None:
     ids = NAMED.encode_chat(NAMED.render([{"role": "user", "name": n, "content": c} for n, c in texts]))
@@ -295,7 +294,7 @@ def test_users_text_never_becomes_control_tokens(texts: list[tuple[str, str]]) -
     assert NAMED._backend.decode(ids, skip_special_tokens=False) == written
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), min_size=1, max_size=3))
 def test_ordinary_chats_have_the_token_ids_of_their_text(texts: list[str]) -> None:
     messages = [{"role": "user", "content": text} for text in texts]

@@ -88,7 +88,7 @@ def test_what_is_no_chat_is_told_in_one_line(chat: Any, message: str) -> None:
 PIECES = st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", ">", " ", "a"])).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(described=PIECES, variable=PIECES, argument=PIECES)
 def test_what_users_write_of_tools_never_becomes_control_tokens(described: str, variable: str, argument: str) -> None:
     tools = [tool(description=described, parameters={"properties": {f"a{described}": {"type": "string"}}})]

@@ -119,7 +119,7 @@ def test_a_vocabulary_that_cannot_be_loaded_fails_its_requests_and_not_the_worke
     guides.close()
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8), min_size=1, max_size=4))
 def test_any_texts_can_be_choices(tokenizer: Tokenizer, choices: list[str]) -> None:
     vocabulary = Vocabulary(tokenizer, VOCAB)

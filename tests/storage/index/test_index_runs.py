@@ -53,7 +53,7 @@ STATEMENTS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(statements=STATEMENTS)
 def test_any_history_of_statements_gives_what_sets_would_give(statements: list[tuple[Any, ...]]) -> None:
     index = PrefixIndex()
@@ -87,7 +87,7 @@ def test_any_history_of_statements_gives_what_sets_would_give(statements: list[t
         assert index.digests(node) == (*resident, *resumable)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(runs=st.lists(st.tuples(st.sampled_from("ab"), st.lists(st.integers(1, 9), max_size=12), st.booleans())))
 def test_blocks_in_no_order_at_all_and_named_twice_are_no_trouble(
     runs: list[tuple[str, list[int], bool]],
@@ -106,7 +106,7 @@ def test_blocks_in_no_order_at_all_and_named_twice_are_no_trouble(
         index.check_integrity()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(statements=STATEMENTS, room=st.integers(0, 12))
 def test_a_full_index_forgets_and_still_says_nothing_untrue(statements: list[tuple[Any, ...]], room: int) -> None:
     index = PrefixIndex(max_blocks=room)

@@ -98,7 +98,7 @@ def test_the_store_answers_for_its_index() -> None:
     assert store.worth() == {"a": pytest.approx(6.0)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(

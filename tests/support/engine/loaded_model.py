@@ -31,10 +31,8 @@ _LIKE_ANOTHER_S = {
     "qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5",
     "qwen3.5-moe", "gpt-oss-mxfp4",
 }  # fmt: skip
-CACHE_KINDS = [
-    *DEMO_MODELS,
-    *(pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS),
-]
+TINY_KINDS = [pytest.param(name, marks=pytest.mark.soak if name in _LIKE_ANOTHER_S else ()) for name in TINY_CONFIGS]
+CACHE_KINDS = [*DEMO_MODELS, *TINY_KINDS]
 """The same for tests of what becomes of blocks: models whose caches are of the same kind as another one's are for the
 soak, as their layers are not what such a test is about."""
 

@@ -173,7 +173,7 @@ def test_with_peer_loads_off_nobody_is_asked() -> None:
 depths = st.tuples(*[st.integers(0, 16)] * 3).map(lambda drawn: tuple(sorted(drawn)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(depths, min_size=2, max_size=5),
     st.lists(st.sampled_from([0, 3000]), min_size=5, max_size=5),

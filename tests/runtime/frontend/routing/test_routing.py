@@ -405,7 +405,7 @@ def test_an_unknown_policy_is_named() -> None:
 # ---- what always holds ----
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 9), st.integers(1, 40), st.sampled_from(["cache_aware", "least_loaded", "round_robin"]))
 def test_equal_engines_share_equal_requests_evenly(engines: int, blocks: int, policy: str) -> None:
     r = router(policy=policy)
@@ -504,7 +504,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert table.num_reserved == len(self.under_way)
 
 
-RouterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+RouterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestRouterMachine = RouterMachine.TestCase
 
 

@@ -499,5 +499,5 @@ class Happenings(RuleBasedStateMachine):
                 fell = at
 
 
-Happenings.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Happenings.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestWhateverHappens = Happenings.TestCase

@@ -201,7 +201,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     make=st.sampled_from(MAKERS),
     fragments=st.lists(FRAGMENTS, max_size=14),
@@ -215,7 +215,7 @@ def test_parts_of_any_text_are_the_same_at_any_cut(make: Make, fragments: list[s
     assert parts_of(make(), text) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(make=st.sampled_from((hermes, llama, mistral)), fragments=st.lists(FRAGMENTS, max_size=12))
 def test_answers_without_calls_keep_all_their_text(make: Make, fragments: list[str]) -> None:
     text = "".join(fragments)

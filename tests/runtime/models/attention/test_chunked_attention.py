@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.dense_oracle import DictWeights, run_rank
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint, draw_weights, reference
@@ -38,7 +38,6 @@ def tokens_seen(batch: AttentionBatch, group: int, block_size: int) -> list[list
     return seen
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 70)), min_size=1, max_size=5),
     block_size=st.sampled_from([1, 2, 4]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -32,6 +33,8 @@ def _shared() -> Path:
     return path if path.stat().st_uid == os.getuid() else Path(tempfile.mkdtemp())
 
 
+_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(')
+
 LIBRARIES = _shared()
 """Where tests keep libraries, for each other and for the next run: g++ takes a second for each."""
 
@@ -42,8 +45,8 @@ _one_launch = threading.Lock()
 class ShimKernel:
     """`Kernel` that runs at once. ``backwards``: threads and blocks take turns in descending order."""
 
-    def __init__(self, library: Path, threads: int, backwards: bool) -> None:
-        self._launch = ctypes.CDLL(str(library)).shim_launch
+    def __init__(self, library: Path, name: str, threads: int, backwards: bool) -> None:
+        self._launch = ctypes.CDLL(str(library))[f"shim_launch_{name}"]
         self._launch.restype = ctypes.c_char_p
         self._threads, self._backwards = threads, backwards
 
@@ -77,23 +80,24 @@ class ShimProgram:
 
     def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> ShimKernel:
         assert not shared_bytes, "the shim has no dynamic shared memory"
-        return ShimKernel(_library(self._source, name, self._defines, self._directory), threads, self._backwards)
+        return ShimKernel(_library(self._source, self._defines, self._directory), name, threads, self._backwards)
 
 
 @cache
-def _library(source: Path, kernel: str, defines: tuple[str, ...], directory: Path) -> Path:
-    """The library of one kernel, built where no process built it before of the same source."""
+def _library(source: Path, defines: tuple[str, ...], directory: Path) -> Path:
+    """The library of a source's kernels, built where no process built it before of the same source."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile CUDA C++ for the CPU")
     sources = [SHIM, source, *sorted(SOURCES.glob("*.cuh"))]
-    told = "\0".join([*(path.read_text() for path in sources), str(source), kernel, *OPTIONS, *defines])
+    told = "\0".join([*(path.read_text() for path in sources), str(source), *OPTIONS, *defines])
     library = directory / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         main, made = Path(scratch) / "main.cpp", Path(scratch) / "library.so"
-        main.write_text(f'#include "{SHIM}"\n#include "{source}"\nSHIM_KERNEL({kernel})\n')
+        kernels = "".join(f"SHIM_KERNEL({name})\n" for name in _KERNEL.findall(source.read_text()))
+        main.write_text(f'#include "{SHIM}"\n#include "{source}"\n{kernels}')
         command = [compiler, *OPTIONS, *defines, "-o", str(made), str(main)]
         compiled = subprocess.run(command, capture_output=True, text=True, check=False)
         assert compiled.returncode == 0, compiled.stderr

@@ -182,8 +182,8 @@ extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(voi
 }
 
 #define SHIM_KERNEL(name)                                                                                       \
-    extern "C" const char* shim_launch(const unsigned* grid, unsigned threads, const unsigned* sizes,           \
-                                       unsigned count, void** arguments, int backwards) {                       \
+    extern "C" const char* shim_launch_##name(const unsigned* grid, unsigned threads, const unsigned* sizes,    \
+                                              unsigned count, void** arguments, int backwards) {                \
         shim::grid = {grid[0], grid[1], grid[2]}, shim::block = {threads};                                      \
         return shim::checked_launch(name, sizes, count, arguments, backwards != 0);                             \
     }
