@@ -47,9 +47,9 @@ _SIGNATURES = {
     + _IN_CACHE.format("") + " eps:fp32",
     "convolve": "projected:x query:x key:x value:x rate:*fp32 decay:*fp32 arena:*fp32 convolution:*fp32 speed:*fp32 "
     "bias:*fp32 " + _IN_CACHE.format("batch:i32") + " fewest_queries:i32",
-    "solve": "query:x key:x rate:*fp32 decay:*fp32 among:*fp32 solved:*fp32 cu_seqlens_q:*i32 seq_lens:*i32 batch:i32 "
+    "solve": "query:x key:x rate:*fp32 decay:*fp32 among:x solved:x cu_seqlens_q:*i32 seq_lens:*i32 batch:i32 "
     "fewest_queries:i32",
-    "carry": "query:x key:x value:x sums:*fp32 among:*fp32 solved:*fp32 seen:*fp32 projected:x arena:*fp32 "
+    "carry": "query:x key:x value:x sums:*fp32 among:x solved:x seen:*fp32 projected:x arena:*fp32 "
     + _IN_CACHE.format("") + " fewest_queries:i32",
     "finish": "seen:*fp32 projected:x norm:*fp32 out:x tokens:i32 eps:fp32",
 }  # fmt: skip
@@ -63,7 +63,9 @@ _CONSTANTS = {
     "finish": f"{_OF_HEADS} BLOCK_V TOKENS",
 }
 """Of each kernel, what is compiled in."""
-_WARPS = {"step": 8, "convolve": 4, "solve": 8, "carry": 8, "finish": 4}
+_WARPS = {"step": 8, "convolve": 4, "solve": 4, "carry": 4, "finish": 4}
+_WARPS_BELOW_90 = {**_WARPS, "solve": 8, "carry": 8}
+"""There accumulators and what is multiplied share a warp's registers."""
 _STAGES = {"carry": 2}
 _MULTIPLES = (
     "projected", "out", "arena", "convolution", "norm", "query", "key", "value", "among", "solved", "seen",
@@ -138,7 +140,7 @@ class CudaDelta:
             ConfigError: a shape is not supported (`check_delta`).
         """
         for shape in shapes:
-            for variant in variants_of(shape).values():
+            for variant in variants_of(shape, self._launcher.sm).values():
                 self._launcher.prepare(variant)
 
     def attend_projected(
@@ -185,7 +187,7 @@ class CudaDelta:
         narrow = {name: self._empty((tokens, heads, sizes.key_dim), numbers) for name in ("query", "key")}
         narrow["value"] = self._empty((tokens, value_heads, sizes.value_dim), numbers)
         gates = {name: self._empty((tokens, value_heads), dtype) for name in ("rate", "decay")}
-        pairs = {name: self._empty((tokens, value_heads, _rows(shape)), dtype) for name in ("among", "solved")}
+        pairs = {name: self._empty((tokens, value_heads, _rows(shape)), numbers) for name in ("among", "solved")}
         seen = self._empty((tokens, value_heads, sizes.value_dim), dtype)
         arguments = arguments | _pointers(**narrow, **gates, **pairs, sums=gates["decay"], seen=seen)
 
@@ -201,28 +203,26 @@ class CudaDelta:
     def _launch(
         self, shape: DeltaShape, kernel: str, grid: tuple[int, int, int], arguments: dict[str, np.generic]
     ) -> None:
-        variant = variants_of(shape)[kernel]
+        variant = variants_of(shape, self._launcher.sm)[kernel]
         self._launcher.launch(variant, grid, [arguments[name] for name, _ in variant.signature])
 
 
 @lru_cache
-def variants_of(shape: DeltaShape) -> dict[str, Variant]:
-    """All that a layer of ``shape`` launches, by the kernels' names.
+def variants_of(shape: DeltaShape, sm: int) -> dict[str, Variant]:
+    """All that a layer of ``shape`` launches on a card of compute capability ``sm``, by the kernels' names.
 
     Raises:
         ConfigError: the shape is not supported (`check_delta`).
     """
     check_delta(shape)
-    sizes, exact = shape.sizes, shape.dtype == "float32"
-    rows = _rows(shape)
+    sizes, rows, warps = shape.sizes, _rows(shape), _WARPS if sm >= 90 else _WARPS_BELOW_90
     sized = {
         "KEY_HEADS": shape.key_heads, "SHARE": sizes.share, "KEY_DIM": sizes.key_dim, "VALUE_DIM": sizes.value_dim,
         "WIDTH": sizes.convolution, "BLOCK_K": _block(sizes.key_dim), "BLOCK_V": _block(sizes.value_dim),
         "BLOCK_S": _power_of_two(sizes.share), "BLOCK_SIZE": shape.block_size, "COLUMNS": _columns(shape),
         "CHUNK": _chunk(shape), "ROWS": rows, "LEVELS": rows.bit_length() - 1, "TOKENS": CONVOLVED,
         "RECURRENT_AT": _recurrent_at(sizes), "QUERY_SCALE": sizes.key_dim**-0.5,
-        # Of bfloat16 and float16 all is kept, of states and what is made of them ten bits, and float32 sums.
-        "PRECISION": "tf32x3" if exact else "tf32",
+        "PRECISION": "tf32x3" if shape.dtype == "float32" else "bf16x3",
     }  # fmt: skip
     return {
         name: Variant(
@@ -230,7 +230,7 @@ def variants_of(shape: DeltaShape) -> dict[str, Variant]:
             signature=_typed(signature, shape.dtype),
             constants=tuple((constant, sized[constant]) for constant in _CONSTANTS[name].split()),
             multiples=tuple(parameter for parameter in _MULTIPLES if f" {parameter}:" in f" {signature}"),
-            num_warps=_WARPS[name],
+            num_warps=warps[name],
             num_stages=_STAGES.get(name, 1),
             module=MODULE,
         )

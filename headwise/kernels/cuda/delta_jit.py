@@ -130,6 +130,17 @@ def keep_inputs(
 
 
 @JITFunction
+def product(left, right, PRECISION: tl.constexpr):
+    """``left @ right``, which is float32. Of two bytes a number, ``left`` is multiplied as it is with ``right`` in two
+    parts of as many: tensor cores take it from shared memory, and of ``right`` twice a part's bits are kept."""
+    if left.dtype == tl.float32:
+        return tl.dot(left, right, input_precision=PRECISION)
+    high = right.to(left.dtype)
+    low = (right - high.to(tl.float32)).to(left.dtype)
+    return tl.dot(left, low, tl.dot(left, high))
+
+
+@JITFunction
 def gated_norm(seen, gates, weight, eps, VALUE_DIM: tl.constexpr):
     """RMS norm over the last axis of ``seen [M, N]``, of which ``VALUE_DIM`` are not 0, times SiLU of the gates."""
     variance = tl.sum(seen * seen, 1) / VALUE_DIM
@@ -159,11 +170,18 @@ def step(
     new = member_at(arena, target, head_slot, head, block_bytes, slot_bytes)
     earliest = tl.where(source >= 0, -NEVER, 0)
 
+    key_dims, value_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_key, in_value = key_dims < KEY_DIM, value_dims < VALUE_DIM
+    within = RECURRENT_AT + key_dims[:, None] * VALUE_DIM + value_dims[None, :]
+    # Rows that are there, of what is read and written: none, where there is no block.
+    rows = tl.where(source >= 0, KEY_DIM, 0)
+    written = (key_dims < tl.where(target >= 0, KEY_DIM, 0))[:, None] & in_value[None, :]
+    # States are asked for long before they are needed.
+    coming = tl.load(old + within, mask=(key_dims < rows)[:, None] & in_value[None, :], other=0.0)
+
     inputs = projected + head * EACH
     weights = convolution + head * (WIDTH * CHANNELS)
     token = tl.zeros([1, 1], tl.int32)
-    key_dims, value_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    in_key, in_value = key_dims < KEY_DIM, value_dims < VALUE_DIM
     query = convolved(
         inputs, weights, old, earliest, token, begin, key_dims[None, :], in_key[None, :], ROW, WIDTH, CHANNELS
     )  # fmt: skip
@@ -177,11 +195,10 @@ def step(
     agreement = tl.sum(query * key, 0)
 
     row = projected + begin.to(tl.int64) * ROW
-    within = key_dims[:, None] * VALUE_DIM + value_dims[None, :]
-    # Rows that are there, of what is read and written: none, where there is no block.
-    read = (key_dims < tl.where(source >= 0, KEY_DIM, 0))[:, None] & in_value[None, :]
-    written = (key_dims < tl.where(target >= 0, KEY_DIM, 0))[:, None] & in_value[None, :]
     for shared in range(SHARE):
+        state, at = coming, within + shared * (KEY_DIM * VALUE_DIM)
+        more = (key_dims < tl.where(shared + 1 < SHARE, rows, 0))[:, None] & in_value[None, :]
+        coming = tl.load(old + at + KEY_DIM * VALUE_DIM, mask=more, other=0.0)
         values_at = 2 * KEY_DIM + shared * VALUE_DIM + value_dims[None, :]
         value = convolved(
             inputs, weights, old, earliest, token, begin, values_at, in_value[None, :], ROW, WIDTH, CHANNELS
@@ -192,8 +209,7 @@ def step(
         its_speed, its_bias = tl.load(speed + head * SHARE + shared), tl.load(bias + head * SHARE + shared)
         kept = tl.exp(decay_of(tl.load(controls + SHARE).to(tl.float32), its_speed, its_bias))
 
-        at = RECURRENT_AT + shared * (KEY_DIM * VALUE_DIM) + within
-        state = tl.load(old + at, mask=read, other=0.0) * kept
+        state *= kept
         correction = rate * (value - tl.sum(key[:, None] * state, 0))
         seen = tl.sum(query[:, None] * state, 0) + agreement * correction
         tl.debug_barrier()
@@ -290,30 +306,35 @@ def solve(
     place, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     token = first + place
     real = (token >= 0) & (token < count) & (place < CHUNK)
-    row = (begin + token).to(tl.int64)
-    of_key = (row * KEY_HEADS + value_head // SHARE)[:, None] * KEY_DIM + dims[None, :]
+    row = (begin + first).to(tl.int64)  # of the first place, which may be no token
+    of_key = row * (KEY_HEADS * KEY_DIM) + value_head // SHARE * KEY_DIM
     of_value = row * (KEY_HEADS * SHARE) + value_head
-    pairs_at = of_value[:, None] * ROWS + place[None, :]
+    at_keys = place[:, None] * (KEY_HEADS * KEY_DIM) + dims[None, :]
+    at_values = place * (KEY_HEADS * SHARE)
+    at_pairs = at_values[:, None] * ROWS + place[None, :]
+    rate += of_value
+    decay += of_value
     i, j = place[:, None], place[None, :]
-    rates = tl.load(rate + of_value, mask=real, other=0.0)
-    sums = tl.cumsum(tl.load(decay + of_value, mask=real, other=0.0), 0)
+    rates = tl.load(rate + at_values, mask=real, other=0.0)
+    sums = tl.cumsum(tl.load(decay + at_values, mask=real, other=0.0), 0)
     tl.debug_barrier()
-    tl.store(decay + of_value, sums, mask=real)
+    tl.store(decay + at_values, sums, mask=real)
     faded = tl.exp(tl.where(i >= j, sums[:, None] - sums[None, :], float("-inf")))
 
     here = real[:, None] & (dims < KEY_DIM)[None, :]
-    keys = tl.load(key + of_key, mask=here, other=0.0)
-    queries = tl.load(query + of_key, mask=here, other=0.0)
+    keys = tl.load(key + of_key + at_keys, mask=here, other=0.0)
+    queries = tl.load(query + of_key + at_keys, mask=here, other=0.0)
     asked = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    tl.store(among + pairs_at, faded * asked, mask=real[:, None])
+    tl.store(among + of_value * ROWS + at_pairs, (faded * asked).to(among.dtype.element_ty), mask=real[:, None])
     alike = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     lower = tl.where(i > j, rates[:, None] * faded * alike, 0.0)
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
     for level in tl.static_range(1, LEVELS):
         joins = (i // (2 << level) == j // (2 << level)) & (i // (1 << level) > j // (1 << level))
-        joined = tl.dot(inverse, tl.where(joins, lower, 0.0), input_precision="tf32x3")
-        inverse -= tl.dot(joined, inverse, input_precision="tf32x3")
-    tl.store(solved + pairs_at, inverse * rates[None, :], mask=real[:, None])
+        joined = tl.dot(inverse, tl.where(joins, lower, 0.0), input_precision=PRECISION)
+        inverse -= tl.dot(joined, inverse, input_precision=PRECISION)
+    made = (inverse * rates[None, :]).to(solved.dtype.element_ty)
+    tl.store(solved + of_value * ROWS + at_pairs, made, mask=real[:, None])
 
 
 @JITFunction
@@ -348,33 +369,33 @@ def carry(
     within = RECURRENT_AT + value_head % SHARE * (KEY_DIM * VALUE_DIM) + dims[:, None] * VALUE_DIM + columns[None, :]
     state = tl.load(old + within, mask=read, other=0.0)
     tl.debug_barrier()
+    each = place * (KEY_HEADS * SHARE)
+    at_keys = place[:, None] * (KEY_HEADS * KEY_DIM) + dims[None, :]
+    at_values = each[:, None] * VALUE_DIM + columns[None, :]
+    at_pairs = each[:, None] * ROWS + place[None, :]
     for chunk in range(start // CHUNK, (end - 1) // CHUNK + 1):
         token = chunk * CHUNK - start + place
         real = (token >= 0) & (token < count) & (place < CHUNK)
-        row = (begin + token).to(tl.int64)
-        of_key = (row * KEY_HEADS + head)[:, None] * KEY_DIM + dims[None, :]
+        row = (begin + chunk * CHUNK - start).to(tl.int64)  # of the first place, which may be no token
+        of_key = row * (KEY_HEADS * KEY_DIM) + head * KEY_DIM
         of_value = row * (KEY_HEADS * SHARE) + value_head
         in_keys, in_values = real[:, None] & in_key[None, :], real[:, None] & in_value[None, :]
-        at_values = of_value[:, None] * VALUE_DIM + columns[None, :]
-        at_pairs = of_value[:, None] * ROWS + place[None, :]
-        fading = tl.load(sums + of_value, mask=real, other=0.0)
+        fading = tl.load(sums + of_value + each, mask=real, other=0.0)
         behind = tl.minimum((chunk + 1) * CHUNK, end)
         last = tl.load(sums + (begin + behind - start - 1).to(tl.int64) * (KEY_HEADS * SHARE) + value_head)
 
-        keys = tl.load(key + of_key, mask=in_keys, other=0.0).to(tl.float32)
-        known = tl.dot(keys, state, input_precision=PRECISION)
-        values = tl.load(value + at_values, mask=in_values, other=0.0).to(tl.float32)
-        corrections = values - tl.exp(fading)[:, None] * known
-        system = tl.load(solved + at_pairs, mask=real[:, None], other=0.0)
-        corrections = tl.dot(system, corrections, input_precision=PRECISION)
-        queries = tl.load(query + of_key, mask=in_keys, other=0.0).to(tl.float32)
-        out = tl.exp(fading)[:, None] * tl.dot(queries, state, input_precision=PRECISION)
-        pairs = tl.load(among + at_pairs, mask=real[:, None], other=0.0)
-        out = tl.dot(pairs, corrections, out, input_precision=PRECISION)
-        tl.store(seen + at_values, out, mask=in_values)
+        keys = tl.load(key + of_key + at_keys, mask=in_keys, other=0.0)
+        known = product(keys, state, PRECISION)
+        values = tl.load(value + of_value * VALUE_DIM + at_values, mask=in_values, other=0.0).to(tl.float32)
+        system = tl.load(solved + of_value * ROWS + at_pairs, mask=real[:, None], other=0.0)
+        corrections = product(system, values - tl.exp(fading)[:, None] * known, PRECISION)
+        queries = tl.load(query + of_key + at_keys, mask=in_keys, other=0.0)
+        pairs = tl.load(among + of_value * ROWS + at_pairs, mask=real[:, None], other=0.0)
+        out = tl.exp(fading)[:, None] * product(queries, state, PRECISION) + product(pairs, corrections, PRECISION)
+        tl.store(seen + of_value * VALUE_DIM + at_values, out, mask=in_values)
 
-        faded = keys * tl.exp(tl.where(real, last - fading, 0.0))[:, None]
-        state = tl.dot(tl.trans(faded), corrections, state * tl.exp(last), input_precision=PRECISION)
+        faded = corrections * tl.exp(tl.where(real, last - fading, 0.0))[:, None]
+        state = state * tl.exp(last) + product(tl.trans(keys), faded, PRECISION)
         is_left = ((chunk + 1) * CHUNK % BLOCK_SIZE == 0) | (behind == end)
         block = tl.load(table + (behind - 1) // BLOCK_SIZE)
         new = member_at(arena, block, head_slot, head, block_bytes, slot_bytes)
