@@ -23,7 +23,7 @@ from headwise.kernels.delta_base import DeltaWeights
 
 MODULE = "delta_jit"
 CHUNK = 64
-"""Tokens of a prompt that are computed at once. Blocks of fewer have chunks of as many: states are left at their ends."""
+"""Tokens of a prompt that are computed at once; in blocks of fewer as many, since states are left at their ends."""
 
 CONVOLVED = 16
 """Tokens of a program that convolves, or norms."""
@@ -53,14 +53,14 @@ _SIGNATURES = {
     + _IN_CACHE.format("") + " fewest_queries:i32",
     "finish": "seen:*fp32 projected:x norm:*fp32 out:x tokens:i32 eps:fp32",
 }  # fmt: skip
-_OF_HEADS = "KEY_HEADS SHARE KEY_DIM VALUE_DIM"
-_OF_CACHE = f"{_OF_HEADS} WIDTH BLOCK_K BLOCK_SIZE"
+_OF_ROWS = "SHARE VALUE_DIM CHANNELS EACH ROW"
+_OF_CACHE = f"{_OF_ROWS} KEY_HEADS KEY_DIM WIDTH BLOCK_K BLOCK_SIZE"
 _CONSTANTS = {
     "step": f"{_OF_CACHE} BLOCK_V RECURRENT_AT QUERY_SCALE",
-    "convolve": f"{_OF_CACHE} BLOCK_V BLOCK_S TOKENS QUERY_SCALE",
-    "solve": "KEY_HEADS SHARE KEY_DIM BLOCK_K CHUNK ROWS LEVELS PRECISION",
-    "carry": f"{_OF_CACHE} COLUMNS RECURRENT_AT CHUNK ROWS PRECISION",
-    "finish": f"{_OF_HEADS} BLOCK_V TOKENS",
+    "convolve": f"{_OF_CACHE} VALUE_HEADS BLOCK_V BLOCK_S TOKENS QUERY_SCALE",
+    "solve": "KEY_HEADS VALUE_HEADS SHARE KEY_DIM BLOCK_K CHUNK ROWS LEVELS PRECISION",
+    "carry": f"{_OF_CACHE} VALUE_HEADS COLUMNS PIECES RECURRENT_AT CHUNK ROWS PRECISION",
+    "finish": f"{_OF_ROWS} VALUE_HEADS BLOCK_V TOKENS",
 }
 """Of each kernel, what is compiled in."""
 _WARPS = {"step": 8, "convolve": 4, "solve": 4, "carry": 4, "finish": 4}
@@ -88,14 +88,18 @@ class DeltaShape:
         return cls(key_heads, sizes_of(layout), layout.block_size, dtype)
 
     @property
+    def value_heads(self) -> int:
+        return self.key_heads * self.sizes.share
+
+    @property
     def values(self) -> int:
         """Numbers that come of a token."""
-        return self.key_heads * self.sizes.share * self.sizes.value_dim
+        return self.value_heads * self.sizes.value_dim
 
     @property
     def projected(self) -> int:
         """Numbers that are projected of a token: see `headwise.kernels.delta_base.DeltaProjected`."""
-        return self.key_heads * (self.sizes.channels + 2 * self.sizes.share) + self.values
+        return self.key_heads * self.sizes.channels + self.values + 2 * self.value_heads
 
 
 def check_delta(shape: DeltaShape) -> None:
@@ -125,13 +129,13 @@ class CudaDelta:
     Reads no device array on the host: what is launched depends on the shapes of a step and its ``max_query_len`` alone,
     so decode steps can be captured in a CUDA graph and replayed with other lengths; they allocate nothing.
 
-    empty: ``empty(shape, dtype)`` gives an uninitialised array on the device
+    ``allocate(nbytes)`` gives device memory as a flat uint8 array.
     """
 
     name = "cuda"
 
-    def __init__(self, launcher: TritonLauncher, empty: Callable[[tuple[int, ...], Any], Array]) -> None:
-        self._launcher, self._empty = launcher, empty
+    def __init__(self, launcher: TritonLauncher, allocate: Callable[[int], Array]) -> None:
+        self._launcher, self._allocate = launcher, allocate
 
     def prepare(self, shapes: Iterable[DeltaShape]) -> None:
         """Compile or load all that calls of ``shapes`` need, so that they only enqueue.
@@ -182,22 +186,25 @@ class CudaDelta:
 
     def _chunks(self, shape: DeltaShape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
         """All sequences of several tokens."""
-        sizes, heads, dtype, numbers = shape.sizes, shape.key_heads, np.float32, numpy_dtype(shape.dtype)
-        value_heads, chunk = heads * sizes.share, _chunk(shape)
-        narrow = {name: self._empty((tokens, heads, sizes.key_dim), numbers) for name in ("query", "key")}
-        narrow["value"] = self._empty((tokens, value_heads, sizes.value_dim), numbers)
-        gates = {name: self._empty((tokens, value_heads), dtype) for name in ("rate", "decay")}
-        pairs = {name: self._empty((tokens, value_heads, _rows(shape)), numbers) for name in ("among", "solved")}
-        seen = self._empty((tokens, value_heads, sizes.value_dim), dtype)
-        arguments = arguments | _pointers(**narrow, **gates, **pairs, sums=gates["decay"], seen=seen)
+        key_heads, value_heads, chunk = shape.key_heads, shape.value_heads, _chunk(shape)
+        keys, pairs, itemsize = (
+            key_heads * shape.sizes.key_dim,
+            value_heads * _rows(shape),
+            numpy_dtype(shape.dtype).itemsize,
+        )
+        of_token = {
+            "query": keys * itemsize, "key": keys * itemsize, "value": shape.values * itemsize, "rate": value_heads * 4,
+            "decay": value_heads * 4, "among": pairs * itemsize, "solved": pairs * itemsize, "seen": shape.values * 4,
+        }  # fmt: skip
+        rooms = {name: self._allocate(tokens * nbytes) for name, nbytes in of_token.items()}
+        arguments = arguments | _pointers(**rooms, sums=rooms["decay"])
 
         def tiles(size: int) -> int:
             return tokens // size + 2 * sequences
 
-        pieces = -(-sizes.value_dim // _columns(shape))
-        self._launch(shape, "convolve", (tiles(CONVOLVED) * heads, 1, 1), arguments)
+        self._launch(shape, "convolve", (tiles(CONVOLVED) * key_heads, 1, 1), arguments)
         self._launch(shape, "solve", (tiles(chunk) * value_heads, 1, 1), arguments)
-        self._launch(shape, "carry", (value_heads * pieces, sequences, 1), arguments)
+        self._launch(shape, "carry", (value_heads * _pieces(shape), sequences, 1), arguments)
         self._launch(shape, "finish", (-(-tokens // CONVOLVED) * value_heads, 1, 1), arguments)
 
     def _launch(
@@ -217,9 +224,11 @@ def variants_of(shape: DeltaShape, sm: int) -> dict[str, Variant]:
     check_delta(shape)
     sizes, rows, warps = shape.sizes, _rows(shape), _WARPS if sm >= 90 else _WARPS_BELOW_90
     sized = {
-        "KEY_HEADS": shape.key_heads, "SHARE": sizes.share, "KEY_DIM": sizes.key_dim, "VALUE_DIM": sizes.value_dim,
+        "KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads, "SHARE": sizes.share, "KEY_DIM": sizes.key_dim, "VALUE_DIM": sizes.value_dim,
+        "CHANNELS": sizes.channels, "EACH": sizes.channels + sizes.share * sizes.value_dim, "ROW": shape.projected,
         "WIDTH": sizes.convolution, "BLOCK_K": _block(sizes.key_dim), "BLOCK_V": _block(sizes.value_dim),
         "BLOCK_S": _power_of_two(sizes.share), "BLOCK_SIZE": shape.block_size, "COLUMNS": _columns(shape),
+        "PIECES": _pieces(shape),
         "CHUNK": _chunk(shape), "ROWS": rows, "LEVELS": rows.bit_length() - 1, "TOKENS": CONVOLVED,
         "RECURRENT_AT": _recurrent_at(sizes), "QUERY_SCALE": sizes.key_dim**-0.5,
         "PRECISION": "tf32x3" if shape.dtype == "float32" else "bf16x3",
@@ -254,6 +263,11 @@ def _rows(shape: DeltaShape) -> int:
 
 def _columns(shape: DeltaShape) -> int:
     return min(COLUMNS, _block(shape.sizes.value_dim))
+
+
+def _pieces(shape: DeltaShape) -> int:
+    """Programs that carry a value head's state."""
+    return -(-shape.sizes.value_dim // _columns(shape))
 
 
 def _block(size: int) -> int:

@@ -152,13 +152,10 @@ def step(
     projected, out, arena, convolution, speed, bias, norm,
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, groups, max_blocks, block_bytes, slot_bytes, eps,
     KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    RECURRENT_AT: tl.constexpr, QUERY_SCALE: tl.constexpr,
+    CHANNELS: tl.constexpr, EACH: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, RECURRENT_AT: tl.constexpr, QUERY_SCALE: tl.constexpr,
 ):  # fmt: skip
     """One token of one sequence and key head, for sequences with exactly one; grid (sequences x key heads)."""
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARE * VALUE_DIM
-    EACH: tl.constexpr = CHANNELS + SHARE * VALUE_DIM
-    ROW: tl.constexpr = KEY_HEADS * (EACH + 2 * SHARE)
     sequence, head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
     if count != 1:
@@ -232,17 +229,14 @@ def convolve(
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, batch, groups, max_blocks, block_bytes, slot_bytes,
     fewest_queries,
     KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, QUERY_SCALE: tl.constexpr,
+    CHANNELS: tl.constexpr, EACH: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, QUERY_SCALE: tl.constexpr,
 ):  # fmt: skip
     """What the rule takes, of ``TOKENS`` tokens and one key head; grid (tiles x key heads).
 
     ``query``, ``key [T, key_heads, KEY_DIM]`` and ``value [T, value_heads, VALUE_DIM]`` in the model's dtype, ``rate``
     and ``decay [T, value_heads]``.
     """
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARE * VALUE_DIM
-    EACH: tl.constexpr = CHANNELS + SHARE * VALUE_DIM
-    ROW: tl.constexpr = KEY_HEADS * (EACH + 2 * SHARE)
     head = tl.program_id(0) % KEY_HEADS
     sequence, number = find_chunk(cu_seqlens_q, batch, tl.program_id(0) // KEY_HEADS, TOKENS)
     begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
@@ -268,7 +262,7 @@ def convolve(
     made *= (1.0 / tl.sqrt(tl.sum(made * made, 1) + NORM_EPS))[:, None]
     tl.store(key + at, made.to(key.dtype.element_ty), mask=here)
 
-    value_head = (begin + token).to(tl.int64) * (KEY_HEADS * SHARE) + head * SHARE
+    value_head = (begin + token).to(tl.int64) * VALUE_HEADS + head * SHARE
     here = real & (value_dims < VALUE_DIM)
     for shared in range(SHARE):
         channel = 2 * KEY_DIM + shared * VALUE_DIM + value_dims
@@ -288,8 +282,8 @@ def convolve(
 @JITFunction
 def solve(
     query, key, rate, decay, among, solved, cu_seqlens_q, seq_lens, batch, fewest_queries,
-    KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The products among a chunk's tokens, for one value head; grid (tiles x value heads).
 
@@ -297,8 +291,8 @@ def solve(
     h, j]`` is ``[(1 + L)^-1]_ij b_j`` with ``L_ij = b_i exp(G_i - G_j) k_i . k_j`` where ``j < i``. ``decay`` becomes
     ``G``, its sum within the chunk. ``1 << LEVELS`` is ``ROWS``, and at least ``CHUNK``.
     """
-    value_head = tl.program_id(0) % (KEY_HEADS * SHARE)
-    sequence, number = find_chunk(cu_seqlens_q, batch, tl.program_id(0) // (KEY_HEADS * SHARE), CHUNK)
+    value_head = tl.program_id(0) % VALUE_HEADS
+    sequence, number = find_chunk(cu_seqlens_q, batch, tl.program_id(0) // VALUE_HEADS, CHUNK)
     begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
     first = number * CHUNK - start % CHUNK
     if (count < fewest_queries) | (first >= count):
@@ -308,9 +302,9 @@ def solve(
     real = (token >= 0) & (token < count) & (place < CHUNK)
     row = (begin + first).to(tl.int64)  # of the first place, which may be no token
     of_key = row * (KEY_HEADS * KEY_DIM) + value_head // SHARE * KEY_DIM
-    of_value = row * (KEY_HEADS * SHARE) + value_head
+    of_value = row * VALUE_HEADS + value_head
     at_keys = place[:, None] * (KEY_HEADS * KEY_DIM) + dims[None, :]
-    at_values = place * (KEY_HEADS * SHARE)
+    at_values = place * VALUE_HEADS
     at_pairs = at_values[:, None] * ROWS + place[None, :]
     rate += of_value
     decay += of_value
@@ -343,15 +337,12 @@ def carry(
     cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, groups, max_blocks, block_bytes, slot_bytes,
     fewest_queries,
     KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr, EACH: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
     RECURRENT_AT: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A sequence's state through all of its chunks, for ``COLUMNS`` of a value head's; grid (value heads x pieces of
     their columns, sequences). ``seen [T, value_heads, VALUE_DIM]`` is what comes out, before its norm."""
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARE * VALUE_DIM
-    EACH: tl.constexpr = CHANNELS + SHARE * VALUE_DIM
-    ROW: tl.constexpr = KEY_HEADS * (EACH + 2 * SHARE)
-    PIECES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     value_head, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
     head, sequence = value_head // SHARE, tl.program_id(1)
     begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
@@ -369,7 +360,7 @@ def carry(
     within = RECURRENT_AT + value_head % SHARE * (KEY_DIM * VALUE_DIM) + dims[:, None] * VALUE_DIM + columns[None, :]
     state = tl.load(old + within, mask=read, other=0.0)
     tl.debug_barrier()
-    each = place * (KEY_HEADS * SHARE)
+    each = place * VALUE_HEADS
     at_keys = place[:, None] * (KEY_HEADS * KEY_DIM) + dims[None, :]
     at_values = each[:, None] * VALUE_DIM + columns[None, :]
     at_pairs = each[:, None] * ROWS + place[None, :]
@@ -378,11 +369,11 @@ def carry(
         real = (token >= 0) & (token < count) & (place < CHUNK)
         row = (begin + chunk * CHUNK - start).to(tl.int64)  # of the first place, which may be no token
         of_key = row * (KEY_HEADS * KEY_DIM) + head * KEY_DIM
-        of_value = row * (KEY_HEADS * SHARE) + value_head
+        of_value = row * VALUE_HEADS + value_head
         in_keys, in_values = real[:, None] & in_key[None, :], real[:, None] & in_value[None, :]
         fading = tl.load(sums + of_value + each, mask=real, other=0.0)
         behind = tl.minimum((chunk + 1) * CHUNK, end)
-        last = tl.load(sums + (begin + behind - start - 1).to(tl.int64) * (KEY_HEADS * SHARE) + value_head)
+        last = tl.load(sums + (begin + behind - start - 1).to(tl.int64) * VALUE_HEADS + value_head)
 
         keys = tl.load(key + of_key + at_keys, mask=in_keys, other=0.0)
         known = product(keys, state, PRECISION)
@@ -406,7 +397,7 @@ def carry(
         # The last column first: the first one's block may be what was read, which others still need.
         earliest = tl.where(source >= 0, -NEVER, 0)
         final = (end - 1) // BLOCK_SIZE
-        for back in range(0, final - start // BLOCK_SIZE + 1):
+        for back in range(final - start // BLOCK_SIZE + 1):
             block = tl.load(table + final - back)
             new = member_at(arena, block, head_slot, head, block_bytes, slot_bytes)
             taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
@@ -417,19 +408,16 @@ def carry(
 @JITFunction
 def finish(
     seen, projected, norm, out, tokens, eps,
-    KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
+    SHARE: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    EACH: tl.constexpr, ROW: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The gated norm of ``TOKENS`` tokens and one value head; grid (tiles x value heads)."""
-    EACH: tl.constexpr = 2 * KEY_DIM + 2 * SHARE * VALUE_DIM
-    ROW: tl.constexpr = KEY_HEADS * (EACH + 2 * SHARE)
-    VALUE_HEADS: tl.constexpr = KEY_HEADS * SHARE
     value_head = tl.program_id(0) % VALUE_HEADS
     token = tl.program_id(0) // VALUE_HEADS * TOKENS + tl.arange(0, TOKENS)[:, None]
     dims = tl.arange(0, BLOCK_V)[None, :]
     here = (token < tokens) & (dims < VALUE_DIM)
     at = (token.to(tl.int64) * VALUE_HEADS + value_head) * VALUE_DIM + dims
-    behind = value_head // SHARE * EACH + 2 * KEY_DIM + SHARE * VALUE_DIM + value_head % SHARE * VALUE_DIM
+    behind = value_head // SHARE * EACH + CHANNELS + value_head % SHARE * VALUE_DIM
     gates = tl.load(projected + token.to(tl.int64) * ROW + behind + dims, mask=here, other=0.0).to(tl.float32)
     weight = tl.load(norm + dims, mask=dims < VALUE_DIM, other=0.0)
     gated = gated_norm(tl.load(seen + at, mask=here, other=0.0), gates, weight, eps, VALUE_DIM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,22 +19,23 @@ from headwise.kernels.delta_base import DeltaInputs, DeltaWeights
 from headwise.kernels.delta_gates import gated_norm
 
 
-def poisoned(shape: Any, dtype: Any) -> np.ndarray:
-    made = np.empty(shape, dtype)
-    made.reshape(-1).view(np.uint8)[:] = 0xFF
-    return made
-
-
 class Projected:
     """`DeltaKernels` by what is projected: gates are such that the norm is undone by `normed`."""
 
     name = "cuda"
 
     def __init__(self, dtype: str = "float32") -> None:
-        self.kernels = CudaDelta(InterpreterLauncher(), poisoned)
+        self.kernels = CudaDelta(InterpreterLauncher(), lambda nbytes: np.full(nbytes, 0xFF, np.uint8))
 
     def attend_delta(
-        self, inputs: DeltaInputs, arena: np.ndarray, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable, *, out
+        self,
+        inputs: DeltaInputs,
+        arena: np.ndarray,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        out,
     ) -> None:
         tokens, key_heads, share, value_dim = out.shape
         gates = np.ones((tokens, key_heads, share * value_dim), np.float32)
@@ -73,5 +73,5 @@ def test_x() -> None:
     assert_right(DeltaCase(((5, 1, 1), (0, 20, 1))))
     assert_right(DeltaCase(((5, 1, 40), (17, 1, 2)), block_size=16))
     assert_right(DeltaCase(((70, 1, 140), (17, 1, 2)), block_size=64))
-    assert_right(DeltaCase(((1,1,1,1,1,1,1), (63, 2, 3,1, 1,1,1)), block_size=64))
+    assert_right(DeltaCase(((1, 1, 1, 1, 1, 1, 1), (63, 2, 3, 1, 1, 1, 1)), block_size=64))
     assert_right(DeltaCase(((70, 1, 1),), DeltaSizes(20, 36, 3, 3), heads=3, block_size=4))
