@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -222,17 +221,7 @@ def variants_of(shape: DeltaShape, sm: int) -> dict[str, Variant]:
         ConfigError: the shape is not supported (`check_delta`).
     """
     check_delta(shape)
-    sizes, rows, warps = shape.sizes, _rows(shape), _WARPS if sm >= 90 else _WARPS_BELOW_90
-    sized = {
-        "KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads, "SHARE": sizes.share, "KEY_DIM": sizes.key_dim, "VALUE_DIM": sizes.value_dim,
-        "CHANNELS": sizes.channels, "EACH": sizes.channels + sizes.share * sizes.value_dim, "ROW": shape.projected,
-        "WIDTH": sizes.convolution, "BLOCK_K": _block(sizes.key_dim), "BLOCK_V": _block(sizes.value_dim),
-        "BLOCK_S": _power_of_two(sizes.share), "BLOCK_SIZE": shape.block_size, "COLUMNS": _columns(shape),
-        "PIECES": _pieces(shape),
-        "CHUNK": _chunk(shape), "ROWS": rows, "LEVELS": rows.bit_length() - 1, "TOKENS": CONVOLVED,
-        "RECURRENT_AT": _recurrent_at(sizes), "QUERY_SCALE": sizes.key_dim**-0.5,
-        "PRECISION": "tf32x3" if shape.dtype == "float32" else "bf16x3",
-    }  # fmt: skip
+    sized, warps = _constants(shape), _WARPS if sm >= 90 else _WARPS_BELOW_90
     return {
         name: Variant(
             kernel=name,
@@ -245,6 +234,20 @@ def variants_of(shape: DeltaShape, sm: int) -> dict[str, Variant]:
         )
         for name, signature in _SIGNATURES.items()
     }
+
+
+def _constants(shape: DeltaShape) -> dict[str, int | float | str]:
+    sizes, rows, values = shape.sizes, _rows(shape), shape.sizes.share * shape.sizes.value_dim
+    return {
+        "KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads, "SHARE": sizes.share,
+        "KEY_DIM": sizes.key_dim, "VALUE_DIM": sizes.value_dim, "WIDTH": sizes.convolution,
+        "CHANNELS": sizes.channels, "EACH": sizes.channels + values, "ROW": shape.projected,
+        "BLOCK_K": _block(sizes.key_dim), "BLOCK_V": _block(sizes.value_dim), "BLOCK_S": _power_of_two(sizes.share),
+        "COLUMNS": _columns(shape), "PIECES": _pieces(shape),
+        "BLOCK_SIZE": shape.block_size, "CHUNK": _chunk(shape), "ROWS": rows, "LEVELS": rows.bit_length() - 1,
+        "TOKENS": CONVOLVED, "RECURRENT_AT": _recurrent_at(sizes), "QUERY_SCALE": sizes.key_dim**-0.5,
+        "PRECISION": "tf32x3" if shape.dtype == "float32" else "bf16x3",
+    }  # fmt: skip
 
 
 def _typed(signature: str, dtype: str) -> tuple[tuple[str, str], ...]:

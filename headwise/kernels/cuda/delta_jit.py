@@ -230,7 +230,8 @@ def convolve(
     fewest_queries,
     KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr, EACH: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, TOKENS: tl.constexpr, QUERY_SCALE: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+    TOKENS: tl.constexpr, QUERY_SCALE: tl.constexpr,
 ):  # fmt: skip
     """What the rule takes, of ``TOKENS`` tokens and one key head; grid (tiles x key heads).
 

@@ -40,6 +40,8 @@ class CudaDevice:
     """`Device` on one GPU. All work of the worker's thread goes to one stream: its own, or where Paddle computes,
     Paddle's current one. Copies have others.
 
+    parts: what kernels are made with
+
     Raises:
         ConfigError: the GPU, its driver or CuPy cannot be used, or Paddle, where that is chosen.
     """
@@ -57,7 +59,7 @@ class CudaDevice:
             self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
             self._step_tokens = CudaStepTokens(programs)
-            self._parts = KernelParts(launcher, programs, self.ops.empty_bytes)
+            self.parts = KernelParts(launcher, programs, self.ops.empty_bytes)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """See `Device.check`."""
@@ -68,7 +70,7 @@ class CudaDevice:
         pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
         check_room(self._card, {"weights": weights, "KV cache": pool})
         with self.current():
-            self.kernels: Kernels = gpu_kernels(card, config.dtype_name, config.tp_size, self._parts)
+            self.kernels: Kernels = gpu_kernels(card, config.dtype_name, config.tp_size, self.parts)
 
     def current(self) -> AbstractContextManager[Any]:
         return self._compute.current()

@@ -22,6 +22,14 @@ class KernelParts:
     programs: Programs
     allocate: Callable[[int], Array]
 
+    def attention(self) -> CudaKernels:
+        """Those of grouped-query attention."""
+        return CudaKernels(self.launcher, self.programs, self.allocate)
+
+    def delta(self) -> CudaDelta:
+        """Those of gated delta-nets."""
+        return CudaDelta(self.launcher, self.allocate)
+
 
 def gpu_kernels(card: ModelCard, dtype: str, tp_size: int, parts: KernelParts) -> Kernels:
     """Those of the card's model, made ready for one of ``tp_size`` ranks that computes in ``dtype``.
@@ -30,12 +38,12 @@ def gpu_kernels(card: ModelCard, dtype: str, tp_size: int, parts: KernelParts) -
         ConfigError: there are none for this model.
     """
     model = card.config
-    attention = CudaKernels(parts.launcher, parts.programs, parts.allocate)
+    attention = parts.attention()
     kv_heads, share = model.num_kv_heads // tp_size, model.num_heads // model.num_kv_heads
     layout = card.layouts[model.attention_layer]
     attention.prepare(layout, share * kv_heads, kv_heads, dtype, model.attention_softcap, model.sink_logits)
     if model.delta is None:
         return attention
-    delta = CudaDelta(parts.launcher, parts.allocate)
+    delta = parts.delta()
     delta.prepare([DeltaShape.of(card.layouts[model.delta.layers[0]], model.delta.key_heads // tp_size, dtype)])
     return MixedKernels(attention, delta)

@@ -257,7 +257,6 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
         "CudaPrograms",
         "CupyLauncher",
         "CubinCache",
-        "CudaKernels",
         "CudaBlockTables",
         "DeviceSampler",
     ):

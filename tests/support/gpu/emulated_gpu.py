@@ -125,10 +125,10 @@ class EmulatedGpu:
         self._step_tokens = CudaStepTokens(programs, threads=64)
         self.ops = EmulatedOps(dtype, programs)
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
-        self._parts = KernelParts(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
+        self.parts = KernelParts(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
-        self.kernels = gpu_kernels(card, self._dtype, card.plan.tp_size, self._parts)
+        self.kernels = gpu_kernels(card, self._dtype, card.plan.tp_size, self.parts)
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
