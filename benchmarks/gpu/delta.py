@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gpu.bench import Bench
@@ -107,15 +108,19 @@ def _tables(sequences: Sequence[tuple[int, int]], block_size: int, seed: int) ->
 
 def errors_of(rig: Rig, step: DeltaStep, shape: DeltaShape) -> tuple[float, float]:
     """Relative distances from NumPy, of what comes of a step, and of the states that it leaves."""
-    weights = DeltaWeights(
-        *(rig.download(getattr(step.weights, name)) for name in ("convolution", "speed", "bias", "norm")), EPS
-    )
-    tables = (rig.download(array) for array in (step.batch.cu_seqlens_q, step.batch.seq_lens, step.batch.block_tables))
+    there: dict[str, Any] = {
+        name: rig.download(getattr(step.weights, name)) for name in ("convolution", "speed", "bias", "norm")
+    }
+    weights = replace(step.weights, **there)
+    tables: dict[str, Any] = {
+        name: rig.download(getattr(step.batch, name)) for name in ("cu_seqlens_q", "seq_lens", "block_tables")
+    }
+    batch = replace(step.batch, **tables)
     heads = HeadTable(*(rig.download(array) for array in vars(step.heads).values()))
     inputs, gates = inputs_of(rig.download(step.numbers).astype(np.float32), weights, shape.sizes)
     arena, sizes = rig.download(step.arena), shape.sizes
     seen = np.empty((len(gates), shape.key_heads, sizes.share, sizes.value_dim), np.float32)
-    ReferenceDeltaKernels().attend_delta(inputs, arena, step.layout, AttentionBatch(*tables, 1), heads, out=seen)
+    ReferenceDeltaKernels().attend_delta(inputs, arena, step.layout, batch, heads, out=seen)
     step.on(rig)()
     rig.synchronize()
     expected = gated_norm(seen.reshape(gates.shape), gates, weights).reshape(len(gates), -1)
