@@ -43,3 +43,21 @@ def test_greedy_tokens_of_several_prompts_at_once(model: str, prompts: int, toke
         results = engine.generate([answer.prompt_ids for answer in wanted], replace(GREEDY, max_tokens=tokens))
     for answer, result in zip(wanted, results, strict=True):
         assert_same(answer.first(tokens), result.token_ids)
+
+
+@pytest.mark.soak
+def test_states_are_resumed_at_checkpoints_that_a_prompt_left() -> None:
+    answer = next(answer for answer in answers("qwen3.5") if len(answer.prompt_ids) == 40)
+    config = EngineConfig(
+        model=str(checkpoint("qwen3.5")),
+        device="cuda",
+        dtype="float32",
+        kv_cache="64MiB",
+        max_model_len=256,
+        block_size=16,
+    )
+    with LocalEngine(config, EmulatedGpu(LIBRARIES, "float32")) as engine:
+        first, again = (engine.generate([answer.prompt_ids], replace(GREEDY, max_tokens=3))[0] for _ in range(2))
+    assert_same(answer.first(3), first.token_ids)
+    assert again.token_ids == first.token_ids
+    assert again.usage.cached_tokens == 32
