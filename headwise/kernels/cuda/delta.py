@@ -186,11 +186,8 @@ class CudaDelta:
     def _chunks(self, shape: DeltaShape, tokens: int, sequences: int, arguments: dict[str, np.generic]) -> None:
         """All sequences of several tokens."""
         key_heads, value_heads, chunk = shape.key_heads, shape.value_heads, _chunk(shape)
-        keys, pairs, itemsize = (
-            key_heads * shape.sizes.key_dim,
-            value_heads * _rows(shape),
-            numpy_dtype(shape.dtype).itemsize,
-        )
+        itemsize = numpy_dtype(shape.dtype).itemsize
+        keys, pairs = key_heads * shape.sizes.key_dim, value_heads * _rows(shape)
         of_token = {
             "query": keys * itemsize, "key": keys * itemsize, "value": shape.values * itemsize, "rate": value_heads * 4,
             "decay": value_heads * 4, "among": pairs * itemsize, "solved": pairs * itemsize, "seen": shape.values * 4,
