@@ -258,6 +258,7 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
         "CupyLauncher",
         "CubinCache",
         "CudaBlockTables",
+        "CudaStepTokens",
         "DeviceSampler",
     ):
         monkeypatch.setattr(cuda_device, other, lambda *arguments: SimpleNamespace(get=None))
