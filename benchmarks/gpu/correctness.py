@@ -15,6 +15,7 @@ import numpy as np
 from gpu.bench import Bench
 from gpu.cases import FULL_ATTENTION, Window, head_table, places_of
 from gpu.checkpoint import MOE, random_models, write_checkpoint
+from gpu.delta import check_delta, compile_delta, shape_of
 from gpu.mixtures import compile_experts, expert_shape, experts_of
 from gpu.rig import Rig
 from gpu.sizes import FULL, Sizes
@@ -27,6 +28,7 @@ from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.block_copy import ReferenceBlockCopy
 from headwise.kernels.cuda.attention import OLDEST_SM_E4M3, AttentionShape
 from headwise.kernels.cuda.cubins import Target
+from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.kv_write import CudaKvWrite
 from headwise.kernels.cuda.precompile import precompile
 from headwise.kernels.gqa import gqa_layout
@@ -65,6 +67,8 @@ def compile_kernels(bench: Bench) -> None:
         if sizes.compiled is None:
             mixture = expert_shape(models[MOE])
             made[mixture] = pool.submit(compile_experts, mixture, target, work / "kernels")
+            for net in _delta_shapes(sizes):
+                made[net] = pool.submit(compile_delta, net, target, work / "kernels")
         for shape, each in made.items():
             with bench.rows.case(f"{shape}"):
                 files += each.result()
@@ -82,7 +86,12 @@ def precompile_all(target: tuple[int, int], directory: Path, layers: int | None)
     """Compile what all sections need on a card of some (compute capability, CUDA version); the number of kernels."""
     where = Target(*target)
     files = sum(_compile(shape, where, directory) for shape in _shapes(FULL, where.sm, layers))
+    files += sum(compile_delta(shape, where, directory) for shape in _delta_shapes(FULL))
     return files + compile_experts(expert_shape(FULL.moe), where, directory)
+
+
+def _delta_shapes(sizes: Sizes) -> list[DeltaShape]:
+    return [shape_of(sizes.delta, sizes.block_size, dtype) for dtype in TOLERANCE]
 
 
 def _shapes(sizes: Sizes, sm: int, layers: int | None) -> list[AttentionShape]:
@@ -418,6 +427,7 @@ def correctness(bench: Bench) -> None:
     for case in every[:5:4]:
         with bench.rows.case(f"write_rope_{case.name}"):
             check_rope(bench, case, rng)
+    check_delta(bench, TOLERANCE)
     check_copies(bench, rng)
     for dtype in ("float32", "float16", "bfloat16"):
         with bench.rows.case(f"ops_{dtype}"):

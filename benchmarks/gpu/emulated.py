@@ -88,7 +88,8 @@ class EmulatedRig:
         self._libraries = LIBRARIES
         self.programs: Programs = OneAtATime(ShimPrograms())
         self._gpu = _Gpu(self._libraries, "bfloat16", self.programs)
-        self.kernels = self._gpu.kernels
+        self.kernels = self._gpu.parts.attention()
+        self.delta = self._gpu.parts.delta()
 
     def about(self) -> dict[str, str]:
         return {"card": "emulated, numbers mean nothing", **versions("triton", "torch", "numpy")}

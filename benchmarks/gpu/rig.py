@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.cubins import Target
+from headwise.kernels.cuda.delta import CudaDelta
 from headwise.kernels.cuda.launch import Kernel, address_of, driver_cuda
 from headwise.kernels.cuda.programs import CudaPrograms, Programs
 from headwise.runtime.config.engine_config import EngineConfig
@@ -54,6 +55,7 @@ class Rig(Protocol):
     work: Path
     seed: int
     kernels: AttentionKernels
+    delta: CudaDelta
     programs: Programs
     target: Target
 
@@ -128,7 +130,8 @@ class CudaRig:
         import cupy
 
         self._cupy, self._cuda, self.work, self.seed = cupy, cupy.cuda, work, seed
-        self.kernels: AttentionKernels = self._device.kernels
+        self.kernels: AttentionKernels = self._device.parts.attention()
+        self.delta = self._device.parts.delta()
         with self._device.current():
             self.programs: Programs = CudaPrograms(config.cache_path / "kernels")
             self.target = Target(int(cupy.cuda.Device().compute_capability), driver_cuda())

@@ -22,6 +22,18 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """A layer of gated delta-nets, with keys and values of ``dim``; the batches it decodes, and tokens of prompts."""
+
+    key_heads: int
+    share: int
+    dim: int
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    convolution: int = 4
+
+
+@dataclass(frozen=True)
 class CopySizes:
     """Copies between arenas of ``num_bytes`` each.
 
@@ -87,6 +99,7 @@ class Sizes:
     prompts: tuple[int, ...]
     product: int
     copies: CopySizes
+    delta: DeltaNet
     most_repeats: int
     warm_steps: int
     llama: dict[str, Any]
@@ -178,6 +191,7 @@ FULL = Sizes(
     prompts=(4096, 16384),
     product=8192,
     copies=CopySizes(1 << 30, ERNIE_LIKE, block_sizes=(64, 16), step=(64, 8192), layer_tokens=4096),
+    delta=DeltaNet(16, 2, 128, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Qwen3-Next-80B's
     most_repeats=64,
     warm_steps=6,
     llama=LLAMA_1B,
@@ -228,6 +242,7 @@ TINY = Sizes(
     prompts=(32,),
     product=16,
     copies=CopySizes(1 << 18, {**ERNIE_LIKE, **_TINY_HEADS, "sink_size": 4}, (8, 16), (1, 20), 16),
+    delta=DeltaNet(1, 2, 16, batches=(1, 2), prompts=(20,)),
     most_repeats=1,
     warm_steps=1,
     llama={**LLAMA_1B, **_TINY_HEADS, "num_hidden_layers": 1},

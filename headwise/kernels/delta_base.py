@@ -17,7 +17,7 @@ solution of a triangular system, ``x_i = b_i * (v_i - exp(G_i) * k_i S0 - sum_{j
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
@@ -40,6 +40,34 @@ class DeltaInputs:
     rate: Array
     decay: Array
     weights: Array
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """What a layer computes with between its projections, for one rank's key heads. All arrays are float32.
+
+    convolution: as `DeltaInputs.weights`
+    speed, bias: ``[key_heads, share]``: a decay is ``-speed * softplus(what is projected + bias)``
+    norm, eps:   ``[value_dim]``, of what a value head sees
+    """
+
+    convolution: Array
+    speed: Array
+    bias: Array
+    norm: Array
+    eps: float
+
+
+@dataclass(frozen=True)
+class DeltaProjected:
+    """What a layer projects of a step's tokens, ``numbers [tokens, width]``, and its weights.
+
+    In a row are ``[query | key | values | gates]`` of each key head, and behind those of all ``[rates | decays]`` of
+    each: numbers of which a rate is the sigmoid, and a decay what `DeltaWeights` says.
+    """
+
+    numbers: Array
+    weights: DeltaWeights
 
 
 class DeltaKernels(Protocol):
@@ -65,3 +93,24 @@ class DeltaKernels(Protocol):
         from ``start // block_size`` on that has a block is written: the state behind its last token, or behind the
         sequence's last one. Columns are read of a head's own group. No state is read that stands for other tokens.
         """
+
+
+@runtime_checkable
+class ProjectedDeltaKernels(Protocol):
+    """Kernels that do all that is between a layer's projections, see `headwise.kernels.delta_gates`."""
+
+    name: str
+
+    def attend_projected(
+        self,
+        projected: Array,
+        weights: DeltaWeights,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        out: Array,
+    ) -> None:
+        """As `DeltaKernels.attend_delta`, from `DeltaProjected.numbers` to ``out [tokens, key_heads * share * value]``,
+        of the same dtype: what is seen has been normed, and is multiplied by SiLU of the gates."""

@@ -65,6 +65,14 @@ def clamped_mul(ops: Any) -> Any:
     return ops.clamped_mul(ops.tensor(4 * X))
 
 
+def sigmoid_mul(ops: Any) -> Any:
+    return ops.sigmoid_mul(ops.tensor(X), ops.tensor(4 * X[::-1]))
+
+
+def sigmoid_mul_of_rows(ops: Any) -> Any:
+    return ops.sigmoid_mul(ops.tensor(X), ops.tensor(X[:, :1]))
+
+
 def take_rows(ops: Any) -> Any:
     return ops.take_rows(ops.tensor(X), np.array([3, 0]))
 
@@ -104,4 +112,7 @@ NARROW: list[Callable[[Any], Any]] = [
 ]
 """What Paddle computes on a CPU in float16 and bfloat16, too."""
 
-EVERY = [*NARROW, linear, linear_of_a_slice, silu_mul, clamped_mul, put_rows, scatter_add_rows, residual, normed_sum]
+EVERY = [
+    *(*NARROW, linear, linear_of_a_slice, silu_mul, clamped_mul, sigmoid_mul, sigmoid_mul_of_rows),
+    *(put_rows, scatter_add_rows, residual, normed_sum),
+]

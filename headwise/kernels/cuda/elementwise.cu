@@ -189,6 +189,44 @@ extern "C" __global__ void clamped_mul(const char* gate_up, char* out, long long
     gated<Clamped>(gate_up, out, token_stride, count, vectors);
 }
 
+// x, out:  [rows, vectors]
+// gate:    a number for each of x, or one for a row; its stride is bytes from row to row
+// grid:    `count` threads, rows * vectors
+template <bool WHOLE_ROW>
+__device__ __forceinline__ void times_sigmoid(
+    const char* x, const char* gate, char* out, long long gate_stride, int count, int vectors)
+{
+    const int index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= count) return;
+    const char* from = gate + index / vectors * gate_stride;
+    Floats gates;
+    if (WHOLE_ROW) {
+        const unsigned bits = WORD_ELEMENTS == 1 ? *reinterpret_cast<const unsigned*>(from)
+                                                 : *reinterpret_cast<const unsigned short*>(from);
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++) gates.at[i] = to_f32<NUMBER>(bits);
+    } else {
+        gates = widened(load(from + index % vectors * VECTOR));
+    }
+    const long long at = static_cast<long long>(index) * VECTOR;
+    Floats floats = widened(load(x + at));
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) floats.at[i] = floats.at[i] / (1.0f + expf(-gates.at[i]));
+    store(out + at, floats);
+}
+
+extern "C" __global__ void sigmoid_mul(
+    const char* x, const char* gate, char* out, long long gate_stride, int count, int vectors)
+{
+    times_sigmoid<false>(x, gate, out, gate_stride, count, vectors);
+}
+
+extern "C" __global__ void sigmoid_mul_rows(
+    const char* x, const char* gate, char* out, long long gate_stride, int count, int vectors)
+{
+    times_sigmoid<true>(x, gate, out, gate_stride, count, vectors);
+}
+
 // ---- embedding ----
 
 // table:  rows of `vectors`; its stride is bytes from row to row

@@ -41,6 +41,8 @@ class _Kernels:
     rms_norm: dict[int, Kernel]
     add_rms_norm: dict[int, Kernel]
     gated: dict[str, Kernel]
+    sigmoid_mul: Kernel
+    sigmoid_mul_rows: Kernel
     gather_rows: Kernel
 
 
@@ -70,6 +72,8 @@ class CudaElementwise:
             rms_norm={threads: program.kernel("rms_norm", threads) for threads in NORM_THREADS},
             add_rms_norm={threads: program.kernel("add_rms_norm", threads) for threads in NORM_THREADS},
             gated={name: program.kernel(f"{name}_mul", THREADS) for name in get_args(Activation)},
+            sigmoid_mul=program.kernel("sigmoid_mul", THREADS),
+            sigmoid_mul_rows=program.kernel("sigmoid_mul_rows", THREADS),
             gather_rows=program.kernel("gather_rows", THREADS),
         )
 
@@ -139,6 +143,25 @@ class CudaElementwise:
         self._of(out).gated[activation](
             _grid(count, THREADS),
             (*_pointers(gate_up, out), np.int64(gate_up.strides[0]), np.int32(count), np.int32(vectors)),
+        )
+        return True
+
+    def sigmoid_mul(self, x: Array, gate: Array, out: Array) -> bool:
+        """``out [T, N] = x [T, N] * sigmoid(gate)`` for ``gate [T, N]`` or ``[T, 1]``; ``x`` has no gaps."""
+        tokens, width = out.shape
+        vectors = width * out.dtype.itemsize // VECTOR_BYTES
+        count, is_of_rows = tokens * vectors, gate.shape == (tokens, 1)
+        if (
+            count > MOST_THREADS
+            or gate.dtype != out.dtype
+            or not (_in_vectors(out) and _is_dense(x, out.shape, out.dtype) and _is_dense(out, out.shape, out.dtype))
+            or not (is_of_rows or (gate.shape == out.shape and _in_vectors(gate)))
+        ):
+            return False
+        kernels = self._of(out)
+        (kernels.sigmoid_mul_rows if is_of_rows else kernels.sigmoid_mul)(
+            _grid(count, THREADS),
+            (*_pointers(x, gate, out), np.int64(gate.strides[0]), np.int32(count), np.int32(vectors)),
         )
         return True
 

@@ -91,4 +91,6 @@ class _Language:
     def dot(lhs: Any, rhs: Any, *more: Any, **options: Any) -> Any:
         # The interpreter keeps bfloat16 as integers, and would multiply those.
         lhs, rhs = (value.to(tl.float32) if value.dtype == tl.bfloat16 else value for value in (lhs, rhs))
+        if "input_precision" in options:  # NumPy has one, and the interpreter does not know all by name
+            options["input_precision"] = "ieee"
         return tl.dot(lhs, rhs, *more, **options)

@@ -23,8 +23,11 @@ from headwise.kernels.cuda import (
 )
 from headwise.kernels.cuda.attention import AttentionShape, check_supported, variants_of
 from headwise.kernels.cuda.cubins import CubinCache, Target
+from headwise.kernels.cuda.delta import DeltaShape
+from headwise.kernels.cuda.delta import variants_of as delta_variants
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.programs import Defines, cubin_path
+from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.experts import Routing
 from headwise.kernels.fused import Activation
 from headwise.kernels.gqa import gqa_layout
@@ -35,10 +38,12 @@ def precompile(
     targets: Sequence[Target],
     directory: Path,
     mixtures: Sequence[ExpertShape] = (),
+    deltas: Sequence[DeltaShape] = (),
 ) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
     mixtures: of experts, of models that have them
+    deltas:   delta-nets, likewise
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -56,6 +61,9 @@ def precompile(
             for variant in experts.variants_of(mixture, target.sm):
                 yield cubins.get(variant).path
             yield cubin_path(directory, experts.SOURCE, experts.defines_of(mixture), target.sm, target.cuda)
+        for delta in deltas:
+            for variant in delta_variants(delta, target.sm).values():
+                yield cubins.get(variant).path
 
 
 def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
@@ -86,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     targets = [Target(sm, cuda) for sm in options.sm for cuda in options.cuda]
     try:
-        for path in precompile([shape], targets, options.directory, list(_mixtures(options))):
+        for path in precompile([shape], targets, options.directory, list(_mixtures(options)), list(_deltas(options))):
             print(path, flush=True)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
@@ -120,6 +128,13 @@ def _parser() -> argparse.ArgumentParser:
     mixture.add_argument("--expert-groups", type=int, default=1, help="that experts come in (default: 1)")
     mixture.add_argument("--groups-per-token", type=int, default=1)
     mixture.add_argument("--best-of-group", type=int, default=1, help="experts that a group's score is the sum of")
+    delta = parser.add_argument_group("gated delta-nets", "of a model that has them")
+    delta.add_argument("--delta-key-heads", type=int, help="of the model")
+    delta.add_argument("--delta-value-heads", type=int, help="of the model (default: as many)")
+    delta.add_argument("--delta-key-dim", type=int, default=128, help="(default: 128)")
+    delta.add_argument("--delta-value-dim", type=int, default=128, help="(default: 128)")
+    delta.add_argument("--delta-convolution", type=int, default=4, help="tokens that it spans (default: 4)")
+    delta.add_argument("--tp-size", type=int, default=1, help="ranks that key heads are dealt to (default: 1)")
     return parser
 
 
@@ -145,6 +160,22 @@ def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:
         dtype=options.dtype,
         has_bias=options.expert_biases,
     )
+
+
+def _deltas(options: argparse.Namespace) -> Iterator[DeltaShape]:
+    key_heads, ranks = options.delta_key_heads, options.tp_size
+    if key_heads is None:
+        return
+    value_heads = options.delta_value_heads or key_heads
+    if min(key_heads, ranks) < 1 or key_heads % ranks or value_heads % key_heads:
+        raise ConfigError(
+            f"{value_heads} value heads cannot share {key_heads} key heads on {ranks} ranks evenly: give those of the "
+            "model's config.json, and a --tp-size that divides them"
+        )
+    sizes = DeltaSizes(
+        options.delta_key_dim, options.delta_value_dim, value_heads // key_heads, options.delta_convolution
+    )
+    yield DeltaShape(key_heads // ranks, sizes, options.block_size, options.dtype)
 
 
 def _numbers(text: str) -> list[int]:

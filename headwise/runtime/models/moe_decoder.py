@@ -85,8 +85,8 @@ class MoeDecoder(Decoder):
             return super().feed_forward(mlp, x)
         total = self.ops.mix_experts(x, self._linear(x, mlp.router), mlp.experts, self._tokens)
         if mlp.gated_shared is not None and mlp.shared_gate is not None:
-            shares = sigmoid(self.ops.numpy(self._linear(x, mlp.shared_gate))[:, 0])
-            self.ops.scatter_add_rows(total, np.arange(len(shares)), super().feed_forward(mlp.gated_shared, x), shares)
+            shared = super().feed_forward(mlp.gated_shared, x)
+            total = total + self.ops.sigmoid_mul(shared, self._linear(x, mlp.shared_gate))
         return total
 
 

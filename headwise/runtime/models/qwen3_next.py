@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.policy import STATE
 from headwise.errors import ModelError
 from headwise.kernels.delta import DeltaSizes
-from headwise.kernels.delta_base import DeltaInputs
+from headwise.kernels.delta_base import DeltaProjected, DeltaWeights
 from headwise.runtime.models.base import AttentionLayer, DeltaConfig, ModelConfig, RopeConfig, Rotation
 from headwise.runtime.models.decoder import Decoder, Layer, Linear, QkvProjections, Weights
 from headwise.runtime.models.hf_config import (
@@ -26,7 +26,7 @@ from headwise.runtime.models.hf_config import (
     rope,
 )
 from headwise.runtime.models.moe import MoeMlp
-from headwise.runtime.models.moe_decoder import MoeDecoder, sigmoid
+from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.qwen import Qwen3, moe_config
 from headwise.runtime.models.qwen3_next_weights import GatedHeadWeights, JoinedDeltaWeights
 from headwise.runtime.models.values import finite_number, shown
@@ -134,17 +134,12 @@ class GatedProjections(QkvProjections):
 class DeltaProjections:
     """One rank's part of a gated delta-net.
 
-    into:        ``[query | key | values | gates]`` of each key head, and behind those of all its ``[rates | decays]``
-    convolution: as `DeltaInputs.weights`
-    speed, bias: float32 ``[key_heads, share]``: a decay is ``-speed * softplus(its input + bias)``
-    norm:        of each value head, float32 ``[value_dim]``
+    into:    to `DeltaProjected.numbers`
+    between: what is computed with before `out`
     """
 
     into: Linear
-    convolution: Floats
-    speed: Floats
-    bias: Floats
-    norm: Floats
+    between: DeltaWeights
     out: Linear
 
 
@@ -175,7 +170,7 @@ class Qwen3_5(Qwen3):  # noqa: N801
         return GatedProjections(found.qkv, found.out, gate=self._split_rows([(f"{at}q_gate", q)], has_bias=False))
 
     def _load_delta(self, heads: tuple[int, ...], at: str) -> DeltaProjections:
-        delta, source = self._delta, self._weights
+        delta, source, upload = self._delta, self._weights, self.ops.upload
         sizes = delta.sizes
         values = sizes.share * sizes.value_dim
 
@@ -193,10 +188,13 @@ class Qwen3_5(Qwen3):  # noqa: N801
                 [(f"{at}in_proj_qkvz", ranges(sizes.channels + values)), (f"{at}in_proj_ba", ranges(2 * sizes.share))],
                 has_bias=False,
             ),
-            convolution=_by_key_head(convolution[:, 0], delta)[list(heads)].transpose(0, 2, 1).copy(),
-            speed=np.exp(of_value_heads("A_log")),
-            bias=of_value_heads("dt_bias"),
-            norm=self._shaped(f"{at}norm.weight", source.tensor(f"{at}norm.weight"), (sizes.value_dim,)),
+            between=DeltaWeights(
+                convolution=upload(_by_key_head(convolution[:, 0], delta)[list(heads)].transpose(0, 2, 1).copy()),
+                speed=upload(np.exp(of_value_heads("A_log"))),
+                bias=upload(of_value_heads("dt_bias")),
+                norm=upload(self._shaped(f"{at}norm.weight", source.tensor(f"{at}norm.weight"), (sizes.value_dim,))),
+                eps=self.config.rms_norm_eps,
+            ),
             out=self._split_columns(f"{at}out_proj", ranges(values), has_bias=False),
         )
 
@@ -214,28 +212,13 @@ class Qwen3_5(Qwen3):  # noqa: N801
         if index in self._delta.layers:
             return self._attend_delta(index, layer.attention, x, attention)
         query, key, value = self.query_key_value(index, layer, x)
-        gates = sigmoid(self.ops.kernel_array(self._linear(x, layer.attention.gate)))
-        seen = self.ops.kernel_array(attention(index, query, key, value, rotation))
-        heads = self.ops.from_kernel_array(seen.reshape(gates.shape) * gates)
+        seen = attention(index, query, key, value, rotation).reshape([x.shape[0], -1])
+        heads = self.ops.sigmoid_mul(seen, self._linear(x, layer.attention.gate))
         return self.reduce(self._linear(heads, layer.attention.out))
 
     def _attend_delta(self, index: int, weights: DeltaProjections, x: Tensor, attention: AttentionLayer) -> Tensor:
-        sizes, tokens, heads = self._delta.sizes, x.shape[0], len(weights.speed)
-        projected = self.ops.kernel_array(self._linear(x, weights.into))
-        of_heads = projected[:, : -2 * heads * sizes.share].reshape(tokens, heads, -1)
-        rates, decays = np.split(projected[:, -2 * heads * sizes.share :].reshape(tokens, heads, -1), 2, axis=2)
-        inputs = DeltaInputs(
-            mixed=np.ascontiguousarray(of_heads[:, :, : sizes.channels]),
-            rate=sigmoid(rates),
-            decay=-weights.speed * np.logaddexp(np.float32(0), decays + weights.bias),
-            weights=weights.convolution,
-        )
-        seen = self.ops.kernel_array(attention(index, inputs)).reshape(tokens, -1, sizes.value_dim)
-        gates = of_heads[:, :, sizes.channels :].reshape(seen.shape)
-        variance = np.square(seen).mean(axis=-1, keepdims=True)
-        normed = weights.norm * (seen / np.sqrt(variance + np.float32(self.config.rms_norm_eps)))
-        gated = normed * (gates * sigmoid(gates))
-        return self.reduce(self._linear(self.ops.from_kernel_array(gated.reshape(tokens, -1)), weights.out))
+        numbers = self.ops.kernel_array(self._linear(x, weights.into))
+        return self.reduce(self._linear(attention(index, DeltaProjected(numbers, weights.between)), weights.out))
 
 
 class Qwen3Next(MoeDecoder, Qwen3_5):

@@ -123,6 +123,10 @@ class ArrayOps(UnfusedOps):
         with np.errstate(over="ignore"):  # as in `silu_mul`
             return self._narrow(gate / (1 + self.xp.exp(np.float32(-SWIGLU_ALPHA) * gate)) * (up + 1))
 
+    def sigmoid_mul(self, x: Array, gate: Array) -> Array:
+        with np.errstate(over="ignore"):  # as in `silu_mul`
+            return self._narrow(self._wide(x) / (1 + self.xp.exp(-self._wide(gate))))
+
     def take_rows(self, x: Array, rows: NDArray[np.int64]) -> Array:
         return x[self.upload(rows)]
 

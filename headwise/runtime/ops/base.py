@@ -220,6 +220,9 @@ class TensorOps(Protocol):
                 anything may come; None: there is none. A CPU may compute them
         """
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``x [T, N] * sigmoid(gate)`` for ``gate [T, N]``, or ``[T, 1]``."""
+
     def take_rows(self, x: Tensor, rows: NDArray[np.int64]) -> Tensor:
         """Rows ``rows [R]`` of ``x [T, N]``, as a copy ``[R, N]``."""
 

@@ -69,6 +69,10 @@ class GpuOps(ArrayOps):
         out = self._gated(gate_up, "clamped")
         return super().clamped_mul(gate_up) if out is None else out
 
+    def sigmoid_mul(self, x: Array, gate: Array) -> Array:
+        out = self.xp.empty(x.shape, self.dtype)
+        return out if self._kernels.sigmoid_mul(x, gate, out) else super().sigmoid_mul(x, gate)
+
     def greedy(self, logits: Array) -> tuple[Array, Array]:
         if not self._sampling.takes(logits):
             return super().greedy(logits)

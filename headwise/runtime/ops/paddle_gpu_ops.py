@@ -154,6 +154,9 @@ class PaddleGpuOps(UnfusedOps):
         gate, up = paddle.clip(gate, max=SWIGLU_LIMIT), paddle.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
         return self._narrow(gate * _functional.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0))
 
+    def sigmoid_mul(self, x: paddle.Tensor, gate: paddle.Tensor) -> paddle.Tensor:
+        return self._narrow(self._wide(x) * _functional.sigmoid(self._wide(gate)))
+
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return _functional.embedding(self._on_device(rows), x)
 

@@ -160,6 +160,9 @@ class PaddleOps(UnfusedOps):
     def clamped_mul(self, gate_up: paddle.Tensor) -> paddle.Tensor:
         return self.from_kernel_array(_numpy.clamped_mul(self.numpy(gate_up)))
 
+    def sigmoid_mul(self, x: paddle.Tensor, gate: paddle.Tensor) -> paddle.Tensor:
+        return self.from_kernel_array(_numpy.sigmoid_mul(self.numpy(x), self.numpy(gate)))
+
     def take_rows(self, x: paddle.Tensor, rows: NDArray[np.int64]) -> paddle.Tensor:
         return self.tensor(self.numpy(x)[rows])
 

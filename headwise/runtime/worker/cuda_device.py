@@ -13,7 +13,6 @@ from headwise.kernels.cuda.block_copy import CudaBlockCopy, make_cuda_block_copy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
 from headwise.kernels.cuda.cubins import CubinCache, Target
-from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda
 from headwise.kernels.cuda.programs import CudaPrograms
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
@@ -21,12 +20,14 @@ from headwise.kernels.gqa import kv_dtype_of
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.quantised_checkpoint import open_weights
+from headwise.runtime.models.attention.base import Kernels
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.ops.select import make_gpu_ops
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.runtime.worker.gpu_kernels import KernelParts, gpu_kernels
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
 from headwise.transfer.cuda_stream import ComputeStream, CudaStream
 from headwise.transfer.host_memory import HostArena, numa_node_of_gpu
@@ -38,6 +39,8 @@ GPU = 0
 class CudaDevice:
     """`Device` on one GPU. All work of the worker's thread goes to one stream: its own, or where Paddle computes,
     Paddle's current one. Copies have others.
+
+    parts: what kernels are made with
 
     Raises:
         ConfigError: the GPU, its driver or CuPy cannot be used, or Paddle, where that is chosen.
@@ -56,26 +59,18 @@ class CudaDevice:
             self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
             self._step_tokens = CudaStepTokens(programs)
-            self.kernels = CudaKernels(launcher, programs, self.ops.empty_bytes)
+            self.parts = KernelParts(launcher, programs, self.ops.empty_bytes)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """See `Device.check`."""
-        config, layout, shape = self._config, card.layout, card.config
+        config, shape = self._config, card.config
+        layout = card.layouts[shape.attention_layer]
         check_supported(shape.head_dim, config.dtype_name, kv_dtype_of(layout), self._card.sm, layout.block_size)
         weights = open_weights(model_dir).num_elements * self.ops.itemsize // config.tp_size
         pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
         check_room(self._card, {"weights": weights, "KV cache": pool})
-        kv_heads = shape.num_kv_heads // config.tp_size
-        share = shape.num_heads // shape.num_kv_heads
         with self.current():
-            self.kernels.prepare(
-                layout,
-                share * kv_heads,
-                kv_heads,
-                config.dtype_name,
-                shape.attention_softcap,
-                shape.sink_logits,
-            )
+            self.kernels: Kernels = gpu_kernels(card, config.dtype_name, config.tp_size, self.parts)
 
     def current(self) -> AbstractContextManager[Any]:
         return self._compute.current()

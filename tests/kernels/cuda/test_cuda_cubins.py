@@ -275,6 +275,12 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *mixture, "--hidden-size", "2560"])
     more = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
     assert sorted(set(more) - set(sources)) == ["experts", "multiply_experts"]
+    delta = ["--delta-key-heads", "16", "--delta-value-heads", "32", "--tp-size"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *delta, "2"])
+    more = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(set(more) - set(sources)) == ["carry", "convolve", "finish", "solve", "step"]
+    with pytest.raises(SystemExit, match="32 value heads cannot share 16 key heads on 3 ranks"):
+        precompile.main([str(tmp_path), "--sm", "90", *model, *delta, "3"])
     with pytest.raises(SystemExit, match="--experts needs --hidden-size and --expert-size"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *mixture])
     with pytest.raises(SystemExit, match=r"error: KV dtype float8_e4m3fn needs"):

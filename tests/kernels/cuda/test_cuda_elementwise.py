@@ -182,6 +182,9 @@ def test_any_shape_is_computed_fused_or_not(
     rounded_once(ops.silu_mul(flat), truth.silu_mul(wide(flat)))
     rounded_once(ops.gelu_tanh_mul(flat), truth.gelu_tanh_mul(wide(flat)), slack=1e-5)
     rounded_once(ops.clamped_mul(flat), truth.clamped_mul(wide(flat)))
+    whole = np.ascontiguousarray(flat)
+    for gate in (flat[::-1], flat[:, :1]):
+        rounded_once(ops.sigmoid_mul(whole, gate), truth.sigmoid_mul(wide(whole), wide(gate)))
     heads = numbers(rng, (tokens, 3 + first % 2, 2 * size), dtype)[:, first % 2 :]
     angles = rng.standard_normal((tokens, 1, size), dtype=np.float32)
     turn = np.cos(angles), np.sin(angles)
@@ -199,7 +202,7 @@ def test_any_shape_is_computed_fused_or_not(
 def test_models_shapes_are_fused(
     shim: ShimPrograms, monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int, heads: int, head_dim: int, mlp: int
 ) -> None:
-    for name in ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "clamped_mul"):
+    for name in ("embedding", "rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "clamped_mul", "sigmoid_mul"):
         monkeypatch.delattr(ArrayOps, name)
     ops, number = EmulatedOps(dtype, shim), numpy_dtype(dtype)
     x = ops.embedding(np.ones((3, hidden), number), np.array([2], np.int32))
@@ -209,6 +212,8 @@ def test_models_shapes_are_fused(
     assert ops.rms_norm(query, np.ones(head_dim, np.float32), 1e-5).shape == query.shape
     for activation in (ops.silu_mul, ops.gelu_tanh_mul, ops.clamped_mul):
         assert activation(np.ones((1, 2 * mlp), number)).shape == (1, mlp)
+    for gates in (hidden, 1):
+        assert ops.sigmoid_mul(x, np.ones((1, gates), number)).shape == (1, hidden)
 
 
 def test_what_is_not_in_vectors_is_left_to_others(shim: ShimPrograms) -> None:
@@ -304,11 +309,15 @@ def test_machine_code_has_no_spills_and_reads_and_writes_whole_vectors(dtype: st
         "silu_mul": (2, 1),
         "gelu_tanh_mul": (2, 1),
         "clamped_mul": (2, 1),
+        "sigmoid_mul": (2, 1),
+        "sigmoid_mul_rows": (1, 1),
         "gather_rows": (1, 1),
     }
     assert accesses.keys() == expected.keys()
     scalars = accesses["gather_rows"][0]
     scalars.remove("ld.global.s32" if "ld.global.s32" in scalars else "ld.global.u32")  # a token id
+    gates = accesses["sigmoid_mul_rows"][0]
+    gates.remove(next(load for load in gates if ".v4" not in load))  # one for a row
     for kernel, (loads, stores) in accesses.items():
         assert (len(loads), len(stores)) == expected[kernel], kernel
         assert all(".v4" in access for access in loads + stores), kernel

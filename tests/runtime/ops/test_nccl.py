@@ -30,7 +30,6 @@ from headwise import EngineConfig, LocalEngine
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import DeploymentError, EngineDiedError
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
-from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Variant
 from headwise.runtime.client import local_engine as local
 from headwise.runtime.config.model_card import ModelCard
@@ -38,6 +37,7 @@ from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.protocol.running_step import DoneStep
 from headwise.runtime.worker.cuda_device import CudaDevice
+from headwise.runtime.worker.gpu_kernels import KernelParts
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
 from headwise.runtime.worker.worker import ModelWorker
@@ -236,7 +236,7 @@ class RankGpu(EmulatedGpu):
         super().__init__(libraries, dtype)
         self._nccl = nccl
         self.ops.name, self.ops.capture = "cupy", self.record  # type: ignore[method-assign]
-        self.kernels = CudaKernels(SerialLauncher(sm=90, sms=1), SerialPrograms(libraries), poisoned)
+        self.parts = KernelParts(SerialLauncher(sm=90, sms=1), SerialPrograms(libraries), poisoned)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         with self._building:

@@ -116,6 +116,9 @@ def test_gated_activations(ops) -> None:
         close(ops, ops.silu_mul(both), wide / (1 + np.exp(-wide)) * up)
     tanh = np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))
     np.testing.assert_allclose(ops.numpy(ops.gelu_tanh_mul(both)), 0.5 * wide * (1 + tanh) * up, rtol=1e-4, atol=1e-4)
+    for gates in (gate, gate[:, :1]):
+        with np.errstate(over="ignore"):
+            close(ops, ops.sigmoid_mul(ops.tensor(up), ops.tensor(gates)), up / (1 + np.exp(-gates.astype(np.float64))))
     gate, up = 5 * gate, 5 * up  # some beyond the limits
     with np.errstate(over="ignore"):
         close(ops, ops.clamped_mul(ops.tensor(np.concatenate([gate, up], axis=1))), clamped(gate, up))

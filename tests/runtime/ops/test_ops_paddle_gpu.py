@@ -257,8 +257,8 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
         "CudaPrograms",
         "CupyLauncher",
         "CubinCache",
-        "CudaKernels",
         "CudaBlockTables",
+        "CudaStepTokens",
         "DeviceSampler",
     ):
         monkeypatch.setattr(cuda_device, other, lambda *arguments: SimpleNamespace(get=None))

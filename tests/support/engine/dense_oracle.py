@@ -9,7 +9,8 @@ from support.delta_scene import dense_delta
 
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import HeadPolicy
-from headwise.kernels.delta_base import DeltaInputs
+from headwise.kernels.delta_base import DeltaProjected
+from headwise.kernels.delta_gates import gated_norm, inputs_of
 from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig, Shard
 from headwise.runtime.models.decoder import Weights
@@ -110,10 +111,12 @@ class DenseMixedAttention(DenseAttention):
     """Attention in some layers, gated delta-nets in the others."""
 
     def __call__(self, layer: int, projected, *others):
-        if not isinstance(projected, DeltaInputs):
+        if not isinstance(projected, DeltaProjected):
             return super().__call__(layer, projected, *others)
-        seen = dense_delta(projected, self._config.delta.sizes)
-        return self._ops.from_kernel_array(seen.reshape(len(seen), -1, seen.shape[-1]).astype(np.float32))
+        inputs, gates = inputs_of(projected.numbers, projected.weights, self._config.delta.sizes)
+        seen = dense_delta(inputs, self._config.delta.sizes).reshape(gates.shape).astype(np.float32)
+        gated = gated_norm(seen, gates, projected.weights)
+        return self._ops.from_kernel_array(gated.reshape(len(gated), -1))
 
 
 class DictWeights:

@@ -24,7 +24,6 @@ from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
-from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Kernel, Program
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
@@ -35,6 +34,7 @@ from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
+from headwise.runtime.worker.gpu_kernels import KernelParts, gpu_kernels
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
 from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
@@ -125,12 +125,10 @@ class EmulatedGpu:
         self._step_tokens = CudaStepTokens(programs, threads=64)
         self.ops = EmulatedOps(dtype, programs)
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
-        self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
+        self.parts = KernelParts(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
-        shape = card.config
-        heads = shape.num_heads, shape.num_kv_heads
-        self.kernels.prepare(card.layout, *heads, self._dtype, shape.attention_softcap, shape.sink_logits)
+        self.kernels = gpu_kernels(card, self._dtype, card.plan.tp_size, self.parts)
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -61,6 +61,7 @@ class Serving:
     device: str
     kernels: str
     kv_dtype: str
+    tensor_ops: str = "auto"
 
 
 class AttentionVariant(Protocol):

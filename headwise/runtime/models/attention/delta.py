@@ -15,12 +15,13 @@ from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.delta import delta_layout, sizes_of
-from headwise.kernels.delta_base import DeltaInputs, DeltaKernels
+from headwise.kernels.delta_base import DeltaKernels, DeltaProjected, DeltaWeights, ProjectedDeltaKernels
+from headwise.kernels.delta_gates import gated_norm, inputs_of
 from headwise.kernels.select import make_delta_kernels, make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention
 from headwise.runtime.models.base import DeltaConfig, ModelConfig
-from headwise.runtime.ops.base import Tensor, TensorOps
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class MixedKernels:
     """Kernels of both kinds of layers."""
 
     attention: AttentionKernels
-    delta: DeltaKernels
+    delta: DeltaKernels | ProjectedDeltaKernels
 
     @property
     def name(self) -> str:
@@ -54,10 +55,10 @@ class DeltaNetAttention:
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
-        if serving.device == "cuda":
+        if serving.device == "cuda" and serving.tensor_ops == "paddle":
             raise ConfigError(
-                f"{serving.model} keeps recurrent states (gated delta-nets), for which there are no GPU kernels yet: "
-                "choose device cpu"
+                f"{serving.model} keeps recurrent states (gated delta-nets), which tensor_ops paddle does not compute "
+                "on a GPU: choose tensor_ops cupy, or device cpu"
             )
         self._others.check(serving)
 
@@ -88,19 +89,28 @@ class DeltaNetAttention:
 
 
 class MixedOverCache:
-    """`CachedAttention` of either kind of layer: a delta-net's projects its input to `DeltaInputs`."""
+    """`CachedAttention` of either kind of layer: a delta-net's projects its input to `DeltaProjected`."""
 
-    def __init__(self, ops: TensorOps, kernels: DeltaKernels, others: CachedAttention) -> None:
+    def __init__(self, ops: TensorOps, kernels: DeltaKernels | ProjectedDeltaKernels, others: CachedAttention) -> None:
         self._ops, self._kernels, self._others = ops, kernels, others
 
     def __call__(self, cache: LayerCache, *projected: Any) -> Tensor:
-        """Of a delta-net, what this rank's value heads see: ``[T, value_heads, value_dim]``."""
-        inputs = projected[0]
-        if not isinstance(inputs, DeltaInputs):
+        """Of a delta-net, what this rank's value heads see, normed and gated: ``[T, value_heads * value_dim]``."""
+        first = projected[0]
+        if not isinstance(first, DeltaProjected):
             return self._others(cache, *projected)
         cache.wait()  # states are read first
-        tokens, key_heads, share = inputs.rate.shape
-        value_dim = sizes_of(cache.layout).value_dim
-        out = self._ops.empty_like(inputs.mixed, (tokens, key_heads, share, value_dim))
-        self._kernels.attend_delta(inputs, cache.arena, cache.layout, cache.batch, cache.heads, out=out)
-        return self._ops.from_kernel_array(out.reshape(tokens, key_heads * share, value_dim))
+        return self._ops.from_kernel_array(self._delta(cache, first.numbers, first.weights))
+
+    def _delta(self, cache: LayerCache, numbers: KernelArray, weights: DeltaWeights) -> KernelArray:
+        where = cache.arena, cache.layout, cache.batch, cache.heads
+        sizes, tokens = sizes_of(cache.layout), numbers.shape[0]
+        key_heads, share = weights.speed.shape
+        if isinstance(self._kernels, ProjectedDeltaKernels):
+            out = self._ops.empty_like(numbers, (tokens, key_heads * share * sizes.value_dim))
+            self._kernels.attend_projected(numbers, weights, *where, out=out)
+            return out
+        inputs, gates = inputs_of(numbers, weights, sizes)
+        seen = self._ops.empty_like(numbers, (tokens, key_heads, share, sizes.value_dim))
+        self._kernels.attend_delta(inputs, *where, out=seen)
+        return gated_norm(seen.reshape(gates.shape), gates, weights).reshape(tokens, -1)

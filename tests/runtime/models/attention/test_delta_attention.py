@@ -29,7 +29,10 @@ CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda", "dtype": "bfloat16"}, r"recurrent states.*no GPU kernels yet.*device cpu"),
+        (
+            {"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"},
+            r"recurrent states.*tensor_ops paddle.*choose tensor_ops cupy, or device cpu",
+        ),
         ({"tp_size": 4}, r"tp_size 4 does not divide the model's 2 KV heads; sizes that fit: \[1, 2\]"),
         ({"head_grouping": "per_head_index"}, "per_head_index.*choose auto"),
         ({"head_pattern": "heads.tsv"}, "keeps states in some layers.*no head pattern"),

@@ -1,0 +1,425 @@
+"""Gated delta-nets over states in the cache, in Triton: what `headwise.kernels.delta_base` says, by two ways.
+
+**One token** (`step`): a program has one sequence's key head and the value heads that share it, and does all that the
+layer does between its projections: convolution, lengths, gates, the rule, the norm. Each state is read once and written
+once. States are tiles in registers, in which keys run over the warps and values over the lanes.
+
+**Several tokens**: chunks of ``CHUNK`` tokens, which end where blocks do, in four launches. `convolve` makes queries,
+keys, values, rates and decays of what was projected. `solve` has the products among a chunk's tokens, for all chunks
+side by side: ``among [i, j]``, what token ``i`` sees of correction ``j``, and ``solved``, the inverse of the triangular
+system that corrections solve, times the rates. `carry` goes through a sequence's chunks one after the other, for some
+columns of a value head's state, and leaves states where blocks end. `finish` norms.
+
+The inverse of ``1 + L`` is made of those of its diagonal blocks, twice as large each time: with ``X`` the inverse
+within blocks and ``C`` what of ``L`` joins two of them, ``X - X C X`` is exact. No term grows as powers of ``L`` do.
+
+A program reads what it will overwrite before a barrier, and writes behind it: small tiles lie in several warps alike.
+"""
+# mypy: ignore-errors
+# ruff: noqa: N803
+
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+NEVER = tl.constexpr(1 << 30)
+"""More tiles than there are."""
+
+SEARCHED = tl.constexpr(128)
+"""Sequences looked at at once when a program finds its own."""
+
+NORM_EPS = tl.constexpr(1e-6)
+"""`headwise.kernels.delta_base.NORM_EPS`"""
+
+COPIED = tl.constexpr(128)
+"""Channels whose last inputs are kept at once."""
+
+
+@JITFunction
+def sigmoid(x):
+    small = tl.exp(-tl.abs(x))  # which does not overflow
+    return tl.where(x < 0.0, small, 1.0) / (1.0 + small)
+
+
+@JITFunction
+def decay_of(x, speed, bias):
+    """``-speed * softplus(x + bias)``, without overflow."""
+    x += bias
+    return -speed * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+
+
+@JITFunction
+def span_of(cu_seqlens_q, seq_lens, sequence):
+    """(first row, tokens, position of the first) of a sequence in the step."""
+    begin = tl.load(cu_seqlens_q + sequence)
+    count = tl.load(cu_seqlens_q + sequence + 1) - begin
+    return begin, count, tl.load(seq_lens + sequence) - count
+
+
+@JITFunction
+def find_chunk(cu_seqlens_q, batch, tile, CHUNK: tl.constexpr):
+    """(sequence, which of its chunks in the step) of the ``tile``-th tile of the batch.
+
+    Sequence ``i`` owns the tiles from ``cu_seqlens_q[i] // CHUNK + 2 * i`` on: enough for its tokens wherever in a
+    chunk they begin and end. Tiles left over begin behind their sequence's last token.
+    """
+    sequence = -1
+    for at in range(0, batch, SEARCHED):
+        index = at + tl.arange(0, SEARCHED)
+        begins = tl.load(cu_seqlens_q + index, mask=index < batch, other=NEVER) // CHUNK + 2 * index
+        sequence += tl.sum(((begins <= tile) & (index < batch)).to(tl.int32))
+    return sequence, tile - tl.load(cu_seqlens_q + sequence) // CHUNK - 2 * sequence
+
+
+@JITFunction
+def table_of(block_tables, head_group, sequence, head, groups, max_blocks):
+    """A sequence's row of the block tables, of a head's group."""
+    return block_tables + (sequence * groups + tl.load(head_group + head)).to(tl.int64) * max_blocks
+
+
+@JITFunction
+def source_of(table, start, end, BLOCK_SIZE: tl.constexpr):
+    """The block of the state before position ``start``; -1: it is 0."""
+    left = tl.load(table + tl.maximum(start - 1, 0) // BLOCK_SIZE)
+    moved = tl.load(table + (end - 1) // BLOCK_SIZE)
+    return tl.where(start > 0, tl.where(left >= 0, left, moved), -1)
+
+
+@JITFunction
+def member_at(arena, block, head_slot, head, block_bytes, slot_bytes):
+    """Where a head's states are in a block."""
+    slot = tl.load(head_slot + head).to(tl.int64)
+    return arena + tl.maximum(block, 0).to(tl.int64) * (block_bytes // 4) + slot * (slot_bytes // 4)
+
+
+@JITFunction
+def convolved(
+    inputs, weights, old, earliest, tokens, begin, channel, here,
+    ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """SiLU of the causal convolution of the channels ``channel [1, N]`` at the step's ``tokens [M, 1]``, where ``here
+    [M, N]`` says so. ``old``: the inputs before the step's first token, of tokens from ``earliest`` on."""
+    total = tl.zeros(here.shape, tl.float32)
+    for tap in tl.static_range(WIDTH):
+        back = tokens + (tap - (WIDTH - 1))
+        fresh = tl.load(inputs + (begin + back).to(tl.int64) * ROW + channel, mask=here & (back >= 0), other=0.0)
+        value = fresh.to(tl.float32)
+        if tap < WIDTH - 1:
+            before = here & (back < 0) & (back >= earliest)
+            value += tl.load(old + (back + (WIDTH - 1)) * CHANNELS + channel, mask=before, other=0.0)
+        weight = tl.load(weights + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
+        total += weight * value
+    return total * sigmoid(total)
+
+
+@JITFunction
+def keep_inputs(
+    new, old, earliest, inputs, begin, taken,
+    ROW: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """The last inputs behind ``taken`` of the step's tokens. ``new`` may be ``old``: rows are read before they are
+    written, by the thread that has the channel."""
+    for first in range(0, CHANNELS, COPIED):
+        channel = first + tl.arange(0, COPIED)
+        for row in tl.static_range(WIDTH - 1):
+            back = taken - (WIDTH - 1) + row
+            at = inputs + (begin + back).to(tl.int64) * ROW + channel
+            fresh = tl.load(at, mask=channel < tl.where(back >= 0, CHANNELS, 0), other=0.0).to(tl.float32)
+            before = channel < tl.where((back < 0) & (back >= earliest), CHANNELS, 0)
+            fresh += tl.load(old + (back + (WIDTH - 1)) * CHANNELS + channel, mask=before, other=0.0)
+            tl.store(new + row * CHANNELS + channel, fresh, mask=channel < CHANNELS)
+
+
+@JITFunction
+def product(left, right, PRECISION: tl.constexpr):
+    """``left @ right``, which is float32. Of two bytes a number, ``left`` is multiplied as it is with ``right`` in two
+    parts of as many: tensor cores take it from shared memory, and of ``right`` twice a part's bits are kept."""
+    if left.dtype == tl.float32:
+        return tl.dot(left, right, input_precision=PRECISION)
+    high = right.to(left.dtype)
+    low = (right - high.to(tl.float32)).to(left.dtype)
+    return tl.dot(left, low, tl.dot(left, high))
+
+
+@JITFunction
+def gated_norm(seen, gates, weight, eps, VALUE_DIM: tl.constexpr):
+    """RMS norm over the last axis of ``seen [M, N]``, of which ``VALUE_DIM`` are not 0, times SiLU of the gates."""
+    variance = tl.sum(seen * seen, 1) / VALUE_DIM
+    return weight * (seen / tl.sqrt(variance + eps)[:, None]) * (gates * sigmoid(gates))
+
+
+@JITFunction
+def step(
+    projected, out, arena, convolution, speed, bias, norm,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, groups, max_blocks, block_bytes, slot_bytes, eps,
+    KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, EACH: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, RECURRENT_AT: tl.constexpr, QUERY_SCALE: tl.constexpr,
+):  # fmt: skip
+    """One token of one sequence and key head, for sequences with exactly one; grid (sequences x key heads)."""
+    sequence, head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    if count != 1:
+        return
+    table = table_of(block_tables, head_group, sequence, head, groups, max_blocks)
+    source = source_of(table, start, start + 1, BLOCK_SIZE)
+    target = tl.load(table + start // BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, head, block_bytes, slot_bytes)
+    new = member_at(arena, target, head_slot, head, block_bytes, slot_bytes)
+    earliest = tl.where(source >= 0, -NEVER, 0)
+
+    key_dims, value_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_key, in_value = key_dims < KEY_DIM, value_dims < VALUE_DIM
+    within = RECURRENT_AT + key_dims[:, None] * VALUE_DIM + value_dims[None, :]
+    # Rows that are there, of what is read and written: none, where there is no block.
+    rows = tl.where(source >= 0, KEY_DIM, 0)
+    written = (key_dims < tl.where(target >= 0, KEY_DIM, 0))[:, None] & in_value[None, :]
+    # States are asked for long before they are needed.
+    coming = tl.load(old + within, mask=(key_dims < rows)[:, None] & in_value[None, :], other=0.0)
+
+    inputs = projected + head * EACH
+    weights = convolution + head * (WIDTH * CHANNELS)
+    token = tl.zeros([1, 1], tl.int32)
+    query = convolved(
+        inputs, weights, old, earliest, token, begin, key_dims[None, :], in_key[None, :], ROW, WIDTH, CHANNELS
+    )  # fmt: skip
+    key = convolved(
+        inputs, weights, old, earliest, token, begin, KEY_DIM + key_dims[None, :], in_key[None, :], ROW, WIDTH, CHANNELS
+    )  # fmt: skip
+    query = tl.sum(query, 0)
+    key = tl.sum(key, 0)
+    query *= QUERY_SCALE / tl.sqrt(tl.sum(query * query, 0) + NORM_EPS)
+    key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + NORM_EPS)
+    agreement = tl.sum(query * key, 0)
+
+    row = projected + begin.to(tl.int64) * ROW
+    for shared in range(SHARE):
+        state, at = coming, within + shared * (KEY_DIM * VALUE_DIM)
+        more = (key_dims < tl.where(shared + 1 < SHARE, rows, 0))[:, None] & in_value[None, :]
+        coming = tl.load(old + at + KEY_DIM * VALUE_DIM, mask=more, other=0.0)
+        values_at = 2 * KEY_DIM + shared * VALUE_DIM + value_dims[None, :]
+        value = convolved(
+            inputs, weights, old, earliest, token, begin, values_at, in_value[None, :], ROW, WIDTH, CHANNELS
+        )  # fmt: skip
+        value = tl.sum(value, 0)
+        controls = row + KEY_HEADS * EACH + head * (2 * SHARE) + shared
+        rate = sigmoid(tl.load(controls).to(tl.float32))
+        its_speed, its_bias = tl.load(speed + head * SHARE + shared), tl.load(bias + head * SHARE + shared)
+        kept = tl.exp(decay_of(tl.load(controls + SHARE).to(tl.float32), its_speed, its_bias))
+
+        state *= kept
+        correction = rate * (value - tl.sum(key[:, None] * state, 0))
+        seen = tl.sum(query[:, None] * state, 0) + agreement * correction
+        tl.debug_barrier()
+        tl.store(new + at, state + key[:, None] * correction[None, :], mask=written)
+
+        gates_at = row + head * EACH + CHANNELS + shared * VALUE_DIM + value_dims[None, :]
+        gates = tl.load(gates_at, mask=in_value[None, :], other=0.0).to(tl.float32)
+        weight = tl.load(norm + value_dims, mask=in_value, other=0.0)[None, :]
+        gated = gated_norm(seen[None, :], gates, weight, eps, VALUE_DIM)
+        at_out = (begin.to(tl.int64) * KEY_HEADS + head) * (SHARE * VALUE_DIM) + shared * VALUE_DIM
+        tl.store(out + at_out + value_dims[None, :], gated.to(out.dtype.element_ty), mask=in_value[None, :])
+    tl.debug_barrier()
+    if target >= 0:
+        keep_inputs(new, old, earliest, inputs, begin, 1, ROW, WIDTH, CHANNELS)
+
+
+@JITFunction
+def convolve(
+    projected, query, key, value, rate, decay, arena, convolution, speed, bias,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, batch, groups, max_blocks, block_bytes, slot_bytes,
+    fewest_queries,
+    KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, EACH: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+    TOKENS: tl.constexpr, QUERY_SCALE: tl.constexpr,
+):  # fmt: skip
+    """What the rule takes, of ``TOKENS`` tokens and one key head; grid (tiles x key heads).
+
+    ``query``, ``key [T, key_heads, KEY_DIM]`` and ``value [T, value_heads, VALUE_DIM]`` in the model's dtype, ``rate``
+    and ``decay [T, value_heads]``.
+    """
+    head = tl.program_id(0) % KEY_HEADS
+    sequence, number = find_chunk(cu_seqlens_q, batch, tl.program_id(0) // KEY_HEADS, TOKENS)
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    first = number * TOKENS - start % TOKENS
+    if (count < fewest_queries) | (first >= count):
+        return
+    table = table_of(block_tables, head_group, sequence, head, groups, max_blocks)
+    source = source_of(table, start, start + count, BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, head, block_bytes, slot_bytes)
+    earliest = tl.where(source >= 0, -NEVER, 0)
+
+    inputs = projected + head * EACH
+    weights = convolution + head * (WIDTH * CHANNELS)
+    token = (first + tl.arange(0, TOKENS))[:, None]
+    real = (token >= 0) & (token < count)
+    key_dims, value_dims = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    here = real & (key_dims < KEY_DIM)
+    at = ((begin + token).to(tl.int64) * KEY_HEADS + head) * KEY_DIM + key_dims
+    made = convolved(inputs, weights, old, earliest, token, begin, key_dims, here, ROW, WIDTH, CHANNELS)
+    made *= (QUERY_SCALE / tl.sqrt(tl.sum(made * made, 1) + NORM_EPS))[:, None]
+    tl.store(query + at, made.to(query.dtype.element_ty), mask=here)
+    made = convolved(inputs, weights, old, earliest, token, begin, KEY_DIM + key_dims, here, ROW, WIDTH, CHANNELS)
+    made *= (1.0 / tl.sqrt(tl.sum(made * made, 1) + NORM_EPS))[:, None]
+    tl.store(key + at, made.to(key.dtype.element_ty), mask=here)
+
+    value_head = (begin + token).to(tl.int64) * VALUE_HEADS + head * SHARE
+    here = real & (value_dims < VALUE_DIM)
+    for shared in range(SHARE):
+        channel = 2 * KEY_DIM + shared * VALUE_DIM + value_dims
+        made = convolved(inputs, weights, old, earliest, token, begin, channel, here, ROW, WIDTH, CHANNELS)
+        tl.store(value + (value_head + shared) * VALUE_DIM + value_dims, made.to(value.dtype.element_ty), mask=here)
+
+    shares = tl.arange(0, BLOCK_S)[None, :]
+    here = real & (shares < SHARE)
+    controls = projected + (begin + token).to(tl.int64) * ROW + KEY_HEADS * EACH + head * (2 * SHARE) + shares
+    tl.store(rate + value_head + shares, sigmoid(tl.load(controls, mask=here, other=0.0).to(tl.float32)), mask=here)
+    its_speed = tl.load(speed + head * SHARE + shares, mask=shares < SHARE, other=0.0)
+    its_bias = tl.load(bias + head * SHARE + shares, mask=shares < SHARE, other=0.0)
+    decays = decay_of(tl.load(controls + SHARE, mask=here, other=0.0).to(tl.float32), its_speed, its_bias)
+    tl.store(decay + value_head + shares, decays, mask=here)
+
+
+@JITFunction
+def solve(
+    query, key, rate, decay, among, solved, cu_seqlens_q, seq_lens, batch, fewest_queries,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The products among a chunk's tokens, for one value head; grid (tiles x value heads).
+
+    Of token ``t``, at place ``i`` of its chunk: ``among [t, h, j]`` is ``exp(G_i - G_j) q_i . k_j``, and ``solved [t,
+    h, j]`` is ``[(1 + L)^-1]_ij b_j`` with ``L_ij = b_i exp(G_i - G_j) k_i . k_j`` where ``j < i``. ``decay`` becomes
+    ``G``, its sum within the chunk. ``1 << LEVELS`` is ``ROWS``, and at least ``CHUNK``.
+    """
+    value_head = tl.program_id(0) % VALUE_HEADS
+    sequence, number = find_chunk(cu_seqlens_q, batch, tl.program_id(0) // VALUE_HEADS, CHUNK)
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    first = number * CHUNK - start % CHUNK
+    if (count < fewest_queries) | (first >= count):
+        return
+    place, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    token = first + place
+    real = (token >= 0) & (token < count) & (place < CHUNK)
+    row = (begin + first).to(tl.int64)  # of the first place, which may be no token
+    of_key = row * (KEY_HEADS * KEY_DIM) + value_head // SHARE * KEY_DIM
+    of_value = row * VALUE_HEADS + value_head
+    at_keys = place[:, None] * (KEY_HEADS * KEY_DIM) + dims[None, :]
+    at_values = place * VALUE_HEADS
+    at_pairs = at_values[:, None] * ROWS + place[None, :]
+    rate += of_value
+    decay += of_value
+    i, j = place[:, None], place[None, :]
+    rates = tl.load(rate + at_values, mask=real, other=0.0)
+    sums = tl.cumsum(tl.load(decay + at_values, mask=real, other=0.0), 0)
+    tl.debug_barrier()
+    tl.store(decay + at_values, sums, mask=real)
+    faded = tl.exp(tl.where(i >= j, sums[:, None] - sums[None, :], float("-inf")))
+
+    here = real[:, None] & (dims < KEY_DIM)[None, :]
+    keys = tl.load(key + of_key + at_keys, mask=here, other=0.0)
+    queries = tl.load(query + of_key + at_keys, mask=here, other=0.0)
+    asked = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+    tl.store(among + of_value * ROWS + at_pairs, (faded * asked).to(among.dtype.element_ty), mask=real[:, None])
+    alike = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    lower = tl.where(i > j, rates[:, None] * faded * alike, 0.0)
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        joins = (i // (2 << level) == j // (2 << level)) & (i // (1 << level) > j // (1 << level))
+        joined = tl.dot(inverse, tl.where(joins, lower, 0.0), input_precision=PRECISION)
+        inverse -= tl.dot(joined, inverse, input_precision=PRECISION)
+    made = (inverse * rates[None, :]).to(solved.dtype.element_ty)
+    tl.store(solved + of_value * ROWS + at_pairs, made, mask=real[:, None])
+
+
+@JITFunction
+def carry(
+    query, key, value, sums, among, solved, seen, projected, arena,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, groups, max_blocks, block_bytes, slot_bytes,
+    fewest_queries,
+    KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, EACH: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    RECURRENT_AT: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A sequence's state through all of its chunks, for ``COLUMNS`` of a value head's; grid (value heads x pieces of
+    their columns, sequences). ``seen [T, value_heads, VALUE_DIM]`` is what comes out, before its norm."""
+    value_head, piece = tl.program_id(0) // PIECES, tl.program_id(0) % PIECES
+    head, sequence = value_head // SHARE, tl.program_id(1)
+    begin, count, start = span_of(cu_seqlens_q, seq_lens, sequence)
+    if (count < fewest_queries) | (count < 1):
+        return
+    end = start + count
+    table = table_of(block_tables, head_group, sequence, head, groups, max_blocks)
+    source = source_of(table, start, end, BLOCK_SIZE)
+    old = member_at(arena, source, head_slot, head, block_bytes, slot_bytes)
+
+    place, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    columns = piece * COLUMNS + tl.arange(0, COLUMNS)
+    in_key, in_value = dims < KEY_DIM, columns < VALUE_DIM
+    read = (dims < tl.where(source >= 0, KEY_DIM, 0))[:, None] & in_value[None, :]
+    within = RECURRENT_AT + value_head % SHARE * (KEY_DIM * VALUE_DIM) + dims[:, None] * VALUE_DIM + columns[None, :]
+    state = tl.load(old + within, mask=read, other=0.0)
+    tl.debug_barrier()
+    each = place * VALUE_HEADS
+    at_keys = place[:, None] * (KEY_HEADS * KEY_DIM) + dims[None, :]
+    at_values = each[:, None] * VALUE_DIM + columns[None, :]
+    at_pairs = each[:, None] * ROWS + place[None, :]
+    for chunk in range(start // CHUNK, (end - 1) // CHUNK + 1):
+        token = chunk * CHUNK - start + place
+        real = (token >= 0) & (token < count) & (place < CHUNK)
+        row = (begin + chunk * CHUNK - start).to(tl.int64)  # of the first place, which may be no token
+        of_key = row * (KEY_HEADS * KEY_DIM) + head * KEY_DIM
+        of_value = row * VALUE_HEADS + value_head
+        in_keys, in_values = real[:, None] & in_key[None, :], real[:, None] & in_value[None, :]
+        fading = tl.load(sums + of_value + each, mask=real, other=0.0)
+        behind = tl.minimum((chunk + 1) * CHUNK, end)
+        last = tl.load(sums + (begin + behind - start - 1).to(tl.int64) * VALUE_HEADS + value_head)
+
+        keys = tl.load(key + of_key + at_keys, mask=in_keys, other=0.0)
+        known = product(keys, state, PRECISION)
+        values = tl.load(value + of_value * VALUE_DIM + at_values, mask=in_values, other=0.0).to(tl.float32)
+        system = tl.load(solved + of_value * ROWS + at_pairs, mask=real[:, None], other=0.0)
+        corrections = product(system, values - tl.exp(fading)[:, None] * known, PRECISION)
+        queries = tl.load(query + of_key + at_keys, mask=in_keys, other=0.0)
+        pairs = tl.load(among + of_value * ROWS + at_pairs, mask=real[:, None], other=0.0)
+        out = tl.exp(fading)[:, None] * product(queries, state, PRECISION) + product(pairs, corrections, PRECISION)
+        tl.store(seen + of_value * VALUE_DIM + at_values, out, mask=in_values)
+
+        faded = corrections * tl.exp(tl.where(real, last - fading, 0.0))[:, None]
+        state = state * tl.exp(last) + product(tl.trans(keys), faded, PRECISION)
+        is_left = ((chunk + 1) * CHUNK % BLOCK_SIZE == 0) | (behind == end)
+        block = tl.load(table + (behind - 1) // BLOCK_SIZE)
+        new = member_at(arena, block, head_slot, head, block_bytes, slot_bytes)
+        rows = tl.where(is_left & (block >= 0), KEY_DIM, 0)
+        tl.store(new + within, state, mask=(dims < rows)[:, None] & in_value[None, :])
+
+    if (piece == 0) & (value_head % SHARE == 0):
+        # The last column first: the first one's block may be what was read, which others still need.
+        earliest = tl.where(source >= 0, -NEVER, 0)
+        final = (end - 1) // BLOCK_SIZE
+        for back in range(final - start // BLOCK_SIZE + 1):
+            block = tl.load(table + final - back)
+            new = member_at(arena, block, head_slot, head, block_bytes, slot_bytes)
+            taken = tl.minimum((final - back + 1) * BLOCK_SIZE, end) - start
+            if block >= 0:
+                keep_inputs(new, old, earliest, projected + head * EACH, begin, taken, ROW, WIDTH, CHANNELS)
+
+
+@JITFunction
+def finish(
+    seen, projected, norm, out, tokens, eps,
+    SHARE: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    EACH: tl.constexpr, ROW: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The gated norm of ``TOKENS`` tokens and one value head; grid (tiles x value heads)."""
+    value_head = tl.program_id(0) % VALUE_HEADS
+    token = tl.program_id(0) // VALUE_HEADS * TOKENS + tl.arange(0, TOKENS)[:, None]
+    dims = tl.arange(0, BLOCK_V)[None, :]
+    here = (token < tokens) & (dims < VALUE_DIM)
+    at = (token.to(tl.int64) * VALUE_HEADS + value_head) * VALUE_DIM + dims
+    behind = value_head // SHARE * EACH + CHANNELS + value_head % SHARE * VALUE_DIM
+    gates = tl.load(projected + token.to(tl.int64) * ROW + behind + dims, mask=here, other=0.0).to(tl.float32)
+    weight = tl.load(norm + dims, mask=dims < VALUE_DIM, other=0.0)
+    gated = gated_norm(tl.load(seen + at, mask=here, other=0.0), gates, weight, eps, VALUE_DIM)
+    tl.store(out + at, gated.to(out.dtype.element_ty), mask=here)

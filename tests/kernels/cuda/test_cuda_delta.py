@@ -1,0 +1,211 @@
+"""Gated delta-nets on a GPU, interpreted: as by the definition, on poisoned arenas; and their machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.delta_scene import DeltaCase, DeltaScene
+from support.gpu.interpreted_attention import RecordingLauncher
+from support.gpu.machine_code import TARGETS
+
+pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.cubins import Target, compile_variant
+from headwise.kernels.cuda.delta import CudaDelta, DeltaShape, variants_of
+from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
+from headwise.kernels.delta import DeltaSizes, delta_layout
+from headwise.kernels.delta_base import DeltaInputs, DeltaWeights
+from headwise.kernels.delta_gates import gated_norm, inputs_of
+
+EPS = 1e-2
+"""Of the norm: what is seen here may be much smaller than 1."""
+NO_BLOCK = 0x7F000000
+
+
+@dataclass
+class OfProjected:
+    """`DeltaKernels` that are handed what is projected: of what comes, `expected_of` says the norm."""
+
+    dtype: str = "float32"
+    padding: int = 0
+    launcher: RecordingLauncher = field(default_factory=RecordingLauncher)
+    name = "cuda"
+
+    def attend_delta(
+        self,
+        inputs: DeltaInputs,
+        arena: np.ndarray,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        out: np.ndarray,
+    ) -> None:
+        counts = np.diff(batch.cu_seqlens_q)
+        if self.padding and (counts == 1).all():
+            batch = padded(batch, self.padding)
+        numbers = projected(inputs, out.shape[2] * out.shape[3], self.dtype)
+        numbers = np.concatenate([numbers, np.full((self.padding, numbers.shape[1]), np.nan, numbers.dtype)])
+        made = np.full((len(numbers), out[0].size), np.nan, numbers.dtype)
+        kernels = CudaDelta(self.launcher, lambda nbytes: np.full(nbytes, 0xFF, np.uint8))
+        batch = replace(batch, max_query_len=int(counts.max()))
+        kernels.attend_projected(numbers, weights_of(inputs.weights, out.shape), arena, layout, batch, heads, out=made)
+        out[...] = made[: len(out)].reshape(out.shape)
+
+
+def projected(inputs: DeltaInputs, values: int, dtype: str) -> np.ndarray:
+    """`DeltaProjected.numbers` with gates of 1: what `weights_of` makes the inputs of."""
+    tokens, key_heads, _ = inputs.mixed.shape
+    gates = np.ones((tokens, key_heads, values), np.float32)
+    controls = [np.log(inputs.rate / (1 - inputs.rate)), np.log(np.expm1(-inputs.decay))]
+    parts = [np.concatenate([inputs.mixed, gates], axis=2), np.concatenate(controls, axis=2)]
+    return np.concatenate([part.reshape(tokens, -1) for part in parts], axis=1).astype(numpy_dtype(dtype))
+
+
+def weights_of(convolution: np.ndarray, shape: tuple[int, ...]) -> DeltaWeights:
+    _, key_heads, share, value_dim = shape
+    zeros = np.zeros((key_heads, share), np.float32)
+    return DeltaWeights(convolution, zeros + 1, zeros, np.linspace(0.5, 2, value_dim, dtype=np.float32), EPS)
+
+
+def padded(batch: AttentionBatch, count: int) -> AttentionBatch:
+    """As a graph's: sequences without tokens, whose columns name no block."""
+    none = np.full((count * batch.groups, batch.block_tables.shape[1]), NO_BLOCK, np.int32)
+    return replace(
+        batch,
+        cu_seqlens_q=np.concatenate([batch.cu_seqlens_q, np.repeat(batch.cu_seqlens_q[-1:], count)]),
+        seq_lens=np.concatenate([batch.seq_lens, np.zeros(count, np.int32)]),
+        block_tables=np.concatenate([batch.block_tables, none]),
+    )
+
+
+def assert_right(scene: DeltaScene, atol: float = 5e-5, **options: Any) -> OfProjected:
+    """What value heads see, from the definition, then normed and gated, is what comes of the kernels."""
+    kernels, sizes, rounded = OfProjected(**options), scene.case.sizes, DeltaScene(scene.case)
+    for index, inputs in enumerate(scene.inputs):  # as they are in the model's dtype
+        numbers = projected(inputs, sizes.share * sizes.value_dim, kernels.dtype).astype(np.float32)
+        rounded.inputs[index] = inputs_of(
+            numbers, weights_of(scene.weights, (0, scene.case.heads, sizes.share, 1)), sizes
+        )[0]
+    rounded.weights = scene.weights
+    for found, seen in zip(scene.run(kernels), rounded.expected(), strict=True):
+        heads = seen.reshape(len(seen), -1, sizes.value_dim)
+        expected = gated_norm(heads, np.ones_like(heads), weights_of(scene.weights, seen.shape)).reshape(seen.shape)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+    return kernels
+
+
+CASES = {
+    "decodes behind prompts, alone and beside them": DeltaCase(((5, 1, 1), (0, 20, 1)), heads=1),
+    "chunks of several blocks, begun within one": DeltaCase(((70, 1, 66), (5, 1, 2)), heads=1, block_size=64),
+    "fewer tokens than the convolution spans, across blocks": DeltaCase(
+        ((1, 1, 2), (63, 2, 3)), block_size=64, heads=1
+    ),
+    "blocks of less than a tile, sizes that are no powers of two": DeltaCase(
+        ((9, 1, 4),), DeltaSizes(20, 36, 3, 3), heads=2, block_size=4
+    ),
+    "nothing to convolve with": DeltaCase(((3, 1, 7), (1, 1, 1)), DeltaSizes(8, 16, 1, 1), heads=1, block_size=16),
+    "several pieces of a head": DeltaCase(((66, 1),), DeltaSizes(16, 80, 1, 4), heads=1, block_size=32),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+def test_any_steps_make_of_a_sequence_what_the_definition_says(case: DeltaCase) -> None:
+    assert_right(DeltaScene(case))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", list(CASES.values()), ids=list(CASES))
+def test_states_move_and_checkpoints_stay_in_any_way(case: DeltaCase) -> None:
+    for seed in range(1, 6):
+        assert_right(DeltaScene(replace(case, heads=2, seed=seed)))
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("bfloat16", 8e-2), pytest.param("float16", 1e-2, marks=pytest.mark.soak)])
+def test_narrow_numbers_are_rounded_where_they_are_handed_on(dtype: str, atol: float) -> None:
+    assert_right(DeltaScene(DeltaCase(((70, 1, 1),), DeltaSizes(32, 32, 2, 4), block_size=64)), atol, dtype=dtype)
+
+
+def test_repeated_keys_do_not_blow_up_a_chunk() -> None:
+    scene = DeltaScene(DeltaCase(((90,),), heads=1, block_size=64))
+    scene.inputs[0].mixed[:] = scene.inputs[0].mixed[0]
+    scene.inputs[0].rate[:] = 1 - 1e-6
+    scene.inputs[0].decay[:] = -1e-6
+    found = OfProjected()
+    seen = [scene.expected()[0]]
+    flat = seen[0].reshape(90, -1, scene.case.sizes.value_dim)
+    expected = gated_norm(flat, np.ones_like(flat), weights_of(scene.weights, seen[0].shape)).reshape(seen[0].shape)
+    np.testing.assert_allclose(scene.run(found)[0], expected, rtol=0, atol=1e-3)
+
+
+def test_without_blocks_nothing_is_written_and_nothing_read() -> None:
+    for count in (1, 5):
+        scene = DeltaScene(DeltaCase(((count,),)))
+        scene._make_room = lambda *arguments: None
+        before = scene.arena.copy()
+        assert_right(scene)
+        assert (scene.arena == before).all()
+
+
+def test_a_decode_is_one_launch_known_from_shapes_and_padding_is_left_alone() -> None:
+    kernels = assert_right(DeltaScene(DeltaCase(((1, 1), (1, 1), (1, 1)))), padding=3)
+    assert kernels.launcher.launched == [("step", (6 * 2, 1, 1))] * 2
+
+
+def test_what_is_not_served_is_refused_with_the_remedy() -> None:
+    shape = DeltaShape(16, DeltaSizes(128, 128, 2, 4), 64, "bfloat16")
+    for wrong, message in (
+        (replace(shape, dtype="int8"), "dtype int8 is not supported on a GPU"),
+        (replace(shape, sizes=DeltaSizes(512, 128, 2, 4)), "heads of 512 and 128.*at most 256.*device cpu"),
+        (replace(shape, sizes=DeltaSizes(128, 128, 32, 4)), "32 of which share a key head.*shared by 16"),
+        (replace(shape, block_size=48), "block_size 48.*power of two, 16 or more"),
+        (replace(shape, block_size=2), "block_size 2.*convolution over 4 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CudaDelta(RecordingLauncher(), np.empty).prepare([wrong])
+    numbers = np.zeros((1, 90), np.float32)
+    layout, batch = delta_layout(16, 1, DeltaSizes(8, 8, 1, 4)), AttentionBatch(np.zeros(2), None, None, 1)
+    heads = HeadTable(np.zeros(1, np.int32), None, None, None)
+    with pytest.raises(ValueError, match="this layout's are"):
+        CudaDelta(RecordingLauncher(), np.empty).attend_projected(
+            numbers, weights_of(np.zeros(0), (0, 1, 1, 8)), np.zeros(0), layout, batch, heads, out=numbers
+        )
+
+
+# ---- machine code ----
+
+NEXT = DeltaShape(16, DeltaSizes(128, 128, 2, 4), 64, "bfloat16")
+"""Qwen3-Next's."""
+SPILLED_BELOW_90 = {"solve": 256, "carry": 64}
+
+
+def every_kernel() -> Iterator[Any]:
+    """As ``(sm, kernel, shape)``: each takes seconds to compile."""
+    larger = replace(NEXT, sizes=DeltaSizes(128, 128, 4, 4))  # of Qwen3.5's largest
+    for sm in TARGETS:
+        for kernel in variants_of(NEXT, sm):
+            is_telling = sm == 90 and kernel in ("step", "carry")
+            yield pytest.param(sm, kernel, NEXT, id=f"sm{sm}-{kernel}", marks=() if is_telling else pytest.mark.soak)
+    for kernel in variants_of(larger, 90):
+        yield pytest.param(90, kernel, larger, id=f"sm90-{kernel}-share4", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("sm", "kernel", "shape"), list(every_kernel()))
+def test_states_stay_in_registers_and_loads_are_of_16_bytes(sm: int, kernel: str, shape: DeltaShape) -> None:
+    compiled = compile_variant(variants_of(shape, sm)[kernel], Target(sm, 12))
+    assert compiled.spilled_bytes <= (SPILLED_BELOW_90.get(kernel, 0) if sm < 90 else 0)
+    assert not compiled.is_serialised
+    assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+    if kernel == "step":  # two states of 64 KiB: 256 threads have 16 vectors of each
+        assert compiled.ptx.count("ld.global.v4") >= 32, "16 bytes at once"
+    if kernel == "carry":
+        assert compiled.ptx.count("cp.async.cg.shared.global") >= 16
+        assert sm != 90 or "wgmma.mma_async" in compiled.ptx
