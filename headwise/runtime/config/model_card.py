@@ -147,7 +147,8 @@ def read_model_card(
     model = served_up_to(model, asked)
     identity = _identity(weights + blocks, model, config) if identify else ""
     attention = attention_of(model)
-    attention.check(Serving(config.model, config.tp_size, config.device, config.kernels, config.kv_dtype_name))
+    chosen = config.device, config.kernels, config.kv_dtype_name, config.tensor_ops
+    attention.check(Serving(config.model, config.tp_size, *chosen))
     plan, layouts = _plan(config, model, attention)
     spec = _cache_spec(config, layouts[0], asked)
     card = ModelCard(config.model, identity, model, plan, layouts, spec, asked, config.recycling, weights, blocks)

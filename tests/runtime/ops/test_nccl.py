@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import LIBRARIES
-from support.gpu.emulated_gpu import EmulatedGpu, SerialPrograms, poisoned
+from support.gpu.emulated_gpu import EmulatedGpu, SerialPrograms
 from support.gpu.host_nccl import HostNccl, NcclError, host_cupy_with, way
 from support.gpu.tiny_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
 from support.waiting import PATIENCE_S
@@ -30,7 +30,6 @@ from headwise import EngineConfig, LocalEngine
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import DeploymentError, EngineDiedError
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
-from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Variant
 from headwise.runtime.client import local_engine as local
 from headwise.runtime.config.model_card import ModelCard
@@ -236,7 +235,7 @@ class RankGpu(EmulatedGpu):
         super().__init__(libraries, dtype)
         self._nccl = nccl
         self.ops.name, self.ops.capture = "cupy", self.record  # type: ignore[method-assign]
-        self.kernels = CudaKernels(SerialLauncher(sm=90, sms=1), SerialPrograms(libraries), poisoned)
+        self._parts = replace(self._parts, launcher=SerialLauncher(sm=90, sms=1), programs=SerialPrograms(libraries))
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         with self._building:

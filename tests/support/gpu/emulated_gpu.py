@@ -26,9 +26,11 @@ from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Kernel, Program
+from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
 from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.gpu_ops import GpuOps
@@ -60,6 +62,9 @@ class EmulatedOps(GpuOps):
         out = np.empty((x.shape[0], weight.shape[1]), self.dtype)
         assert self._cublas.product(x, weight, out), "CuPy's own product cannot be captured"
         return out
+
+    def multiply_heads(self, x: NDArray[Any], weights: NDArray[Any], out: NDArray[Any]) -> None:
+        self._cublas.products_of_heads(x, weights, out)
 
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
         assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
@@ -125,12 +130,12 @@ class EmulatedGpu:
         self._step_tokens = CudaStepTokens(programs, threads=64)
         self.ops = EmulatedOps(dtype, programs)
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
-        self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
+        launcher = InterpreterLauncher(sm=90, sms=1)
+        self._parts = GpuParts(launcher, programs, poisoned, poisoned_array, self.ops.multiply_heads)
+        self.kernels: Any = CudaKernels(launcher, programs, poisoned)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
-        shape = card.config
-        heads = shape.num_heads, shape.num_kv_heads
-        self.kernels.prepare(card.layout, *heads, self._dtype, shape.attention_softcap, shape.sink_logits)
+        self.kernels = attention_of(card.config).gpu_kernels(self._parts, card.layouts, card.plan.tp_size, self._dtype)
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -213,6 +218,14 @@ class SerialProgram:
                 kernel(grid, arguments)
 
         return launch
+
+
+def poisoned_array(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """An array in such memory, which begins where a GPU's would."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = poisoned(size + 16)
+    start = -memory.ctypes.data % 16
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def poisoned(num_bytes: int) -> NDArray[np.uint8]:
