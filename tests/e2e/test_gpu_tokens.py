@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Tr
 
 NO_KERNELS = ("gemma4", "llama4", "qwen3-next", "qwen3.5")
 """For these there are none yet."""
-SLOW = ("gpt-oss-mxfp4", "qwen3-moe")
+SLOW = ("deepseek-v2", "deepseek-v3.2", "gpt-oss-mxfp4", "qwen3-moe")
 """Experts take the interpreter long, and others show the same of them."""
 
 

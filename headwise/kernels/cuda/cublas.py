@@ -111,7 +111,7 @@ class Cublas:
     def products_of_heads(self, x: Array, weights: Array, out: Array) -> None:
         """``out [T, H, N] = x [T, H, K] @ weights [H, K, N]``, head by head, all of one dtype.
 
-        ``weights`` are C-contiguous; of ``x`` and ``out`` each head's numbers lie side by side.
+        ``weights`` are C-contiguous; of ``x`` and ``out`` each head's numbers lie side by side. No array is empty.
 
         Raises:
             ValueError: the arrays do not belong together, or cannot be read.
@@ -129,8 +129,6 @@ class Cublas:
                 f"{x.dtype} {list(x.shape)} cannot be multiplied by {weights.dtype} {list(weights.shape)} into "
                 f"{out.dtype} {list(out.shape)}, head by head"
             )
-        if not out.size:
-            return
         self._use(self._current_stream())
         size = x.itemsize
         (x_row, x_head), (out_row, out_head) = ((a.strides[0] // size, a.strides[1] // size) for a in (x, out))

@@ -11,7 +11,7 @@ from headwise.kernels.cuda.dsa import IndexShape, TritonIndexed
 from headwise.kernels.cuda.indexer import CHOOSE_THREADS, CudaIndexer
 from headwise.kernels.cuda.launch import Array
 from headwise.kernels.cuda.mla import LatentShape
-from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
+from headwise.kernels.cuda.mla_kernels import CudaLatentKernels, check_fit
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries
 from headwise.kernels.mla_base import UpProjections
@@ -87,6 +87,7 @@ class CudaIndexedKernels(CudaLatentKernels):
         if batch.block_tables.shape[1] * layout.block_size <= index.top:
             self.attend_latent(query, up, arena, layout, batch, heads, scale=scale, out=out)
             return
+        check_fit(query, up, out)
         if not query.shape[0]:
             return
         if arena.nbytes // layout.block_bytes * layout.block_size > MOST_PLACES:

@@ -100,6 +100,8 @@ class CudaLatentKernels:
     ) -> None:
         """``out`` by what ``attend(absorbed, query, shape, mixed)`` makes of some heads' queries at a time."""
         check_fit(query, up, out)
+        if not query.shape[0]:
+            return
         (tokens, heads, size), (_, plain, rank) = query.shape, up.key.shape
         of_head = max(1, tokens * rank * query.itemsize)
         each = max(HEADS_STEP, ABSORBED_BYTES // of_head // HEADS_STEP * HEADS_STEP)

@@ -9,7 +9,7 @@ from support.gpu.interpreted_attention import RecordingLauncher
 
 from headwise.kernels.cuda.attention import Tuning
 from headwise.kernels.cuda.cublas import Cublas
-from headwise.kernels.cuda.mla import TritonLatents
+from headwise.kernels.cuda.dsa_kernels import CudaIndexedKernels
 from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.tiles import Tile
@@ -32,5 +32,11 @@ def gpu_parts(sms: int = 4) -> GpuParts:
 
 def latent_kernels(tuning: Tuning = SMALL, sms: int = 4) -> CudaLatentKernels:
     kernels = CudaLatentKernels(gpu_parts(sms))
-    kernels._latents = TritonLatents(kernels._latents.launcher, kernels._latents.allocate, tuning)
+    kernels._latents.tuning = tuning
+    return kernels
+
+
+def indexed_kernels(tuning: Tuning = SMALL, sms: int = 4, score_bytes: int = 1 << 16) -> CudaIndexedKernels:
+    kernels = CudaIndexedKernels(gpu_parts(sms), threads=64, score_bytes=score_bytes)
+    kernels._latents.tuning = tuning
     return kernels
