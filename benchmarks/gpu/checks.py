@@ -80,6 +80,7 @@ SECTIONS = {
     "decode": Section("gpu.attention", "decode", 80, torch=True),
     "heads": Section("gpu.attention", "heads", 30),
     "prefill": Section("gpu.attention", "prefill", 50, torch=True),
+    "latents": Section("gpu.latents", "latents", 40),
     "copies": Section("gpu.copies", "copies", 60),
     "model": Section("gpu.model", "model", 70),
     "moe": Section("gpu.model", "moe", 70),

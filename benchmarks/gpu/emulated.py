@@ -89,6 +89,7 @@ class EmulatedRig:
         self.programs: Programs = OneAtATime(ShimPrograms())
         self._gpu = _Gpu(self._libraries, "bfloat16", self.programs)
         self.kernels = self._gpu.kernels
+        self.parts = self._gpu.parts
 
     def about(self) -> dict[str, str]:
         return {"card": "emulated, numbers mean nothing", **versions("triton", "torch", "numpy")}

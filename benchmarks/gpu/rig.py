@@ -25,6 +25,7 @@ from headwise.kernels.base import AttentionKernels
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.launch import Kernel, address_of, driver_cuda
+from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import CudaPrograms, Programs
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.worker.device import Device
@@ -54,6 +55,7 @@ class Rig(Protocol):
     work: Path
     seed: int
     kernels: AttentionKernels
+    parts: GpuParts
     programs: Programs
     target: Target
 
@@ -129,6 +131,7 @@ class CudaRig:
 
         self._cupy, self._cuda, self.work, self.seed = cupy, cupy.cuda, work, seed
         self.kernels: AttentionKernels = self._device.kernels
+        self.parts = self._device.parts
         with self._device.current():
             self.programs: Programs = CudaPrograms(config.cache_path / "kernels")
             self.target = Target(int(cupy.cuda.Device().compute_capability), driver_cuda())

@@ -57,7 +57,7 @@ class CudaDevice:
             self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
             self._step_tokens = CudaStepTokens(programs)
-            self._parts = GpuParts(launcher, programs, self.ops.empty_bytes, empty_array, _heads_of(self.ops))
+            self.parts = GpuParts(launcher, programs, self.ops.empty_bytes, empty_array, _heads_of(self.ops))
             self.kernels: Any = CudaKernels(launcher, programs, self.ops.empty_bytes)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
@@ -68,7 +68,7 @@ class CudaDevice:
         check_room(self._card, {"weights": weights, "KV cache": pool})
         with self.current():
             variant = attention_of(card.config)
-            self.kernels = variant.gpu_kernels(self._parts, card.layouts, config.tp_size, config.dtype_name)
+            self.kernels = variant.gpu_kernels(self.parts, card.layouts, config.tp_size, config.dtype_name)
 
     def current(self) -> AbstractContextManager[Any]:
         return self._compute.current()

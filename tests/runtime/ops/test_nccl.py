@@ -235,7 +235,7 @@ class RankGpu(EmulatedGpu):
         super().__init__(libraries, dtype)
         self._nccl = nccl
         self.ops.name, self.ops.capture = "cupy", self.record  # type: ignore[method-assign]
-        self._parts = replace(self._parts, launcher=SerialLauncher(sm=90, sms=1), programs=SerialPrograms(libraries))
+        self.parts = replace(self.parts, launcher=SerialLauncher(sm=90, sms=1), programs=SerialPrograms(libraries))
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         with self._building:

@@ -131,11 +131,11 @@ class EmulatedGpu:
         self.ops = EmulatedOps(dtype, programs)
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
         launcher = InterpreterLauncher(sm=90, sms=1)
-        self._parts = GpuParts(launcher, programs, poisoned, poisoned_array, self.ops.multiply_heads)
+        self.parts = GpuParts(launcher, programs, poisoned, poisoned_array, self.ops.multiply_heads)
         self.kernels: Any = CudaKernels(launcher, programs, poisoned)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
-        self.kernels = attention_of(card.config).gpu_kernels(self._parts, card.layouts, card.plan.tp_size, self._dtype)
+        self.kernels = attention_of(card.config).gpu_kernels(self.parts, card.layouts, card.plan.tp_size, self._dtype)
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
