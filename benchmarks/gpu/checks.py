@@ -81,6 +81,7 @@ SECTIONS = {
     "heads": Section("gpu.attention", "heads", 30),
     "prefill": Section("gpu.attention", "prefill", 50, torch=True),
     "delta": Section("gpu.delta", "delta", 30),
+    "latents": Section("gpu.latents", "latents", 40),
     "copies": Section("gpu.copies", "copies", 60),
     "model": Section("gpu.model", "model", 70),
     "moe": Section("gpu.model", "moe", 70),

@@ -29,8 +29,10 @@ from headwise.kernels.block_copy import ReferenceBlockCopy
 from headwise.kernels.cuda.attention import OLDEST_SM_E4M3, AttentionShape
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.delta import DeltaShape
+from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.kv_write import CudaKvWrite
-from headwise.kernels.cuda.precompile import precompile
+from headwise.kernels.cuda.mla import LatentShape
+from headwise.kernels.cuda.precompile import LatentModel, precompile
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.reference import ReferenceKernels
 from headwise.runtime.config.engine_config import EngineConfig
@@ -46,6 +48,12 @@ TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 
 ROUNDED_DRAWS = 0.05
 """Share of draws that rounding may decide."""
+
+LATENTS = LatentModel(
+    LatentShape(FULL.latents.heads, FULL.latents.rank, FULL.latents.rotated, FULL.block_size, "bfloat16", "bfloat16"),
+    IndexShape(FULL.latents.index_heads, FULL.latents.index_dim, FULL.block_size, "bfloat16"),
+)
+"""What the section latents needs."""
 
 # ---- compiling ----
 
@@ -69,6 +77,7 @@ def compile_kernels(bench: Bench) -> None:
             made[mixture] = pool.submit(compile_experts, mixture, target, work / "kernels")
             for net in _delta_shapes(sizes):
                 made[net] = pool.submit(compile_delta, net, target, work / "kernels")
+            made[LATENTS] = pool.submit(_compile_latents, target, work / "kernels")
         for shape, each in made.items():
             with bench.rows.case(f"{shape}"):
                 files += each.result()
@@ -82,11 +91,16 @@ def _compile(shape: AttentionShape, target: Target, directory: Path) -> int:
     return len(list(precompile([shape], [target], directory)))
 
 
+def _compile_latents(target: Target, directory: Path) -> int:
+    return len(list(precompile([], [target], directory, latent_models=[LATENTS])))
+
+
 def precompile_all(target: tuple[int, int], directory: Path, layers: int | None) -> int:
     """Compile what all sections need on a card of some (compute capability, CUDA version); the number of kernels."""
     where = Target(*target)
     files = sum(_compile(shape, where, directory) for shape in _shapes(FULL, where.sm, layers))
     files += sum(compile_delta(shape, where, directory) for shape in _delta_shapes(FULL))
+    files += _compile_latents(where, directory)
     return files + compile_experts(expert_shape(FULL.moe), where, directory)
 
 

@@ -1,6 +1,7 @@
 """What the assembler makes of the attention kernels, counted, without a GPU: instructions of a tile, registers, spills.
 
     python benchmarks/gpu/machine_code.py [--sm 90] [--head-dim 64,96,128,256] [--kv-dtype bfloat16]
+    python benchmarks/gpu/machine_code.py --latents 16,64 [--sm 90] [--kv-dtype int8]
 
 A loop is what lies between an instruction and a branch back to it; those that multiply matrices walk tiles of keys. The
 exit status is 1 where such a loop spills, or where ptxas says that it serialises wgmma.
@@ -21,6 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from headwise.kernels.cuda.attention import AttentionShape, variants_of
 from headwise.kernels.cuda.cubins import Compiled, Target, compile_variant
+from headwise.kernels.cuda.dsa import IndexShape
+from headwise.kernels.cuda.launch import Variant
+from headwise.kernels.cuda.mla import LatentShape
+from headwise.kernels.cuda.precompile import LatentModel
+
+LATENT_KERNELS = ("prefill", "decode", "", "scores", "chosen")
+"""Names of `LatentModel.variants`, merges left out."""
 
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
 _MULTIPLIES = re.compile(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA|IMMA|QGMMA)\b")
@@ -78,25 +86,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     print("Of a tile: instructions (products, accesses of 16 bytes, spills)")
     print()
-    print("| head size | kernel | registers | spilled | serialised | of a tile |")
+    counted = "query heads" if options.latents else "head size"
+    print(f"| {counted} | kernel | registers | spilled | serialised | of a tile |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for head_dim in options.head_dim:
+    for size, name, variant in _kernels(options):
+        compiled = compile_variant(variant, Target(options.sm, 12))
+        loops = list(loops_of(sass_of(compiled)))
+        failed |= compiled.is_serialised or any(loop.spills for loop in loops)
+        said = "yes" if compiled.is_serialised else "no"
+        shown = ", ".join(f"{one.instructions} ({one.multiplications}, {one.wide}, {one.spills})" for one in loops)
+        facts = (size, name, compiled.registers, compiled.spilled_bytes, said, shown)
+        print("|", " | ".join(map(str, facts)), "|", flush=True)
+    return int(failed)
+
+
+def _kernels(options: argparse.Namespace) -> Iterator[tuple[int, str, Variant]]:
+    """(head size, or query heads of latents; name; kernel) of all that is counted."""
+    for heads in options.latents:
+        latents = LatentShape(heads, 512, 64, options.block_size, "bfloat16", options.kv_dtype)
+        index = IndexShape(64, 128, options.block_size, "bfloat16") if options.kv_dtype == "bfloat16" else None
+        named = zip(LATENT_KERNELS, LatentModel(latents, index).variants(options.sm), strict=False)
+        yield from ((heads, name, variant) for name, variant in named if name)
+    for head_dim in () if options.latents else options.head_dim:
         shape = AttentionShape(options.share, head_dim, options.block_size, "bfloat16", options.kv_dtype)
         for name, variant in zip(("prefill", "decode"), variants_of(shape, options.sm), strict=False):
-            compiled = compile_variant(variant, Target(options.sm, 12))
-            loops = list(loops_of(sass_of(compiled)))
-            failed |= compiled.is_serialised or any(loop.spills for loop in loops)
-            said = "yes" if compiled.is_serialised else "no"
-            shown = ", ".join(f"{one.instructions} ({one.multiplications}, {one.wide}, {one.spills})" for one in loops)
-            facts = (head_dim, name, compiled.registers, compiled.spilled_bytes, said, shown)
-            print("|", " | ".join(map(str, facts)), "|", flush=True)
-    return int(failed)
+            yield head_dim, name, variant
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sm", type=int, default=90, help="compute capability (default: 90)")
     parser.add_argument("--head-dim", type=_numbers, default=[64, 96, 128, 256], help="(default: 64,96,128,256)")
+    parser.add_argument(
+        "--latents", type=_numbers, default=[], help="count latent attention of so many query heads instead, e.g. 16,64"
+    )
     parser.add_argument("--kv-dtype", default="bfloat16", help="of cached keys and values (default: bfloat16)")
     parser.add_argument("--share", type=int, default=4, help="query heads of a KV head (default: 4)")
     parser.add_argument("--block-size", type=int, default=64, help="tokens per block (default: 64)")

@@ -26,6 +26,7 @@ from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.delta import CudaDelta
 from headwise.kernels.cuda.launch import Kernel, address_of, driver_cuda
+from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import CudaPrograms, Programs
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.worker.device import Device
@@ -56,6 +57,7 @@ class Rig(Protocol):
     seed: int
     kernels: AttentionKernels
     delta: CudaDelta
+    parts: GpuParts
     programs: Programs
     target: Target
 
@@ -130,8 +132,9 @@ class CudaRig:
         import cupy
 
         self._cupy, self._cuda, self.work, self.seed = cupy, cupy.cuda, work, seed
-        self.kernels: AttentionKernels = self._device.parts.attention()
-        self.delta = self._device.parts.delta()
+        self.kernels: AttentionKernels = self._device.kernels
+        self.parts = self._device.parts
+        self.delta = CudaDelta(self.parts.launcher, self.parts.allocate)
         with self._device.current():
             self.programs: Programs = CudaPrograms(config.cache_path / "kernels")
             self.target = Target(int(cupy.cuda.Device().compute_capability), driver_cuda())

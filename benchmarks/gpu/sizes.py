@@ -68,6 +68,19 @@ class LoadSizes:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Latent attention of one rank: its heads, the parts of a latent and of a head, and an indexer."""
+
+    heads: int
+    rank: int
+    rotated: int
+    plain: int
+    value_dim: int
+    index_heads: int
+    index_dim: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """See `FULL`.
 
@@ -90,6 +103,7 @@ class Sizes:
     copied_bytes: int
     block_size: int
     attention: Heads
+    latents: LatentSizes
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     skewed: tuple[int, int, int]
@@ -182,6 +196,7 @@ FULL = Sizes(
     copied_bytes=2 << 30,
     block_size=64,
     attention=Heads(32, 8, 128),
+    latents=LatentSizes(16, 512, 64, 128, 128, index_heads=64, index_dim=128),
     batches=(1, 8, 64),
     contexts=(2048, 8192, 32768),
     skewed=(256, 1024, 131072),
@@ -233,6 +248,7 @@ TINY = Sizes(
     copied_bytes=1 << 16,
     block_size=16,
     attention=Heads(4, 2, 64),
+    latents=LatentSizes(3, 32, 16, 16, 16, index_heads=2, index_dim=32),
     batches=(1, 2),
     contexts=(48,),
     skewed=(2, 8, 40),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
-from headwise.kernels.mla_base import LatentKernels, UpProjections
+from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, UpProjections
 
 
 @dataclass(frozen=True)
 class IndexQueries:
-    """What a layer's indexer asks with, for its tokens in a step: the same on every rank. float32 and C-contiguous.
+    """What a layer's indexer asks with, for its tokens in a step: the same on every rank.
+
+    float32 and C-contiguous on a CPU; on a GPU of the model's dtype, and tokens may lie apart.
 
     query:   ``[tokens, index_heads, index_dim]``, rotated as keys are
     weights: ``[tokens, index_heads]``, of any sign
@@ -22,6 +24,20 @@ class IndexQueries:
     query: Array
     weights: Array
     top: int
+
+
+@dataclass(frozen=True)
+class IndexKeys:
+    """A step's keys of a layer's indexer as they are projected, and the layer norm that they go through.
+
+    rows:         ``[tokens, index_dim]``
+    weight, bias: float32 ``[index_dim]``
+    """
+
+    rows: Array
+    weight: Array
+    bias: Array
+    eps: float
 
 
 class IndexedKernels(LatentKernels, Protocol):
@@ -50,4 +66,26 @@ class IndexedKernels(LatentKernels, Protocol):
         A token's score is ``sum over heads of weight * max(query @ key, 0)``. Of equal scores the earlier token's
         counts as the higher. Published code computes them in FP8, for which it turns queries and keys by one Hadamard
         matrix: that leaves their products as they are, so it is left out here.
+        """
+
+
+@runtime_checkable
+class RotatingIndexedKernels(IndexedKernels, RotatingLatentKernels, Protocol):
+    """Kernels that can norm and rotate what they write on the way."""
+
+    def write_index_rope(
+        self,
+        index: IndexQueries,
+        keys: IndexKeys,
+        cosines: Array,
+        sines: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """Norm ``keys``, rotate their first numbers, and store them; rotate those of ``index.query`` in place.
+
+        ``cosines``, ``sines``: float32 ``[tokens, 1, rotated / 2]``. ``keys.rows`` are left as they are. The rest is as
+        for `write_index`.
         """

@@ -13,7 +13,7 @@ Which one is taken, and for which sequences, is the implementation's choice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
@@ -21,7 +21,7 @@ from headwise.kernels.base import Array, AttentionBatch, HeadTable
 
 @dataclass(frozen=True)
 class UpProjections:
-    """What one rank's query heads of a layer make of a latent; both float32 and C-contiguous.
+    """What one rank's query heads of a layer make of a latent; both C-contiguous, on a CPU float32.
 
     key:   ``[q_heads, plain, rank]``, the part of the keys that is not rotated
     value: ``[q_heads, rank, value_dim]``
@@ -60,4 +60,28 @@ class LatentKernels(Protocol):
 
         The last ``width - rank`` numbers of a query are rotated. What a query sees is as for
         `AttentionKernels.attend`; scores are ``scale * query @ key``.
+        """
+
+
+@runtime_checkable
+class RotatingLatentKernels(LatentKernels, Protocol):
+    """Kernels that can rotate what they write on the way."""
+
+    def write_latent_rope(
+        self,
+        query: Array,
+        compressed: Array,
+        shared: Array,
+        cosines: Array,
+        sines: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """Rotate the last numbers of ``query [tokens, q_heads, plain + rotated]`` in place, and store latents
+        ``[compressed [tokens, rank] | shared [tokens, rotated]]``, the second part of which is rotated.
+
+        ``cosines``, ``sines``: float32 ``[tokens, 1, rotated / 2]``, as for `RotatingKernels.write_kv_rope`. ``shared``
+        is left as it is. The rest is as for `write_latent`.
         """

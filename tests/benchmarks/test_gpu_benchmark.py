@@ -155,6 +155,7 @@ def test_the_result_has_every_promised_number(emulated: tuple[int, str, dict[str
         "decode": {"copy_bandwidth", "read_bandwidth", "b1_c48_of_bandwidth", "b2_c48_of_bandwidth"},
         "heads": {"decode_over_uniform", "decode_over_one_table", "prefill_over_uniform"},
         "prefill": {"t32"},
+        "latents": {"dense_error", "chosen_error", "b2_c48_of_bandwidth", "b2_c48_chosen_over_dense"},
         "copies": {"block8_h2d", "block8_d2h", "block8_both", "block8_hidden", "block8_decode", "block16_both"},
         "model": {"eager_b1_of_bandwidth", "graphs_b2_of_bandwidth", "graphs_same_tokens"},
         "smollm2": {"tokens_float32", "tokens_bfloat16"},

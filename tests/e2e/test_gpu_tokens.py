@@ -15,10 +15,13 @@ from headwise import EngineConfig, LocalEngine
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
-NO_KERNELS = ("deepseek", "gemma4", "llama4")
+NO_KERNELS = ("gemma4", "llama4")
 """For these there are none yet."""
-SHOWN_BY_OTHERS = ("gpt-oss-mxfp4", "qwen3-moe", "qwen3", "phi3-long", "qwen3-next", "qwen3.5-moe")
-"""They run the kernels of gpt-oss, mixtral, gemma3, phi3 and qwen3.5, and all the interpreter takes its time for each."""
+SHOWN_BY_OTHERS = (
+    "gpt-oss-mxfp4", "qwen3-moe", "qwen3", "phi3-long", "qwen3-next", "qwen3.5-moe", "deepseek-v2", "deepseek-v3.2",
+)  # fmt: skip
+"""They run the kernels of gpt-oss, mixtral, gemma3, phi3, qwen3.5 and deepseek-v3, and all the interpreter takes its
+time for each."""
 FEWER = {"qwen3.5": 2}
 """Prompts, where longer ones take long and `tests/kernels` has them."""
 

@@ -364,6 +364,25 @@ def attend(
 
 
 @JITFunction
+def sum_of_parts(partial, partial_lse, first, used, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(weighted sum ``[BLOCK_D]``, sum of weights, highest log-sum-exp) of ``used`` parts from ``first`` on."""
+    every = tl.arange(0, MAX_SPLITS)
+    lse = tl.load(partial_lse + first + every, mask=every < used, other=float("-inf"))
+    highest = tl.max(lse, 0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.exp2(lse - highest), 0)
+    dims = tl.arange(0, BLOCK_D)
+    mixed = tl.zeros([BLOCK_D], tl.float32)
+    for at in range(0, used, MERGED):
+        split = at + tl.arange(0, MERGED)
+        part_lse = tl.load(partial_lse + first + split, mask=split < used, other=float("-inf"))
+        some = (split < used)[:, None] & (dims < HEAD_DIM)[None, :]
+        parts = tl.load(partial + (first + split)[:, None] * HEAD_DIM + dims[None, :], mask=some, other=0.0)
+        mixed += tl.sum(tl.exp2(part_lse - highest)[:, None] * parts, 0)
+    return mixed, total, highest
+
+
+@JITFunction
 def merge_splits(
     partial, partial_lse, sink_logits, out, cu_seqlens_q, seq_lens, head_window, head_sink, batch, out_stride, units,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -387,21 +406,10 @@ def merge_splits(
 
     before = splits_before(sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N)
     first = (head * (2 * units) + before).to(tl.int64)
-    every = tl.arange(0, MAX_SPLITS)
-    lse = tl.load(partial_lse + first + every, mask=every < used, other=float("-inf"))
-    highest = tl.max(lse, 0)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp2(lse - highest), 0)
+    mixed, total, highest = sum_of_parts(partial, partial_lse, first, used, HEAD_DIM, BLOCK_D)
     if SINKS:
         total = with_sink(total, highest, tl.load(sink_logits + head))
-    dims = tl.arange(0, BLOCK_D)
-    mixed = tl.zeros([BLOCK_D], tl.float32)
-    for at in range(0, used, MERGED):
-        split = at + tl.arange(0, MERGED)
-        part_lse = tl.load(partial_lse + first + split, mask=split < used, other=float("-inf"))
-        some = (split < used)[:, None] & (dims < HEAD_DIM)[None, :]
-        parts = tl.load(partial + (first + split)[:, None] * HEAD_DIM + dims[None, :], mask=some, other=0.0)
-        mixed += tl.sum(tl.exp2(part_lse - highest)[:, None] * parts, 0)
     mixed = mixed / tl.where(total == 0.0, 1.0, total)
     at_out = query_begin.to(tl.int64) * out_stride + head * HEAD_DIM
+    dims = tl.arange(0, BLOCK_D)
     tl.store(out + at_out + dims, mixed.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

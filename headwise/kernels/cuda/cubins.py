@@ -28,6 +28,7 @@ from headwise.kernels.cuda.launch import CubinFile, Variant
 NEWEST_CUDA_12 = 12
 FENCED_SINCE = (3, 7, 1)
 """Triton from here on has the fences of `fenced` itself (triton-lang/triton#9610)."""
+_KERNEL_IMPORT = re.compile(r"^from headwise\.kernels\.cuda\.(\w+_jit) import", re.MULTILINE)
 _compiling = Lock()
 
 
@@ -186,8 +187,14 @@ def _compiled(kernel: Any, log: str) -> Compiled:
 
 
 def _digest(variant: Variant) -> str:
-    sources = Path(__file__).with_name(f"{variant.module}.py").read_bytes() + Path(__file__).read_bytes()
+    sources = b"".join(path.read_bytes() for path in (*_sources(variant.module), Path(__file__)))
     return hashlib.sha256(sources + repr(variant).encode()).hexdigest()[:24]
+
+
+def _sources(module: str) -> list[Path]:
+    """The file of a module of kernels, and of those that it imports functions from."""
+    path = Path(__file__).with_name(f"{module}.py")
+    return [path, *(source for other in _KERNEL_IMPORT.findall(path.read_text()) for source in _sources(other))]
 
 
 @cache

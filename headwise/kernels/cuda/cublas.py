@@ -1,6 +1,7 @@
 """Matrix products by cuBLAS, asked directly: CuPy 14 refuses to call it on a stream that is being captured in a graph.
 
-Sources: cuBLAS 12.9 and 13.1, "cublasGemmEx", "cublasSetWorkspace" and "CUDA Graphs Support".
+Sources: cuBLAS 12.9 and 13.1, "cublasGemmEx", "cublasGemmStridedBatchedEx", "cublasSetWorkspace" and "CUDA
+Graphs Support".
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WORKSPACE_BYTES = 32 << 20
 _AS_IT_IS, _TRANSPOSED = 0, 1
 _COMPUTE_32F = 68
 _DEFAULT_ALGORITHM = -1
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 _PARAMETERS = {
     "cublasCreate_v2": (_POINTER,),
     "cublasDestroy_v2": (_POINTER,),
@@ -33,6 +34,10 @@ _PARAMETERS = {
     "cublasGemmEx": (
         _POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _INT,
         _POINTER, _POINTER, _INT, _INT, _INT, _INT,
+    ),
+    "cublasGemmStridedBatchedEx": (
+        _POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _LONG, _POINTER, _INT, _INT, _LONG,
+        _POINTER, _POINTER, _INT, _INT, _LONG, _INT, _INT, _INT,
     ),
 }  # fmt: skip
 
@@ -102,6 +107,41 @@ class Cublas:
                 f"cuBLAS cannot multiply {x.dtype} {list(x.shape)} by {list(weight.shape)}: {self._reason(status)}"
             )
         return True
+
+    def products_of_heads(self, x: Array, weights: Array, out: Array) -> None:
+        """``out [T, H, N] = x [T, H, K] @ weights [H, K, N]``, head by head, all of one dtype.
+
+        ``weights`` are C-contiguous; of ``x`` and ``out`` each head's numbers lie side by side. No array is empty.
+
+        Raises:
+            ValueError: the arrays do not belong together, or cannot be read.
+            RuntimeError: cuBLAS does not take what it should.
+        """
+        number, (tokens, heads, inner), width = NUMBERS.get(str(x.dtype)), x.shape, weights.shape[-1]
+        belong = weights.shape == (heads, inner, width) and out.shape == (tokens, heads, width)
+        if (
+            number is None
+            or not (belong and x.dtype == weights.dtype == out.dtype and weights.flags.c_contiguous)
+            or x.strides[2] != x.itemsize
+            or out.strides[2] != out.itemsize
+        ):
+            raise ValueError(
+                f"{x.dtype} {list(x.shape)} cannot be multiplied by {weights.dtype} {list(weights.shape)} into "
+                f"{out.dtype} {list(out.shape)}, head by head"
+            )
+        self._use(self._current_stream())
+        size = x.itemsize
+        (x_row, x_head), (out_row, out_head) = ((a.strides[0] // size, a.strides[1] // size) for a in (x, out))
+        status = self._library.cublasGemmStridedBatchedEx(
+            self._handle, _AS_IT_IS, _AS_IT_IS, width, tokens, inner, ctypes.addressof(self._one),
+            address_of(weights), number, width, inner * width, address_of(x), number, max(x_row, inner), x_head,
+            ctypes.addressof(self._zero), address_of(out), number, max(out_row, width), out_head, heads,
+            _COMPUTE_32F, _DEFAULT_ALGORITHM,
+        )  # fmt: skip
+        if status:
+            raise RuntimeError(
+                f"cuBLAS cannot multiply {x.dtype} {list(x.shape)} by {list(weights.shape)}: {self._reason(status)}"
+            )
 
     def _use(self, stream: int) -> None:
         if stream == self._stream:

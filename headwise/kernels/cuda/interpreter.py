@@ -74,7 +74,12 @@ def _interpreted_globals(module: str) -> dict[str, Any]:
     # The interpreter patches the modules it finds here for as long as a kernel runs.
     scope |= {"tl": _Language(), "_language": tl, "_core": tl.core}
     for name, helper in list(scope.items()):
-        if isinstance(helper, JITFunction):
+        if not isinstance(helper, JITFunction):
+            continue
+        home = helper.fn.__module__.rpartition(".")[2]
+        if home != module:  # what it refers to is known there
+            scope[name] = _interpreted_globals(home)[helper.fn.__name__]
+        else:
             plain = types.FunctionType(helper.fn.__code__, scope, name, helper.fn.__defaults__)
             scope[name] = FunctionRewriter(plain).rewrite_ast()
     return scope

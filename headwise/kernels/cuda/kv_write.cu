@@ -7,9 +7,8 @@
 // INT8, E4M3, which store a scale per row.
 
 #include "numbers.cuh"
+#include "sequences.cuh"
 
-constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int WARP = 32;
 constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
 constexpr float LARGEST = CACHE == INT8 ? 127.0f : 448.0f;
 
@@ -133,17 +132,6 @@ __device__ __forceinline__ void store_quantised(char* to, const Lane& lane, floa
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) packed[i / 4] |= quantised(element(lane, i), scale) << i % 4 * 8;
     *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
-}
-
-// The sequence that owns `token`: as many end at or before it. `batch` for a token of none.
-__device__ __forceinline__ int sequence_of(int token, const int* ends, int batch)
-{
-    int before = 0;
-#pragma unroll 4
-    for (int i = threadIdx.x % WARP; i < batch; i += WARP) before += ends[i] <= token;
-#pragma unroll
-    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) before += __shfl_xor_sync(ALL_LANES, before, lanes, WARP);
-    return before;
 }
 
 // query, key, value:  [tokens, heads, HEAD_DIM]; their strides are bytes from token to token

@@ -162,6 +162,13 @@ class CubinFile:
     parameters: int
 
 
+def empty_array(shape: tuple[int, ...], dtype: Any) -> Array:
+    """An uninitialised array on CuPy's current device."""
+    import cupy
+
+    return cupy.empty(shape, dtype)
+
+
 def current_card() -> tuple[int, int]:
     """(compute capability, streaming multiprocessors) of CuPy's current device."""
     import cupy

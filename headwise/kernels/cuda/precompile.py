@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -14,10 +15,14 @@ from headwise.errors import ConfigError
 from headwise.kernels.cuda import (
     block_copy,
     block_tables,
+    dsa,
     elementwise,
     experts,
+    indexer,
     kv_write,
+    latents,
     logit_edits,
+    mla,
     sampling,
     step_tokens,
 )
@@ -25,12 +30,40 @@ from headwise.kernels.cuda.attention import AttentionShape, check_supported, var
 from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.delta import variants_of as delta_variants
+from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.experts import ExpertShape
+from headwise.kernels.cuda.launch import Variant
+from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.programs import Defines, cubin_path
 from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.experts import Routing
 from headwise.kernels.fused import Activation
 from headwise.kernels.gqa import gqa_layout
+from headwise.kernels.mla import latent_layout
+
+
+@dataclass(frozen=True)
+class LatentModel:
+    """Latent attention, with an indexer or without."""
+
+    latents: LatentShape
+    index: IndexShape | None = None
+
+    def variants(self, sm: int) -> tuple[Variant, ...]:
+        """The Triton kernels that it launches. Raises ConfigError: the indexer is not supported."""
+        own = mla.variants_of(self.latents, sm)
+        if self.index is None:
+            return own
+        dsa.check_index(self.index)
+        return own + dsa.variants_of(self.latents, self.index, sm)
+
+    def programs(self) -> Iterator[tuple[str, Defines]]:
+        """The CUDA C++ files that it needs, with their macros."""
+        shape = self.latents
+        layout = latent_layout(shape.block_size, 1, shape.rank + shape.rotated, shape.kv_dtype, shape.rotated)
+        yield latents.SOURCE, latents.variant_of(layout, numpy_dtype(shape.q_dtype))
+        if self.index is not None:
+            yield indexer.SOURCE, indexer.variant_of(self.index.dtype)
 
 
 def precompile(
@@ -39,11 +72,13 @@ def precompile(
     directory: Path,
     mixtures: Sequence[ExpertShape] = (),
     deltas: Sequence[DeltaShape] = (),
+    latent_models: Sequence[LatentModel] = (),
 ) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
-    mixtures: of experts, of models that have them
-    deltas:   delta-nets, likewise
+    mixtures:      of experts, of models that have them
+    deltas:        delta-nets, likewise
+    latent_models: with latent attention
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -55,6 +90,12 @@ def precompile(
             for variant in variants_of(shape, target.sm):
                 yield cubins.get(variant).path
             for source, defines in _programs(shape):
+                yield cubin_path(directory, source, defines, target.sm, target.cuda)
+        for model in latent_models:
+            mla.check_latents(model.latents, target.sm)
+            for variant in model.variants(target.sm):
+                yield cubins.get(variant).path
+            for source, defines in (*model.programs(), *_any_programs(numpy_dtype(model.latents.q_dtype))):
                 yield cubin_path(directory, source, defines, target.sm, target.cuda)
         for mixture in mixtures:
             experts.check_experts(mixture)
@@ -70,6 +111,11 @@ def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
     """The CUDA C++ files that a model of ``shape`` needs, with their macros."""
     layout, dtype = gqa_layout(shape.block_size, 1, shape.head_dim, shape.kv_dtype), numpy_dtype(shape.q_dtype)
     yield kv_write.SOURCE, kv_write.variant_of(layout, dtype)
+    yield from _any_programs(dtype)
+
+
+def _any_programs(dtype: np.dtype[Any]) -> Iterator[tuple[str, Defines]]:
+    """Those of models of any attention."""
     yield elementwise.SOURCE, elementwise.variant_of(dtype)
     yield sampling.SOURCE, elementwise.variant_of(dtype)
     yield logit_edits.SOURCE, elementwise.variant_of(dtype)
@@ -83,18 +129,10 @@ def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = _parser().parse_args(arguments)
-    shape = AttentionShape(
-        share=options.q_heads // options.kv_heads,
-        head_dim=options.head_dim,
-        block_size=options.block_size,
-        q_dtype=options.dtype,
-        kv_dtype=options.kv_dtype or options.dtype,
-        softcap=options.softcap,
-        sink_logits=options.sink_logits,
-    )
     targets = [Target(sm, cuda) for sm in options.sm for cuda in options.cuda]
     try:
-        for path in precompile([shape], targets, options.directory, list(_mixtures(options)), list(_deltas(options))):
+        mixed = list(_mixtures(options)), list(_deltas(options)), list(_latents(options))
+        for path in precompile(list(_shapes(options)), targets, options.directory, *mixed):
             print(path, flush=True)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
@@ -109,13 +147,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sm", type=_numbers, default=[80, 90, 100], help="compute capabilities (default: 80,90,100)")
     parser.add_argument("--cuda", type=_numbers, default=[12, 13], help="CUDA versions of drivers (default: 12,13)")
     parser.add_argument("--q-heads", type=int, required=True, help="query heads of the model")
-    parser.add_argument("--kv-heads", type=int, required=True, help="KV heads of the model")
-    parser.add_argument("--head-dim", type=int, required=True)
+    parser.add_argument("--kv-heads", type=int, help="KV heads of the model")
+    parser.add_argument("--head-dim", type=int)
     parser.add_argument("--block-size", type=int, default=64, help="tokens per block (default: 64)")
     parser.add_argument("--dtype", default="bfloat16", help="of queries (default: bfloat16)")
     parser.add_argument("--kv-dtype", default=None, help="of cached keys and values (default: that of queries)")
     parser.add_argument("--softcap", action="store_true", help="the model caps its attention scores")
     parser.add_argument("--sink-logits", action="store_true", help="the model has learned a sink for each query head")
+    latent = parser.add_argument_group("latent attention", "of a model that has it, in place of KV heads")
+    latent.add_argument("--latent-rank", type=int, help="'kv_lora_rank'; --q-heads are those of one rank")
+    latent.add_argument("--latent-rotated", type=int, default=64, help="'qk_rope_head_dim' (default: 64)")
+    latent.add_argument("--index-heads", type=int, help="'index_n_heads', of a model with an indexer")
+    latent.add_argument("--index-dim", type=int, default=128, help="'index_head_dim' (default: 128)")
     mixture = parser.add_argument_group("mixture of experts", "of a model that has one")
     mixture.add_argument("--experts", type=int, help="to choose from")
     mixture.add_argument("--experts-per-token", type=int, default=1)
@@ -136,6 +179,32 @@ def _parser() -> argparse.ArgumentParser:
     delta.add_argument("--delta-convolution", type=int, default=4, help="tokens that it spans (default: 4)")
     delta.add_argument("--tp-size", type=int, default=1, help="ranks that key heads are dealt to (default: 1)")
     return parser
+
+
+def _shapes(options: argparse.Namespace) -> Iterator[AttentionShape]:
+    if options.latent_rank is not None:
+        return
+    if options.kv_heads is None or options.head_dim is None:
+        raise ConfigError("give --kv-heads and --head-dim, or --latent-rank of a model with latent attention")
+    yield AttentionShape(
+        share=options.q_heads // options.kv_heads,
+        head_dim=options.head_dim,
+        block_size=options.block_size,
+        q_dtype=options.dtype,
+        kv_dtype=options.kv_dtype or options.dtype,
+        softcap=options.softcap,
+        sink_logits=options.sink_logits,
+    )
+
+
+def _latents(options: argparse.Namespace) -> Iterator[LatentModel]:
+    if options.latent_rank is None:
+        return
+    dtype, block_size, heads = options.dtype, options.block_size, options.index_heads
+    shape = LatentShape(
+        options.q_heads, options.latent_rank, options.latent_rotated, block_size, dtype, options.kv_dtype or dtype
+    )
+    yield LatentModel(shape, None if heads is None else IndexShape(heads, options.index_dim, block_size, dtype))
 
 
 def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:

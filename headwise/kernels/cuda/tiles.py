@@ -75,6 +75,29 @@ def _shared_bytes(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str) -> int
     return tile.rows * dims * q_bytes + 2 * tile.stages * tile.keys * dims * kv_bytes + converted
 
 
+def latent_tile(heads: int, q_dtype: str, kv_dtype: str, sm: int, is_decode: bool) -> Tile:
+    """For latents of 512 + 64: a row's sums take 512 registers of a program, so rows are few, and warps many.
+
+    By what the compiler makes of each (`benchmarks/gpu/machine_code.py --latents`): the largest tiles that do not spill
+    within the loop. With 64 rows, the least that wgmma takes, sm_90 spills; tcgen05 keeps sums in memory of its own.
+    Latents in int8 are in registers when they are converted: smaller tiles.
+    """
+    if q_dtype == "float32":
+        return Tile(16, 16, 4, 2)
+    is_wide = is_decode and heads > 16
+    if kv_dtype == "int8":
+        return Tile(32 if is_wide else 16, 32, 8, 2)
+    has_room = SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90
+    if not is_decode:
+        return Tile(64, 32, 8, 2) if has_room and sm >= 100 else Tile(32, 64 if has_room else 32, 8, 2)
+    return Tile(32 if is_wide else 16, 64 if has_room else 32, 8, 2)
+
+
+def score_tile(dtype: str) -> Tile:
+    """For an indexer's scores: rows are its heads, whatever their number."""
+    return Tile(64, 16, 4, 2) if dtype == "float32" else Tile(64, 64, 4, 3)
+
+
 @dataclass(frozen=True)
 class ProductTile:
     """Tiles of tokens times an expert's weights: ``rows`` of tokens by ``columns`` of the result, ``depth`` at a time.

@@ -176,12 +176,6 @@ class ModelConfig:
             return self.layer_heads[layer]
         return LayerHeads(self.num_kv_heads, self.head_dim, layer)
 
-    @property
-    def attention_layer(self) -> int:
-        """The first layer that has attention, and no state in its place."""
-        states = () if self.delta is None else self.delta.layers
-        return next((layer for layer in range(self.num_layers) if layer not in states), 0)
-
     def by_cache_layer(self, kept: Sequence[_Kept]) -> tuple[_Kept, ...]:
         """``[num_layers]``: of each layer, what ``kept [num_layers]`` says of the one whose cache it uses."""
         return tuple(kept[self.heads_of(layer).cache_layer] for layer in range(self.num_layers))

@@ -154,7 +154,7 @@ class Deepseek(MoeDecoder):
                 self._linear_weight(f"{at}q_b_proj", lambda: self._queries(f"{at}q_b_proj")),
             ),
             latent_norm=self._norm(f"{at}kv_a_layernorm.weight"),
-            up=UpProjections(*map(ops.upload, self._up(f"{at}kv_b_proj"))),
+            up=UpProjections(*(ops.kernel_array(ops.tensor(part)) for part in self._up(f"{at}kv_b_proj"))),
             out=self._split_columns(f"{at}o_proj", [(first * mla.value_dim, last * mla.value_dim)], has_bias=False),
         )
 

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ModelError
-from headwise.kernels.dsa_base import IndexQueries
+from headwise.kernels.dsa_base import IndexKeys, IndexQueries
 from headwise.runtime.models.base import IndexerConfig, ModelConfig, MoeConfig
 from headwise.runtime.models.decoder import Linear
 from headwise.runtime.models.deepseek import MOST_RANK, Deepseek, LatentProjections, parse_latents
 from headwise.runtime.models.deepseek_routing import v3_moe
 from headwise.runtime.models.hf_config import HfConfig, named_layer_types, positive
 from headwise.runtime.models.values import shown
-from headwise.runtime.ops.base import Tensor
+from headwise.runtime.ops.base import KernelArray, Tensor
 
 ARCHITECTURE = "DeepseekV32ForCausalLM"
 
@@ -73,7 +73,7 @@ class IndexedProjections(LatentProjections):
 
     index_queries: Linear
     index_into: Linear
-    key_norm: tuple[Floats, Floats]
+    key_norm: tuple[KernelArray, KernelArray]
 
 
 class DeepseekV32(Deepseek):
@@ -99,15 +99,15 @@ class DeepseekV32(Deepseek):
         def queries() -> Floats:
             return self._index_part(f"{at}wq_b.weight", (indexer.heads * dim, self.mla.q_rank))
 
+        def norm_part(name: str) -> KernelArray:
+            return ops.kernel_array(ops.norm_weight(self._index_part(f"{at}k_norm.{name}", (dim,))))
+
         prepare, ops = self._prepare, self.ops
         return IndexedProjections(
             **vars(found),
             index_queries=Linear(prepare(f"{at}wq_b.weight", lambda: ops.linear_weight(queries()))),
             index_into=Linear(prepare(f"{at}wk + weights_proj", lambda: ops.linear_weight(into()))),
-            key_norm=(
-                self._index_part(f"{at}k_norm.weight", (dim,)),
-                self._index_part(f"{at}k_norm.bias", (dim,)),
-            ),
+            key_norm=(norm_part("weight"), norm_part("bias")),
         )
 
     def _index_part(self, name: str, expected: tuple[int | None, ...]) -> Floats:
@@ -120,19 +120,12 @@ class DeepseekV32(Deepseek):
         return found
 
     def choosing(self, weights: IndexedProjections, x: Tensor, ranked: Tensor) -> tuple[Any, ...]:
-        """What the indexer asks with, and a token's key, ``[T, index_dim]``; neither is rotated yet."""
+        """What the indexer asks with, and tokens' keys; neither are rotated yet."""
         indexer, tokens = self.indexer, x.shape[0]
         queries = self.ops.kernel_array(self._linear(ranked, weights.index_queries))
-        made = self.ops.kernel_array(self._linear(x, weights.index_into))
-        key, of_heads = np.split(made, [indexer.head_dim], axis=1)
+        made = self._linear(x, weights.index_into)
+        rows, of_heads = made[:, : indexer.head_dim], made[:, indexer.head_dim :]
         asked = IndexQueries(
-            queries.reshape(tokens, indexer.heads, indexer.head_dim), np.ascontiguousarray(of_heads), indexer.top
+            queries.reshape(tokens, indexer.heads, indexer.head_dim), self.ops.kernel_array(of_heads), indexer.top
         )
-        return asked, _layer_norm(key, *weights.key_norm)
-
-
-def _layer_norm(rows: Floats, weight: Floats, bias: Floats) -> Floats:
-    centred = rows - rows.mean(axis=1, keepdims=True)
-    variance = np.square(centred).mean(axis=1, keepdims=True)
-    normed: Floats = centred / np.sqrt(variance + np.float32(_KEY_NORM_EPS)) * weight + bias
-    return normed
+        return asked, IndexKeys(self.ops.kernel_array(rows), *weights.key_norm, _KEY_NORM_EPS)

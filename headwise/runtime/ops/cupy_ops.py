@@ -55,6 +55,9 @@ class CupyOps(GpuOps):
         out = cupy.empty((x.shape[0], weight.shape[1]), self.dtype)
         return out if self._cublas.product(x, weight, out) else super().matmul(x, weight)
 
+    def multiply_heads(self, x: Any, weights: Any, out: Any) -> None:
+        self._cublas.products_of_heads(x, weights, out)
+
     def step_upload(self, capacity: int = 0) -> StepUpload:
         return PinnedUpload(capacity)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -79,6 +80,10 @@ class GpuOps(ArrayOps):
         tokens, best = (self.xp.empty(len(logits), dtype) for dtype in (np.int32, np.float32))
         self._sampling.likeliest(logits, tokens, best)
         return tokens, best
+
+    @abstractmethod
+    def multiply_heads(self, x: Array, weights: Array, out: Array) -> None:
+        """``out [T, H, N] = x [T, H, K] @ weights [H, K, N]``, head by head; see `Cublas.products_of_heads`."""
 
     def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> StackedExperts:
         stacked = stack_experts(self.xp, self.upload, mixture, routed, shared)

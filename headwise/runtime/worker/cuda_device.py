@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.dtypes import numpy_dtype
-from headwise.kernels.cuda.attention import check_supported
 from headwise.kernels.cuda.block_copy import CudaBlockCopy, make_cuda_block_copy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
 from headwise.kernels.cuda.cubins import CubinCache, Target
-from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda
+from headwise.kernels.cuda.kernels import CudaKernels
+from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda, empty_array
+from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import CudaPrograms
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
-from headwise.kernels.gqa import kv_dtype_of
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.quantised_checkpoint import open_weights
-from headwise.runtime.models.attention.base import Kernels
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.ops.select import make_gpu_ops
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
-from headwise.runtime.worker.gpu_kernels import KernelParts, gpu_kernels
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
 from headwise.transfer.cuda_stream import ComputeStream, CudaStream
 from headwise.transfer.host_memory import HostArena, numa_node_of_gpu
@@ -59,18 +59,18 @@ class CudaDevice:
             self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
             self._step_tokens = CudaStepTokens(programs)
-            self.parts = KernelParts(launcher, programs, self.ops.empty_bytes)
+            self.parts = GpuParts(launcher, programs, self.ops.empty_bytes, empty_array, _heads_of(self.ops))
+            self.kernels: Any = CudaKernels(launcher, programs, self.ops.empty_bytes)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """See `Device.check`."""
-        config, shape = self._config, card.config
-        layout = card.layouts[shape.attention_layer]
-        check_supported(shape.head_dim, config.dtype_name, kv_dtype_of(layout), self._card.sm, layout.block_size)
+        config, layout = self._config, card.layout
         weights = open_weights(model_dir).num_elements * self.ops.itemsize // config.tp_size
         pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
         check_room(self._card, {"weights": weights, "KV cache": pool})
         with self.current():
-            self.kernels: Kernels = gpu_kernels(card, config.dtype_name, config.tp_size, self.parts)
+            variant = attention_of(card.config)
+            self.kernels = variant.gpu_kernels(self.parts, card.layouts, config.tp_size, config.dtype_name)
 
     def current(self) -> AbstractContextManager[Any]:
         return self._compute.current()
@@ -104,3 +104,14 @@ class CudaDevice:
 
     def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
         return HostArena(num_bytes, numa_node=numa_node_of_gpu(GPU), pin=True, is_shared=is_shared)
+
+
+def _heads_of(ops: TensorOps) -> Callable[[Any, Any, Any], None]:
+    """Products of heads, which Paddle's operations do not have: no variant that needs them is served with these."""
+    from headwise.runtime.ops.gpu_ops import GpuOps
+
+    return ops.multiply_heads if isinstance(ops, GpuOps) else _no_products
+
+
+def _no_products(x: Any, weights: Any, out: Any) -> None:
+    raise NotImplementedError("tensor_ops paddle")

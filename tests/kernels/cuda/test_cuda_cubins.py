@@ -277,10 +277,18 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     assert sorted(set(more) - set(sources)) == ["experts", "multiply_experts"]
     delta = ["--delta-key-heads", "16", "--delta-value-heads", "32", "--tp-size"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *delta, "2"])
-    more = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
-    assert sorted(set(more) - set(sources)) == ["carry", "convolve", "finish", "solve", "step"]
+    nets = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(set(nets) - set(sources)) == ["carry", "convolve", "finish", "solve", "step"]
     with pytest.raises(SystemExit, match="32 value heads cannot share 16 key heads on 3 ranks"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *delta, "3"])
+    latents = ["--q-heads", "16", "--latent-rank", "512", "--index-heads", "64"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *latents])
+    made_of = {Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()}
+    assert made_of - {*sources, *more} == {
+        "attend_latents", "score_tokens", "attend_chosen", "merge_chosen", "latents", "indexer",
+    }  # fmt: skip
+    with pytest.raises(SystemExit, match="give --kv-heads and --head-dim, or --latent-rank"):
+        precompile.main([str(tmp_path), "--q-heads", "16"])
     with pytest.raises(SystemExit, match="--experts needs --hidden-size and --expert-size"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *mixture])
     with pytest.raises(SystemExit, match=r"error: KV dtype float8_e4m3fn needs"):

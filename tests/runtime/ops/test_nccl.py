@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import LIBRARIES
-from support.gpu.emulated_gpu import EmulatedGpu, SerialPrograms, poisoned
+from support.gpu.emulated_gpu import EmulatedGpu, SerialPrograms
 from support.gpu.host_nccl import HostNccl, NcclError, host_cupy_with, way
 from support.gpu.tiny_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
 from support.waiting import PATIENCE_S
@@ -37,7 +37,6 @@ from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.protocol.running_step import DoneStep
 from headwise.runtime.worker.cuda_device import CudaDevice
-from headwise.runtime.worker.gpu_kernels import KernelParts
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
 from headwise.runtime.worker.worker import ModelWorker
@@ -236,7 +235,7 @@ class RankGpu(EmulatedGpu):
         super().__init__(libraries, dtype)
         self._nccl = nccl
         self.ops.name, self.ops.capture = "cupy", self.record  # type: ignore[method-assign]
-        self.parts = KernelParts(SerialLauncher(sm=90, sms=1), SerialPrograms(libraries), poisoned)
+        self.parts = replace(self.parts, launcher=SerialLauncher(sm=90, sms=1), programs=SerialPrograms(libraries))
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         with self._building:

@@ -78,22 +78,25 @@ class DenseLatentAttention:
     def __init__(self, config: ModelConfig, ops) -> None:
         self._config, self._ops = config, ops
 
-    def __call__(self, layer: int, query, compressed, shared, up, rotation, index=None, index_key=None):
+    def __call__(self, layer: int, query, compressed, shared, up, rotation, index=None, keys=None):
         ops, mla, tokens = self._ops, self._config.mla, len(query)
         turned = ops.kernel_array(ops.rope(query[:, :, mla.plain :], *rotation)).astype(np.float64)
         rotated = ops.kernel_array(ops.rope(shared.reshape([tokens, 1, mla.rotated]), *rotation))[:, 0]
         plain, latents = (ops.kernel_array(t).astype(np.float64) for t in (query[:, :, : mla.plain], compressed))
         mask = visible(self._config.policies[layer][0], tokens)
         if index is not None:
-            mask = self._chosen(index, index_key, rotation, mask)
+            mask = self._chosen(index, keys, rotation, mask)
         out = np.empty((tokens, query.shape[1], mla.value_dim))
         for head in range(query.shape[1]):
             scores = plain[:, head] @ (latents @ up.key[head].T).T + turned[:, head] @ rotated.T
             out[:, head] = softmax(scores * self._config.attention_scale, mask) @ (latents @ up.value[head])
         return ops.from_kernel_array(out.astype(np.float32))
 
-    def _chosen(self, index, key, rotation, mask: np.ndarray) -> np.ndarray:
+    def _chosen(self, index, keys, rotation, mask: np.ndarray) -> np.ndarray:
         rotated, dim = self._config.mla.rotated, index.query.shape[2]
+        rows = keys.rows.astype(np.float64)
+        key = (rows - rows.mean(1, keepdims=True)) / np.sqrt(rows.var(1, keepdims=True) + keys.eps)
+        key = (key * keys.weight + keys.bias).astype(np.float32)
         turn = [np.arctan2(*map(np.asarray, reversed(rotation)))]
         query, keys = (
             np.concatenate([rotate(x[:, :, :rotated], *turn), x[:, :, rotated:]], axis=2)

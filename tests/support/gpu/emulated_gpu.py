@@ -24,17 +24,19 @@ from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
+from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import Grid, Kernel, Program
+from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
 from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
-from headwise.runtime.worker.gpu_kernels import KernelParts, gpu_kernels
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
 from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
@@ -60,6 +62,9 @@ class EmulatedOps(GpuOps):
         out = np.empty((x.shape[0], weight.shape[1]), self.dtype)
         assert self._cublas.product(x, weight, out), "CuPy's own product cannot be captured"
         return out
+
+    def multiply_heads(self, x: NDArray[Any], weights: NDArray[Any], out: NDArray[Any]) -> None:
+        self._cublas.products_of_heads(x, weights, out)
 
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
         assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
@@ -125,10 +130,12 @@ class EmulatedGpu:
         self._step_tokens = CudaStepTokens(programs, threads=64)
         self.ops = EmulatedOps(dtype, programs)
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
-        self.parts = KernelParts(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
+        launcher = InterpreterLauncher(sm=90, sms=1)
+        self.parts = GpuParts(launcher, programs, poisoned, poisoned_array, self.ops.multiply_heads)
+        self.kernels: Any = CudaKernels(launcher, programs, poisoned)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
-        self.kernels = gpu_kernels(card, self._dtype, card.plan.tp_size, self.parts)
+        self.kernels = attention_of(card.config).gpu_kernels(self.parts, card.layouts, card.plan.tp_size, self._dtype)
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -211,6 +218,14 @@ class SerialProgram:
                 kernel(grid, arguments)
 
         return launch
+
+
+def poisoned_array(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """An array in such memory, which begins where a GPU's would."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = poisoned(size + 16)
+    start = -memory.ctypes.data % 16
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def poisoned(num_bytes: int) -> NDArray[np.uint8]:

@@ -15,7 +15,7 @@ DTYPES = {0: "float32", 2: "float16", 14: "bfloat16"}
 INVALID_VALUE, NOT_SUPPORTED = 7, 15
 HANDLE = 0x7000
 
-_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_POINTER, _INT, _LONG, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_size_t
 
 
 class HostCublas:
@@ -30,6 +30,9 @@ class HostCublas:
         self.cublasSetStream_v2 = self._exported(self._set_stream, _POINTER, _POINTER)
         self.cublasSetWorkspace_v2 = self._exported(self._set_workspace, _POINTER, _POINTER, _SIZE)
         self.cublasGemmEx = self._exported(self._gemm, *gemm)
+        part = (_POINTER, _INT, _INT, _LONG)
+        batched = (_POINTER, *[_INT] * 5, _POINTER, *part, *part, _POINTER, *part, *[_INT] * 3)
+        self.cublasGemmStridedBatchedEx = self._exported(self._gemm_strided_batched, *batched)
         self.cublasGetStatusString = _StatusString()
 
     def _exported(self, function: Callable[..., int], *types: Any) -> Any:
@@ -74,6 +77,22 @@ class HostCublas:
         with np.errstate(invalid="ignore"):  # what was never written may be multiplied, if nobody reads it
             product = left.astype(np.float32, copy=False) @ right.astype(np.float32, copy=False)
         _columns(c, type_c, ldc, m, n)[...] = product
+        return 0
+
+    def _gemm_strided_batched(
+        self, handle: int, op_a: int, op_b: int, m: int, n: int, k: int, alpha: int,
+        a: int, type_a: int, lda: int, stride_a: int, b: int, type_b: int, ldb: int, stride_b: int,
+        beta: int, c: int, type_c: int, ldc: int, stride_c: int, count: int, compute: int, algorithm: int,
+    ) -> int:  # fmt: skip
+        steps = [stride * numpy_dtype(DTYPES[type_a]).itemsize for stride in (stride_a, stride_b, stride_c)]
+        for at in range(count):
+            one, other, result = (start + at * step for start, step in zip((a, b, c), steps, strict=True))
+            status = self._gemm(
+                handle, op_a, op_b, m, n, k, alpha, one, type_a, lda, other, type_b, ldb, beta, result, type_c, ldc,
+                compute, algorithm,
+            )  # fmt: skip
+            if status:
+                return status
         return 0
 
 

@@ -6,13 +6,14 @@ given with the result. Over a paged cache that call comes to the variant's `Cach
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.parts import GpuParts
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
 
@@ -82,6 +83,16 @@ class AttentionVariant(Protocol):
 
     def host_kernels(self, name: str, threads: int) -> Kernels:
         """The kernels called ``name`` for host memory; see `headwise.kernels.select`."""
+
+    def gpu_kernels(self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str) -> Kernels:
+        """Kernels for a GPU's memory, on the current device, made ready: nothing is compiled when they are called.
+
+        layouts: of each layer's blocks
+        dtype:   of weights and activations
+
+        Raises:
+            ConfigError: they do not serve this model, or not on this card.
+        """
 
     def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
         """Attention by ``kernels`` that a device has for this variant, for tensors of ``ops``."""

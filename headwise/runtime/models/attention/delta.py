@@ -6,6 +6,7 @@ are dealt key heads as they are dealt KV heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,8 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionKernels
+from headwise.kernels.cuda.delta import CudaDelta, DeltaShape
+from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.delta import delta_layout, sizes_of
 from headwise.kernels.delta_base import DeltaKernels, DeltaProjected, DeltaWeights, ProjectedDeltaKernels
 from headwise.kernels.delta_gates import gated_norm, inputs_of
@@ -64,6 +67,14 @@ class DeltaNetAttention:
 
     def host_kernels(self, name: str, threads: int) -> MixedKernels:
         return MixedKernels(make_kernels(name, threads), make_delta_kernels(name, threads))
+
+    def gpu_kernels(self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str) -> MixedKernels:
+        """See `AttentionVariant.gpu_kernels`."""
+        with_attention = [layout for layer, layout in enumerate(layouts) if layer not in self.delta.layers]
+        states = layouts[self.delta.layers[0]]
+        delta = CudaDelta(parts.launcher, parts.allocate)
+        delta.prepare([DeltaShape.of(states, self.delta.key_heads // tp_size, dtype)])
+        return MixedKernels(self._others.gpu_kernels(parts, with_attention, tp_size, dtype), delta)
 
     def over_cache(self, ops: TensorOps, kernels: Any) -> MixedOverCache:
         return MixedOverCache(ops, kernels.delta, self._others.over_cache(ops, kernels.attention))

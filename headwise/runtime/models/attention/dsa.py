@@ -6,14 +6,19 @@ together choose tokens. To deal them out would have ranks send each other scores
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
+from headwise.kernels.cuda.dsa_kernels import CudaIndexedKernels
+from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.dsa import indexed_layout
-from headwise.kernels.dsa_base import IndexedKernels, IndexQueries
+from headwise.kernels.dsa_base import IndexedKernels, IndexKeys, IndexQueries, RotatingIndexedKernels
 from headwise.kernels.mla_base import UpProjections
 from headwise.kernels.select import make_indexed_kernels
 from headwise.runtime.models.attention.base import LayerCache, Serving
@@ -38,7 +43,7 @@ class IndexedLatentAttention(LatentAttention):
         """See `AttentionVariant.check`."""
         super().check(serving)
         dim = self.indexer.head_dim
-        if serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:
+        if serving.device != "cuda" and serving.kernels != "reference" and dim % CPU_INDEX_DIM_MULTIPLE:
             raise ConfigError(
                 f"the kernels of a CPU take indexers with heads of a multiple of {CPU_INDEX_DIM_MULTIPLE}, that of "
                 f"{serving.model} has heads of {dim}: choose kernels reference"
@@ -46,6 +51,14 @@ class IndexedLatentAttention(LatentAttention):
 
     def host_kernels(self, name: str, threads: int) -> IndexedKernels:
         return make_indexed_kernels(name, threads)
+
+    def gpu_kernels(
+        self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
+    ) -> CudaIndexedKernels:
+        kernels, mla = CudaIndexedKernels(parts), self.mla
+        kernels.prepare(layouts[0], self.config.num_heads // tp_size, mla.rank, mla.rotated, dtype)
+        kernels.prepare_index(layouts[0], self.indexer.heads, self.indexer.head_dim, dtype)
+        return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any) -> IndexedLatentOverCache:
         return IndexedLatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
@@ -72,6 +85,7 @@ class IndexedLatentOverCache:
     def __init__(self, ops: TensorOps, kernels: IndexedKernels, mla: MlaConfig, scale: float) -> None:
         self._ops, self._kernels, self._mla, self._scale = ops, kernels, mla, scale
         self._latents = LatentOverCache(ops, kernels, mla, scale)
+        self._rotating = kernels if isinstance(kernels, RotatingIndexedKernels) else None
 
     def __call__(
         self,
@@ -82,24 +96,33 @@ class IndexedLatentOverCache:
         up: UpProjections,
         rotation: Rotation,
         index: IndexQueries,
-        index_key: KernelArray,
+        keys: IndexKeys,
     ) -> Tensor:
         """Of this rank's heads, ``[T, q_heads, value_dim]``.
 
-        index_key: ``[T, index_dim]``. Of it, and of each head of ``index.query``, the first ``rotated`` numbers are
-                   rotated here, in place
+        The first ``rotated`` numbers of keys, and of each head of ``index.query``, are rotated here, these in place.
         """
         ops, mla = self._ops, self._mla
-        queries, latents = self._latents.rotated(query, compressed, shared, rotation)
-        for turned in (index.query, index_key[:, None]):
-            _rotate(turned[:, :, : mla.rotated], rotation)
+        queries = self._latents.written(cache, query, compressed, shared, rotation)
         where = cache.arena, cache.layout, cache.batch, cache.heads
-        self._kernels.write_latent(latents, *where)
-        self._kernels.write_index(index_key, *where)
+        if self._rotating is None:
+            rows = _layer_norm(keys)
+            for turned in (index.query, rows[:, None]):
+                _rotate(turned[:, :, : mla.rotated], rotation)
+            self._kernels.write_index(rows, *where)
+        else:
+            cosines, sines = rotation
+            self._rotating.write_index_rope(index, keys, cosines, sines, *where)
         cache.wait()
         out = ops.empty_like(queries, (*queries.shape[:2], mla.value_dim))
         self._kernels.attend_chosen(queries, up, index, *where, scale=self._scale, out=out)
         return ops.from_kernel_array(out)
+
+
+def _layer_norm(keys: IndexKeys) -> KernelArray:
+    centred = keys.rows - keys.rows.mean(axis=1, keepdims=True)
+    variance = np.square(centred).mean(axis=1, keepdims=True)
+    return centred / np.sqrt(variance + np.float32(keys.eps)) * keys.weight + keys.bias
 
 
 def _rotate(heads: KernelArray, rotation: Rotation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,10 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable, RotatingKernels
-from headwise.kernels.gqa import gqa_layout
+from headwise.kernels.cuda.attention import check_supported
+from headwise.kernels.cuda.kernels import CudaKernels
+from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.gqa import gqa_layout, kv_dtype_of
 from headwise.kernels.select import make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import ModelConfig, Rotation
@@ -48,6 +52,16 @@ class GroupedQueryAttention:
 
     def host_kernels(self, name: str, threads: int) -> AttentionKernels:
         return make_kernels(name, threads)
+
+    def gpu_kernels(
+        self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
+    ) -> AttentionKernels:
+        c, layout, sm = self.config, layouts[0], parts.launcher.sm
+        check_supported(c.head_dim, dtype, kv_dtype_of(layout), sm, layout.block_size)
+        kernels, kv_heads = CudaKernels(parts.launcher, parts.programs, parts.allocate), c.num_kv_heads // tp_size
+        q_heads = c.num_heads // c.num_kv_heads * kv_heads
+        kernels.prepare(layout, q_heads, kv_heads, dtype, c.attention_softcap, c.sink_logits)
+        return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
         return GroupedQueryOverCache(ops, kernels, self.config.attention_scale, self.config.attention_softcap)

@@ -7,14 +7,17 @@ results; what every rank keeps is a sixteenth of what as many KV heads would be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
+from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
+from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.mla import latent_layout, latent_width
-from headwise.kernels.mla_base import LatentKernels, UpProjections
+from headwise.kernels.mla_base import LatentKernels, RotatingLatentKernels, UpProjections
 from headwise.kernels.select import make_latent_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import MlaConfig, ModelConfig, Rotation
@@ -38,14 +41,15 @@ class LatentAttention:
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`."""
         heads, width = self.config.num_heads, latent_width(self.layout(1, 1, serving.kv_dtype))
-        if serving.device == "cuda":
+        if serving.device == "cuda" and serving.tensor_ops == "paddle":
             raise ConfigError(
-                f"{serving.model} has latent attention (MLA), for which there are no GPU kernels yet: choose device cpu"
+                f"{serving.model} has latent attention (MLA), which tensor_ops paddle does not compute on a GPU: "
+                "choose tensor_ops cupy, or device cpu"
             )
         if heads % serving.tp_size:
             fits = [size for size in range(1, heads + 1) if heads % size == 0]
             raise ConfigError(f"tp_size {serving.tp_size} does not divide {heads} query heads; sizes that fit: {fits}")
-        if serving.kernels != "reference" and width % CPU_WIDTH_MULTIPLE:
+        if serving.device != "cuda" and serving.kernels != "reference" and width % CPU_WIDTH_MULTIPLE:
             raise ConfigError(
                 f"the kernels of a CPU take latents of a multiple of {CPU_WIDTH_MULTIPLE} numbers, those of "
                 f"{serving.model} have {width}: choose kernels reference"
@@ -53,6 +57,13 @@ class LatentAttention:
 
     def host_kernels(self, name: str, threads: int) -> LatentKernels:
         return make_latent_kernels(name, threads)
+
+    def gpu_kernels(
+        self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
+    ) -> CudaLatentKernels:
+        kernels, mla = CudaLatentKernels(parts), self.mla
+        kernels.prepare(layouts[0], self.config.num_heads // tp_size, mla.rank, mla.rotated, dtype)
+        return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
         return LatentOverCache(ops, kernels, self.mla, self.config.attention_scale)
@@ -79,6 +90,7 @@ class LatentOverCache:
 
     def __init__(self, ops: TensorOps, kernels: LatentKernels, mla: MlaConfig, scale: float) -> None:
         self._ops, self._kernels, self._mla, self._scale = ops, kernels, mla, scale
+        self._rotating = kernels if isinstance(kernels, RotatingLatentKernels) else None
 
     def __call__(
         self,
@@ -95,15 +107,28 @@ class LatentOverCache:
         compressed: ``[T, rank]``, the part of latents that is not rotated
         shared:     ``[T, rotated]``, the part of keys that is, and that heads share
         """
-        queries, latents = self.rotated(query, compressed, shared, rotation)
+        queries = self.written(cache, query, compressed, shared, rotation)
         where = cache.arena, cache.layout, cache.batch, cache.heads
-        self._kernels.write_latent(latents, *where)
         cache.wait()
         out = self._ops.empty_like(queries, (*queries.shape[:2], self._mla.value_dim))
         self._kernels.attend_latent(queries, up, *where, scale=self._scale, out=out)
         return self._ops.from_kernel_array(out)
 
-    def rotated(
+    def written(
+        self, cache: LayerCache, query: Tensor, compressed: Tensor, shared: Tensor, rotation: Rotation
+    ) -> KernelArray:
+        """Rotated queries; the step's latents are in the cache."""
+        where = cache.arena, cache.layout, cache.batch, cache.heads
+        if self._rotating is None:
+            queries, latents = self._rotated(query, compressed, shared, rotation)
+            self._kernels.write_latent(latents, *where)
+            return queries
+        queries, plain, carrying = map(self._ops.kernel_array, (query, compressed, shared))
+        cosines, sines = rotation
+        self._rotating.write_latent_rope(queries, plain, carrying, cosines, sines, *where)
+        return queries
+
+    def _rotated(
         self, query: Tensor, compressed: Tensor, shared: Tensor, rotation: Rotation
     ) -> tuple[KernelArray, KernelArray]:
         """Queries and latents ``[T, width]``, whose parts that carry positions are rotated."""

@@ -60,7 +60,7 @@ def test_a_config_that_cannot_be_served_is_refused_before_weights_are_read(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda", "dtype": "bfloat16"}, r"latent attention \(MLA\).*no GPU kernels yet.*device cpu"),
+        ({"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"}, r"MLA.*tensor_ops paddle.*tensor_ops cupy"),
         ({"tp_size": 3}, r"tp_size 3 does not divide 4 query heads; sizes that fit: \[1, 2, 4\]"),
         ({"kv_dtype": "int8"}, r"kv_dtype int8 cannot hold latents with an indexer \(DSA\).*bfloat16"),
     ],

@@ -25,7 +25,7 @@ CONFIG = EngineConfig(dtype="float32", kv_cache="1MiB", device="cpu")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda", "dtype": "bfloat16"}, r"latent attention \(MLA\).*no GPU kernels yet.*device cpu"),
+        ({"device": "cuda", "dtype": "bfloat16", "tensor_ops": "paddle"}, r"MLA.*tensor_ops paddle.*tensor_ops cupy"),
         ({"tp_size": 3}, r"tp_size 3 does not divide 4 query heads; sizes that fit: \[1, 2, 4\]"),
     ],
 )

@@ -1,0 +1,150 @@
+"""Latent attention (MLA) at DeepSeek's sizes: correctness, then decodes against the card's bandwidth.
+
+The section latents of `gpu_checks.py`. Products with up-projections are part of what is timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from gpu.bench import Bench
+from gpu.correctness import TOLERANCE, distance
+from gpu.rig import Array, Rig
+from gpu.sizes import LatentSizes
+from numpy.typing import NDArray
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.dsa_kernels import CudaIndexedKernels
+from headwise.kernels.cuda.indexer import CHOOSE_THREADS
+from headwise.kernels.dsa import indexed_layout
+from headwise.kernels.dsa_base import IndexQueries
+from headwise.kernels.dsa_reference import ReferenceIndexedKernels
+from headwise.kernels.mla_base import UpProjections
+
+DTYPE = "bfloat16"
+SCALE = 0.1
+
+
+@dataclass(frozen=True)
+class LatentStep:
+    """A step in host memory, and all latents and keys of its sequences."""
+
+    query: NDArray[np.float32]
+    up: UpProjections
+    index: IndexQueries
+    latents: NDArray[np.float32]
+    keys: NDArray[np.float32]
+    layout: BlockLayout
+    batch: AttentionBatch
+    heads: HeadTable
+    blocks: int
+
+
+def latents(bench: Bench) -> None:
+    """Chunks and decodes, of all tokens and of chosen ones, against NumPy; then decodes of one layer, timed."""
+    sizes, rng = bench.sizes, np.random.default_rng((bench.rig.seed, 11))
+    geometry, (first, second, third) = sizes.latents, ((1500, 700, 300) if sizes.long else (40, 21, 9))
+    top = 256 if sizes.long else 12
+    with bench.rows.case("right"):
+        mixed = ((1, first), (second // 2, second), (1, third))
+        check(bench, geometry, make_step(geometry, mixed, top, sizes.block_size, rng))
+    for batch in sizes.batches:
+        context = sizes.contexts[0]
+        with bench.rows.case(f"b{batch}_c{context}"):
+            decode(bench, geometry, batch, context, rng)
+
+
+def make_step(
+    sizes: LatentSizes, sequences: tuple[tuple[int, int], ...], top: int, block_size: int, rng: np.random.Generator
+) -> LatentStep:
+    """``sequences`` are (queries, context). Numbers of an indexer are small integers: scores are exact."""
+    queries, contexts = (np.array(each, np.int32) for each in zip(*sequences, strict=True))
+    tokens, columns = int(queries.sum()), -(-int(contexts.max()) // block_size)
+    tables = np.full((len(sequences), columns), -1, np.int32)
+    held = np.arange(columns) * block_size < contexts[:, None]
+    tables[held] = rng.permutation(int(held.sum()))
+
+    def draw(*shape: int) -> NDArray[np.float32]:
+        return rng.standard_normal(shape, np.float32).astype(numpy_dtype(DTYPE)).astype(np.float32)
+
+    def integers(*shape: int) -> NDArray[np.float32]:
+        return rng.integers(-2, 3, shape).astype(np.float32)
+
+    cu, one = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), np.zeros(1, np.int32)
+    index_query = integers(tokens, sizes.index_heads, sizes.index_dim)
+    return LatentStep(
+        query=draw(tokens, sizes.heads, sizes.plain + sizes.rotated),
+        up=UpProjections(
+            draw(sizes.heads, sizes.plain, sizes.rank) / 16, draw(sizes.heads, sizes.rank, sizes.value_dim) / 16
+        ),
+        index=IndexQueries(index_query, integers(tokens, sizes.index_heads), top),
+        latents=draw(int(contexts.sum()), sizes.rank + sizes.rotated),
+        keys=integers(int(contexts.sum()), sizes.index_dim),
+        layout=indexed_layout(block_size, 1, sizes.rank + sizes.rotated, sizes.index_dim, DTYPE),
+        batch=AttentionBatch(cu, contexts, tables, 1, int(queries.max())),
+        heads=HeadTable(one, one, one, one),
+        blocks=int(held.sum()),
+    )
+
+
+class OnDevice:
+    """A step on a rig, with its latents and keys written."""
+
+    def __init__(self, rig: Rig, step: LatentStep) -> None:
+        batch, asked = step.batch, step.index
+
+        def upload(rows: NDArray[np.float32]) -> Array:
+            return rig.upload(rows.astype(numpy_dtype(DTYPE)))
+
+        self.kernels = CudaIndexedKernels(rig.parts, threads=CHOOSE_THREADS if rig.sizes.long else 64)
+        self.query, self.layout = upload(step.query), step.layout
+        self.up = UpProjections(upload(step.up.key), upload(step.up.value))
+        self.index = IndexQueries(upload(asked.query), upload(asked.weights), asked.top)
+        self.arena = rig.empty(step.blocks * step.layout.block_bytes)
+        self.heads = HeadTable(*(rig.upload(array) for array in vars(step.heads).values()))
+        lens, tables = rig.upload(batch.seq_lens), rig.upload(batch.block_tables)
+        self.batch = AttentionBatch(rig.upload(batch.cu_seqlens_q), lens, tables, 1, batch.max_query_len)
+        self.out = upload(np.full((*step.query.shape[:2], step.up.value.shape[2]), np.nan, np.float32))
+        whole = rig.upload(np.concatenate([[0], np.cumsum(batch.seq_lens)]).astype(np.int32))
+        where = self.arena, step.layout, AttentionBatch(whole, lens, tables, 1), self.heads
+        self.kernels.write_latent(upload(step.latents), *where)
+        self.kernels.write_index(upload(step.keys), *where)
+
+    def attend(self, chosen: bool) -> Array:
+        """To all that is seen, or to what the indexer chooses of it."""
+        where = self.arena, self.layout, self.batch, self.heads
+        if chosen:
+            self.kernels.attend_chosen(self.query, self.up, self.index, *where, scale=SCALE, out=self.out)
+        else:
+            self.kernels.attend_latent(self.query, self.up, *where, scale=SCALE, out=self.out)
+        return self.out
+
+
+def check(bench: Bench, sizes: LatentSizes, step: LatentStep) -> None:
+    """Against the reference, in float64 over the same bytes."""
+    rig = bench.rig
+    device, reference = OnDevice(rig, step), ReferenceIndexedKernels()
+    where = rig.download(device.arena), step.layout, step.batch, step.heads
+    for name in ("dense", "chosen"):
+        wanted = np.empty((len(step.query), sizes.heads, sizes.value_dim))
+        if name == "dense":
+            reference.attend_latent(step.query, step.up, *where, scale=SCALE, out=wanted)
+        else:
+            reference.attend_chosen(step.query, step.up, step.index, *where, scale=SCALE, out=wanted)
+        found = rig.download(device.attend(name == "chosen"))
+        bench.rows.check_error(f"{name}_error", distance(found, wanted), TOLERANCE[DTYPE])
+
+
+def decode(bench: Bench, sizes: LatentSizes, batch: int, context: int, rng: np.random.Generator) -> None:
+    """A token of each sequence. Bytes are those of latents alone, which need be read once."""
+    top = context // 2
+    device = OnDevice(bench.rig, make_step(sizes, ((1, context),) * batch, top, bench.sizes.block_size, rng))
+    seconds = bench.seconds({"dense": lambda: device.attend(False), "chosen": lambda: device.attend(True)})
+    needed = batch * context * (sizes.rank + sizes.rotated) * numpy_dtype(DTYPE).itemsize
+    name, note = f"b{batch}_c{context}", f"{seconds['dense'] * 1e6:.1f} us for {needed / 2**20:.0f} MiB of latents"
+    bench.rows.add(f"{name}_of_bandwidth", needed / seconds["dense"] / bench.bandwidth, note=note)
+    note = f"{seconds['chosen'] * 1e6:.1f} us where an indexer chooses {top} tokens"
+    bench.rows.add(f"{name}_chosen_over_dense", seconds["chosen"] / seconds["dense"], note=note)

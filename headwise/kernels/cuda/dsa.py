@@ -1,0 +1,231 @@
+"""The host half of latent attention with an indexer (DSA) on a GPU: scores, and attention to chosen tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.attention import ALIGNMENT
+from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.mla import (
+    MULTIPLE,
+    LatentShape,
+    TritonLatents,
+    batch_arguments,
+    latent_arguments,
+    latent_constants,
+    power_of_two,
+    query_arguments,
+    typed,
+)
+from headwise.kernels.cuda.tiles import latent_tile, score_tile
+from headwise.kernels.dsa import INDEXER, index_role
+from headwise.kernels.dsa_base import IndexQueries
+
+MODULE = "dsa_jit"
+MOST_INDEX_BYTES = 512
+"""Of a key: a warp holds it in vectors."""
+MOST_INDEX_HEADS = 128
+CHUNK_TILES = 8
+"""Tiles of keys that a program scores."""
+MOST_SPLITS = 128
+
+SCORE_SIGNATURE = (
+    "query:q", "weights:q", "scores:*fp32", "key:q", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
+    "head_group:*i32", "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "first:i32", "batch:i32", "groups:i32",
+    "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "weight_stride:i32", "score_stride:i32",
+    "chunks:i32",
+)  # fmt: skip
+CHOSEN_SIGNATURE = (
+    "absorbed:q", "query:q", "out:q", "partial:*fp32", "partial_lse:*fp32", "latent:q", "places:*i32", "counts:*i32",
+    "head_slot:*i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "heads:i32", "head_dim:i32",
+    "score_scale:fp32", "top:i32", "splits:i32", "tokens:i32",
+)  # fmt: skip
+MERGE_SIGNATURE = ("partial:*fp32", "partial_lse:*fp32", "out:q", "heads:i32", "splits:i32", "tokens:i32")
+MULTIPLES = ("absorbed", "query", "out", "partial", "latent", "key", "block_bytes", "slot_bytes")
+
+
+@dataclass(frozen=True)
+class IndexShape:
+    """What the machine code of an indexer's scores depends on besides the card. dtype: of queries and keys"""
+
+    heads: int
+    dim: int
+    block_size: int
+    dtype: str
+
+
+def check_index(shape: IndexShape) -> None:
+    """Whether the kernels serve such an indexer.
+
+    Raises:
+        ConfigError: they do not; says what is at fault and what is allowed.
+    """
+    most = MOST_INDEX_BYTES // numpy_dtype(shape.dtype).itemsize
+    if shape.dim % MULTIPLE or shape.dim > most:
+        raise ConfigError(
+            f"index_head_dim {shape.dim} of {shape.dtype} is not supported on a GPU: only multiples of {MULTIPLE} "
+            f"up to {most}; use device cpu"
+        )
+    if shape.heads > MOST_INDEX_HEADS:
+        raise ConfigError(
+            f"index_n_heads {shape.heads} is not supported on a GPU: at most {MOST_INDEX_HEADS}; use device cpu"
+        )
+
+
+def variants_of(shape: LatentShape, index: IndexShape, sm: int) -> tuple[Variant, ...]:
+    """All that is launched besides the kernels of latent attention, on a card of compute capability ``sm``."""
+    return _score(index, sm), _attend(shape, sm), _merge(shape)
+
+
+class TritonIndexed:
+    """Scores, and attention to what is chosen by them, on a GPU or in the interpreter; nothing is read on the host.
+
+    latents: those of the same layer, whose workspace is used
+    """
+
+    def __init__(self, launcher: TritonLauncher, latents: TritonLatents) -> None:
+        self._launcher, self._latents = launcher, latents
+
+    def prepare(self, shape: IndexShape) -> None:
+        """Compile and load what scores need. Raises ConfigError: the shape is not supported."""
+        check_index(shape)
+        self._launcher.prepare(_score(shape, self._launcher.sm))
+
+    def prepare_latents(self, shapes: Iterable[LatentShape]) -> None:
+        """Compile and load what attention to chosen tokens needs."""
+        for shape in shapes:
+            self._launcher.prepare(_attend(shape, self._launcher.sm))
+            self._launcher.prepare(_merge(shape))
+
+    def score(
+        self,
+        index: IndexQueries,
+        first: int,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        scores: Array,
+    ) -> None:
+        """``scores [rows, tokens]`` of queries from ``first`` on: float32, of each its own sequence's tokens."""
+        (_, count, dim), role = index.query.shape, index_role(layout)
+        _check_index_arrays(index, role.shape[0], role.dtype)
+        variant = _score(IndexShape(count, dim, layout.block_size, role.dtype), self._launcher.sm)
+        constants = dict(variant.constants)
+        chunks = -(-scores.shape[1] // (constants["TILES"] * constants["BLOCK_N"]))
+        query, weights = index.query, index.weights
+        arguments: dict[str, np.generic] = {
+            "query": np.uint64(address_of(query)),
+            "weights": np.uint64(address_of(weights)),
+            "scores": np.uint64(address_of(scores)),
+            "first": np.int32(first),
+            **latent_arguments(arena, layout),
+            **batch_arguments(batch, heads),
+            "key": np.uint64(address_of(arena) + layout.role_offsets[INDEXER]),
+            "query_stride": np.int32(query.strides[0] // query.itemsize),
+            "weight_stride": np.int32(weights.strides[0] // weights.itemsize),
+            "score_stride": np.int32(scores.strides[0] // scores.itemsize),
+            "chunks": np.int32(chunks),
+        }
+        self._launch(variant, (scores.shape[0] * chunks, 1, 1), arguments)
+
+    def attend(
+        self,
+        absorbed: Array,
+        query: Array,
+        shape: LatentShape,
+        chosen: tuple[Array, Array],
+        arena: Array,
+        layout: BlockLayout,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """As `TritonLatents.attend`, to the latents that each query has chosen: places and counts, see `indexer.cu`."""
+        (places, counts), (tokens, count, _) = chosen, query.shape
+        self._latents.plan(shape)  # there is memory for partial results from here on
+        variant = _attend(shape, self._launcher.sm)
+        pieces, top = -(-count // dict(variant.constants)["HEADS"]), places.shape[1]
+        useful = -(-top // self._latents.tuning.min_split_tokens)
+        splits = max(1, min(self._latents.programs // (pieces * tokens), useful, MOST_SPLITS))
+        arguments = {
+            **query_arguments(absorbed, query, out, scale),
+            **latent_arguments(arena, layout),
+            **self._latents.partials(shape),
+            "places": np.uint64(address_of(places)),
+            "counts": np.uint64(address_of(counts)),
+            "head_slot": np.uint64(address_of(heads.slot)),
+            "top": np.int32(top),
+            "splits": np.int32(splits),
+            "tokens": np.int32(tokens),
+        }
+        self._launch(variant, (tokens * splits * pieces, 1, 1), arguments)
+        if splits > 1:
+            self._launch(_merge(shape), (count, tokens, 1), arguments)
+
+    def _launch(self, variant: Variant, grid: tuple[int, int, int], arguments: dict[str, np.generic]) -> None:
+        self._launcher.launch(variant, grid, [arguments[name] for name, _ in variant.signature])
+
+
+@lru_cache
+def _score(shape: IndexShape, sm: int) -> Variant:
+    tile = score_tile(shape.dtype)
+    constants = {
+        "HEADS": shape.heads, "BLOCK_H": power_of_two(shape.heads), "INDEX_DIM": shape.dim,
+        "BLOCK_D": power_of_two(shape.dim), "BLOCK_SIZE": shape.block_size, "BLOCK_N": tile.keys, "TILES": CHUNK_TILES,
+        "KEY_BYTES": numpy_dtype(shape.dtype).itemsize,
+    }  # fmt: skip
+    latents = LatentShape(1, MULTIPLE, MULTIPLE, shape.block_size, shape.dtype, shape.dtype)
+    return _variant("score_tokens", SCORE_SIGNATURE, latents, constants, tile.warps, tile.stages)
+
+
+@lru_cache
+def _attend(shape: LatentShape, sm: int) -> Variant:
+    tile = latent_tile(shape.heads, shape.q_dtype, shape.kv_dtype, sm, is_decode=True)
+    constants = latent_constants(shape) | {
+        "HEADS": min(shape.heads, tile.rows), "BLOCK_M": tile.rows, "BLOCK_N": tile.keys,
+    }  # fmt: skip
+    return _variant("attend_chosen", CHOSEN_SIGNATURE, shape, constants, tile.warps, tile.stages)
+
+
+@lru_cache
+def _merge(shape: LatentShape) -> Variant:
+    constants = {"RANK": shape.rank, "BLOCK_R": power_of_two(shape.rank)}
+    return _variant("merge_chosen", MERGE_SIGNATURE, shape, constants, 4, 2)
+
+
+def _variant(
+    kernel: str, signature: tuple[str, ...], shape: LatentShape, constants: dict[str, Any], warps: int, stages: int
+) -> Variant:
+    pairs = typed(signature, shape)
+    multiples = tuple(name for name, _ in pairs if name in MULTIPLES)
+    return Variant(kernel, pairs, tuple(constants.items()), multiples, warps, stages, MODULE)
+
+
+def _check_index_arrays(index: IndexQueries, dim: int, dtype: str) -> None:
+    """Raise ValueError where the arrays do not fit each other, or the kernels cannot read them."""
+    query, weights = index.query, index.weights
+    tokens, heads, size = query.shape
+    fits = weights.shape == (tokens, heads) and size == dim and index.top >= 1
+    if not (fits and query.dtype.name == weights.dtype.name == dtype):
+        raise ValueError(
+            f"queries of the indexer {query.dtype} {query.shape}, weights {weights.dtype} {weights.shape} and its keys "
+            f"of {dtype} {dim} do not fit each other, or to choose {index.top} cannot be"
+        )
+    itemsize = query.itemsize
+    if (
+        query.strides[1:] != (size * itemsize, itemsize)
+        or weights.strides[1] != weights.itemsize
+        or (query.strides[0] | address_of(query)) % ALIGNMENT
+    ):
+        raise ValueError("queries and weights of the indexer must lie side by side for each token: pass copies")

@@ -1,0 +1,216 @@
+// The indexer of latent attention (DSA): writes its keys, and chooses the tokens of highest score for each query.
+//
+// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of queries and keys.
+
+#include "numbers.cuh"
+#include "sequences.cuh"
+#include "vectors.cuh"
+#include "rotation.cuh"
+
+// ---- keys ----
+
+__device__ __forceinline__ float sum_of_warp(float value)
+{
+#pragma unroll
+    for (int across = WARP / 2; across > 0; across /= 2) value += __shfl_xor_sync(ALL_LANES, value, across);
+    return value;
+}
+
+// A vector of the row [count], which a warp holds, through a layer norm. Lanes behind the last vector hold zeros.
+__device__ __forceinline__ Floats normed(
+    Floats own, bool here, int at, int count, const float* weight, const float* bias, float eps)
+{
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) sum += own.at[i];
+    const float mean = sum_of_warp(sum) / count;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) {
+        own.at[i] = here ? own.at[i] - mean : 0.0f;
+        squares += own.at[i] * own.at[i];
+    }
+    const float scale = sqrtf(sum_of_warp(squares) / count + eps);
+    if (!here) return own;
+    const Floats weights = floats_at(weight + at * ELEMENTS), biases = floats_at(bias + at * ELEMENTS);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) own.at[i] = own.at[i] / scale * weights.at[i] + biases.at[i];
+    return own;
+}
+
+// query:            [tokens, heads, dim], whose first `rotated_dim` numbers are rotated in place; heads may be 0
+// key:              [tokens, dim]; strides are bytes from token to token. At most a warp's vectors
+// weight, bias:     of the keys' layer norm, or null: there is none
+// cosines, sines:   [tokens, rotated_dim / 2], or null: nothing is rotated
+// arena, ...:       as of write_latents; key_at is the byte offset of keys within a slot
+// grid:             the tokens; threads: any number of warps
+extern "C" __global__ void write_index(
+    char* query, const char* key, const float* weight, const float* bias, const float* cosines, const float* sines,
+    char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
+    const int* head_groups, const int* head_slots,
+    long long query_stride, long long key_stride, long long block_bytes, long long slot_bytes, long long key_at,
+    int batch, int groups, int table_stride, int block_size, int heads, int dim, int rotated_dim, float eps)
+{
+    const int token = blockIdx.x;
+    const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
+    if (sequence == batch) return;  // padding
+    const int half = rotated_dim / 2;
+    if (cosines) {
+        cosines += static_cast<long long>(token) * half, sines += static_cast<long long>(token) * half;
+        const long long head_bytes = static_cast<long long>(dim) * NUMBER_BYTES;
+        rotate_heads(query + token * query_stride, heads, head_bytes, rotated_dim, cosines, sines);
+    }
+    if (threadIdx.x >= WARP) return;  // the first warp has the key
+
+    const int at = threadIdx.x, vectors = dim / ELEMENTS, half_vectors = half / ELEMENTS;
+    const bool here = at < vectors;
+    Floats own = {};
+    if (here) own = widened(load(key + token * key_stride + at * VECTOR));
+    if (weight) own = normed(own, here, at, dim, weight, bias, eps);
+    if (cosines) {
+        const bool is_low = at < half_vectors, turns = at < 2 * half_vectors;
+        Floats other;
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; i++)
+            other.at[i] = __shfl_sync(ALL_LANES, own.at[i], (is_low ? at + half_vectors : at - half_vectors) & 31);
+        const int angle = is_low ? at : at - half_vectors;
+        if (turns) {
+            const Floats cosine = floats_at(cosines + angle * ELEMENTS), sine = floats_at(sines + angle * ELEMENTS);
+#pragma unroll
+            for (int i = 0; i < ELEMENTS; i++) {
+                const float across = other.at[i] * sine.at[i], along = own.at[i] * cosine.at[i];
+                own.at[i] = is_low ? along - across : along + across;
+            }
+        }
+    }
+    const int position = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token;
+    const long long row = static_cast<long long>(sequence) * groups + head_groups[0];
+    const int block = block_tables[row * table_stride + position / block_size];
+    if (block < 0 || !here) return;
+    char* keys = arena + block * block_bytes + head_slots[0] * slot_bytes + key_at;
+    store(keys + static_cast<long long>(position % block_size) * dim * NUMBER_BYTES + at * VECTOR, own);
+}
+
+// ---- choice ----
+
+constexpr int BINS = 2048, LANE_BINS = BINS / WARP;
+constexpr unsigned NAN_KEY = 0xffffffffu, MINUS_INFINITY_KEY = 0x007fffffu;  // whose tokens are not seen
+constexpr int BROKEN = -2;
+
+// In the order of scores, NaN above all; there is one zero.
+__device__ __forceinline__ unsigned key_of(float score)
+{
+    if (score != score) return NAN_KEY;
+    const unsigned bits = __float_as_uint(score + 0.0f);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ int smaller(int left, int right) { return left < right ? left : right; }
+
+// The inclusive sum over the lanes up to this one.
+__device__ __forceinline__ unsigned scanned(unsigned value)
+{
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int lanes = 1; lanes < WARP; lanes *= 2) {
+        const unsigned before = __shfl_sync(ALL_LANES, value, (lane - lanes) & 31);
+        if (lane >= lanes) value += before;
+    }
+    return value;
+}
+
+struct Digit {
+    int value;  // -1: there are fewer than `room` in all bins
+    int room;   // what is left for those that have it
+};
+
+// The bin in which the `room` highest end, found by the first warp.
+__device__ __forceinline__ void find_digit(const int* bins, int room, Digit* found)
+{
+    const int lane = threadIdx.x, first = BINS - LANE_BINS * (lane + 1);
+    int own = 0;
+    for (int i = 0; i < LANE_BINS; i++) own += bins[first + i];
+    const int upto = scanned(own), all = __shfl_sync(ALL_LANES, upto, WARP - 1);
+    int above = upto - own;
+    if (all < room) {
+        if (lane == 0) *found = {-1, 0};
+        return;
+    }
+    if (above >= room || upto < room) return;
+    int bin = first + LANE_BINS - 1;
+    while (above + bins[bin] < room) above += bins[bin--];
+    *found = {bin, room - above};
+}
+
+// The `top` tokens of highest score for a query each, of equal ones the first, in their order: where their latents lie,
+// in tokens of the arena; BROKEN for a score of NaN.
+//
+// scores:  [rows of this launch], score_stride numbers apart; of tokens that are not seen, minus infinity
+// places:  [tokens, top]; counts: [tokens]. Of padding, 0 are chosen
+// first:   the first row's query. Its last token is the last one that is looked at
+// grid:    the rows; threads: any number of warps
+extern "C" __global__ void choose_tokens(
+    const float* scores, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables, const int* head_groups,
+    int* places, int* counts, long long score_stride,
+    int first, int batch, int groups, int table_stride, int block_size, int top)
+{
+    __shared__ int bins[BINS];
+    __shared__ Digit found;
+    __shared__ unsigned of_warps[WARP];
+    const int token = first + blockIdx.x;
+    const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
+    if (sequence == batch) {
+        if (threadIdx.x == 0) counts[token] = 0;
+        return;
+    }
+    const int seen = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token + 1;
+    const float* row = scores + blockIdx.x * score_stride;
+
+    // The key that the last chosen ones have, by its digits from the highest on; and how many of its tokens are chosen.
+    unsigned least = 0;
+    int room = top;
+    for (int shift = 21, bits = 11; shift >= 0; bits = shift == 10 ? 10 : 11, shift -= bits) {
+        for (int i = threadIdx.x; i < BINS; i += blockDim.x) bins[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < seen; i += blockDim.x) {
+            const unsigned key = key_of(row[i]);
+            const bool is_among = shift == 21 ? key != MINUS_INFINITY_KEY : key >> (shift + bits) == least;
+            if (is_among) atomicAdd(&bins[key >> shift & ((1u << bits) - 1)], 1);
+        }
+        __syncthreads();
+        if (threadIdx.x < WARP) find_digit(bins, room, &found);
+        __syncthreads();
+        const Digit digit = found;
+        __syncthreads();
+        if (digit.value < 0) {  // all that are seen, which the first digit tells
+            least = MINUS_INFINITY_KEY, room = 0;
+            break;
+        }
+        least = least << bits | static_cast<unsigned>(digit.value);
+        room = digit.room;
+    }
+
+    const int* table = block_tables + (static_cast<long long>(sequence) * groups + head_groups[0]) * table_stride;
+    int* chosen = places + static_cast<long long>(token) * top;
+    int above_before = 0, equal_before = 0;
+    for (int begin = 0; begin < seen; begin += blockDim.x) {
+        const int i = begin + threadIdx.x;
+        const unsigned key = i < seen ? key_of(row[i]) : MINUS_INFINITY_KEY;
+        const bool is_above = key > least, is_equal = key == least;
+        const unsigned own = is_above | is_equal << 16, upto = scanned(own);
+        if (threadIdx.x % WARP == WARP - 1) of_warps[threadIdx.x / WARP] = upto;
+        __syncthreads();
+        unsigned before = upto - own, all = 0;
+        for (int warp = 0; warp < blockDim.x / WARP; warp++) {
+            if (warp < threadIdx.x / WARP) before += of_warps[warp];
+            all += of_warps[warp];
+        }
+        __syncthreads();
+        const int equal = equal_before + (before >> 16);
+        if (is_above || (is_equal && equal < room)) {
+            const int at = above_before + (before & 0xffff) + smaller(equal, room);
+            chosen[at] = key == NAN_KEY ? BROKEN : table[i / block_size] * block_size + i % block_size;
+        }
+        above_before += all & 0xffff, equal_before += all >> 16;
+    }
+    if (threadIdx.x == 0) counts[token] = above_before + smaller(equal_before, room);
+}

@@ -1,0 +1,148 @@
+"""Keys of an indexer, and the choice of tokens by their scores, on a GPU: the host half of `indexer.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
+from headwise.kernels.cuda.latents import check_angles, rows_of
+from headwise.kernels.cuda.launch import Array, Kernel, address_of
+from headwise.kernels.cuda.programs import Defines, Programs
+from headwise.kernels.dsa import INDEXER, index_role
+
+SOURCE = "indexer.cu"
+WRITE_THREADS, CHOOSE_THREADS = 128, 1024
+WARP = 32
+
+Angles = tuple[Array, Array]
+Norm = tuple[Array, Array, float]
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    write: Kernel
+    choose: Kernel
+
+
+class CudaIndexer:
+    """Writes keys and chooses tokens on device arrays, on the current stream; grids depend on shapes alone.
+
+    threads: of a block that chooses for one query
+
+    Raises:
+        ConfigError: a dtype or layout that the kernels do not know, or an array they cannot read.
+    """
+
+    def __init__(self, programs: Programs, threads: int = CHOOSE_THREADS) -> None:
+        self._programs, self._threads = programs, threads
+        self._kernels: dict[str, _Kernels] = {}
+
+    def prepare(self, dtype: np.dtype[Any]) -> _Kernels:
+        """Compile or load what calls with keys of ``dtype`` need, so that they only enqueue."""
+        if str(dtype) not in self._kernels:
+            program = self._programs(SOURCE, variant_of(str(dtype)))
+            self._kernels[str(dtype)] = _Kernels(
+                program.kernel("write_index", WRITE_THREADS), program.kernel("choose_tokens", self._threads)
+            )
+        return self._kernels[str(dtype)]
+
+    def write(
+        self,
+        query: Array | None,
+        key: Array,
+        norm: Norm | None,
+        angles: Angles | None,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """Store ``key [tokens, index_dim]``.
+
+        norm:   weight, bias and epsilon of a layer norm that keys go through
+        angles: by which the first numbers of keys are rotated, and in place of ``query [tokens, heads, index_dim]``;
+                as for `CudaLatentWrite.write`
+        """
+        (tokens, dim), role = key.shape, index_role(layout)
+        if not tokens:
+            return
+        if role.dtype != str(key.dtype) or role.shape != (dim,) or dim * key.itemsize > WARP * VECTOR_BYTES:
+            raise ConfigError(
+                f"keys of {key.dtype} [{dim}] are not those of {layout.identity}, or more than {WARP * VECTOR_BYTES} "
+                "bytes"
+            )
+        rotated = 0 if angles is None else 2 * angles[0].shape[-1]
+        if angles is not None:
+            check_angles(angles, tokens, rotated)
+            if rotated > dim or rotated % (2 * VECTOR_BYTES // key.itemsize):
+                raise ConfigError(f"halves of the {rotated} numbers that are rotated are no whole {VECTOR_BYTES} bytes")
+        rows = [(np.uint64(0), np.int64(0)), rows_of("key", key, tokens)]
+        if query is not None:
+            rows[0] = rows_of("query", query, tokens)
+        weight, bias, eps = norm or (None, None, 0.0)
+        given = (weight, bias, *(angles or (None, None)))
+        offsets = (layout.block_bytes, layout.slot_bytes, layout.role_offsets[INDEXER])
+        sizes = (layout.block_size, 0 if query is None else query.shape[1], dim, rotated)
+        self.prepare(key.dtype).write(
+            (tokens, 1, 1),
+            (
+                *(address for address, _ in rows), *_pointers(*given, arena, *_where(batch, heads), heads.slot),
+                *(stride for _, stride in rows), *map(np.int64, offsets),
+                *map(np.int32, (*_batch_sizes(batch), *sizes)), np.float32(eps),
+            ),
+        )  # fmt: skip
+
+    def choose(
+        self,
+        scores: Array,
+        first: int,
+        top: int,
+        dtype: np.dtype[Any],
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        places: Array,
+        counts: Array,
+    ) -> None:
+        """For queries from ``first`` on, of which ``scores [rows, tokens]`` are, the ``top`` tokens each.
+
+        places: int32 ``[tokens, top]``; counts: int32 ``[tokens]``; see `indexer.cu`. ``dtype`` is that of keys
+        """
+        numbers = (first, *_batch_sizes(batch), layout.block_size, top)
+        self.prepare(dtype).choose(
+            (scores.shape[0], 1, 1),
+            (
+                *_pointers(scores, *_where(batch, heads), places, counts),
+                np.int64(scores.strides[0] // scores.itemsize), *map(np.int32, numbers),
+            ),
+        )  # fmt: skip
+
+
+def variant_of(dtype: str) -> Defines:
+    """The macros of `indexer.cu` for keys of ``dtype``.
+
+    Raises:
+        ConfigError: there is no such variant.
+    """
+    if dtype not in NUMBERS:
+        raise ConfigError(f"an indexer's keys of {dtype} are not supported on a GPU: choose {', '.join(NUMBERS)}")
+    return {"NUMBER": NUMBERS[dtype]}
+
+
+def _where(batch: AttentionBatch, heads: HeadTable) -> tuple[Array, ...]:
+    return batch.cu_seqlens_q, batch.seq_lens, batch.block_tables, heads.group
+
+
+def _batch_sizes(batch: AttentionBatch) -> tuple[int, int, int]:
+    tables = batch.block_tables
+    return batch.seq_lens.shape[0], batch.groups, tables.strides[0] // tables.itemsize
+
+
+def _pointers(*arrays: Array | None) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(0 if array is None else address_of(array)) for array in arrays)

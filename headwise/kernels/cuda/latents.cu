@@ -1,0 +1,140 @@
+// Writes a step's latents (MLA) to the blocks of the cache, rotating their last part and queries on the way if asked to.
+//
+// One block of threads a token. Rows are read and written in vectors of 16 bytes; what is rotated is a pair of vectors,
+// half the rotated part apart, which one thread has.
+//
+// Macros of a variant: NUMBER, one of F16, BF16, F32, the dtype of what is given; CACHE, the same or INT8, which stores
+// `compressed | coarse | fine` and a scale per token: see kernels/mla_quantised.py.
+
+#include "numbers.cuh"
+#include "sequences.cuh"
+#include "vectors.cuh"
+#include "rotation.cuh"
+
+constexpr bool QUANTISED = CACHE == INT8;
+constexpr int CACHE_BYTES = QUANTISED ? 1 : NUMBER_BYTES;
+constexpr float COARSE = 16.0f;  // fine units in a coarse one
+constexpr float LARGEST = 127.0f;
+
+static_assert(QUANTISED || int(CACHE) == int(NUMBER), "only int8 differs from what is given");
+
+// ---- int8 ----
+
+__device__ __forceinline__ float largest_of(const Floats& floats, float least)
+{
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) least = fmaxf(least, fabsf(floats.at[i]));
+    return least;
+}
+
+// Of `value` over the block, all of whose threads take part.
+__device__ __forceinline__ float largest_of_block(float value)
+{
+    __shared__ float of_warps[WARP];
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int across = WARP / 2; across > 0; across /= 2)
+        value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, across));
+    if (lane == 0) of_warps[threadIdx.x / WARP] = value;
+    __syncthreads();
+    value = lane < blockDim.x / WARP ? of_warps[lane] : 0.0f;
+#pragma unroll
+    for (int across = WARP / 2; across > 0; across /= 2)
+        value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, across));
+    return value;
+}
+
+__device__ __forceinline__ void store_bytes(char* to, const Floats& floats)
+{
+    unsigned packed[ELEMENTS / 4];
+#pragma unroll
+    for (int word = 0; word < ELEMENTS / 4; word++) {
+        packed[word] = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            packed[word] |= (static_cast<unsigned>(static_cast<int>(floats.at[4 * word + i])) & 0xff) << 8 * i;
+        reinterpret_cast<unsigned*>(to)[word] = packed[word];
+    }
+}
+
+__device__ __forceinline__ Floats rounded(const Floats& floats, float scale)
+{
+    Floats whole;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) whole.at[i] = rintf(floats.at[i] / scale);
+    return whole;
+}
+
+__device__ __forceinline__ void store_coarse_and_fine(char* coarse_at, char* fine_at, const Floats& floats, float scale)
+{
+    const Floats whole = rounded(floats, scale), coarse = rounded(whole, COARSE);
+    Floats fine;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) fine.at[i] = whole.at[i] - COARSE * coarse.at[i];
+    store_bytes(coarse_at, coarse), store_bytes(fine_at, fine);
+}
+
+// query:              [tokens, heads, head_dim], whose last `rotated_dim` numbers are rotated in place
+// compressed, shared: [tokens, rank] and [tokens, rotated_dim]; strides are bytes from token to token
+// cosines, sines:     [tokens, rotated_dim / 2], or null: nothing is rotated
+// arena, layout:      see BlockLayout; *_at are byte offsets of the roles within a slot
+// batch, tables, ...: see AttentionBatch and HeadTable; table_stride is from row to row of block_tables
+// grid:               the tokens; threads: any number of warps
+extern "C" __global__ void write_latents(
+    char* query, const char* compressed, const char* shared, const float* cosines, const float* sines,
+    char* arena, const int* cu_seqlens_q, const int* seq_lens, const int* block_tables,
+    const int* head_groups, const int* head_slots,
+    long long query_stride, long long compressed_stride, long long shared_stride,
+    long long block_bytes, long long slot_bytes, long long latent_at, long long scale_at,
+    int batch, int groups, int table_stride, int block_size, int heads, int head_dim, int rank, int rotated_dim)
+{
+    const int token = blockIdx.x;
+    const int sequence = sequence_of(token, cu_seqlens_q + 1, batch);
+    if (sequence == batch) return;  // padding
+    const int half = rotated_dim / 2, pairs = half / ELEMENTS, half_bytes = half * NUMBER_BYTES;
+    if (cosines) cosines += static_cast<long long>(token) * half, sines += static_cast<long long>(token) * half;
+
+    char* turning = query + token * query_stride + (head_dim - rotated_dim) * NUMBER_BYTES;
+    rotate_heads(turning, heads, static_cast<long long>(head_dim) * NUMBER_BYTES, rotated_dim, cosines, sines);
+
+    const int position = seq_lens[sequence] - cu_seqlens_q[sequence + 1] + token;
+    const long long row = static_cast<long long>(sequence) * groups + head_groups[0];
+    const int block = block_tables[row * table_stride + position / block_size];
+    if (block < 0) return;
+    char* slot = arena + block * block_bytes + head_slots[0] * slot_bytes;
+    const int width = QUANTISED ? rank + 2 * rotated_dim : rank + rotated_dim;
+    char* to = slot + latent_at + static_cast<long long>(position % block_size) * width * CACHE_BYTES;
+    const char* plain = compressed + token * compressed_stride;
+    const char* carrying = shared + token * shared_stride;
+    const int vectors = rank / ELEMENTS;
+
+    if constexpr (QUANTISED) {
+        float largest = 0.0f;
+        for (int i = threadIdx.x; i < vectors; i += blockDim.x)
+            largest = largest_of(widened(load(plain + i * VECTOR)), largest);
+        float turned_largest = 0.0f;
+        for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+            const Pair turned = rotated(carrying, i, half_bytes, cosines, sines);
+            turned_largest = largest_of(turned.high, largest_of(turned.low, turned_largest));
+        }
+        largest = largest_of_block(fmaxf(largest, turned_largest / COARSE));
+        const float scale = largest > 0.0f ? largest / LARGEST : 1.0f;
+        for (int i = threadIdx.x; i < vectors; i += blockDim.x)
+            store_bytes(to + i * ELEMENTS, rounded(widened(load(plain + i * VECTOR)), scale));
+        for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+            const Pair turned = rotated(carrying, i, half_bytes, cosines, sines);
+            char* coarse = to + rank + i * ELEMENTS;
+            store_coarse_and_fine(coarse, coarse + rotated_dim, turned.low, scale);
+            store_coarse_and_fine(coarse + half, coarse + half + rotated_dim, turned.high, scale);
+        }
+        if (threadIdx.x == 0) reinterpret_cast<float*>(slot + scale_at)[position % block_size] = scale;
+    } else {
+        for (int i = threadIdx.x; i < vectors; i += blockDim.x)
+            *reinterpret_cast<uint4*>(to + i * VECTOR) = load(plain + i * VECTOR);
+        char* turned_to = to + rank * NUMBER_BYTES;
+        for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+            const Pair turned = rotated(carrying, i, half_bytes, cosines, sines);
+            store(turned_to + i * VECTOR, turned.low), store(turned_to + half_bytes + i * VECTOR, turned.high);
+        }
+    }
+}

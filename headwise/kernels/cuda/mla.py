@@ -1,0 +1,334 @@
+"""The host half of latent attention (MLA) on a GPU: what to launch, with which tiles and how many splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.errors import ConfigError
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.attention import (
+    ALIGNMENT,
+    FLOATS,
+    LOG2E,
+    MERGE_SIGNATURE,
+    OLDEST_SM,
+    TRITON_TYPES,
+    Tuning,
+)
+from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.tiles import Tile, latent_tile
+from headwise.kernels.mla import LATENT_SCALE, has_scales, latent_width
+
+MODULE = "mla_jit"
+MOST_RANK = 512
+"""Of latents: a tile's sums are in registers."""
+MOST_ROTATED = 128
+MULTIPLE = 16
+"""Of a latent's two parts: what a matrix instruction takes at once, and whole vectors of any dtype."""
+TUNING = Tuning(split_programs=4)
+"""A split's partial result is as large as some 60 latents, and two programs fill a multiprocessor."""
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """What the machine code of latent attention depends on besides the card.
+
+    heads:  query heads of the rank; a call may be of some of them
+    rank, rotated: numbers of a latent in its two parts
+    kv_dtype: of the cache: that of queries, or int8
+    """
+
+    heads: int
+    rank: int
+    rotated: int
+    block_size: int
+    q_dtype: str
+    kv_dtype: str
+
+    @classmethod
+    def of(cls, layout: BlockLayout, heads: int, rank: int, rotated: int, q_dtype: str) -> LatentShape:
+        """The shape of attention of ``heads`` of ``q_dtype`` over latents in blocks of ``layout``.
+
+        Raises:
+            ValueError: latents of such parts are not what the layout keeps.
+        """
+        stored = rank + rotated * (2 if has_scales(layout) else 1)
+        if latent_width(layout) != stored:
+            raise ValueError(f"latents of {rank} + {rotated} are not what {layout.identity} keeps")
+        return cls(heads, rank, rotated, layout.block_size, q_dtype, layout.roles[0].dtype)
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.kv_dtype == "int8"
+
+    @property
+    def width(self) -> int:
+        """Numbers of a latent as they are stored."""
+        return self.rank + self.rotated * (2 if self.is_quantised else 1)
+
+
+def check_latents(shape: LatentShape, sm: int) -> None:
+    """Whether the kernels serve latents of ``shape`` on a card of compute capability ``sm`` (90 for an H100).
+
+    Raises:
+        ConfigError: they do not; says what is at fault and what is allowed.
+    """
+    if sm < OLDEST_SM:
+        raise ConfigError(f"a card of compute capability {sm / 10} is too old: {OLDEST_SM / 10} is the least")
+    for name, size, most in (
+        ("kv_lora_rank", shape.rank, MOST_RANK),
+        ("qk_rope_head_dim", shape.rotated, MOST_ROTATED),
+    ):
+        if size % MULTIPLE or not 0 < size <= most:
+            raise ConfigError(
+                f"{name} {size} is not supported on a GPU: only multiples of {MULTIPLE} up to {most}; use device cpu"
+            )
+    if shape.q_dtype not in FLOATS:
+        raise ConfigError(f"dtype {shape.q_dtype} is not supported on a GPU: choose one of {', '.join(FLOATS)}")
+    if shape.kv_dtype not in (shape.q_dtype, "int8"):
+        raise ConfigError(
+            f"kv_dtype {shape.kv_dtype} cannot keep latents of dtype {shape.q_dtype} on a GPU: choose "
+            f"{shape.q_dtype} or int8"
+        )
+    if shape.block_size & (shape.block_size - 1):
+        raise ConfigError(f"block_size {shape.block_size} is not supported on a GPU: choose a power of two, 16 or more")
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """The kernels of one shape on one card. rows, tokens: of a prefill's tile; decode_heads: of a decode's"""
+
+    prefill: Variant
+    decode: Variant
+    merge: Variant
+    tokens: int
+    heads: int
+    decode_heads: int
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        return self.prefill, self.decode, self.merge
+
+
+def variants_of(shape: LatentShape, sm: int) -> tuple[Variant, ...]:
+    """All that attention of ``shape`` launches on a card of compute capability ``sm``."""
+    return plan_of(shape, sm, TUNING).variants
+
+
+@dataclass
+class TritonLatents:
+    """Attention of absorbed queries to latents on a GPU, or in the interpreter.
+
+    What `attention.TritonAttention` says of launches and memory holds: nothing is read on the host.
+    """
+
+    launcher: TritonLauncher
+    allocate: Callable[[int], Array]
+    tuning: Tuning = field(default_factory=lambda: TUNING)
+
+    def __post_init__(self) -> None:
+        self._workspace: Array | None = None
+        self._prepared: set[LatentShape] = set()
+
+    def prepare(self, shapes: Iterable[LatentShape]) -> None:
+        """Compile and load all that ``shapes`` need, and make their workspace: no call does either later.
+
+        Raises:
+            ConfigError: a shape is not supported (`check_latents`).
+        """
+        for shape in shapes:
+            for variant in self.plan(shape).variants:
+                self.launcher.prepare(variant)
+
+    def plan(self, shape: LatentShape) -> LatentPlan:
+        """The kernels of a shape, for which there is memory from now on."""
+        if shape not in self._prepared:
+            check_latents(shape, self.launcher.sm)
+            needed = 2 * self.programs * shape.heads * (shape.rank + 1) * 4
+            if self._workspace is None or self._workspace.nbytes < needed:
+                self._workspace = self.allocate(needed)
+            self._prepared.add(shape)
+        return plan_of(shape, self.launcher.sm, self.tuning)
+
+    @property
+    def programs(self) -> int:
+        """Splits that all which a batch sees is cut into, about."""
+        return self.launcher.sms * self.tuning.split_programs
+
+    def partials(self, shape: LatentShape) -> dict[str, np.generic]:
+        """Where partial results go; see `programs` for how many of each head there may be."""
+        start = address_of(self._workspace)
+        lse = start + 2 * self.programs * shape.heads * shape.rank * 4
+        return {"partial": np.uint64(start), "partial_lse": np.uint64(lse)}
+
+    def attend(
+        self,
+        absorbed: Array,
+        query: Array,
+        shape: LatentShape,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """``out [tokens, heads, rank]``: of each query the mean of latents that it sees, by its weights.
+
+        absorbed: ``[tokens, heads, rank]``, what of a query is multiplied with the compressed part of latents
+        query:    ``[tokens, heads, plain + rotated]``, whose last numbers are multiplied with the rotated part
+
+        A visible token whose block is ``-1`` is treated as not visible.
+        """
+        sequences = batch.cu_seqlens_q.shape[0] - 1
+        if query.shape[0] == 0 or sequences == 0:
+            return
+        plan, count = self.plan(shape), query.shape[1]
+        useful = -(-batch.block_tables.shape[1] * layout.block_size // self.tuning.min_split_tokens)
+        pieces = -(-count // plan.decode_heads)
+        units = max(1, min(self.programs // pieces, sequences * useful))
+        arguments = {
+            **query_arguments(absorbed, query, out, scale),
+            **latent_arguments(arena, layout),
+            **self.partials(shape),
+            **batch_arguments(batch, heads),
+            "sink_logits": np.uint64(address_of(self._workspace)),
+            "out_stride": np.int32(count * shape.rank),
+            "units": np.int32(units),
+        }
+
+        def launch(variant: Variant, grid: tuple[int, int, int], **more: np.generic) -> None:
+            every = arguments | more
+            self.launcher.launch(variant, grid, [every[name] for name, _ in variant.signature])
+
+        longest = 1 if query.shape[0] == 1 else batch.max_query_len
+        decodes = longest == 1 or sequences > 1
+        if longest != 1:
+            tiles = (query.shape[0] // plan.tokens + sequences) * -(-count // plan.heads)
+            launch(plan.prefill, (tiles, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
+        if decodes:
+            launch(plan.decode, ((units + sequences) * pieces, 1, 1), fewest_queries=np.int32(1))
+            if useful > 1:
+                launch(plan.merge, (count, sequences, 1))
+
+
+def query_arguments(absorbed: Array, query: Array, out: Array, scale: float) -> dict[str, np.generic]:
+    """Raises ValueError where the kernels cannot read the arrays, or write them."""
+    tokens, heads, head_dim = query.shape
+    contiguous = (head_dim * query.itemsize, query.itemsize)
+    if query.strides[1:] != contiguous or query.strides[0] % ALIGNMENT or address_of(query) % ALIGNMENT:
+        raise ValueError(
+            f"query with strides {query.strides} at {address_of(query):#x}: a token's heads must lie side by side, "
+            f"each token on a multiple of {ALIGNMENT} bytes; pass a contiguous copy"
+        )
+    fits = absorbed.shape == out.shape and absorbed.shape[:2] == (tokens, heads)
+    if not (fits and absorbed.flags.c_contiguous and out.flags.c_contiguous):
+        raise ValueError(f"absorbed queries {absorbed.shape} and out {out.shape} do not fit queries {query.shape}")
+    if not scale > 0:
+        raise ValueError(f"scale {scale} is not positive: attention scores are scaled up or down, never turned around")
+    return {
+        "absorbed": np.uint64(address_of(absorbed)),
+        "query": np.uint64(address_of(query)),
+        "out": np.uint64(address_of(out)),
+        "query_stride": np.int32(query.strides[0] // query.itemsize),
+        "heads": np.int32(heads),
+        "head_dim": np.int32(head_dim),
+        "score_scale": np.float32(LOG2E * scale),
+    }
+
+
+def latent_arguments(arena: Array, layout: BlockLayout) -> dict[str, np.generic]:
+    """Where latents lie."""
+    start = address_of(arena)
+    return {
+        "latent": np.uint64(start + layout.role_offsets[layout.roles[0].name]),
+        "latent_scale": np.uint64(start + layout.role_offsets.get(LATENT_SCALE, 0)),
+        "block_bytes": np.int64(layout.block_bytes),
+        "slot_bytes": np.int64(layout.slot_bytes),
+    }
+
+
+def batch_arguments(batch: AttentionBatch, heads: HeadTable) -> dict[str, np.generic]:
+    """Sequences, their tables, and where a layer's one member lies in them."""
+    return {
+        "cu_seqlens_q": np.uint64(address_of(batch.cu_seqlens_q)),
+        "seq_lens": np.uint64(address_of(batch.seq_lens)),
+        "block_tables": np.uint64(address_of(batch.block_tables)),
+        "head_group": np.uint64(address_of(heads.group)),
+        "head_slot": np.uint64(address_of(heads.slot)),
+        "head_window": np.uint64(address_of(heads.window)),
+        "head_sink": np.uint64(address_of(heads.sink)),
+        "batch": np.int32(batch.cu_seqlens_q.shape[0] - 1),
+        "groups": np.int32(batch.groups),
+        "max_blocks": np.int32(batch.block_tables.strides[0] // batch.block_tables.itemsize),
+    }
+
+
+ATTEND_SIGNATURE = (
+    "absorbed:q", "query:q", "out:q", "partial:*fp32", "partial_lse:*fp32", "latent:kv", "latent_scale:*fp32",
+    "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32", "head_group:*i32", "head_slot:*i32", "head_window:*i32",
+    "head_sink:*i32", "batch:i32", "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64",
+    "query_stride:i32", "heads:i32", "head_dim:i32", "score_scale:fp32", "units:i32", "fewest_queries:i32",
+)  # fmt: skip
+MULTIPLES = ("absorbed", "query", "out", "partial", "latent", "block_bytes", "slot_bytes")
+
+
+@lru_cache
+def plan_of(shape: LatentShape, sm: int, tuning: Tuning) -> LatentPlan:
+    """The kernels that a shape needs, with the tiles of ``tuning`` or those for the card."""
+    prefill = tuning.prefill or latent_tile(shape.heads, shape.q_dtype, shape.kv_dtype, sm, is_decode=False)
+    decode = tuning.decode or latent_tile(shape.heads, shape.q_dtype, shape.kv_dtype, sm, is_decode=True)
+    heads = min(shape.heads, prefill.rows)
+    tokens = prefill.rows // heads
+    split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
+    merge = {
+        "SHARE": shape.heads, "HEAD_DIM": shape.rank, "BLOCK_D": power_of_two(shape.rank), **split, "SINKS": False,
+    }  # fmt: skip
+    return LatentPlan(
+        prefill=_variant(shape, prefill, heads, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),
+        decode=_variant(shape, decode, min(shape.heads, decode.rows), 1, DECODE=True, **split),
+        merge=Variant("merge_splits", typed(MERGE_SIGNATURE, shape), tuple(merge.items()), ("out", "partial"), 4, 2),
+        tokens=tokens,
+        heads=heads,
+        decode_heads=min(shape.heads, decode.rows),
+    )
+
+
+def _variant(shape: LatentShape, tile: Tile, heads: int, tokens: int, **constants: Any) -> Variant:
+    constants |= {**latent_constants(shape), "HEADS": heads, "TOKENS": tokens, "BLOCK_M": tile.rows}
+    signature = typed(ATTEND_SIGNATURE, shape)
+    return Variant("attend_latents", signature, tuple(constants.items()), MULTIPLES, tile.warps, tile.stages, MODULE)
+
+
+def latent_constants(shape: LatentShape) -> dict[str, Any]:
+    """What is compiled in of latents."""
+    return {
+        "WIDTH": shape.width,
+        "RANK": shape.rank,
+        "BLOCK_R": power_of_two(shape.rank),
+        "ROTATED": shape.rotated,
+        "BLOCK_P": power_of_two(shape.rotated),
+        "BLOCK_SIZE": shape.block_size,
+        "LATENT_BYTES": numpy_dtype(shape.kv_dtype).itemsize,
+        "QUANTISED": shape.is_quantised,
+    }
+
+
+def typed(signature: tuple[str, ...], shape: LatentShape) -> tuple[tuple[str, str], ...]:
+    """(parameter, Triton type) of each, with the dtypes of ``shape``."""
+    pointers = {"q": "*" + TRITON_TYPES[shape.q_dtype], "kv": "*" + TRITON_TYPES[shape.kv_dtype]}
+    pairs = (parameter.split(":") for parameter in signature)
+    return tuple((name, pointers.get(type_, type_)) for name, type_ in pairs)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two not below ``number``, and no less than what a matrix instruction takes."""
+    return max(MULTIPLE, 1 << (number - 1).bit_length())

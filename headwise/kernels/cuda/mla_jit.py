@@ -1,0 +1,197 @@
+"""Latent attention (MLA) over group block tables in Triton, in the absorbed form: for prefill chunks and decode.
+
+A token's latent is its key and its value for every query head, so it is read once for all rows of a tile: ``TOKENS``
+query tokens with ``HEADS`` heads each, row ``r`` being token ``r // HEADS`` and head ``r % HEADS``. A tile's scores are
+two products, with the compressed part of latents and with the rotated one; what weights sum up is the compressed part,
+which lies in shared memory already.
+
+Walk, masks, softmax and splits are those of `attention_jit`. A step of the softmax is the same for tokens that lie in a
+row and for ones that an indexer chose.
+
+Latents in int8 are rows of integers with a scale each, ``compressed | coarse | fine``, see
+`headwise.kernels.mla_quantised`: the rotated part is ``16 * coarse + fine``, and each of the two is multiplied exactly.
+"""
+# mypy: ignore-errors
+# ruff: noqa: N803, SIM102
+
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from headwise.kernels.cuda.attention_jit import NEVER, converted, find_tile, find_unit, split_of, walk_of, window_of
+
+COARSE = tl.constexpr(16.0)
+"""Fine units in a coarse one."""
+
+
+@JITFunction
+def latent_step(
+    accumulator, highest, total, compressed_query, rotated_query, visible, rows, there, latent, latent_scale, scales_at,
+    score_scale, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK_P: tl.constexpr, QUANTISED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax, over the latents that begin ``rows`` rows behind ``latent``.
+
+    there:   bool ``[BLOCK_N]``, which of them may be read
+    visible: bool, one of ``[BLOCK_M, BLOCK_N]`` and ``[1, BLOCK_N]``: who sees what; within ``there``
+    """
+    dims, turned = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    at = (rows * WIDTH)[:, None]
+    read = there[:, None] if RANK == BLOCK_R else there[:, None] & (dims < RANK)[None, :]
+    read_turned = there[:, None] if ROTATED == BLOCK_P else there[:, None] & (turned < ROTATED)[None, :]
+    stored = tl.load(latent + (at + dims[None, :]), mask=read, other=0.0)
+    carrying = tl.load(latent + RANK + (at + turned[None, :]), mask=read_turned, other=0.0)
+    compressed = converted(stored, compressed_query.dtype)
+    carrying = converted(carrying, compressed_query.dtype)
+    scores = tl.dot(rotated_query, tl.trans(carrying), input_precision="ieee")
+    if QUANTISED:
+        fine = tl.load(latent + RANK + ROTATED + (at + turned[None, :]), mask=read_turned, other=0.0)
+        fine = converted(fine, compressed_query.dtype)
+        scores = tl.dot(rotated_query, tl.trans(fine), scores * COARSE, input_precision="ieee")
+    scores = tl.dot(compressed_query, tl.trans(compressed), scores, input_precision="ieee")
+    if QUANTISED:
+        scales = tl.load(latent_scale + scales_at, mask=there, other=0.0)
+        scores *= scales[None, :]
+    scores = tl.where(visible, scores, float("-inf"))
+
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * score_scale)
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # a row that has seen nothing yet
+    weights = tl.exp2(scores * score_scale - reference[:, None])
+    fading = tl.exp2(highest - reference)
+    total = total * fading + tl.sum(weights, 1)
+    if QUANTISED:
+        if compressed_query.dtype == tl.float16:  # weights times scales may be below its range
+            compressed = (converted(stored, tl.float32) * scales[:, None]).to(tl.float16)
+        else:
+            weights *= scales[None, :]
+    weights = weights.to(compressed.dtype)
+    accumulator = tl.dot(weights, compressed, accumulator * fading[:, None], input_precision="ieee")
+    return accumulator, new_highest, total
+
+
+@JITFunction
+def load_queries(
+    absorbed, query, token, head, real, query_stride, heads, head_dim,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Of the rows' tokens and heads, the absorbed part of queries ``[BLOCK_M, BLOCK_R]``, and the rotated one."""
+    dims, turned = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    token = token.to(tl.int64)
+    at = (token * heads + head) * RANK
+    compressed = tl.load(absorbed + at[:, None] + dims[None, :], mask=real[:, None] & (dims < RANK)[None, :], other=0.0)
+    at = token * query_stride + head * head_dim + head_dim - ROTATED
+    some = real[:, None] & (turned < ROTATED)[None, :]
+    return compressed, tl.load(query + at[:, None] + turned[None, :], mask=some, other=0.0)
+
+
+@JITFunction
+def store_mixed(
+    out, partial, partial_lse, accumulator, highest, total, token, head, place, is_part, real, heads,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The weighted mean of latents of each row, to ``out [tokens, heads, RANK]``, or as one part of several."""
+    dims = tl.arange(0, BLOCK_R)
+    some = real[:, None] & (dims < RANK)[None, :]
+    mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    if is_part:
+        tl.store(partial + (place * RANK)[:, None] + dims[None, :], mixed, mask=some)
+        lse = tl.where(total == 0.0, float("-inf"), highest + tl.log2(total))
+        tl.store(partial_lse + place, lse, mask=real)
+        return
+    at = (token.to(tl.int64) * heads + head) * RANK
+    tl.store(out + at[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=some)
+
+
+@JITFunction
+def attend_latents(
+    absorbed, query, out, partial, partial_lse, latent, latent_scale,
+    cu_seqlens_q, seq_lens, block_tables, head_group, head_slot, head_window, head_sink,
+    batch, groups, max_blocks, block_bytes, slot_bytes, query_stride, heads, head_dim, score_scale, units,
+    fewest_queries,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROTATED: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr, LATENT_BYTES: tl.constexpr, DECODE: tl.constexpr, QUANTISED: tl.constexpr,
+):  # fmt: skip
+    """Attention of one tile of query rows over a layer's latents.
+
+    The grid is as many programs for each ``HEADS`` of the heads, side by side, since they read the same latents: with
+    ``DECODE`` there are ``units + batch`` of these, for sequences with exactly one query; without, tiles of the batch,
+    for those with at least ``fewest_queries``. Splits, ``partial [heads, 2 * units, RANK]`` and ``partial_lse`` are as
+    of `attention_jit.attend`. ``score_scale`` is ``scale * log2(e)``.
+    """
+    pieces = (heads + HEADS - 1) // HEADS
+    piece, program = tl.program_id(0) % pieces, tl.program_id(0) // pieces
+    window, sink = window_of(head_window, 0), tl.load(head_sink)
+    if DECODE:
+        unit = program
+        per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES)
+        sequence, split = find_unit(
+            unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N
+        )  # fmt: skip
+        if sequence >= batch:
+            return
+        first = 0
+    else:  # the tiles that see most begin first
+        split, unit = 0, 0
+        sequence, first = find_tile(cu_seqlens_q, batch, tl.num_programs(0) // pieces - 1 - program, TOKENS)
+    query_begin = tl.load(cu_seqlens_q + sequence)
+    query_count = tl.load(cu_seqlens_q + sequence + 1) - query_begin
+    if not DECODE:
+        if (first >= query_count) | (query_count < fewest_queries):
+            return
+    offset = tl.load(seq_lens + sequence) - query_count
+    last = offset + tl.minimum(first + TOKENS, query_count) - 1
+    tiles, sink_tiles, window_tile = walk_of(offset + first, last, window, sink, BLOCK_N)
+    begin, end, used = 0, tiles, 1
+    if DECODE:
+        used = (tiles + per_split - 1) // per_split
+        begin = split * per_split
+        end = tl.minimum(begin + per_split, tiles)
+
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // HEADS
+    head = piece * HEADS + row % HEADS
+    real = (row < TOKENS * HEADS) & (token < query_count) & (head < heads)
+    compressed_query, rotated_query = load_queries(
+        absorbed, query, query_begin + token, head, real, query_stride, heads, head_dim, RANK, BLOCK_R, ROTATED, BLOCK_P
+    )  # fmt: skip
+    slot = tl.load(head_slot).to(tl.int64)
+    latent += slot * (slot_bytes // LATENT_BYTES)
+    latent_scale += slot * (slot_bytes // 4)
+    table = block_tables + (sequence * groups + tl.load(head_group)).to(tl.int64) * max_blocks
+    accumulator = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    within = tl.arange(0, BLOCK_N)
+    positions = offset + token
+    for step in range(begin, end):
+        tile = step + tl.where(step >= sink_tiles, window_tile - sink_tiles, 0)
+        tokens = tile * BLOCK_N + within
+        if BLOCK_SIZE >= BLOCK_N:  # the tile lies within one block: one base, and offsets that no step computes anew
+            block = tl.load(table + tile * BLOCK_N // BLOCK_SIZE)
+            there = tokens <= tl.where(block >= 0, last, -1)
+            block = tl.maximum(block, 0).to(tl.int64)
+            skipped = tile * BLOCK_N % BLOCK_SIZE
+            base = latent + block * (block_bytes // LATENT_BYTES) + skipped * WIDTH
+            rows, scales_at = within, block * (block_bytes // 4) + skipped + within
+        else:
+            block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= last, other=-1)
+            there = block >= 0
+            block = tl.maximum(block, 0).to(tl.int64)
+            base = latent + (block * (block_bytes // LATENT_BYTES))[:, None]
+            rows, scales_at = tokens % BLOCK_SIZE, block * (block_bytes // 4) + tokens % BLOCK_SIZE
+        there = there & ((tokens > offset + first - window) | (tokens < sink))
+        if DECODE:
+            visible = there[None, :]
+        else:
+            after = tl.where(there, tokens, NEVER)[None, :]
+            before = tl.where(tokens < sink, NEVER, tokens)[None, :]
+            visible = (after <= positions[:, None]) & (before > (positions - window)[:, None])
+        accumulator, highest, total = latent_step(
+            accumulator, highest, total, compressed_query, rotated_query, visible, rows, there, base, latent_scale,
+            scales_at, score_scale, WIDTH, RANK, BLOCK_R, ROTATED, BLOCK_P, QUANTISED,
+        )  # fmt: skip
+    place = head.to(tl.int64) * (2 * units) + unit
+    store_mixed(
+        out, partial, partial_lse, accumulator, highest, total, query_begin + token, head, place, used > 1, real, heads,
+        RANK, BLOCK_R,
+    )  # fmt: skip

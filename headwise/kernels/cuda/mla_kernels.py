@@ -1,0 +1,130 @@
+"""The kernels of latent attention (MLA) on a GPU: write and attention, in the absorbed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.cuda.latents import CudaLatentWrite
+from headwise.kernels.cuda.launch import Array
+from headwise.kernels.cuda.mla import LatentShape, TritonLatents
+from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.mla import has_scales, latent_width
+from headwise.kernels.mla_base import UpProjections
+
+ABSORBED_BYTES = 256 << 20
+"""Of absorbed queries at a time, and as many of what comes of them, unless those of one tile's heads are more."""
+
+HEADS_STEP = 32
+"""Heads at a time are a multiple of this: tiles are filled."""
+
+ANY_PART = 32
+"""Numbers of latents that may as well be the rotated ones, where nothing is to be rotated."""
+
+
+class CudaLatentKernels:
+    """`RotatingLatentKernels` on device arrays; all calls only enqueue, on the current stream.
+
+    Queries, latents and up-projections are of one dtype, float16, bfloat16 or float32, and so is the cache, unless it
+    is int8. Queries may have gaps between tokens. Whatever a batch is, it is attended to in the absorbed form.
+    """
+
+    name = "cuda"
+
+    def __init__(self, parts: GpuParts) -> None:
+        self._empty, self._multiply_heads = parts.empty, parts.multiply_heads
+        self._latents = TritonLatents(parts.launcher, parts.allocate)
+        self._write = CudaLatentWrite(parts.programs)
+
+    def prepare(self, layout: BlockLayout, heads: int, rank: int, rotated: int, dtype: str) -> None:
+        """Compile or load all that calls with such arguments need.
+
+        Raises:
+            ConfigError: they are not supported.
+        """
+        shape = LatentShape.of(layout, heads, rank, rotated, dtype)
+        self._latents.prepare([shape])
+        self._write.prepare(layout, numpy_dtype(dtype))
+
+    def write_latent(
+        self, latent: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
+    ) -> None:
+        """See `LatentKernels.write_latent`. In int8 what is stored tells how many numbers are rotated."""
+        width = latent.shape[1]
+        rank = 2 * width - latent_width(layout) if has_scales(layout) else width - ANY_PART
+        self._write.write(None, latent[:, :rank], latent[:, rank:], None, arena, layout, batch, heads)
+
+    def write_latent_rope(
+        self,
+        query: Array,
+        compressed: Array,
+        shared: Array,
+        cosines: Array,
+        sines: Array,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+    ) -> None:
+        """See `RotatingLatentKernels.write_latent_rope`."""
+        self._write.write(query, compressed, shared, (cosines, sines), arena, layout, batch, heads)
+
+    def attend_latent(
+        self,
+        query: Array,
+        up: UpProjections,
+        arena: Array,
+        layout: BlockLayout,
+        batch: AttentionBatch,
+        heads: HeadTable,
+        *,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """See `LatentKernels.attend_latent`. A visible token whose block is ``-1`` is treated as not visible."""
+
+        def attend(absorbed: Array, some: Array, shape: LatentShape, mixed: Array) -> None:
+            self._latents.attend(absorbed, some, shape, arena, layout, batch, heads, scale=scale, out=mixed)
+
+        self.attend_absorbed(query, up, layout, out, attend)
+
+    def attend_absorbed(
+        self,
+        query: Array,
+        up: UpProjections,
+        layout: BlockLayout,
+        out: Array,
+        attend: Callable[[Array, Array, LatentShape, Array], None],
+    ) -> None:
+        """``out`` by what ``attend(absorbed, query, shape, mixed)`` makes of some heads' queries at a time."""
+        check_fit(query, up, out)
+        if not query.shape[0]:
+            return
+        (tokens, heads, size), (_, plain, rank) = query.shape, up.key.shape
+        of_head = max(1, tokens * rank * query.itemsize)
+        each = max(HEADS_STEP, ABSORBED_BYTES // of_head // HEADS_STEP * HEADS_STEP)
+        shape = LatentShape.of(layout, heads, rank, size - plain, query.dtype.name)
+        for first in range(0, heads, each):
+            some = slice(first, min(first + each, heads))
+            absorbed, mixed = (self._empty((tokens, some.stop - first, rank), query.dtype) for _ in range(2))
+            self._multiply_heads(query[:, some, :plain], up.key[some], absorbed)
+            attend(absorbed, query[:, some], shape, mixed)
+            self._multiply_heads(mixed, up.value[some], out[:, some])
+
+
+def check_fit(query: Array, up: UpProjections, out: Array) -> None:
+    """Raise ValueError where the arrays do not fit each other."""
+    heads, plain, rank = up.key.shape
+    fits = up.value.shape[:2] == (heads, rank) and query.shape[1] == heads and query.shape[2] >= plain
+    if not fits or out.shape != (len(query), heads, up.value.shape[2]):
+        raise ValueError(
+            f"query {query.shape}, out {out.shape} and up-projections {up.key.shape} and {up.value.shape} do not fit "
+            "each other"
+        )
+    if not query.dtype == up.key.dtype == up.value.dtype == out.dtype:
+        raise ValueError(
+            f"query {query.dtype}, out {out.dtype} and up-projections {up.key.dtype} and {up.value.dtype} are not of "
+            "one dtype"
+        )

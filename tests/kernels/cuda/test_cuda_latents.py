@@ -1,0 +1,318 @@
+"""Latent attention on a GPU, with and without an indexer: the kernels on NumPy arrays, and their machine code.
+
+They are run by Triton's interpreter, the shim and cuBLAS on the host, on poisoned arenas, against dense oracles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.gpu.machine_code import accesses, machine_code, spilled
+from support.indexed_scene import IndexedCase, IndexedScene
+from support.latent_scene import LatentCase, LatentScene
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.errors import ConfigError
+from headwise.kernels.dsa import index_view
+from headwise.kernels.dsa_base import IndexKeys, IndexQueries
+from headwise.kernels.dsa_reference import best
+from headwise.kernels.mla import latent_layout, latent_view
+from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.mla_quantised import quantise_latents
+from headwise.kernels.mla_reference import ReferenceLatentKernels
+
+pytest.importorskip("triton")
+
+from support.gpu.interpreted_latents import gpu_parts, indexed_kernels, latent_kernels
+
+from headwise.kernels.cuda import dsa, indexer, latents, mla
+from headwise.kernels.cuda.cubins import Target, compile_variant
+from headwise.kernels.cuda.dsa import IndexShape
+from headwise.kernels.cuda.mla import LatentShape, check_latents
+from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, of infinities that are meant
+
+
+def assert_right(case: LatentCase, kernels: Any, atol: float = 1e-4) -> None:
+    scene = IndexedScene(case) if isinstance(case, IndexedCase) else LatentScene(case)
+    scene.write(kernels)
+    np.testing.assert_allclose(scene.attend(kernels), scene.expected(), rtol=0, atol=atol)
+
+
+@st.composite
+def cases(draw: st.DrawFn, make: Callable[..., LatentCase]) -> LatentCase:
+    lengths = draw(st.lists(st.integers(1, 80), min_size=1, max_size=3))
+    window = st.tuples(st.integers(1, 60), st.integers(0, 50))
+    return make(
+        query_lens=tuple(draw(st.one_of(st.integers(0, 1), st.integers(0, min(length, 12)))) for length in lengths),
+        seq_lens=tuple(lengths),
+        policy=draw(st.one_of(st.just((0, 0)), window)),
+        heads=draw(st.sampled_from([1, 3, 20])),
+        rank=draw(st.sampled_from([16, 48])),
+        block_size=draw(st.sampled_from([1, 4, 16, 64])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(LatentCase), is_int8=st.booleans())
+def test_any_batch_matches_dense_attention(case: LatentCase, is_int8: bool) -> None:
+    assert_right(replace(case, dtype="int8") if is_int8 else case, latent_kernels())
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(IndexedCase), top=st.sampled_from([1, 2, 20, 64]), rows=st.integers(1, 9))
+def test_any_batch_matches_dense_attention_to_the_best_tokens(case: IndexedCase, top: int, rows: int) -> None:
+    assert_right(replace(case, top=top), indexed_kernels(score_bytes=4 * 80 * rows))
+
+
+@pytest.mark.parametrize("make", [LatentCase, IndexedCase])
+def test_splits_of_unlike_lengths_are_merged(make: Callable[..., LatentCase]) -> None:
+    case = make((1, 0, 1), (200, 9, 33), heads=18)
+    if isinstance(case, IndexedCase):
+        kernels: Any = indexed_kernels(sms=10)
+        assert_right(replace(case, top=150), kernels)
+    else:
+        kernels = latent_kernels(sms=10)
+        assert_right(case, kernels)
+    launched = dict(kernels._latents.launcher.launched)
+    assert launched.keys() & {"merge_splits", "merge_chosen"}
+
+
+@pytest.mark.soak
+def test_the_sizes_and_tiles_of_published_models_in_bfloat16() -> None:
+    case = IndexedCase(
+        (1, 2), (150, 70), heads=16, rank=512, plain=128, rotated=64, value_dim=128, block_size=64, index_heads=64,
+        index_dim=128, top=80, dtype="bfloat16",
+    )  # fmt: skip
+    narrow = numpy_dtype("bfloat16")
+    scene = IndexedScene(case)
+    scene.query, up = scene.query.astype(narrow), scene.up
+    scene.up = UpProjections(up.key.astype(narrow), up.value.astype(narrow))
+    scene.latents = [rows.astype(narrow) for rows in scene.latents]
+    scene.keys = [rows.astype(narrow) for rows in scene.keys]
+    asked = scene.index
+    scene.index = IndexQueries(asked.query.astype(narrow), asked.weights.astype(narrow), asked.top)
+    kernels = indexed_kernels(tuning=mla.TUNING)
+    scene.write(kernels)
+    out = np.zeros((3, 16, 128), narrow)
+    where = scene.arena, scene.layout, scene.batch, scene.heads
+    kernels.attend_chosen(scene.query, scene.up, scene.index, *where, scale=scene.scale, out=out)
+    scene.query, scene.index = scene.query.astype(np.float32), asked
+    scene.up = UpProjections(*(part.astype(np.float32) for part in (scene.up.key, scene.up.value)))
+    scene.latents = [rows.astype(np.float32) for rows in scene.latents]
+    scene.keys = [rows.astype(np.float32) for rows in scene.keys]
+    expected = scene.expected()
+    error = np.linalg.norm(out.astype(np.float64) - expected) / np.linalg.norm(expected)
+    assert error < 0.02, "queries and latents are rounded once more when they are absorbed, and mixed"
+
+
+def test_heads_are_attended_to_some_at_a_time_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.kernels.cuda.mla_kernels.ABSORBED_BYTES", 1)
+    assert_right(LatentCase((1, 2), (20, 9), heads=40, rank=16), latent_kernels())
+
+
+def test_unmapped_tokens_are_neither_written_nor_seen_nor_chosen() -> None:
+    for kernels, scene in (
+        (latent_kernels(), LatentScene(LatentCase((1, 5), (60, 50)))),
+        (indexed_kernels(), IndexedScene(IndexedCase((1, 5), (60, 50)))),
+    ):
+        scene.batch.block_tables[:, 1:3] = -1
+        scene.write(kernels)
+        untouched = sorted(set(range(len(latent_view(scene.arena, scene.layout)))) - set(scene.batch.block_tables.flat))
+        assert np.isnan(latent_view(scene.arena, scene.layout)[untouched]).all()
+        if isinstance(scene, IndexedScene):
+            assert np.isnan(index_view(scene.arena, scene.layout)[untouched]).all()
+        else:
+            right = scene.attend(ReferenceLatentKernels())
+            np.testing.assert_allclose(scene.attend(kernels), right, rtol=0, atol=1e-4)
+        scene.batch.block_tables[:] = -1
+        assert (scene.attend(kernels) == 0).all()
+
+
+def test_a_key_that_was_never_written_makes_what_is_computed_of_it_nan() -> None:
+    scene, kernels = IndexedScene(IndexedCase((2, 2), (90, 80))), indexed_kernels()
+    scene.write(kernels)
+    index_view(scene.arena, scene.layout)[scene.batch.block_tables[1, 1]] = np.nan
+    out = scene.attend(kernels)
+    assert np.isnan(out[:2]).all()
+    assert np.isfinite(out[2:]).all()
+
+
+def test_padding_writes_nothing_and_what_is_launched_depends_on_shapes_alone() -> None:
+    launched = []
+    for query_lens, seq_lens in (((1, 1), (70, 40)), ((1, 0), (9, 70))):
+        scene, kernels = IndexedScene(IndexedCase(query_lens, seq_lens)), indexed_kernels()
+        scene.write(kernels)
+        right = scene.attend(kernels)
+        before, tokens = scene.arena.copy(), sum(query_lens)
+        kernels._latents.launcher.launched.clear()
+        batch = scene.batch
+        cu = np.concatenate([batch.cu_seqlens_q, batch.cu_seqlens_q[-1:]])
+        tables = np.concatenate([batch.block_tables, np.full_like(batch.block_tables[:2], 1 << 20)])
+        columns = np.full((len(tables), 5 - tables.shape[1]), 1 << 20, np.int32)
+        scene.batch = replace(
+            batch, cu_seqlens_q=cu, seq_lens=np.append(batch.seq_lens, np.int32(0)), max_query_len=1,
+            block_tables=np.ascontiguousarray(np.hstack([tables, columns])),
+        )  # fmt: skip
+        spare = 3 - tokens
+        scene.query = np.concatenate([scene.query, np.full_like(scene.query[:1], np.nan).repeat(spare, 0)])
+        asked = scene.index
+        padded = (np.concatenate([rows, np.full_like(rows[:1], np.nan).repeat(spare, 0)]) for rows in
+                  (asked.query, asked.weights))  # fmt: skip
+        scene.index = IndexQueries(*padded, asked.top)
+        latent = np.full((3, 48), np.nan, np.float32)
+        latent[:tokens] = [scene.latents[at][-1] for at, count in enumerate(query_lens) if count]
+        kernels.write_latent(latent, scene.arena, scene.layout, scene.batch, scene.heads)
+        np.testing.assert_array_equal(scene.arena, before)
+        np.testing.assert_allclose(scene.attend(kernels)[:tokens], right, rtol=0, atol=1e-6)
+        launched.append(kernels._latents.launcher.launched)
+    assert launched[0] == launched[1]
+
+
+def test_what_carries_positions_is_rotated_on_the_way_and_keys_are_normed() -> None:
+    rng = np.random.default_rng(0)
+    scene = IndexedScene(IndexedCase((3, 1), (9, 20), rank=32, rotated=16, index_dim=32))
+    tokens, heads = 4, 3
+    angles = rng.uniform(0, 6, (tokens, 1, 8)).astype(np.float32)
+    cosines, sines = np.cos(angles), np.sin(angles)
+
+    def turned(rows: np.ndarray) -> np.ndarray:
+        low, high = rows[..., :8], rows[..., 8:16]
+        return np.concatenate([low * cosines - high * sines, high * cosines + low * sines, rows[..., 16:]], -1)
+
+    query = rng.standard_normal((tokens, heads, 24)).astype(np.float32)
+    projected = rng.standard_normal((tokens, 32 + 16)).astype(np.float32)
+    asked = IndexQueries(rng.standard_normal((tokens, 3, 32)).astype(np.float32), scene.index.weights, 20)
+    weight, bias = (rng.standard_normal(32).astype(np.float32) for _ in range(2))
+    keys = rng.standard_normal((tokens, 64)).astype(np.float32)[:, :32]
+    expected_query = query.copy()
+    expected_query[..., 8:] = turned(query[..., 8:])
+    expected_asked = turned(asked.query)
+    centred = keys - keys.mean(1, keepdims=True)
+    normed = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-6) * weight + bias
+    kernels, where = indexed_kernels(), (scene.arena, scene.layout, scene.batch, scene.heads)
+    kernels.write_latent_rope(query, projected[:, :32], projected[:, 32:], cosines, sines, *where)
+    kernels.write_index_rope(asked, IndexKeys(keys, weight, bias, 1e-6), cosines, sines, *where)
+    np.testing.assert_allclose(query, expected_query, atol=1e-6)
+    np.testing.assert_allclose(asked.query, expected_asked, atol=1e-6)
+    table, slot = scene.batch.block_tables, scene.heads.slot[0]
+    for row, (sequence, position) in enumerate([(0, 6), (0, 7), (0, 8), (1, 19)]):
+        at = table[2 * sequence + 1, position // 16], slot, position % 16
+        latent = np.concatenate([projected[row, :32], turned(projected[:, None, 32:])[row, 0]])
+        np.testing.assert_allclose(latent_view(scene.arena, scene.layout)[at], latent, atol=1e-6)
+        np.testing.assert_allclose(
+            index_view(scene.arena, scene.layout)[at], turned(normed[:, None])[row, 0], atol=3e-5
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latents_in_int8_are_those_of_the_rule(dtype: str) -> None:
+    scene = LatentScene(LatentCase((1,), (40,), rank=48, dtype="int8", rotated_size=8.0))
+    rows = scene.latents[0].astype(numpy_dtype(dtype))
+    rows[3] = 0
+    scene.latents = [rows]
+    scene.write(latent_kernels())
+    stored, _ = quantise_latents(rows, 16)
+    table = scene.batch.block_tables[1]
+    found = latent_view(scene.arena, scene.layout)[table, scene.heads.slot[0]].reshape(-1, 80)[:40]
+    np.testing.assert_array_equal(found, stored)
+
+
+@pytest.mark.parametrize("top", [1, 5, 24, 100, 300])
+def test_of_equal_scores_the_first_are_chosen(top: int) -> None:
+    rng, chooser = np.random.default_rng(top), indexer.CudaIndexer(gpu_parts().programs, threads=64)
+    scene = IndexedScene(IndexedCase((3,), (200,)))
+    scores = rng.choice([-np.inf, -3.5, -0.0, 0.0, 1e-30, 2.0, 2.0000002, 1e30], (3, 200)).astype(np.float32)
+    places, counts = np.full((3, top), 77, np.int32), np.zeros(3, np.int32)
+    where = scene.layout, scene.batch, scene.heads
+    chooser.choose(scores, 0, top, np.dtype(np.float32), *where, places, counts)
+    for row, seen in enumerate((198, 199, 200)):
+        exact = scores[row : row + 1, :seen].astype(np.float64)
+        wanted = np.flatnonzero(best(exact, exact > -np.inf, top)[0])
+        at = scene.batch.block_tables[1][wanted // 16] * 16 + wanted % 16
+        np.testing.assert_array_equal(places[row, : counts[row]], at)
+
+
+# ---- machine code ----
+
+PUBLISHED = LatentShape(heads=16, rank=512, rotated=64, block_size=64, q_dtype="bfloat16", kv_dtype="bfloat16")
+INDEX = IndexShape(heads=64, dim=128, block_size=64, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("sm", "heads", "kv_dtype", "some"),
+    [
+        (90, 16, "bfloat16", slice(1, 5, 3)),  # of one token, of latents and of chosen ones
+        *(
+            pytest.param(sm, heads, kv_dtype, slice(None), marks=pytest.mark.soak)
+            for sm in (80, 90, 100)
+            for heads, kv_dtype in ((16, "bfloat16"), (16, "int8"), (64, "bfloat16"), (128, "int8"))
+        ),
+    ],
+)
+def test_machine_code_at_published_sizes_does_not_spill(sm: int, heads: int, kv_dtype: str, some: slice) -> None:
+    shape = replace(PUBLISHED, heads=heads, kv_dtype=kv_dtype)
+    variants = mla.variants_of(shape, sm)
+    if kv_dtype == "bfloat16":
+        variants += dsa.variants_of(shape, INDEX, sm)
+    for variant in variants[some]:
+        compiled = compile_variant(variant, Target(sm, cuda=12))
+        assert compiled.spilled_bytes == 0
+        assert not compiled.is_serialised
+        if "merge" not in variant.kernel:
+            assert "cp.async.c" in compiled.ptx
+        if variant.kernel == "attend_latents" and heads == 16 and sm == 90 and variant.num_stages == 2:
+            assert compiled.shared_bytes <= 113 << 10, "two programs of a decode share a multiprocessor"
+
+
+@pytest.mark.parametrize("source", [latents.SOURCE, indexer.SOURCE])
+def test_writes_are_whole_vectors_and_do_not_spill(source: str) -> None:
+    defines = [*latents.all_variants()] if source == latents.SOURCE else [indexer.variant_of("bfloat16")]
+    for variant in defines[2:4] if len(defines) > 1 else defines:  # bfloat16, as it is and in int8
+        compiled = machine_code(source, variant, 90)
+        assert spilled(compiled) == []
+        assert "v4.u32" in accesses(compiled, "ld")
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 576}, "kv_lora_rank 576 is not supported on a GPU: only multiples of 16 up to 512"),
+        ({"rotated": 24}, "qk_rope_head_dim 24 is not supported on a GPU"),
+        (
+            {"kv_dtype": "float16"},
+            "kv_dtype float16 cannot keep latents of dtype bfloat16.*choose bfloat16 or int8",
+        ),
+        ({"block_size": 48}, "block_size 48.*power of two"),
+    ],
+)
+def test_what_the_kernels_do_not_serve_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_latents(replace(PUBLISHED, **changes), 90)
+    with pytest.raises(ConfigError, match=r"compute capability 7\.5 is too old"):
+        check_latents(PUBLISHED, 75)
+    with pytest.raises(ConfigError, match="index_head_dim 512 of bfloat16"):
+        dsa.check_index(replace(INDEX, dim=512))
+
+
+def test_wrong_arrays_are_refused() -> None:
+    scene = LatentScene(LatentCase((1,), (9,)))
+    kernels = CudaLatentKernels(gpu_parts())
+    with pytest.raises(ConfigError, match="latents of float16 cannot be kept as float32"):
+        kernels.write_latent(scene.latents[0].astype(np.float16), scene.arena, scene.layout, scene.batch, scene.heads)
+    scene.up = UpProjections(scene.up.key[:2], scene.up.value)
+    with pytest.raises(ValueError, match="do not fit"):
+        scene.attend(kernels)
+    with pytest.raises(ValueError, match=r"latents of 512 \+ 64 are not what"):
+        LatentShape.of(latent_layout(16, 1, 64), 4, 512, 64, "float32")
