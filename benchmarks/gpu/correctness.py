@@ -231,7 +231,8 @@ def to_device(rig: Rig, inputs: Inputs) -> Inputs:
     batch = inputs.batch
     there = {name: rig.upload(getattr(inputs, name)) for name in ("query", "key", "value", "arena", "written")}
     tables = {name: rig.upload(getattr(batch, name)) for name in ("cu_seqlens_q", "seq_lens", "block_tables")}
-    heads = HeadTable(*(rig.upload(array) for array in vars(inputs.heads).values()))
+    columns = {name: rig.upload(getattr(inputs.heads, name)) for name in ("group", "slot", "window", "sink")}
+    heads = replace(inputs.heads, **columns)
     return replace(inputs, **there, batch=replace(batch, **tables), heads=heads)
 
 

@@ -15,7 +15,7 @@ from headwise import EngineConfig, LocalEngine
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
-NO_KERNELS = ("deepseek", "gemma4", "llama4", "qwen3-next", "qwen3.5")
+NO_KERNELS = ("deepseek", "qwen3-next", "qwen3.5")
 """For these there are none yet."""
 SLOW = ("gpt-oss-mxfp4", "qwen3-moe")
 """Experts take the interpreter long, and others show the same of them."""

@@ -17,7 +17,6 @@ from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda
 from headwise.kernels.cuda.programs import CudaPrograms
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
-from headwise.kernels.gqa import kv_dtype_of
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.quantised_checkpoint import open_weights
@@ -25,6 +24,7 @@ from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.paddle_device import open_paddle
 from headwise.runtime.ops.select import make_gpu_ops
+from headwise.runtime.worker.attention_shapes import attention_shapes
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
@@ -60,22 +60,16 @@ class CudaDevice:
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """See `Device.check`."""
-        config, layout, shape = self._config, card.layout, card.config
-        check_supported(shape.head_dim, config.dtype_name, kv_dtype_of(layout), self._card.sm, layout.block_size)
+        config, layout = self._config, card.layout
+        shapes = list(attention_shapes(card, config.dtype_name))
+        for _, shape in shapes:
+            check_supported(shape.head_dim, shape.q_dtype, shape.kv_dtype, self._card.sm, shape.block_size)
         weights = open_weights(model_dir).num_elements * self.ops.itemsize // config.tp_size
         pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
         check_room(self._card, {"weights": weights, "KV cache": pool})
-        kv_heads = shape.num_kv_heads // config.tp_size
-        share = shape.num_heads // shape.num_kv_heads
         with self.current():
-            self.kernels.prepare(
-                layout,
-                share * kv_heads,
-                kv_heads,
-                config.dtype_name,
-                shape.attention_softcap,
-                shape.sink_logits,
-            )
+            for each, shape in shapes:
+                self.kernels.prepare(each, shape)
 
     def current(self) -> AbstractContextManager[Any]:
         return self._compute.current()

@@ -258,7 +258,7 @@ def test_what_is_not_supported_is_refused_by_name_with_the_remedy() -> None:
     check_supported(**fine)
     for change, message in (
         ({"sm": 75}, r"7\.5 is too old.*8\.0"),
-        ({"head_dim": 80}, "head_dim 80.*64, 96, 128, 256"),
+        ({"head_dim": 80}, "head_dim 80.*64, 96, 128, 256, 512"),
         ({"q_dtype": "float64"}, "float64.*bfloat16"),
         ({"kv_dtype": "int4"}, "int4.*int8"),
         ({"kv_dtype": "float8_e4m3fn", "sm": 80}, r"float8_e4m3fn needs .*8\.9.*8\.0.*int8"),

@@ -33,6 +33,7 @@ from headwise.runtime.ops.base import KernelArray, StepUpload
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.runtime.worker.attention_shapes import attention_shapes
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
@@ -128,9 +129,8 @@ class EmulatedGpu:
         self.kernels = CudaKernels(InterpreterLauncher(sm=90, sms=1), programs, poisoned)
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
-        shape = card.config
-        heads = shape.num_heads, shape.num_kv_heads
-        self.kernels.prepare(card.layout, *heads, self._dtype, shape.attention_softcap, shape.sink_logits)
+        for layout, shape in attention_shapes(card, self._dtype):
+            self.kernels.prepare(layout, shape)
 
     def current(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -30,15 +30,10 @@ class GroupedQueryAttention:
         return gqa_layout(block_size, slots, self.config.heads_of(layer).head_dim, kv_dtype)
 
     def check(self, serving: Serving) -> None:
-        """See `AttentionVariant.check`: some kernels take one size of heads, or have no quantised cache for some."""
-        dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
-        if serving.device == "cuda" and self.config.layer_heads:
-            raise ConfigError(
-                f"{serving.model} has layers with heads of {' and '.join(map(str, dims))}, or with a shared cache: "
-                "there are no GPU kernels for these yet; choose device cpu"
-            )
+        """See `AttentionVariant.check`: a CPU has no quantised cache for some sizes of heads."""
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype != "int8":
             return
+        dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
         odd = next((dim for dim in dims if dim % CPU_INT8_HEAD_MULTIPLE), None)
         if odd is not None:
             raise ConfigError(
