@@ -1,6 +1,6 @@
 """What the assembler makes of the attention kernels, counted, without a GPU: instructions of a tile, registers, spills.
 
-    python benchmarks/gpu/machine_code.py [--sm 90] [--head-dim 64,96,128,256] [--kv-dtype bfloat16]
+    python benchmarks/gpu/machine_code.py [--sm 90] [--head-dim 64,96,128,256,512] [--kv-dtype bfloat16]
 
 A loop is what lies between an instruction and a branch back to it; those that multiply matrices walk tiles of keys. The
 exit status is 1 where such a loop spills, or where ptxas says that it serialises wgmma.
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sm", type=int, default=90, help="compute capability (default: 90)")
-    parser.add_argument("--head-dim", type=_numbers, default=[64, 96, 128, 256], help="(default: 64,96,128,256)")
+    parser.add_argument("--head-dim", type=_numbers, default=[64, 96, 128, 256, 512], help="(default: all but 32)")
     parser.add_argument("--kv-dtype", default="bfloat16", help="of cached keys and values (default: bfloat16)")
     parser.add_argument("--share", type=int, default=4, help="query heads of a KV head (default: 4)")
     parser.add_argument("--block-size", type=int, default=64, help="tokens per block (default: 64)")

@@ -110,6 +110,8 @@ class _Plan:
     merge: Variant
     tokens: int
     """Query tokens per prefill tile."""
+    parts: int
+    """Programs of a prefill tile."""
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -205,7 +207,7 @@ class TritonAttention:
         decodes = longest == 1 or sequences > 1
         if longest != 1:
             tiles = query.shape[0] // plan.tokens + sequences
-            launch(plan.prefill, (kv_heads * tiles, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
+            launch(plan.prefill, (kv_heads * tiles * plan.parts, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
         if decodes:
             launch(plan.decode, (units + sequences, kv_heads, 1), fewest_queries=np.int32(1))
             if useful > 1:
@@ -327,6 +329,7 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
         decode=_attend_variant(shape, decode, 1, DECODE=True, **split),
         merge=Variant("merge_splits", _typed(MERGE_SIGNATURE, shape), tuple(merge.items()), ("out", "partial"), 4, 2),
         tokens=tokens,
+        parts=prefill.parts,
     )
 
 
@@ -342,6 +345,7 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants:
         "SINKS": shape.sink_logits,
         "QUANTISED": shape.kv_dtype in QUANTISED,
         "CHUNKED": shape.chunked,
+        "VALUE_D": _power_of_two(shape.head_dim) // tile.parts,
     }
     signature = _typed(ATTEND_SIGNATURE, shape)
     return Variant("attend", signature, tuple(constants.items()), MULTIPLES, tile.warps, tile.stages)

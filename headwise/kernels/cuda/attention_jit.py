@@ -184,12 +184,13 @@ def attend_tile(
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr, INTERIOR: tl.constexpr, SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
-    CHUNKED: tl.constexpr,
+    CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the tile's ``BLOCK_N`` keys and values go into the running state.
 
     ``earliest`` and ``latest`` are the positions of the first and the last query, ``positions`` those of all rows. With
-    ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked.
+    ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked. Of values the
+    first ``VALUE_D`` elements from ``value`` on are read.
     """
     dims = tl.arange(0, BLOCK_D)
     within = tl.arange(0, BLOCK_N)
@@ -201,7 +202,8 @@ def attend_tile(
         skipped = tile * BLOCK_N % BLOCK_SIZE
         key += base + skipped * HEAD_DIM
         value += base + skipped * HEAD_DIM
-        at = within[:, None] * HEAD_DIM + dims[None, :]
+        at_token = within * HEAD_DIM
+        at = at_token[:, None] + dims[None, :]
         scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + skipped + within
     else:
         if INTERIOR:
@@ -210,13 +212,17 @@ def attend_tile(
             block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
         mapped = block >= 0
         block = tl.maximum(block, 0).to(tl.int64)
-        at = (block * block_stride + tokens % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
+        at_token = block * block_stride + tokens % BLOCK_SIZE * HEAD_DIM
+        at = at_token[:, None] + dims[None, :]
         scales_at = block * scale_stride + tokens % BLOCK_SIZE
     if not INTERIOR:
         mapped = mapped & ((tokens > unseen_before(earliest, window, CHUNKED)) | (tokens < sink))
     loaded = (dims < HEAD_DIM)[None, :]
     if not INTERIOR:
         loaded = mapped[:, None] & loaded if HEAD_DIM != BLOCK_D else mapped[:, None]
+    value_at, value_loaded = at, loaded
+    if VALUE_D != BLOCK_D:
+        value_at, value_loaded = at_token[:, None] + tl.arange(0, VALUE_D)[None, :], mapped[:, None]
 
     keys = converted(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
@@ -243,7 +249,7 @@ def attend_tile(
     weights = tl.exp2(scores * exponent_scale - reference[:, None])
     fading = tl.exp2(highest - reference)
     total = total * fading + tl.sum(weights, 1)
-    values = load_tile(value + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D)
+    values = load_tile(value + value_at, value_loaded, INTERIOR and HEAD_DIM == BLOCK_D)
     if QUANTISED:
         value_scales = load_tile(value_scale + scales_at, mapped, INTERIOR)
         if queries.dtype == tl.float16:  # weights times scales may be below its range
@@ -270,12 +276,14 @@ def attend(
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    QUANTISED: tl.constexpr, CHUNKED: tl.constexpr,
+    QUANTISED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
     With ``DECODE`` the grid is (``units + batch``, KV heads), for sequences with exactly one query; without, (KV heads
-    x tiles of the batch), for those with at least ``fewest_queries``. Without ``SOFTCAP``, ``score_scale`` is
+    x tiles of the batch), for those with at least ``fewest_queries``. Where ``VALUE_D`` is less than ``BLOCK_D``, as of
+    heads whose results have no room in registers, so many more programs each make ``VALUE_D`` of a result's elements,
+    of all scores. Without ``SOFTCAP``, ``score_scale`` is
     ``scale * log2(e)``; with it, ``2 * log2(e) * scale / softcap``, and ``cap`` is ``softcap * log2(e)``.
 
     Decode is cut into splits of equal length by what the head sees of all sequences, about ``units`` in all: a long one
@@ -297,6 +305,9 @@ def attend(
     else:
         # The tiles that see most begin first, so that none of them is left alone at the end.
         program = tl.num_programs(0) - 1 - tl.program_id(0)
+        if VALUE_D != BLOCK_D:  # programs beside each other read the same keys
+            part = program % (BLOCK_D // VALUE_D)
+            program = program // (BLOCK_D // VALUE_D)
         split, kv_head = 0, program % kv_heads
         sequence, first = find_tile(cu_seqlens_q, batch, program // kv_heads, TOKENS)
     query_begin = tl.load(cu_seqlens_q + sequence)
@@ -331,7 +342,12 @@ def attend(
     slot_base = slot * (slot_bytes // KV_BYTES)
     scale_base = slot * (slot_bytes // 4)
     table = block_tables + (sequence * groups + group).to(tl.int64) * max_blocks
-    accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if VALUE_D != BLOCK_D:
+        value += part * VALUE_D
+        out += part * VALUE_D
+        dims = tl.arange(0, VALUE_D)
+        real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
+    accumulator = tl.zeros([BLOCK_M, VALUE_D], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
@@ -351,7 +367,7 @@ def attend(
                 offset + first, last, window, sink,
                 key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                 block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, CHUNKED,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, CHUNKED, VALUE_D,
             )  # fmt: skip
     for step in range(begin, end - skipped):
         step = step + tl.where(step >= skipped_at, skipped, 0)
@@ -360,7 +376,7 @@ def attend(
             offset + first, last, window, sink,
             key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
             block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, CHUNKED,
+            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, CHUNKED, VALUE_D,
         )  # fmt: skip
 
     if DECODE:

@@ -75,18 +75,10 @@ def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = _parser().parse_args(arguments)
-    shape = AttentionShape(
-        share=options.q_heads // options.kv_heads,
-        head_dim=options.head_dim,
-        block_size=options.block_size,
-        q_dtype=options.dtype,
-        kv_dtype=options.kv_dtype or options.dtype,
-        softcap=options.softcap,
-        sink_logits=options.sink_logits,
-    )
     targets = [Target(sm, cuda) for sm in options.sm for cuda in options.cuda]
     try:
-        for path in precompile([shape], targets, options.directory, list(_mixtures(options))):
+        shapes = list(_shapes(options))
+        for path in precompile(shapes, targets, options.directory, list(_mixtures(options))):
             print(path, flush=True)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
@@ -101,13 +93,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sm", type=_numbers, default=[80, 90, 100], help="compute capabilities (default: 80,90,100)")
     parser.add_argument("--cuda", type=_numbers, default=[12, 13], help="CUDA versions of drivers (default: 12,13)")
     parser.add_argument("--q-heads", type=int, required=True, help="query heads of the model")
-    parser.add_argument("--kv-heads", type=int, required=True, help="KV heads of the model")
-    parser.add_argument("--head-dim", type=int, required=True)
+    parser.add_argument(
+        "--kv-heads", type=_numbers, required=True, help="KV heads of a layer; where layers differ, of each kind: 16,4"
+    )
+    parser.add_argument("--head-dim", type=_numbers, required=True, help="size of heads; likewise: 256,512")
     parser.add_argument("--block-size", type=int, default=64, help="tokens per block (default: 64)")
     parser.add_argument("--dtype", default="bfloat16", help="of queries (default: bfloat16)")
     parser.add_argument("--kv-dtype", default=None, help="of cached keys and values (default: that of queries)")
     parser.add_argument("--softcap", action="store_true", help="the model caps its attention scores")
     parser.add_argument("--sink-logits", action="store_true", help="the model has learned a sink for each query head")
+    parser.add_argument("--chunked", action="store_true", help="layers see chunks, not windows (Llama 4)")
     mixture = parser.add_argument_group("mixture of experts", "of a model that has one")
     mixture.add_argument("--experts", type=int, help="to choose from")
     mixture.add_argument("--experts-per-token", type=int, default=1)
@@ -116,11 +111,33 @@ def _parser() -> argparse.ArgumentParser:
     mixture.add_argument("--expert-size", type=int, help="intermediate size of an expert, on one rank")
     mixture.add_argument("--activation", choices=get_args(Activation), default="silu")
     mixture.add_argument("--expert-biases", action="store_true", help="projections have biases")
+    mixture.add_argument("--weighs-input", action="store_true", help="experts are given weighted tokens (Llama 4)")
     mixture.add_argument("--sigmoid-scores", action="store_true", help="scores are sigmoids, not a softmax")
     mixture.add_argument("--expert-groups", type=int, default=1, help="that experts come in (default: 1)")
     mixture.add_argument("--groups-per-token", type=int, default=1)
     mixture.add_argument("--best-of-group", type=int, default=1, help="experts that a group's score is the sum of")
     return parser
+
+
+def _shapes(options: argparse.Namespace) -> Iterator[AttentionShape]:
+    if len(options.kv_heads) != len(options.head_dim):
+        raise ConfigError(
+            f"--kv-heads {options.kv_heads} and --head-dim {options.head_dim} do not go together: give "
+            "as many of each, one for each kind of layer"
+        )
+    for kv_heads, head_dim in zip(options.kv_heads, options.head_dim, strict=True):
+        if kv_heads < 1 or options.q_heads % kv_heads:
+            raise ConfigError(f"{options.q_heads} query heads cannot share {kv_heads} KV heads evenly: give a multiple")
+        yield AttentionShape(
+            share=options.q_heads // kv_heads,
+            head_dim=head_dim,
+            block_size=options.block_size,
+            q_dtype=options.dtype,
+            kv_dtype=options.kv_dtype or options.dtype,
+            softcap=options.softcap,
+            sink_logits=options.sink_logits,
+            chunked=options.chunked,
+        )
 
 
 def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:
@@ -144,6 +161,7 @@ def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:
         activation=options.activation,
         dtype=options.dtype,
         has_bias=options.expert_biases,
+        weighs_input=options.weighs_input,
     )
 
 
