@@ -140,14 +140,23 @@ class Case:
     sequences: tuple[tuple[int, int], ...]
     windows: tuple[Window, ...]
     softcap: float = 0.0
+    chunked: bool = False
 
     @property
     def shape(self) -> AttentionShape:
-        return AttentionShape(self.share, self.head_dim, self.block_size, self.dtype, self.kv_dtype, self.softcap > 0)
+        return AttentionShape(
+            self.share,
+            self.head_dim,
+            self.block_size,
+            self.dtype,
+            self.kv_dtype,
+            self.softcap > 0,
+            chunked=self.chunked,
+        )
 
 
 def cases(long: bool, sm: int) -> list[Case]:
-    """Every dtype; decode, chunks and both at once; windows, sinks and their edges; blocks smaller than a tile.
+    """Every dtype; decode, parts of prompts and both at once; windows, sinks, chunks; blocks smaller than a tile.
 
     ``long``: sequences of hundreds of tokens; else fewer of them, of dozens, and small heads.
     """
@@ -165,10 +174,12 @@ def cases(long: bool, sm: int) -> list[Case]:
         replace(main, name="int8", kv_dtype="int8"),
         replace(main, name="e4m3", kv_dtype="float8_e4m3fn"),
         Case("bf16_256_softcap", 4, 256, "bfloat16", "bfloat16", 16, mixed, heads[1:2], softcap=30.0),
+        Case("bf16_512", 8, 512, "bfloat16", "bfloat16", 64, mixed, heads[:2]),
+        replace(main, name="bf16_chunks", chunked=True),
         Case("fp16_mha_int8", 1, 64, "float16", "int8", 64, mixed, heads * 2 if long else heads),
     ]
     served = [case for case in more if sm >= OLDEST_SM_E4M3 or case.kv_dtype != "float8_e4m3fn"]
-    return served if long else [replace(case, head_dim=64) for case in served]
+    return served if long else [replace(case, head_dim=32 if case.head_dim > 256 else 64) for case in served]
 
 
 @dataclass
@@ -192,7 +203,7 @@ def make_inputs(case: Case, rng: np.random.Generator) -> Inputs:
     tables = _random_tables(case, groups, rng)
     arena = np.full((int(tables.max()) + 3) * layout.block_bytes, 0xFF, np.uint8)
     queries, contexts = np.array(case.sequences, np.int32).T
-    heads = head_table(np.asarray, case.windows, places_of(case.windows))
+    heads = replace(head_table(np.asarray, case.windows, places_of(case.windows)), chunked=case.chunked)
 
     def batch_of(counts: NDArray[np.int32], lengths: NDArray[np.int32]) -> AttentionBatch:
         cu_seqlens = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -255,7 +266,8 @@ def to_device(rig: Rig, inputs: Inputs) -> Inputs:
     batch = inputs.batch
     there = {name: rig.upload(getattr(inputs, name)) for name in ("query", "key", "value", "arena", "written")}
     tables = {name: rig.upload(getattr(batch, name)) for name in ("cu_seqlens_q", "seq_lens", "block_tables")}
-    heads = HeadTable(*(rig.upload(array) for array in vars(inputs.heads).values()))
+    columns = {name: rig.upload(getattr(inputs.heads, name)) for name in ("group", "slot", "window", "sink")}
+    heads = replace(inputs.heads, **columns)
     return replace(inputs, **there, batch=replace(batch, **tables), heads=heads)
 
 

@@ -1,6 +1,6 @@
 """What the assembler makes of the attention kernels, counted, without a GPU: instructions of a tile, registers, spills.
 
-    python benchmarks/gpu/machine_code.py [--sm 90] [--head-dim 64,96,128,256] [--kv-dtype bfloat16]
+    python benchmarks/gpu/machine_code.py [--sm 90] [--head-dim 64,96,128,256,512] [--kv-dtype bfloat16]
     python benchmarks/gpu/machine_code.py --latents 16,64 [--sm 90] [--kv-dtype int8]
 
 A loop is what lies between an instruction and a branch back to it; those that multiply matrices walk tiles of keys. The
@@ -116,7 +116,7 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[int, str, Variant]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sm", type=int, default=90, help="compute capability (default: 90)")
-    parser.add_argument("--head-dim", type=_numbers, default=[64, 96, 128, 256], help="(default: 64,96,128,256)")
+    parser.add_argument("--head-dim", type=_numbers, default=[64, 96, 128, 256, 512], help="(default: all but 32)")
     parser.add_argument(
         "--latents", type=_numbers, default=[], help="count latent attention of so many query heads instead, e.g. 16,64"
     )

@@ -7,7 +7,7 @@ never read a block that no query of the batch may see: such blocks may hold NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from headwise.cache_controller.layout import BlockLayout
@@ -23,12 +23,15 @@ class HeadTable:
     slot:   slot of the head inside a block of that group
     window: 0 for full attention, else the number of most recent tokens seen (the query's own included)
     sink:   number of first tokens always seen
+    chunked: whether windows are chunks: a query sees its own chunk of ``window`` tokens up to itself, and none before.
+             Only kernels with `ChunkingKernels.sees_chunks` take such heads
     """
 
     group: Array
     slot: Array
     window: Array
     sink: Array
+    chunked: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,21 @@ class AttentionKernels(Protocol):
         """Causal attention of ``query [tokens, q_heads, head_dim]`` over the cached tokens into ``out``.
 
         ``q_heads`` is a multiple of ``kv_heads``; query heads ``[h * n, (h + 1) * n)`` share KV head ``h``.
-        Query position ``p`` sees keys ``k <= p`` with ``window == 0 or p - k < window or k < sink``. Scores are
+        Query position ``p`` sees keys ``k <= p`` with ``window == 0 or p - k < window or k < sink``; of heads that are
+        chunked, with ``k // window == p // window`` in place of ``p - k < window``. Scores are
         ``scale * q.k``, then ``softcap * tanh(s / softcap)`` if ``softcap > 0``. The KV of this step's
         own tokens was written by `write_kv` before. ``sink_logits``, float32 ``[q_heads]``, if given, are scores of one
         more key for each query head, which every query sees and whose value is 0: they take from the others' share
         (attention sinks that a model has learned). A query that sees no key gets 0.
         ``arena`` is ``uint8 [num_blocks * layout.block_bytes]``.
         """
+
+
+@runtime_checkable
+class ChunkingKernels(AttentionKernels, Protocol):
+    """Kernels that know chunks. sees_chunks: see `HeadTable.chunked`"""
+
+    sees_chunks: bool
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ class ReferenceKernels:
     """Clarity over speed: one (sequence, KV head) at a time, in float64, whatever the cache holds."""
 
     name = "reference"
+    sees_chunks = True
 
     def write_kv(
         self,
@@ -58,7 +59,7 @@ class ReferenceKernels:
         for sequence, rows, positions in sequences_of(batch):
             context = np.arange(positions[-1] + 1)
             for head in range(kv_heads):
-                visible = visible_to(positions, context, int(heads.window[head]), int(heads.sink[head]))
+                visible = visible_to(positions, context, int(heads.window[head]), int(heads.sink[head]), heads.chunked)
                 seen = context[visible.any(axis=0)]
                 blocks = blocks_of(batch, sequence, heads.group[head], seen, layout.block_size)
                 seen, blocks = seen[blocks >= 0], blocks[blocks >= 0]
@@ -109,13 +110,14 @@ def _load(arena: NDArray[np.uint8], layout: BlockLayout, at: Index) -> list[NDAr
     ]
 
 
-def visible_to(queries: Positions, keys: Positions, window: int, sink: int) -> NDArray[np.bool_]:
-    """``bool [queries, keys]``: the rule of `HeadPolicy`."""
+def visible_to(queries: Positions, keys: Positions, window: int, sink: int, chunked: bool = False) -> NDArray[np.bool_]:
+    """``bool [queries, keys]``: the rule of `HeadPolicy`, or of chunks (`HeadTable.chunked`)."""
     distance = queries[:, None] - keys[None, :]
     causal = distance >= 0
     if window == 0:
         return causal
-    return causal & ((distance < window) | (keys < sink)[None, :])
+    near = queries[:, None] // window == keys[None, :] // window if chunked else distance < window
+    return causal & (near | (keys < sink)[None, :])
 
 
 def softmax_attention(

@@ -15,15 +15,14 @@ from headwise import EngineConfig, LocalEngine
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
-NO_KERNELS = ("gemma4", "llama4")
-"""For these there are none yet."""
 SHOWN_BY_OTHERS = (
     "gpt-oss-mxfp4", "qwen3-moe", "qwen3", "phi3-long", "qwen3-next", "qwen3.5-moe", "deepseek-v2", "deepseek-v3.2",
+    "gemma4", "gemma4-moe",
 )  # fmt: skip
-"""They run the kernels of gpt-oss, mixtral, gemma3, phi3, qwen3.5 and deepseek-v3, and all the interpreter takes its
-time for each."""
-FEWER = {"qwen3.5": 2}
-"""Prompts, where longer ones take long and `tests/kernels` has them."""
+"""They run the kernels of gpt-oss, mixtral, gemma3, phi3, qwen3.5, deepseek-v3 and gemma4-shared, each of which takes the
+interpreter its time."""
+PROMPTS = {"qwen3.5": 2, "llama4": 4}
+"""Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 
 
 @pytest.mark.parametrize(
@@ -32,9 +31,8 @@ FEWER = {"qwen3.5": 2}
         pytest.param(MODELS[1], 2, 2, marks=pytest.mark.model),
         *(pytest.param(model, 3, 4, marks=[pytest.mark.model, pytest.mark.soak]) for model in MODELS),
         *(
-            pytest.param(model, FEWER.get(model, 3), 3, marks=[pytest.mark.soak] if model in SHOWN_BY_OTHERS else [])
+            pytest.param(model, PROMPTS.get(model, 3), 3, marks=[pytest.mark.soak] if model in SHOWN_BY_OTHERS else [])
             for model in TINY_CONFIGS
-            if not model.startswith(NO_KERNELS)
         ),
     ],
 )

@@ -95,10 +95,6 @@ def test_storage_tells_blocks_of_other_sizes_of_heads_apart() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"device": "cuda", "dtype": "bfloat16"},
-            "heads of 32 and 64.*no GPU kernels for these yet; choose device cpu",
-        ),
         ({"head_grouping": "per_head_index"}, "per_head_index takes layers of equally many heads of one size"),
         ({"tp_size": 3}, "tp_size 3 does not divide the model's 2 or 4 KV heads"),
         ({"head_pattern": "any.json", "sparsity": 0.5}, "unlike heads .*leave head_pattern out"),

@@ -15,7 +15,10 @@ GARBAGE_IDS = (2**31 - 1, -(2**31), -7, 10**9)
 
 @dataclass(frozen=True)
 class Case:
-    """A batch to attend to. ``policies`` are (window, sink) per KV head; ``query_lens <= seq_lens``."""
+    """A batch to attend to. ``policies`` are (window, sink) per KV head; ``query_lens <= seq_lens``.
+
+    chunked: windows are chunks, see `HeadTable`
+    """
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -28,6 +31,7 @@ class Case:
     seed: int = 0
     dtype: str = "float32"
     tail_bytes: int = 0
+    chunked: bool = False
 
 
 class Scene:
@@ -67,7 +71,8 @@ class Scene:
         group = [policies.index(policy) for policy in self.case.policies]
         slot = [group[:head].count(group[head]) for head in range(len(group))]
         window, sink = zip(*self.case.policies, strict=True)
-        self.heads = HeadTable(*(np.array(column, np.int32) for column in (group, slot, window, sink)))
+        columns = (np.array(column, np.int32) for column in (group, slot, window, sink))
+        self.heads = HeadTable(*columns, chunked=self.case.chunked)
         self.groups, self.slots = len(policies), max(slot) + 1
 
     def _fill_arena(self) -> None:
@@ -102,8 +107,12 @@ class Scene:
         """``bool [queries, keys]`` by the rule of the contract, spelled out token by token."""
         window, sink = self.case.policies[head]
         length, queries = self.case.seq_lens[sequence], self.case.query_lens[sequence]
+
+        def is_near(p: int, k: int) -> bool:
+            return k >= p - p % window if self.case.chunked else p - k < window
+
         rule = [
-            [k <= p and (window == 0 or p - k < window or k < sink) for k in range(length)]
+            [k <= p and (window == 0 or is_near(p, k) or k < sink) for k in range(length)]
             for p in range(length - queries, length)
         ]
         return np.array(rule, dtype=bool).reshape(queries, length)

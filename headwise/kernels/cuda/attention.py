@@ -17,7 +17,7 @@ from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address
 from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
 
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (32, 64, 96, 128, 256, 512)
 FLOATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TRITON_TYPES = {**FLOATS, "int8": "i8", "float8_e4m3fn": "fp8e4nv"}
 OLDEST_SM = 80
@@ -64,6 +64,8 @@ class AttentionShape:
     kv_dtype: str
     softcap: bool = False
     sink_logits: bool = False
+    chunked: bool = False
+    """See `HeadTable`."""
 
     @classmethod
     def of(
@@ -74,14 +76,14 @@ class AttentionShape:
         q_dtype: str,
         softcap: float,
         sink_logits: bool = False,
+        chunked: bool = False,
     ) -> AttentionShape:
         """The shape of attention with ``q_heads`` of ``q_dtype`` over ``kv_heads`` in blocks of ``layout``."""
         if q_heads % kv_heads:
             raise ConfigError(f"{q_heads} query heads cannot share {kv_heads} KV heads evenly: give a multiple")
         share = q_heads // kv_heads
-        return cls(
-            share, head_dim_of(layout), layout.block_size, q_dtype, kv_dtype_of(layout), softcap > 0, sink_logits
-        )
+        dtypes, options = (q_dtype, kv_dtype_of(layout)), (softcap > 0, sink_logits, chunked)
+        return cls(share, head_dim_of(layout), layout.block_size, *dtypes, *options)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class _Plan:
     merge: Variant
     tokens: int
     """Query tokens per prefill tile."""
+    parts: int
+    """Programs of a prefill tile."""
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -170,7 +174,7 @@ class TritonAttention:
         """
         q_heads, kv_heads = query.shape[1], heads.group.shape[0]
         has_sinks = sink_logits is not None
-        shape = AttentionShape.of(layout, q_heads, kv_heads, query.dtype.name, softcap, has_sinks)
+        shape = AttentionShape.of(layout, q_heads, kv_heads, query.dtype.name, softcap, has_sinks, heads.chunked)
         sequences = batch.cu_seqlens_q.shape[0] - 1
         if query.shape[0] == 0 or sequences == 0:
             return
@@ -203,7 +207,7 @@ class TritonAttention:
         decodes = longest == 1 or sequences > 1
         if longest != 1:
             tiles = query.shape[0] // plan.tokens + sequences
-            launch(plan.prefill, (kv_heads * tiles, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
+            launch(plan.prefill, (kv_heads * tiles * plan.parts, 1, 1), fewest_queries=np.int32(2 if decodes else 1))
         if decodes:
             launch(plan.decode, (units + sequences, kv_heads, 1), fewest_queries=np.int32(1))
             if useful > 1:
@@ -318,13 +322,14 @@ def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
     tokens = max(1, prefill.rows // shape.share)
     split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
     merge = {
-        "SHARE": shape.share, **_head_constants(shape), **split, "SINKS": shape.sink_logits,
+        "SHARE": shape.share, **_head_constants(shape), **split, "SINKS": shape.sink_logits, "CHUNKED": shape.chunked,
     }  # fmt: skip
     return _Plan(
         prefill=_attend_variant(shape, prefill, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),
         decode=_attend_variant(shape, decode, 1, DECODE=True, **split),
         merge=Variant("merge_splits", _typed(MERGE_SIGNATURE, shape), tuple(merge.items()), ("out", "partial"), 4, 2),
         tokens=tokens,
+        parts=prefill.parts,
     )
 
 
@@ -339,6 +344,8 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants:
         "SOFTCAP": shape.softcap,
         "SINKS": shape.sink_logits,
         "QUANTISED": shape.kv_dtype in QUANTISED,
+        "CHUNKED": shape.chunked,
+        "VALUE_D": _power_of_two(shape.head_dim) // tile.parts,
     }
     signature = _typed(ATTEND_SIGNATURE, shape)
     return Variant("attend", signature, tuple(constants.items()), MULTIPLES, tile.warps, tile.stages)

@@ -12,6 +12,8 @@ would keep the compiler from overlapping loads with arithmetic: what must not be
         position   0 ...        sink                      window start ...      last query
         tiles      [ 0 ][ 1 ]                             [ 2 ][ 3 ][ 4 ][ 5 ]
 
+With ``CHUNKED`` a head's window is a chunk: it begins at the last multiple of its length, not that many tokens back.
+
 **Masks.** Slots behind the last token and blocks nobody may see can hold NaN, and ``0 * NaN`` is NaN: they are masked
 where they are loaded, keys and values alike. No pointer is made from a block id below 0. Tiles of a prompt that all its
 rows see whole have a loop of their own, in which nothing is masked.
@@ -42,9 +44,17 @@ MAX_SPLITS = tl.constexpr(128)
 
 # `JITFunction`, not `triton.jit`, which an environment variable turns into something else.
 @JITFunction
-def walk_of(first, last, window, sink, BLOCK_N: tl.constexpr):
+def unseen_before(position, window, CHUNKED: tl.constexpr):
+    """Position in front of a query's window, or with ``CHUNKED`` of its chunk; below 0 if there is none."""
+    if CHUNKED:
+        return position // window * window - 1
+    return position - window
+
+
+@JITFunction
+def walk_of(first, last, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr):
     """(tiles, tiles of the sink span, first tile of the window span) for queries at positions ``first`` to ``last``."""
-    window_tile = tl.maximum(first - window + 1, 0) // BLOCK_N
+    window_tile = tl.maximum(unseen_before(first, window, CHUNKED) + 1, 0) // BLOCK_N
     sink_tiles = tl.minimum((sink + BLOCK_N - 1) // BLOCK_N, window_tile)
     return sink_tiles + last // BLOCK_N + 1 - window_tile, sink_tiles, window_tile
 
@@ -57,24 +67,27 @@ def window_of(head_window, kv_head):
 
 
 @JITFunction
-def tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr):
+def tiles_of(
+    index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr
+):  # fmt: skip
     """Tiles that a head sees of each sequence of ``index``; 0 of those that do not decode, or are none."""
     here = index < batch
     queries = tl.load(cu_seqlens_q + index + 1, mask=here, other=0) - tl.load(cu_seqlens_q + index, mask=here, other=0)
     decodes = here & (queries == 1)
     position = tl.load(seq_lens + index, mask=decodes, other=1) - 1
-    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N)
+    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N, CHUNKED)
     return tl.where(decodes, tiles, 0)
 
 
 @JITFunction
 def split_of(
-    cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr
+    cu_seqlens_q, seq_lens, batch, window, sink, units,
+    BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Tiles per split, for all sequences alike: as few as make ``units`` of all a head sees, but as many as pay."""
     total, longest = 0, 0
     for at in range(0, batch, SEARCHED):
-        tiles = tiles_of(at + tl.arange(0, SEARCHED), cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N)
+        tiles = tiles_of(at + tl.arange(0, SEARCHED), cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED)
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
     most = tl.maximum((total + units - 1) // units, (longest + MAX_SPLITS - 1) // MAX_SPLITS)
@@ -83,7 +96,8 @@ def split_of(
 
 @JITFunction
 def find_unit(
-    unit, programs, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr
+    unit, programs, per_split, cu_seqlens_q, seq_lens, batch, window, sink,
+    BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """(sequence, split) of a program's unit of work; a sequence that is none where there is nothing to do.
 
@@ -94,7 +108,7 @@ def find_unit(
     back = programs - 1 - unit
     for at in range(0, batch, SEARCHED):
         index = at + tl.arange(0, SEARCHED)
-        tiles = tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N)
+        tiles = tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED)
         splits = (tiles + per_split - 1) // per_split
         whole = (splits == 1).to(tl.int32)
         splits = tl.where(splits > 1, splits, 0)
@@ -110,13 +124,13 @@ def find_unit(
 
 @JITFunction
 def splits_before(
-    sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N: tl.constexpr
+    sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr
 ):  # fmt: skip
     """Splits of the sequences before this one that have several: where its own begin."""
     before = 0
     for at in range(0, sequence, SEARCHED):
         index = at + tl.arange(0, SEARCHED)
-        tiles = tiles_of(index, cu_seqlens_q, seq_lens, sequence, window, sink, BLOCK_N)
+        tiles = tiles_of(index, cu_seqlens_q, seq_lens, sequence, window, sink, BLOCK_N, CHUNKED)
         splits = (tiles + per_split - 1) // per_split
         before += tl.sum(tl.where(splits > 1, splits, 0), 0)
     return before
@@ -170,11 +184,13 @@ def attend_tile(
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr, INTERIOR: tl.constexpr, SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
+    CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the tile's ``BLOCK_N`` keys and values go into the running state.
 
     ``earliest`` and ``latest`` are the positions of the first and the last query, ``positions`` those of all rows. With
-    ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked.
+    ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked. Of values the
+    first ``VALUE_D`` elements from ``value`` on are read.
     """
     dims = tl.arange(0, BLOCK_D)
     within = tl.arange(0, BLOCK_N)
@@ -186,7 +202,8 @@ def attend_tile(
         skipped = tile * BLOCK_N % BLOCK_SIZE
         key += base + skipped * HEAD_DIM
         value += base + skipped * HEAD_DIM
-        at = within[:, None] * HEAD_DIM + dims[None, :]
+        at_token = within * HEAD_DIM
+        at = at_token[:, None] + dims[None, :]
         scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + skipped + within
     else:
         if INTERIOR:
@@ -195,13 +212,17 @@ def attend_tile(
             block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
         mapped = block >= 0
         block = tl.maximum(block, 0).to(tl.int64)
-        at = (block * block_stride + tokens % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
+        at_token = block * block_stride + tokens % BLOCK_SIZE * HEAD_DIM
+        at = at_token[:, None] + dims[None, :]
         scales_at = block * scale_stride + tokens % BLOCK_SIZE
     if not INTERIOR:
-        mapped = mapped & ((tokens > earliest - window) | (tokens < sink))
+        mapped = mapped & ((tokens > unseen_before(earliest, window, CHUNKED)) | (tokens < sink))
     loaded = (dims < HEAD_DIM)[None, :]
     if not INTERIOR:
         loaded = mapped[:, None] & loaded if HEAD_DIM != BLOCK_D else mapped[:, None]
+    value_at, value_loaded = at, loaded
+    if VALUE_D != BLOCK_D:
+        value_at, value_loaded = at_token[:, None] + tl.arange(0, VALUE_D)[None, :], mapped[:, None]
 
     keys = converted(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
@@ -219,7 +240,7 @@ def attend_tile(
         # Two comparisons per score: sinks pass every window, unmapped tokens lie behind every query.
         after = tl.where(mapped, tokens, NEVER)[None, :]
         before = tl.where(tokens < sink, NEVER, tokens)[None, :]
-        visible = (after <= positions[:, None]) & (before > (positions - window)[:, None])
+        visible = (after <= positions[:, None]) & (before > unseen_before(positions, window, CHUNKED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
 
     new_highest = tl.maximum(highest, tl.max(scores, 1) * exponent_scale)
@@ -228,7 +249,7 @@ def attend_tile(
     weights = tl.exp2(scores * exponent_scale - reference[:, None])
     fading = tl.exp2(highest - reference)
     total = total * fading + tl.sum(weights, 1)
-    values = load_tile(value + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D)
+    values = load_tile(value + value_at, value_loaded, INTERIOR and HEAD_DIM == BLOCK_D)
     if QUANTISED:
         value_scales = load_tile(value_scale + scales_at, mapped, INTERIOR)
         if queries.dtype == tl.float16:  # weights times scales may be below its range
@@ -255,12 +276,14 @@ def attend(
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    QUANTISED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
     With ``DECODE`` the grid is (``units + batch``, KV heads), for sequences with exactly one query; without, (KV heads
-    x tiles of the batch), for those with at least ``fewest_queries``. Without ``SOFTCAP``, ``score_scale`` is
+    x tiles of the batch), for those with at least ``fewest_queries``. Where ``VALUE_D`` is less than ``BLOCK_D``, as of
+    heads whose results have no room in registers, so many more programs each make ``VALUE_D`` of a result's elements,
+    of all scores. Without ``SOFTCAP``, ``score_scale`` is
     ``scale * log2(e)``; with it, ``2 * log2(e) * scale / softcap``, and ``cap`` is ``softcap * log2(e)``.
 
     Decode is cut into splits of equal length by what the head sees of all sequences, about ``units`` in all: a long one
@@ -272,9 +295,9 @@ def attend(
         unit, kv_head = tl.program_id(0), tl.program_id(1)
         window = window_of(head_window, kv_head)
         sink = tl.load(head_sink + kv_head)
-        per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES)
+        per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES, CHUNKED)
         sequence, split = find_unit(
-            unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N
+            unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED
         )  # fmt: skip
         if sequence >= batch:
             return
@@ -282,6 +305,9 @@ def attend(
     else:
         # The tiles that see most begin first, so that none of them is left alone at the end.
         program = tl.num_programs(0) - 1 - tl.program_id(0)
+        if VALUE_D != BLOCK_D:  # programs beside each other read the same keys
+            part = program % (BLOCK_D // VALUE_D)
+            program = program // (BLOCK_D // VALUE_D)
         split, kv_head = 0, program % kv_heads
         sequence, first = find_tile(cu_seqlens_q, batch, program // kv_heads, TOKENS)
     query_begin = tl.load(cu_seqlens_q + sequence)
@@ -296,7 +322,7 @@ def attend(
     slot = tl.load(head_slot + kv_head).to(tl.int64)
     offset = tl.load(seq_lens + sequence) - query_count
     last = offset + tl.minimum(first + TOKENS, query_count) - 1
-    tiles, sink_tiles, window_tile = walk_of(offset + first, last, window, sink, BLOCK_N)
+    tiles, sink_tiles, window_tile = walk_of(offset + first, last, window, sink, BLOCK_N, CHUNKED)
     jump = window_tile - sink_tiles
     begin, end, used = 0, tiles, 1
     if DECODE:
@@ -316,14 +342,19 @@ def attend(
     slot_base = slot * (slot_bytes // KV_BYTES)
     scale_base = slot * (slot_bytes // 4)
     table = block_tables + (sequence * groups + group).to(tl.int64) * max_blocks
-    accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if VALUE_D != BLOCK_D:
+        value += part * VALUE_D
+        out += part * VALUE_D
+        dims = tl.arange(0, VALUE_D)
+        real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
+    accumulator = tl.zeros([BLOCK_M, VALUE_D], tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
 
     skipped_at, skipped = tiles, 0
     if not DECODE:
         # Tiles that every query sees whole: not those of the sinks, of the window's left edge, of the diagonal.
-        whole = (tl.maximum(last - window + 1, 0) + BLOCK_N - 1) // BLOCK_N
+        whole = (tl.maximum(unseen_before(last, window, CHUNKED) + 1, 0) + BLOCK_N - 1) // BLOCK_N
         skipped_at = tl.maximum(whole - jump, sink_tiles)
         whole_end = tl.maximum((offset + first + 1) // BLOCK_N - jump, skipped_at)
         columns_end = ((whole_end + jump) * BLOCK_N + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -336,7 +367,7 @@ def attend(
                 offset + first, last, window, sink,
                 key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                 block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, CHUNKED, VALUE_D,
             )  # fmt: skip
     for step in range(begin, end - skipped):
         step = step + tl.where(step >= skipped_at, skipped, 0)
@@ -345,7 +376,7 @@ def attend(
             offset + first, last, window, sink,
             key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
             block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED,
+            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, CHUNKED, VALUE_D,
         )  # fmt: skip
 
     if DECODE:
@@ -386,7 +417,7 @@ def sum_of_parts(partial, partial_lse, first, used, HEAD_DIM: tl.constexpr, BLOC
 def merge_splits(
     partial, partial_lse, sink_logits, out, cu_seqlens_q, seq_lens, head_window, head_sink, batch, out_stride, units,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_SPLIT_TILES: tl.constexpr, SINKS: tl.constexpr,
+    MIN_SPLIT_TILES: tl.constexpr, SINKS: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """The splits of one query head of one sequence, grid (query heads, batch), into ``out``."""
     head, sequence = tl.program_id(0), tl.program_id(1)
@@ -396,15 +427,15 @@ def merge_splits(
     window = window_of(head_window, head // SHARE)
     sink = tl.load(head_sink + head // SHARE)
     position = tl.load(seq_lens + sequence) - 1
-    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N)
+    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N, CHUNKED)
     if tiles <= MIN_SPLIT_TILES:
         return
-    per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES)
+    per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES, CHUNKED)
     used = (tiles + per_split - 1) // per_split
     if used <= 1:
         return
 
-    before = splits_before(sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N)
+    before = splits_before(sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N, CHUNKED)
     first = (head * (2 * units) + before).to(tl.int64)
     mixed, total, highest = sum_of_parts(partial, partial_lse, first, used, HEAD_DIM, BLOCK_D)
     if SINKS:

@@ -45,6 +45,7 @@ class ExpertShape:
     hidden: width of tokens; inner: of an expert, on this rank
     shared: experts that every token goes to, of the same size
     has_bias: whether projections have biases
+    weighs_input: an expert is given tokens times their weights; else what it makes of them is multiplied
     """
 
     routing: Routing
@@ -54,6 +55,7 @@ class ExpertShape:
     activation: Activation
     dtype: str
     has_bias: bool = False
+    weighs_input: bool = False
 
     @property
     def assigned(self) -> int:
@@ -239,6 +241,7 @@ def _product(shape: ExpertShape, tile: ProductTile, columns: int, depth: int, wi
         constants=(
             ("BLOCK_M", tile.rows), ("BLOCK_N", columns), ("BLOCK_K", tile.depth), ("ACTIVATION", activation),
             ("BIAS", shape.has_bias), ("EVEN", depth % tile.depth == 0),
+            ("WEIGHS", shape.weighs_input == bool(activation)),
         ),
         multiples=("x", "weight", "bias", "shares", "out", "order", "tile_expert", *multiples),
         num_warps=tile.warps,

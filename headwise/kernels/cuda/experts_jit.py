@@ -35,13 +35,14 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
 def multiply_experts(
     x, weight, bias, shares, out, order, tile_expert, width, depth, per_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``out [assignments, width]``: rows of ``x [rows, depth]`` times the weights of the tile's expert.
 
     Assignment ``i`` reads row ``i // per_row``. With ``ACTIVATION``, weights are ``gate | up [experts, 2 * width,
-    depth]``, and ``out`` is ``activation(gate) * up``. Without, they are ``[experts, width, depth]``, and a row of
-    ``out`` is multiplied by its assignment's share. ``BIAS``: ``bias [experts, width]``, or twice as wide, is added.
+    depth]``, and ``out`` is ``activation(gate) * up``. Without, they are ``[experts, width, depth]``. ``WEIGHS``: a row
+    is multiplied by its assignment's share: before an activation and its biases, which is as if the token were, else
+    at the end. ``BIAS``: ``bias [experts, width]``, or twice as wide, is added.
     ``EVEN``: ``BLOCK_K`` divides ``depth``. The grid is tiles times columns of ``BLOCK_N``.
     """
     columns = (width + BLOCK_N - 1) // BLOCK_N
@@ -71,13 +72,18 @@ def multiply_experts(
             weights = tl.load(right + begin) if EVEN else tl.load(right + begin, mask=some, other=0.0)
             up = tl.dot(values, tl.trans(weights), up, input_precision="ieee")
     real = (place >= 0)[:, None] & (column < width)[None, :]
+    if WEIGHS:
+        share = tl.load(shares + place, mask=place >= 0, other=0.0)[:, None]
+        if ACTIVATION != "":
+            gate *= share
+            up *= share
     if BIAS:
         gate += tl.load(bias + expert * width + read).to(tl.float32)[None, :]
         if ACTIVATION != "":
             up += tl.load(bias + (expert + 1) * width + read).to(tl.float32)[None, :]
     if ACTIVATION != "":
         gate = activated(gate, up, ACTIVATION)
-    else:
-        gate *= tl.load(shares + place, mask=place >= 0, other=0.0)[:, None]
+    elif WEIGHS:
+        gate *= share
     at_out = place.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(out + at_out, gate.to(out.dtype.element_ty), mask=real)

@@ -23,27 +23,20 @@ class CudaKernels:
     """
 
     name = "cuda"
+    sees_chunks = True
 
     def __init__(self, launcher: TritonLauncher, programs: Programs, allocate: Callable[[int], Array]) -> None:
         self._attention = TritonAttention(launcher, allocate)
         self._write = CudaKvWrite(programs)
 
-    def prepare(
-        self,
-        layout: BlockLayout,
-        q_heads: int,
-        kv_heads: int,
-        q_dtype: str,
-        softcap: float,
-        sink_logits: bool = False,
-    ) -> None:
-        """Compile or load all that calls with such arguments need.
+    def prepare(self, layout: BlockLayout, shape: AttentionShape) -> None:
+        """Compile or load all that calls for layers of this shape need, whose blocks are of ``layout``.
 
         Raises:
-            ConfigError: they are not supported.
+            ConfigError: it is not supported.
         """
-        self._attention.prepare([AttentionShape.of(layout, q_heads, kv_heads, q_dtype, softcap, sink_logits)])
-        self._write.prepare(layout, numpy_dtype(q_dtype))
+        self._attention.prepare([shape])
+        self._write.prepare(layout, numpy_dtype(shape.q_dtype))
 
     def write_kv(
         self, key: Array, value: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable

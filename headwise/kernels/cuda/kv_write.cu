@@ -1,9 +1,10 @@
 // Writes a step's keys and values to the blocks of the cache, rotating queries and keys on the way if asked to.
 //
 // One block of threads a token; a row is one head's query, key or value of the token. LANES lanes of a warp hold a row,
-// 8 elements each, so that rows are loaded and stored in whole vectors and reduced by shuffles.
+// 8 elements each, 16 of rows that a warp would not hold else, so that rows are loaded and stored in whole vectors and
+// reduced by shuffles.
 //
-// Macros of a variant: HEAD_DIM, a multiple of 16 up to 256; INPUT, one of F16, BF16, F32; CACHE, the same or one of
+// Macros of a variant: HEAD_DIM, a multiple of 16 up to 256, or of 32 up to 512; INPUT, one of F16, BF16, F32; CACHE, the same or one of
 // INT8, E4M3, which store a scale per row.
 
 #include "numbers.cuh"
@@ -12,7 +13,7 @@
 constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
 constexpr float LARGEST = CACHE == INT8 ? 127.0f : 448.0f;
 
-constexpr int ELEMENTS = 8;                                      // of a row, in a lane
+constexpr int ELEMENTS = HEAD_DIM <= 256 ? 8 : 16;               // of a row, in a lane
 constexpr int LANES = HEAD_DIM / ELEMENTS;                       // that hold a row
 constexpr int GROUP = LANES <= 8 ? 8 : LANES <= 16 ? 16 : 32;    // lanes given to a row
 constexpr int WORD_ELEMENTS = INPUT == F32 ? 1 : 2;              // in 32 bits
@@ -21,7 +22,7 @@ constexpr int INPUT_ROW = HEAD_DIM * 4 / WORD_ELEMENTS;          // bytes
 constexpr int CACHE_ROW = QUANTISED ? HEAD_DIM : INPUT_ROW;      // bytes
 
 static_assert(QUANTISED || int(CACHE) == int(INPUT), "only quantised caches differ from their input");
-static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= WARP * ELEMENTS, "a row must fit a warp");
+static_assert(HEAD_DIM % (2 * ELEMENTS) == 0 && HEAD_DIM <= WARP * ELEMENTS, "a row must fit a warp");
 
 struct Lane {  // what one lane holds of a row, in the input's numbers
     unsigned words[WORDS];
@@ -80,8 +81,10 @@ struct Floats {
 
 __device__ __forceinline__ Floats load_floats(const float* from)
 {
-    const float4* quarters = reinterpret_cast<const float4*>(from);
-    return {quarters[0], quarters[1]};
+    Floats floats;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS / 4; i++) floats.quarters[i] = reinterpret_cast<const float4*>(from)[i];
+    return floats;
 }
 
 __device__ __forceinline__ float element(const Floats& floats, int i)
@@ -128,10 +131,12 @@ __device__ __forceinline__ float largest_magnitude(const Lane& lane)
 
 __device__ __forceinline__ void store_quantised(char* to, const Lane& lane, float scale)
 {
-    unsigned packed[2] = {0, 0};
+    unsigned packed[ELEMENTS / 4] = {};
 #pragma unroll
     for (int i = 0; i < ELEMENTS; i++) packed[i / 4] |= quantised(element(lane, i), scale) << i % 4 * 8;
-    *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
+#pragma unroll
+    for (int i = 0; i < ELEMENTS / 4; i += 2)
+        reinterpret_cast<uint2*>(to)[i / 2] = uint2{packed[i], packed[i + 1]};
 }
 
 // query, key, value:  [tokens, heads, HEAD_DIM]; their strides are bytes from token to token

@@ -53,10 +53,19 @@ class CudaKvWrite:
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
         self._kernels: dict[tuple[tuple[str, str | int], ...], Kernel] = {}
-        self._variant: _Variant | None = None
+        self._variants: dict[tuple[BlockLayout, np.dtype[Any]], _Variant] = {}
+        self._latest: _Variant | None = None  # a step asks for few, many times each
 
     def prepare(self, layout: BlockLayout, input_dtype: np.dtype[Any]) -> None:
         """Compile or load what calls with such arguments need, so that they only enqueue."""
+        self._latest = self._variant(layout, input_dtype)
+
+    def _variant(self, layout: BlockLayout, input_dtype: np.dtype[Any]) -> _Variant:
+        if (layout, input_dtype) not in self._variants:
+            self._variants[layout, input_dtype] = self._made(layout, input_dtype)
+        return self._variants[layout, input_dtype]
+
+    def _made(self, layout: BlockLayout, input_dtype: np.dtype[Any]) -> _Variant:
         defines = variant_of(layout, input_dtype)
         key = tuple(defines.items())
         if key not in self._kernels:
@@ -64,7 +73,7 @@ class CudaKvWrite:
         at = layout.role_offsets
         roles = (at["value"], at.get("key_scale", 0), at.get("value_scale", 0))
         offsets = tuple(np.int64(number) for number in (layout.block_bytes, layout.slot_bytes, *roles))
-        self._variant = _Variant(layout, input_dtype, head_dim_of(layout), self._kernels[key], offsets)
+        return _Variant(layout, input_dtype, head_dim_of(layout), self._kernels[key], offsets)
 
     def write_kv(
         self, key: Array, value: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
@@ -106,11 +115,9 @@ class CudaKvWrite:
     ) -> None:
         if not key.shape[0]:
             return
-        variant = self._variant
+        variant = self._latest
         if variant is None or variant.layout is not layout or variant.input != key.dtype:
-            self.prepare(layout, key.dtype)
-            variant = self._variant
-            assert variant is not None
+            variant = self._latest = self._variant(layout, key.dtype)
         kv_heads, q_heads = heads.group.shape[0], 0 if query is None else query.shape[1]
         rows = [
             _rows("query", query, key.shape[0], q_heads, variant),

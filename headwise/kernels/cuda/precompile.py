@@ -147,13 +147,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sm", type=_numbers, default=[80, 90, 100], help="compute capabilities (default: 80,90,100)")
     parser.add_argument("--cuda", type=_numbers, default=[12, 13], help="CUDA versions of drivers (default: 12,13)")
     parser.add_argument("--q-heads", type=int, required=True, help="query heads of the model")
-    parser.add_argument("--kv-heads", type=int, help="KV heads of the model")
-    parser.add_argument("--head-dim", type=int)
+    parser.add_argument(
+        "--kv-heads", type=_numbers, help="KV heads of a layer; where layers differ, of each kind: 16,4"
+    )
+    parser.add_argument("--head-dim", type=_numbers, help="size of heads; likewise: 256,512")
     parser.add_argument("--block-size", type=int, default=64, help="tokens per block (default: 64)")
     parser.add_argument("--dtype", default="bfloat16", help="of queries (default: bfloat16)")
     parser.add_argument("--kv-dtype", default=None, help="of cached keys and values (default: that of queries)")
     parser.add_argument("--softcap", action="store_true", help="the model caps its attention scores")
     parser.add_argument("--sink-logits", action="store_true", help="the model has learned a sink for each query head")
+    parser.add_argument("--chunked", action="store_true", help="layers see chunks, not windows (Llama 4)")
     latent = parser.add_argument_group("latent attention", "of a model that has it, in place of KV heads")
     latent.add_argument("--latent-rank", type=int, help="'kv_lora_rank'; --q-heads are those of one rank")
     latent.add_argument("--latent-rotated", type=int, default=64, help="'qk_rope_head_dim' (default: 64)")
@@ -167,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     mixture.add_argument("--expert-size", type=int, help="intermediate size of an expert, on one rank")
     mixture.add_argument("--activation", choices=get_args(Activation), default="silu")
     mixture.add_argument("--expert-biases", action="store_true", help="projections have biases")
+    mixture.add_argument("--weighs-input", action="store_true", help="experts are given weighted tokens (Llama 4)")
     mixture.add_argument("--sigmoid-scores", action="store_true", help="scores are sigmoids, not a softmax")
     mixture.add_argument("--expert-groups", type=int, default=1, help="that experts come in (default: 1)")
     mixture.add_argument("--groups-per-token", type=int, default=1)
@@ -186,15 +190,24 @@ def _shapes(options: argparse.Namespace) -> Iterator[AttentionShape]:
         return
     if options.kv_heads is None or options.head_dim is None:
         raise ConfigError("give --kv-heads and --head-dim, or --latent-rank of a model with latent attention")
-    yield AttentionShape(
-        share=options.q_heads // options.kv_heads,
-        head_dim=options.head_dim,
-        block_size=options.block_size,
-        q_dtype=options.dtype,
-        kv_dtype=options.kv_dtype or options.dtype,
-        softcap=options.softcap,
-        sink_logits=options.sink_logits,
-    )
+    if len(options.kv_heads) != len(options.head_dim):
+        raise ConfigError(
+            f"--kv-heads {options.kv_heads} and --head-dim {options.head_dim} do not go together: give "
+            "as many of each, one for each kind of layer"
+        )
+    for kv_heads, head_dim in zip(options.kv_heads, options.head_dim, strict=True):
+        if kv_heads < 1 or options.q_heads % kv_heads:
+            raise ConfigError(f"{options.q_heads} query heads cannot share {kv_heads} KV heads evenly: give a multiple")
+        yield AttentionShape(
+            share=options.q_heads // kv_heads,
+            head_dim=head_dim,
+            block_size=options.block_size,
+            q_dtype=options.dtype,
+            kv_dtype=options.kv_dtype or options.dtype,
+            softcap=options.softcap,
+            sink_logits=options.sink_logits,
+            chunked=options.chunked,
+        )
 
 
 def _latents(options: argparse.Namespace) -> Iterator[LatentModel]:
@@ -228,6 +241,7 @@ def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:
         activation=options.activation,
         dtype=options.dtype,
         has_bias=options.expert_biases,
+        weighs_input=options.weighs_input,
     )
 
 

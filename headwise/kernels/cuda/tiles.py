@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headwise.cache_controller.dtypes import numpy_dtype
 
@@ -10,15 +10,22 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 9
 """Shared memory one block may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 SHARED_BYTES_FROM_90 = 227 << 10
 
+LEAST_KEYS = 16
+"""Of a tile: the least that matrix instructions take."""
+
 
 @dataclass(frozen=True)
 class Tile:
-    """``rows`` of queries by ``keys``, worked on by ``warps``, with loads ``stages`` tiles ahead."""
+    """``rows`` of queries by ``keys``, worked on by ``warps``, with loads ``stages`` tiles ahead.
+
+    parts: programs of a tile, each of which has all scores and makes so much less of the results
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    parts: int = 1
 
 
 _EXACT = {64: Tile(32, 32, 4, 2)}
@@ -31,10 +38,15 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
 
     From sm_90 on, 128 rows are two warp groups' worth; 128 keys let one instruction of theirs work at full speed. Keys
     and values that are converted first are in registers at some time: half as many fit there. Heads of 96 are padded to
-    128, and masked: with 128 keys that spills.
+    128, and masked: with 128 keys that spills. Results of 512 elements have no room beside anything else, so two
+    programs have half of them each; two warp groups for 64 rows would compute the scores twice just as well, and read
+    twice as many keys and values. Other cards have half as many rows, and twice as many warps for them.
     """
+    is_large = sm >= 90 and SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90
     if q_dtype == "float32":
         tile = _EXACT.get(head_dim, _EXACT_WIDE)
+    elif head_dim == 512:
+        tile = Tile(128, 32, 8, 2, parts=2) if is_large else Tile(32, 32, 8, 2)
     elif sm >= 90:
         keys = 128 if kv_dtype == q_dtype else 64
         tile = {64: Tile(128, 64, 8, 3), 96: Tile(128, 64, 8, 2), 256: Tile(128, 64, 8, 2)}.get(
@@ -50,7 +62,7 @@ def decode_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int, block_size:
     """Small and deep: 16 rows, the least the tensor cores take, and loads far ahead, several programs side by side."""
     if q_dtype == "float32" and head_dim not in _EXACT:
         return _fitting(_EXACT_WIDE, head_dim, q_dtype, kv_dtype, sm)
-    keys = 64 if head_dim <= 128 else 32
+    keys = {256: 32, 512: 16}.get(head_dim, 64)
     # Where a tile spans blocks, the compiler spends half of the stages ahead on loading their ids.
     stages = 3 if block_size >= keys else 5
     return _fitting(Tile(16, keys, 4, stages), head_dim, q_dtype, kv_dtype, sm)
@@ -60,10 +72,12 @@ def _fitting(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str, sm: int) ->
     """``tile`` with stages, then keys, taken away until it fits into the card's shared memory."""
     limit = SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
     while _shared_bytes(tile, head_dim, q_dtype, kv_dtype) > limit:
-        if tile.stages > 2:
-            tile = Tile(tile.rows, tile.keys, tile.warps, tile.stages - 1)
+        if tile.stages > 2 or (tile.keys == LEAST_KEYS and tile.stages > 1):
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.keys > LEAST_KEYS:
+            tile = replace(tile, keys=tile.keys // 2)
         else:
-            tile = Tile(tile.rows, tile.keys // 2, tile.warps, tile.stages)
+            break
     return tile
 
 
@@ -71,8 +85,9 @@ def _shared_bytes(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str) -> int
     """About what the compiler takes: queries, keys and values in flight, and one tile of each converted."""
     dims = 1 << (head_dim - 1).bit_length()
     q_bytes, kv_bytes = numpy_dtype(q_dtype).itemsize, numpy_dtype(kv_dtype).itemsize
-    converted = 0 if kv_dtype == q_dtype else 2 * tile.keys * dims * q_bytes
-    return tile.rows * dims * q_bytes + 2 * tile.stages * tile.keys * dims * kv_bytes + converted
+    pair = dims + dims // tile.parts  # elements of a key and a value
+    converted = 0 if kv_dtype == q_dtype else tile.keys * pair * q_bytes
+    return tile.rows * dims * q_bytes + tile.stages * tile.keys * pair * kv_bytes + converted
 
 
 def latent_tile(heads: int, q_dtype: str, kv_dtype: str, sm: int, is_decode: bool) -> Tile:

@@ -14,6 +14,7 @@ from headwise.runtime.models.base import AttentionLayer, Embeds
 from headwise.runtime.models.decoder import Layer, Linear, Residual, Weights
 from headwise.runtime.models.gemma2 import Gemma2
 from headwise.runtime.models.gemma4_config import ARCHITECTURES, Gemma4Config, parse
+from headwise.runtime.models.moe_decoder import tokens_of
 from headwise.runtime.models.weight_view import ExpertWeights
 from headwise.runtime.ops.base import Experts, KernelArray, Mixture, Tensor, Weight
 
@@ -171,6 +172,7 @@ class Gemma4(Gemma2):
         attention: AttentionLayer,
         embeds: Embeds | None = None,
     ) -> Tensor:
+        self._tokens = tokens_of(attention)  # for the layers of this pass
         rotations, x = self.rotations(positions), self.embedded(token_ids, embeds)
         sides = None if self._side is None else self._side_inputs(self._side, token_ids, x)
         for index, layer in enumerate(self._layers):
@@ -203,7 +205,8 @@ class Gemma4(Gemma2):
     def _mixed(self, experts: ExpertsBeside, x: Tensor) -> Tensor:
         """What a token's experts make of the residual stream ``x [T, hidden]``, summed over the ranks."""
         logits = self._linear(self.norm(x, experts.choose), experts.router)
-        return self.reduce(self.ops.mix_experts(self.norm(x, experts.before), logits, experts.experts))
+        given = self.norm(x, experts.before)
+        return self.reduce(self.ops.mix_experts(given, logits, experts.experts, self._tokens))
 
     def _side_inputs(self, side: SideEmbedding, token_ids: KernelArray, x: Tensor) -> Tensor:
         """``[T, layers, side size]``: what each layer is told of a token, whose embedding is ``x [T, hidden]``."""

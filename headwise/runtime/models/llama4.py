@@ -148,7 +148,8 @@ class TemperedAttention:
         if layer in self.layers:
             query, *others = projected
             ops = self.model.ops
-            projected = (ops.from_kernel_array(ops.kernel_array(query) * self.scales), *others)
+            rows = ops.kernel_array(query)
+            projected = (ops.from_kernel_array((rows * self.scales).astype(rows.dtype, copy=False)), *others)
         return self.attention(layer, *projected, **named)
 
 

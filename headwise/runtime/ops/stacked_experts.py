@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.errors import ConfigError
 from headwise.kernels.cuda.experts import ExpertShape, StackedExperts
 from headwise.runtime.ops.base import GatedWeights, Mixture
 
@@ -29,19 +28,17 @@ def stack_experts(
     Weights are ``[in, out]``, as `ArrayOps` prepares them. Beside the stack there is never more than one expert.
 
     Raises:
-        ConfigError: the model weighs what goes into experts, which there is no kernel for.
         ValueError: the shared expert is no whole number of others.
     """
-    if mixture.weighs_input:
-        raise ConfigError("experts that are given weighted tokens have no GPU kernels yet: choose device cpu")
     routing, made = mixture.routing, None
     for index, parts in enumerate(_all(map(_parts, routed), shared)):
         gate_up, down, gate_up_bias, down_bias = parts
         if made is None:
             extra = 0 if shared is None else _pieces(shared, down.shape[1])
             count, has_bias = routing.experts + extra, gate_up_bias is not None
+            sizes, dtype = (down.shape[0], down.shape[1]), gate_up.dtype.name
             shape = ExpertShape(
-                routing, extra, down.shape[0], down.shape[1], mixture.activation, gate_up.dtype.name, has_bias
+                routing, extra, *sizes, mixture.activation, dtype, has_bias, weighs_input=mixture.weighs_input
             )
             made = StackedExperts(
                 shape=shape,

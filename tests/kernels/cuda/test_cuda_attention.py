@@ -103,10 +103,40 @@ def test_every_pair_of_dtypes_prefill_and_decode(query: str, kv: str) -> None:
     assert_right(case, Dtypes(query, kv))
 
 
-@pytest.mark.parametrize(("share", "head_dim"), [(3, 64), (8, 128), (4, 256), (2, 96), (1, 64), (20, 64)])
+@pytest.mark.parametrize(("share", "head_dim"), [(3, 64), (8, 128), (4, 256), (2, 96), (1, 64), (20, 64), (2, 32)])
 def test_common_head_geometries_in_tiles_of_production(share: int, head_dim: int) -> None:
     case = Case((1, 70), (131, 90), ((0, 0), (64, 4)), share=share, head_dim=head_dim, block_size=64)
     assert_right(case, Dtypes("float16", "float16"), triton_attention(Tuning()))
+
+
+@pytest.mark.parametrize("dtypes", [Dtypes("bfloat16", "bfloat16"), Dtypes("float16", "int8")], ids=repr)
+def test_heads_of_512_whose_results_two_programs_share(dtypes: Dtypes) -> None:
+    case = Case((1, 70), (131, 90), ((0, 0), (40, 4)), share=4, head_dim=512, block_size=32, has_sink_logits=True)
+    attention = triton_attention(Tuning())
+    assert_right(case, dtypes, attention)
+    assert attention.launcher.launched[0] == ("attend", (2 * (71 // 32 + 2) * 2, 1, 1)), "twice as many programs"
+
+
+@st.composite
+def chunked_cases(draw: st.DrawFn) -> Case:
+    case = draw(cases())
+    chunks = [(draw(st.sampled_from([1, 5, 16, 24, 32])), sink) if window else (0, 0) for window, sink in case.policies]
+    return replace(case, policies=tuple(chunks), chunked=True, block_size=draw(st.sampled_from([1, 4, 16])))
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=chunked_cases())
+def test_a_query_sees_its_own_chunk_and_no_other(case: Case) -> None:
+    assert_right(case)
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 96, 97])
+def test_decode_and_a_prompt_where_chunks_begin(length: int) -> None:
+    """Rows of one tile of two chunks, tiles that all rows see whole, and splits of one sequence."""
+    case = Case(
+        (1, min(length, 50)), (length, length), ((32, 0), (0, 0)), share=2, head_dim=64, block_size=16, chunked=True
+    )
+    assert_right(case, attention=triton_attention(sms=10))
 
 
 def test_splits_are_merged_whatever_each_head_sees() -> None:
@@ -147,7 +177,7 @@ def test_work_is_shared_out_by_what_each_sequence_really_holds(
     step = scope["attend_tile"]
 
     def counted(*arguments: Any) -> Any:
-        if arguments[-4]:  # decode
+        if arguments[-6]:  # decode
             steps[interpreter_builder.grid_idx] += 1
         return step(*arguments)
 
@@ -258,7 +288,7 @@ def test_what_is_not_supported_is_refused_by_name_with_the_remedy() -> None:
     check_supported(**fine)
     for change, message in (
         ({"sm": 75}, r"7\.5 is too old.*8\.0"),
-        ({"head_dim": 80}, "head_dim 80.*64, 96, 128, 256"),
+        ({"head_dim": 80}, "head_dim 80.*64, 96, 128, 256, 512"),
         ({"q_dtype": "float64"}, "float64.*bfloat16"),
         ({"kv_dtype": "int4"}, "int4.*int8"),
         ({"kv_dtype": "float8_e4m3fn", "sm": 80}, r"float8_e4m3fn needs .*8\.9.*8\.0.*int8"),

@@ -18,8 +18,11 @@ from headwise.errors import ConfigError
 
 pytest.importorskip("triton")
 
+from gpu.machine_code import loops_of as machine_loops
+from gpu.machine_code import sass_of
+
 from headwise.kernels.cuda import cubins, precompile
-from headwise.kernels.cuda.attention import AttentionShape, variants_of
+from headwise.kernels.cuda.attention import HEAD_DIMS, AttentionShape, variants_of
 from headwise.kernels.cuda.cubins import Compiled, CubinCache, Target, compile_variant
 from headwise.kernels.cuda.launch import CupyLauncher, Variant
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, decode_tile, prefill_tile
@@ -137,6 +140,25 @@ def test_prefill_over_a_quantised_cache_has_the_registers_to_convert_it(sm: int,
     assert compiled.spilled_bytes == 0
 
 
+@pytest.mark.parametrize("kernel", [PREFILL, DECODE])
+@pytest.mark.parametrize(
+    ("sm", "kv_dtype"),
+    [
+        (90, "bfloat16"),
+        *(pytest.param(sm, "bfloat16", marks=pytest.mark.soak) for sm in (80, 100)),
+        pytest.param(90, "int8", marks=pytest.mark.soak),
+    ],
+)
+def test_heads_of_512_spill_nothing_within_a_loop_and_fit_the_card(sm: int, kv_dtype: str, kernel: int) -> None:
+    shape = AttentionShape(share=8, head_dim=512, block_size=64, q_dtype="bfloat16", kv_dtype=kv_dtype)
+    compiled = compile_variant(variants_of(shape, sm)[kernel], Target(sm, cuda=12))
+    assert not compiled.is_serialised
+    assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+    loops = list(machine_loops(sass_of(compiled)))
+    assert loops
+    assert not any(loop.spills for loop in loops)
+
+
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_decode_overlaps_its_loads_and_leaves_room_for_three_programs(sm: int) -> None:
     compiled = cached(variants_of(LLAMA, sm)[DECODE], Target(sm, cuda=12))
@@ -172,7 +194,7 @@ def test_machine_code_is_made_for_the_cuda_of_the_driver(cuda: int) -> None:
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
 def test_every_tile_is_one_the_kernels_take(sm: int) -> None:
-    for head_dim in (64, 96, 128, 256):
+    for head_dim in HEAD_DIMS:
         for q_dtype, kv_dtype in (("bfloat16", "bfloat16"), ("float16", "int8"), ("float32", "float32")):
             for tile in (
                 prefill_tile(head_dim, q_dtype, kv_dtype, sm),
@@ -289,6 +311,13 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     }  # fmt: skip
     with pytest.raises(SystemExit, match="give --kv-heads and --head-dim, or --latent-rank"):
         precompile.main([str(tmp_path), "--q-heads", "16"])
+    monkeypatch.setattr(cubins, "compile_variant", lambda variant, target: made)
+    gemma = ["--q-heads", "32", "--kv-heads", "16,4", "--head-dim", "256,512"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *gemma])
+    unlike = [Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()]
+    assert (unlike.count("attend"), unlike.count("merge_splits")) == (4, 2)
+    with pytest.raises(SystemExit, match=r"--kv-heads \[16, 4\] and --head-dim \[256\] do not go together"):
+        precompile.main([str(tmp_path), "--sm", "90", *gemma, "--head-dim", "256"])
     with pytest.raises(SystemExit, match="--experts needs --hidden-size and --expert-size"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *mixture])
     with pytest.raises(SystemExit, match=r"error: KV dtype float8_e4m3fn needs"):

@@ -130,6 +130,9 @@ def scenes() -> Iterator[Any]:
     yield pytest.param(Scene(Mixture(V3, "silu", np.tile(correction, 8)), shared=1), id="deepseek-v3")
     scales = np.linspace(0.5, 2, 8, dtype=np.float32)
     yield pytest.param(Scene(Mixture(Routing(8, 2, 1e-20), "gelu_tanh", scales=scales)), id="gemma-4")
+    weighed = Mixture(Routing(8, 2, None, is_sigmoid=True), "silu", weighs_input=True)
+    yield pytest.param(Scene(weighed, shared=1), id="llama-4")
+    yield pytest.param(Scene(replace(weighed, activation="clamped"), has_bias=True, dtype="bfloat16"), id="weighed")
     yield pytest.param(Scene(Mixture(ERNIE, "silu"), shared=2, dtype="bfloat16"), id="bfloat16")
     yield pytest.param(Scene(Mixture(ERNIE, "silu"), dtype="float16"), id="float16")
 
@@ -256,8 +259,6 @@ def test_what_is_not_served_is_refused_with_the_remedy() -> None:
         with pytest.raises(ConfigError, match=message):
             device().prepare(wrong)
     scene = Scene(Mixture(ERNIE, "silu"))
-    with pytest.raises(ConfigError, match="weighted tokens have no GPU kernels yet"):
-        stack_experts(np, np.array, replace(scene.mixture, weighs_input=True), scene.routed, None)
     with pytest.raises(ValueError, match="size 50 is no whole number of experts of size 48"):
         stack_experts(np, np.array, scene.mixture, scene.routed, draw(scene.rng, scene.ops, 50))
 

@@ -28,6 +28,8 @@ VARIANTS = [
     ("float16", "float8_e4m3fn", 256),
     ("bfloat16", "float8_e4m3fn", 128),
     ("float32", "int8", 64),
+    ("bfloat16", "bfloat16", 512),
+    ("float16", "int8", 512),
 ]
 
 
@@ -233,7 +235,7 @@ def a_step(dtype: str = "float16", cache: str = "float16", head_dim: int = 64) -
 @pytest.mark.parametrize(
     ("dtype", "cache", "head_dim", "message"),
     [
-        ("float16", "float16", 80, r"head.* 80 .* 64, 96, 128, 256"),
+        ("float16", "float16", 80, r"head.* 80 .* 64, 96, 128, 256, 512"),
         ("float16", "bfloat16", 64, "float16 cannot be kept as bfloat16"),
         ("int8", "int8", 64, "int8 cannot be kept"),
         ("float64", "float64", 64, "float64 cannot be kept"),

@@ -38,7 +38,7 @@ def test_the_kv_write_reads_and_writes_whole_vectors_without_spills(sm: int, def
     assert accesses(compiled, "st") == {"v4.u32"} | quantised
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 256, 512])
 def test_every_head_size_compiles_without_spills(head_dim: int) -> None:
     for defines in all_variants((head_dim,)):
         assert spilled(compile_source("kv_write.cu", defines, 90)) == [], defines

@@ -1,8 +1,8 @@
 """Grouped-query attention that in some layers sees no token before its own chunk of the sequence (Llama 4).
 
 The cache keeps a window as long as a chunk, which always holds what is seen. A query sees all of its chunk up to
-itself: full attention, of a sequence that begins with the chunk. So for the kernels of such a layer a step's sequences
-are cut where chunks begin.
+itself: full attention, of a sequence that begins with the chunk. So for kernels that know no chunks, a step's sequences
+are cut where these begin.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
-from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
-from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
+from headwise.kernels.base import AttentionBatch, AttentionKernels, ChunkingKernels, HeadTable
+from headwise.runtime.models.attention.base import CachedAttention, LayerCache
 from headwise.runtime.models.attention.gqa import GroupedQueryAttention, GroupedQueryOverCache
 from headwise.runtime.ops.base import TensorOps
 
@@ -33,14 +33,6 @@ class ChunkedAttention(GroupedQueryAttention):
             )
         return super().layout(block_size, slots, kv_dtype, layer)
 
-    def check(self, serving: Serving) -> None:
-        """See `AttentionVariant.check`."""
-        if serving.device == "cuda":
-            raise ConfigError(
-                f"{serving.model} has chunked attention, for which there are no GPU kernels yet: choose device cpu"
-            )
-        super().check(serving)
-
     def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
         return ChunkedOverCache(ops, kernels, self.config.attention_scale, self.config.chunk)
 
@@ -49,15 +41,18 @@ class ChunkedAttention(GroupedQueryAttention):
 
 
 class ChunkedOverCache(GroupedQueryOverCache):
-    """The same, with sequences cut into chunks for the layers that see no more."""
+    """The same, with chunks for the layers that see no more: by the kernels, or by cutting sequences."""
 
     def __init__(self, ops: TensorOps, kernels: AttentionKernels, scale: float, chunk: int) -> None:
         super().__init__(ops, kernels, scale, softcap=0.0)
         self._chunk = chunk
+        self._sees_chunks = isinstance(kernels, ChunkingKernels) and kernels.sees_chunks
         self._last: tuple[AttentionBatch, AttentionBatch] | None = None
 
     def seen(self, cache: LayerCache) -> tuple[AttentionBatch, HeadTable]:
         heads = cache.heads
+        if self._sees_chunks:
+            return cache.batch, replace(heads, chunked=True)
         if not heads.window[0]:
             return cache.batch, heads
         if self._last is None or self._last[0] is not cache.batch:  # the same for all layers of a step

@@ -10,10 +10,10 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable, RotatingKernels
-from headwise.kernels.cuda.attention import check_supported
+from headwise.kernels.cuda.attention import AttentionShape, check_supported
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.parts import GpuParts
-from headwise.kernels.gqa import gqa_layout, kv_dtype_of
+from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.select import make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import ModelConfig, Rotation
@@ -34,15 +34,10 @@ class GroupedQueryAttention:
         return gqa_layout(block_size, slots, self.config.heads_of(layer).head_dim, kv_dtype)
 
     def check(self, serving: Serving) -> None:
-        """See `AttentionVariant.check`: some kernels take one size of heads, or have no quantised cache for some."""
-        dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
-        if serving.device == "cuda" and self.config.layer_heads:
-            raise ConfigError(
-                f"{serving.model} has layers with heads of {' and '.join(map(str, dims))}, or with a shared cache: "
-                "there are no GPU kernels for these yet; choose device cpu"
-            )
+        """See `AttentionVariant.check`: a CPU has no quantised cache for some sizes of heads."""
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype != "int8":
             return
+        dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
         odd = next((dim for dim in dims if dim % CPU_INT8_HEAD_MULTIPLE), None)
         if odd is not None:
             raise ConfigError(
@@ -56,12 +51,25 @@ class GroupedQueryAttention:
     def gpu_kernels(
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> AttentionKernels:
-        c, layout, sm = self.config, layouts[0], parts.launcher.sm
-        check_supported(c.head_dim, dtype, kv_dtype_of(layout), sm, layout.block_size)
-        kernels, kv_heads = CudaKernels(parts.launcher, parts.programs, parts.allocate), c.num_kv_heads // tp_size
-        q_heads = c.num_heads // c.num_kv_heads * kv_heads
-        kernels.prepare(layout, q_heads, kv_heads, dtype, c.attention_softcap, c.sink_logits)
+        kernels = CudaKernels(parts.launcher, parts.programs, parts.allocate)
+        shapes = {self._shape(layer, layout, dtype): layout for layer, layout in enumerate(layouts)}
+        for shape, layout in shapes.items():
+            check_supported(shape.head_dim, dtype, shape.kv_dtype, parts.launcher.sm, shape.block_size)
+            kernels.prepare(layout, shape)
         return kernels
+
+    def _shape(self, layer: int, layout: BlockLayout, dtype: str) -> AttentionShape:
+        """What a layer asks of the kernels, the same on every rank: these are dealt KV heads with their query heads."""
+        c = self.config
+        return AttentionShape.of(
+            layout,
+            c.num_heads,
+            c.heads_of(layer).kv_heads,
+            dtype,
+            c.attention_softcap,
+            sink_logits=c.sink_logits,
+            chunked=c.chunk > 0,
+        )
 
     def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
         return GroupedQueryOverCache(ops, kernels, self.config.attention_scale, self.config.attention_softcap)

@@ -82,7 +82,6 @@ def test_a_config_that_cannot_be_served_is_refused_before_weights_are_read(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda", "dtype": "bfloat16"}, "chunked attention.*no GPU kernels yet.*device cpu"),
         ({"block_size": 48}, "block_size 48 does not divide the chunks of 64 tokens"),
         ({"head_pattern": "heads.tsv"}, "chunked attention, which no head pattern has"),
         ({"tp_size": 4}, r"tp_size 4 does not divide the model's 2 KV heads"),
