@@ -182,7 +182,14 @@ class Engine:
         lookup, front, keys = self._lookup, self._front, self._keys
         volume = str if lookup is None else lambda: lookup.volume
         self._flusher = Flusher(self._name, epoch, front.store_endpoint, front.namespace, keys.own, volume=volume)
-        reporting = Reporting(self._scheduler_endpoint, keys.secret, self._name, self._config.advertise_host, keys.own)
+        reporting = Reporting(
+            self._scheduler_endpoint,
+            keys.secret,
+            self._name,
+            self._config.advertise_host,
+            keys.own,
+            self._config.tp_size,
+        )
         flusher = self._flusher
         self._server = listen_at_free_port(
             address,

@@ -538,6 +538,7 @@ class EngineServer:
             received=received,
             faults=faults,
             is_leaving=self._leave is not None,
+            tp_size=reporting.tp_size,
         )
 
     def _fault(self, text: str) -> None:

@@ -300,6 +300,7 @@ class EngineStatus:
     is_leaving: it takes no new requests, and ends for good once it has none
     address:  where it is reached within the deployment, if that is not ``endpoint``
     directory: the version of the last `Directory` that it got; empty: none yet
+    tp_size:  its tensor-parallel ranks
     """
 
     secret: str
@@ -314,6 +315,7 @@ class EngineStatus:
     is_leaving: bool = False
     address: str = ""
     directory: str = ""
+    tp_size: int = 1
 
 
 @register
@@ -324,12 +326,12 @@ class Directory:
 
     secret:  of the deployment; a directory with another one is ignored
     version: says the same of the same engines, whichever scheduler sends it
-    engines: by name the epoch of its cache, and the address where it is reached within the deployment
+    engines: by name the epoch of its cache, the address where it is reached within the deployment, and its ranks
     """
 
     secret: str
     version: str
-    engines: dict[str, tuple[int, str]]
+    engines: dict[str, tuple[int, str, int]]
 
 
 @register

@@ -126,6 +126,9 @@ class Node:
         node = self.network.nodes.get(engine)
         return node is not None and node is not self and node.epoch == epoch
 
+    def tp_size(self, engine: str) -> int:
+        return self.network.nodes[engine].tp_size
+
     def send(self, engine: str, message: Any) -> None:
         self.network.send(engine, self.name.encode(), message)
 

@@ -16,6 +16,9 @@ class Peers(Protocol):
     def knows(self, engine: str, epoch: int) -> bool:
         """Whether there is an engine of this name whose cache is of this epoch, and not the one that asks."""
 
+    def tp_size(self, engine: str) -> int:
+        """The ranks of an engine that is known."""
+
     def send(self, engine: str, message: Ask) -> None:
         """Ask an engine that is known. The deployment's secret is put in."""
 

@@ -67,6 +67,9 @@ class PeerConnections:
         known = self._directory().engines.get(engine)
         return known is not None and known[0] == epoch and engine != self._engine
 
+    def tp_size(self, engine: str) -> int:
+        return self._directory().engines[engine][2]
+
     def send(self, engine: str, message: Ask) -> None:
         import zmq
 
