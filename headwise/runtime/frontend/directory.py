@@ -8,7 +8,6 @@ from headwise.runtime.frontend.routing.engines import EngineTable
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import Directory, EngineStatus
 
-
 Entry = tuple[int, str, int]
 """What a `Directory` says of an engine."""
 
