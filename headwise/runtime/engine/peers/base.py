@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Prefill, RenewLease
+from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
 
-Ask = AskLease | Prefill | RenewLease | EndLease
+Ask = AskLease | RenewLease | EndLease
 Answer = Leased | LeaseEnded
 
 
