@@ -13,6 +13,14 @@ from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 
 PROMPT = list(range(1, 30))
 POLICIES = [(FULL,), (FULL, HeadPolicy(window=5, sink=2)), (FULL, STATE)]
+RANKS = [(1, 1), (1, 2), (2, 1)]
+"""Of the engine that is asked, and of the one that asks."""
+
+
+def network_of(names: str, policies, ranks, grouping: str = "auto", **options) -> Network:
+    """Engines with as many heads of each policy as the most ranks need."""
+    heads = [policy for policy in policies for _ in range(max(ranks))]
+    return Network(names, heads, ranks=ranks, grouping=grouping, **options)
 
 
 def hinted(network: Network, name: str, prompt: list[int], count: int, engine: str, tokens=28) -> GenerateRequest:
@@ -49,9 +57,11 @@ def peers(network: Network, engine: str) -> dict:
 
 @pytest.mark.parametrize("policies", POLICIES)
 @pytest.mark.parametrize("owner_has_it_on", ["host", "device"])
-def test_a_prefix_that_only_another_engine_has_comes_from_there(policies, owner_has_it_on: str) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_prefix_that_only_another_engine_has_comes_from_there(policies, owner_has_it_on: str, ranks) -> None:
     policy = "write_through" if owner_has_it_on == "host" else "write_through_selective"
-    network = Network("ab", policies, write_policy=policy, checkpoint_tokens=8, write_through_threshold=9)
+    options = {"write_policy": policy, "checkpoint_tokens": 8, "write_through_threshold": 9}
+    network = network_of("ab", policies, ranks, **options)
     serve(network, "a", request("first", PROMPT, 3))
     settle(network)
     assert (network.nodes["a"].core.stats()["host"]["cached_blocks"] > 0) is (owner_has_it_on == "host")
@@ -70,6 +80,29 @@ def test_only_what_a_hit_needs_is_asked_for() -> None:
     serve(network, "b", hinted(network, "second", PROMPT, 3, "a"))
     settle(network)
     assert peers(network, "b")["fetched_blocks"] == 7 + 1 == peers(network, "a")["lent"]["leased_blocks"]
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (4, 2)])
+def test_blocks_come_from_several_groups_where_the_other_engine_groups_its_heads_otherwise(ranks) -> None:
+    policies = (FULL, FULL, HeadPolicy(window=5), HeadPolicy(window=5))
+    network = network_of("ab", policies, ranks, "per_head_index", num_blocks=120)
+    serve(network, "a", request("first", PROMPT, 3))
+    serve(network, "b", hinted(network, "second", PROMPT, 3, "a"))
+    settle(network)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 28
+    asked = next(message for message in network.sent if isinstance(message, AskLease))
+    a, b = (network.nodes[name].core.cache for name in "ab")
+    assert asked.wanted.shape[1] == len(a.policies) != len(b.policies)
+    fetched, leased = peers(network, "b")["fetched_blocks"], peers(network, "a")["lent"]["leased_blocks"]
+    assert fetched * len(a.policies) == leased * len(b.policies)
+
+
+def test_engines_with_ranks_that_do_not_fit_are_not_asked() -> None:
+    network = network_of("ab", (FULL,), (1, 2))
+    serve(network, "a", request("first", PROMPT, 3))
+    network.arrangements[1] = Network("x", (FULL, FULL, FULL)).arrangements[1]
+    assert serve(network, "b", hinted(network, "second", PROMPT, 3, "a")) == continuation(PROMPT, 3)
+    assert peers(network, "b")["unknown_hints"] == 1
 
 
 def test_requests_that_start_alike_ask_once() -> None:
@@ -96,8 +129,9 @@ def test_a_hint_of_an_engine_that_started_anew_is_ignored_and_counted() -> None:
 
 @pytest.mark.parametrize("when", range(1, 12))
 @pytest.mark.parametrize("who", ["owner", "reader"])
-def test_either_side_may_die_at_any_moment(who: str, when: int) -> None:
-    network = Network("ab", (FULL, HeadPolicy(window=5)), faults=WireFaults(delay_bytes=3))
+@pytest.mark.parametrize("ranks", RANKS)
+def test_either_side_may_die_at_any_moment(who: str, when: int, ranks) -> None:
+    network = network_of("ab", (FULL, HeadPolicy(window=5)), ranks, faults=WireFaults(delay_bytes=3))
     serve(network, "a", request("first", PROMPT, 3))
     settle(network)
     asked = hinted(network, "second", PROMPT, 3, "a")
@@ -147,9 +181,10 @@ def to_prefill(network: Network, name: str, prompt: list[int], count: int, engin
 
 
 @pytest.mark.parametrize("policies", POLICIES)
-def test_another_engine_computes_a_prompt_and_this_one_what_is_behind_its_full_blocks(policies) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_another_engine_computes_a_prompt_and_this_one_what_is_behind_its_full_blocks(policies, ranks) -> None:
     prompt = [1 + i % 50 for i in range(58)]
-    network = Network("pd", policies, checkpoint_tokens=8, faults=WireFaults(delay_bytes=3))
+    network = network_of("pd", policies, ranks, checkpoint_tokens=8, faults=WireFaults(delay_bytes=3))
     assert serve(network, "d", to_prefill(network, "r", prompt, 5, "p")) == continuation(prompt, 5)
     assert network.nodes["d"].results["r"].usage.cached_tokens == 56
     settle(network)
@@ -171,11 +206,12 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_not_computed_further() -> No
     assert network.nodes["p"].core.stats()["requests"]["aborted"] == 1
 
 
-@pytest.mark.parametrize("when", range(1, 16, 2))
+@pytest.mark.parametrize("when", range(1, 16, 3))
 @pytest.mark.parametrize("who", "pd")
-def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, when: int) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, when: int, ranks) -> None:
     prompt = [1 + i % 50 for i in range(58)]
-    network = Network("pd", (FULL, HeadPolicy(window=5)), faults=WireFaults(delay_bytes=3))
+    network = network_of("pd", (FULL, HeadPolicy(window=5)), ranks, faults=WireFaults(delay_bytes=3))
     asked = to_prefill(network, "r", prompt, 5, "p")
     network.nodes["d"].core.add(asked)
     for _ in range(when):
@@ -213,7 +249,10 @@ class Asked:
 @pytest.mark.parametrize("seed", [*range(4), *[pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100)]])
 def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int, policies) -> None:
     faults = WireFaults(lose=0.1, double=0.2, delay=6, delay_bytes=8, lose_bytes=0.05, hang=0.03)
-    network = Network("abc", policies, seed=seed, faults=faults, checkpoint_tokens=8, num_blocks=36, host_blocks=48)
+    ranks = [(1, 1, 1), (1, 2, 1), (2, 1, 2), (4, 2, 1)][seed % 4]
+    grouping = "per_head_index" if seed % 8 > 5 else "auto"
+    sizes = {"checkpoint_tokens": 8, "num_blocks": 36, "host_blocks": 48}
+    network = network_of("abc", policies, ranks, grouping, seed=seed, faults=faults, **sizes)
     draw, live = network.random, dict[str, Asked]()
     for turn in range(250):
         if draw.random() < 0.25:
