@@ -117,7 +117,8 @@ class PrefixFinder:
                 return wanted, (count - served) * self._windows.block_size
             # What fits of it may still serve more than is here.
             fitting = int(np.searchsorted(wanted.sum(axis=1).cumsum(), room, side="right"))
-            count, *_ = self._servable((here | elsewhere)[: min(fitting, count * room // blocks)])
+            in_proportion = served + (count - served) * room // blocks
+            count, *_ = self._servable((here | elsewhere)[: min(fitting, in_proportion)])
         return np.zeros((0, here.shape[1]), dtype=np.bool_), 0
 
     def gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> int:

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from support.engine.simulated_engine import request
-from support.engine.simulated_peers import TICK_S, TIMEOUT_S, Network, WireFaults
+from support.engine.simulated_peers import TICK_S, TIMEOUT_S, Network, Node, WireFaults
 from support.engine.simulation import continuation
 
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.runtime.protocol.messages import AskLease, Leased
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 
 PROMPT = list(range(1, 30))
@@ -226,6 +228,82 @@ def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, 
     settle(network)
 
 
+@pytest.mark.parametrize("begin", [2, 40, 55])
+@pytest.mark.parametrize("ranks", RANKS[:2])
+def test_items_are_computed_by_the_other_engine_with_their_embeddings(begin: int, ranks) -> None:
+    """One that ends behind the last full block, too."""
+    prompt = [1 + i % 50 for i in range(58)]
+    network = network_of("pd", (FULL,), ranks)
+    said = [*prompt[:begin], 90, 91, 92, *prompt[begin + 3 :]]  # what the embeddings are of
+    asked = to_prefill(network, "r", prompt, 5, "p")
+    embeds = PromptEmbeds(begin, np.array([[90], [91], [92]], dtype=np.float32))
+    keys = ((begin, begin + 3, digest(embeds.values)),)
+    assert serve(network, "d", replace(asked, extra_keys=keys, embeds=(embeds,))) == continuation(said, 5)
+    assert network.nodes["d"].results["r"].usage.cached_tokens == 56
+    settle(network)
+
+
+# ---- more than may be on its way at once ----
+
+
+LONG = [1 + i % 90 for i in range(118)]
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize("prefills", [False, True])
+def test_a_prefix_beyond_a_quarter_of_the_host_comes_in_parts(policies, prefills: bool) -> None:
+    network = Network("ab", policies, num_blocks=160, host_blocks=200, checkpoint_tokens=8)
+    small = network.nodes["b"].core.cache.host
+    network.nodes["b"] = Node(network, "b", {**network.nodes["b"]._options, "host_blocks": 48})
+    assert small is not network.nodes["b"].core.cache.host
+    if prefills:
+        asked = to_prefill(network, "second", LONG, 5, "a")
+    else:
+        serve(network, "a", request("first", LONG, 3))
+        asked = hinted(network, "second", LONG, 5, "a", 116)
+    assert serve(network, "b", asked) == continuation(LONG, 5)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 116
+    settle(network)
+    counts = peers(network, "b")
+    assert counts["asked"] >= 3
+    assert (counts["hit_tokens"], counts["missed_blocks"]) == (116, 0)
+
+
+@pytest.mark.parametrize("prefills", [False, True])
+def test_of_a_prefix_that_the_host_cannot_hold_comes_what_it_can(prefills: bool) -> None:
+    network = Network("ab", (FULL,), num_blocks=160, host_blocks=200)
+    network.nodes["b"] = Node(network, "b", {**network.nodes["b"]._options, "host_blocks": 20})
+    if prefills:
+        asked = to_prefill(network, "second", LONG, 5, "a")
+    else:
+        serve(network, "a", request("first", LONG, 3))
+        asked = hinted(network, "second", LONG, 5, "a", 116)
+    assert serve(network, "b", asked) == continuation(LONG, 5)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 15 * 4
+    settle(network)
+
+
+@pytest.mark.parametrize("when", range(2, 30, 4))
+@pytest.mark.parametrize("prefills", [False, True])
+def test_an_owner_that_dies_between_parts_leaves_what_came(prefills: bool, when: int) -> None:
+    network = Network("ab", (FULL,), num_blocks=160, host_blocks=200, faults=WireFaults(delay_bytes=3))
+    network.nodes["b"] = Node(network, "b", {**network.nodes["b"]._options, "host_blocks": 48})
+    if prefills:
+        asked = to_prefill(network, "second", LONG, 5, "a")
+    else:
+        serve(network, "a", request("first", LONG, 3))
+        asked = hinted(network, "second", LONG, 5, "a", 116)
+    network.nodes["b"].core.add(asked)
+    for _ in range(when):
+        network.turn()
+    begun = network.clock()
+    network.kill("a")
+    assert finish(network, "b", "second") == continuation(LONG, 5)
+    assert network.clock() - begun < TIMEOUT_S + 2
+    assert network.nodes["b"].results["second"].usage.cached_tokens == peers(network, "b")["hit_tokens"]
+    settle(network)
+
+
 def test_an_engine_that_sleeps_computes_for_nobody() -> None:
     network = Network("pd", (FULL,))
     network.nodes["p"].core.operate("sleep")
@@ -245,9 +323,9 @@ class Asked:
     expected: list[int]
 
 
-@pytest.mark.parametrize("policies", POLICIES)
-@pytest.mark.parametrize("seed", [*range(4), *[pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100)]])
-def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int, policies) -> None:
+@pytest.mark.parametrize("seed", [*range(6), *[pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 300)]])
+def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int) -> None:
+    policies = POLICIES[seed % 3]
     faults = WireFaults(lose=0.1, double=0.2, delay=6, delay_bytes=8, lose_bytes=0.05, hang=0.03)
     ranks = [(1, 1, 1), (1, 2, 1), (2, 1, 2), (4, 2, 1)][seed % 4]
     grouping = "per_head_index" if seed % 8 > 5 else "auto"
