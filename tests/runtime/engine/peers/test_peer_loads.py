@@ -228,6 +228,19 @@ def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, 
     settle(network)
 
 
+def test_a_second_question_that_parts_earlier_fetches_only_the_window_there() -> None:
+    """The engine that computed a prompt keeps the windows within it; the one that decodes has those at its end alone."""
+    prompt = [1 + i % 50 for i in range(58)]
+    network = Network("pd", (FULL, HeadPolicy(window=5)))
+    serve(network, "d", to_prefill(network, "first", prompt, 5, "p"))
+    settle(network)
+    before, second = peers(network, "d")["fetched_blocks"], [*prompt[:42], 7, 8, 9]
+    assert serve(network, "d", hinted(network, "second", second, 5, "p", 40)) == continuation(second, 5)
+    assert network.nodes["d"].results["second"].usage.cached_tokens == 40
+    settle(network)
+    assert peers(network, "d")["fetched_blocks"] - before == 1
+
+
 @pytest.mark.parametrize("begin", [2, 40, 55])
 @pytest.mark.parametrize("ranks", RANKS[:2])
 def test_items_are_computed_by_the_other_engine_with_their_embeddings(begin: int, ranks) -> None:
