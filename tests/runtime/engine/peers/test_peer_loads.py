@@ -229,7 +229,7 @@ def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, 
 
 
 def test_a_second_question_that_parts_earlier_fetches_only_the_window_there() -> None:
-    """The engine that computed a prompt keeps the windows within it; the one that decodes has those at its end alone."""
+    """The engine that computed a prompt keeps the windows within it; the one that decodes has those at its end."""
     prompt = [1 + i % 50 for i in range(58)]
     network = Network("pd", (FULL, HeadPolicy(window=5)))
     serve(network, "d", to_prefill(network, "first", prompt, 5, "p"))
