@@ -89,6 +89,11 @@ class Arrivals:
         self._by_block: dict[int, Arrival] = {}
 
     @property
+    def num_blocks(self) -> int:
+        """Of the host."""
+        return self._pool.num_blocks
+
+    @property
     def most(self) -> int:
         """Blocks that may be on their way from one source."""
         return self._most

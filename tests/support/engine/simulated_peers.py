@@ -150,6 +150,7 @@ class Node:
         self.inbox: list[Any] = []
         options = dict(self._options)
         of_card = {name: options.pop(name) for name in ("policies", "num_blocks", "host_blocks", "tp_size", "grouping")}
+        of_card["host_blocks"] *= self.num_ranks  # each rank has as much memory, for smaller blocks
         card = simulated_card(**of_card, block_size=BLOCK, max_rows=4)
         own = Arrangement.of(card.plan, card.layouts)
         self.network.arrangements[self.num_ranks] = own

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.arrivals import Arrival
+from headwise.cache_controller.head_exchange import HeadExchange
+from headwise.cache_controller.leases import MAX_LEASED
 from headwise.runtime.protocol.messages import AskLease, Leased
 
 MAX_RANKS, MAX_EXPORTS, MAX_EXPORT_BYTES = 1024, 8, 4096
@@ -25,10 +27,19 @@ class OwnerGroups:
 
     ranks: that it has
     needs: ``bool [our groups, its groups]``, whether a block of ours takes bytes of that group's
+    most:  of our blocks, those that it may lease at once
     """
 
     ranks: int
     needs: NDArray[np.bool_]
+    most: int
+
+    @classmethod
+    def of(cls, exchange: HeadExchange, host_blocks: int) -> OwnerGroups:
+        """Of an owner whose ranks have as much host memory as ours, which is ``host_blocks`` of our blocks."""
+        ours, theirs = exchange.needs.shape
+        of_owner = MAX_LEASED * host_blocks * exchange.block_bytes / exchange.owner_block_bytes
+        return cls(exchange.owner_ranks, exchange.needs, max(1, int(of_owner * ours / theirs)))
 
     def of_ours(self, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """``[n, its groups]``: which of its blocks make up those of ours that are ``wanted [n, our groups]``."""

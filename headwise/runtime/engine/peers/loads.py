@@ -159,7 +159,7 @@ class PeerLoads:
         ranks = self._peers.tp_size(hint.engine)
         if ranks not in self._owners:
             try:
-                self._owners[ranks] = OwnerGroups(ranks, self._exchange(ranks).needs)
+                self._owners[ranks] = OwnerGroups.of(self._exchange(ranks), self._arrivals.num_blocks)
             except (ValueError, ConfigError) as error:
                 log.warning("no blocks are asked of engines with %d ranks: %s", ranks, first_line(error))
                 self._owners[ranks] = None
@@ -192,7 +192,7 @@ class PeerLoads:
     def _next_part(self, waiting: _Waiting) -> Part | None:
         room = self._arrivals.room(len(self._load_of))
         next_part = self._parts.to_compute if waiting.hint.prefills else self._parts.to_fetch
-        return next_part(waiting.path, waiting.asked, room)
+        return next_part(waiting.path, waiting.asked, room, waiting.owner.most)
 
     def _ask(self, waiting: _Waiting, ask: AskLease, arrivals: Items[Arrival], is_part: bool, now: float) -> None:
         waits = {(arrival.column, arrival.group): arrival for arrival in arrivals}

@@ -282,6 +282,23 @@ def test_a_prefix_beyond_a_quarter_of_the_host_comes_in_parts(policies, prefills
     assert (counts["hit_tokens"], counts["missed_blocks"]) == (116, 0)
 
 
+@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize("prefills", [False, True])
+def test_no_more_is_asked_for_at_once_than_an_owner_with_fewer_ranks_can_lease(policies, prefills: bool) -> None:
+    """One rank has half of the blocks that two have, and may lease half as many."""
+    network = network_of("ab", policies, (1, 2), num_blocks=160, host_blocks=100, checkpoint_tokens=8)
+    if prefills:
+        asked = to_prefill(network, "second", LONG, 5, "a")
+    else:
+        serve(network, "a", request("first", LONG, 3))
+        asked = hinted(network, "second", LONG, 5, "a", 116)
+    assert serve(network, "b", asked) == continuation(LONG, 5)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 116
+    assert peers(network, "b")["asked"] == 2
+    assert peers(network, "b")["missed_blocks"] == 0
+    settle(network)
+
+
 @pytest.mark.parametrize("prefills", [False, True])
 def test_of_a_prefix_that_the_host_cannot_hold_comes_what_it_can(prefills: bool) -> None:
     network = Network("ab", (FULL,), num_blocks=160, host_blocks=200)
