@@ -180,8 +180,9 @@ class Deployment:
         assert self._fleet is not None
         for name in engines:
             group = found.groups.get(name)
-            are_alike = group is None or len(self.config.tp_sizes) == 1
-            tp_size = self.config.tp_size if are_alike else ranks_of(group)
+            tp_size = self.config.tp_size
+            if group is not None and len(self.config.tp_sizes) > 1:
+                tp_size = ranks_of(group)
             role = self._engine_role(name, tp_size, group)
             role.starts = 1  # whatever is made next follows another one
             if name in found.actors:
