@@ -133,12 +133,14 @@ class Deployment:
         from headwise.runtime.config.block_storage import foreign_storage
         from headwise.runtime.config.info import chosen
         from headwise.runtime.config.model_card import read_model_card
+        from headwise.runtime.config.peer_blocks import check_exchanges
         from headwise.runtime.loader.resolve import resolve_model
         from headwise.runtime.worker.device import resolve_device
 
         self.config = resolve_device(self.config, cluster_gpus())
         directory = resolve_model(self.config.model, self.config.cache_path, progress)  # for the scheduler, here
         card = read_model_card(self.config, directory, progress)
+        check_exchanges(self.config, card)
         log.info(chosen(self.config, card, directory))
         log.info(
             "engines fetch blocks from each other: %s",
@@ -173,13 +175,19 @@ class Deployment:
             self._supervisor.add(StandbyRole(self._frontend.roles[SCHEDULER]))
 
     def _take_over(self, found: Found, engines: Sequence[str]) -> None:
+        from headwise.actors.placement import ranks_of
+
         assert self._fleet is not None
         for name in engines:
-            role = self._engine_role(name, found.groups.get(name))
+            group = found.groups.get(name)
+            tp_size = self.config.tp_size
+            if group is not None and len(self.config.tp_sizes) > 1:
+                tp_size = ranks_of(group)
+            role = self._engine_role(name, tp_size, group)
             role.starts = 1  # whatever is made next follows another one
             if name in found.actors:
                 role.adopt(found.actors[name], self._supervisor.now())
-            self._fleet.adopt(role, name in found.leaving)
+            self._fleet.adopt(role, tp_size, name in found.leaving)
         if found.wish is not None:
             self._fleet.resume(found.wish)
 
@@ -195,20 +203,22 @@ class Deployment:
                 self._followers[role.name] = engine, front
                 engine.follow.remote(front)
 
-    def _engine_role(self, name: str, group: PlacementGroup | None = None) -> Role:
+    def _engine_role(self, name: str, tp_size: int, group: PlacementGroup | None = None) -> Role:
         from headwise.actors.engine import Engine
         from headwise.actors.placement import EngineSite
         from headwise.actors.role import Role
 
+        config = self.config.of_ranks(tp_size)
+
         def arguments() -> tuple[Any, ...]:
             assert self._frontend is not None
-            return self.config, name, self._frontend.front, self._keys
+            return config, name, self._frontend.front, self._keys
 
         def others() -> list[str]:
             assert self._fleet is not None
             return [role.site.node for role in self._fleet.engines if role.name != name and role.site.node]
 
-        site = EngineSite(self.config, others, actor_name(self.config.name, name) if self._is_detached else "", group)
+        site = EngineSite(config, others, actor_name(self.config.name, name) if self._is_detached else "", group)
         life = Life(_SLOWEST_START * self.config.start_timeout_s)
         return Role(self.config.name, name, Engine, arguments, site, life)
 
@@ -219,6 +229,7 @@ class Deployment:
 
         assert self._fleet is not None
         progress.stage("waiting for the cluster's resources")
+        ranks = " or ".join(map(str, self.config.tp_sizes))
         can_fit = not self._cluster.owned or placement.could_fit(self.config)
         room_timeout_s = self.config.start_timeout_s if can_fit else LOCAL_RESOURCES_TIMEOUT_S
         deadline, is_loading = time.monotonic() + room_timeout_s, False
@@ -227,7 +238,7 @@ class Deployment:
                 raise self._failure
             if engines is not None and has_room(engines):
                 if not is_loading:
-                    progress.stage(f"loading and warming up engines with {self.config.tp_size} worker(s) each")
+                    progress.stage(f"loading and warming up engines with {ranks} worker(s) each")
                 is_loading = True
                 progress.update(sum(engine.phase is Phase.RUNNING for engine in engines), len(engines))
             elif time.monotonic() > deadline:

@@ -180,9 +180,17 @@ class Engine:
         self._lookup = open_lookup(self._config, self._preprocessor.card)
         epoch = time.time_ns()
         lookup, front, keys = self._lookup, self._front, self._keys
-        volume = str if lookup is None else lambda: lookup.volume
+        ranks = self._config.tp_size if self._preprocessor.card.tp_sizes else 0
+        volume = str if lookup is None else lambda: _volume(lookup.volume, ranks)
         self._flusher = Flusher(self._name, epoch, front.store_endpoint, front.namespace, keys.own, volume=volume)
-        reporting = Reporting(self._scheduler_endpoint, keys.secret, self._name, self._config.advertise_host, keys.own)
+        reporting = Reporting(
+            self._scheduler_endpoint,
+            keys.secret,
+            self._name,
+            self._config.advertise_host,
+            keys.own,
+            self._config.tp_size,
+        )
         flusher = self._flusher
         self._server = listen_at_free_port(
             address,
@@ -287,3 +295,8 @@ class Engine:
         log.error("%s ends: %s", self._name, error)
         self._failure = error
         self._settled.set()
+
+
+def _volume(volume: str, ranks: int) -> str:
+    """The volume that engines of so many ranks share: others cannot read what they store. 0: all have as many."""
+    return f"{volume}/tp{ranks}" if volume and ranks else volume

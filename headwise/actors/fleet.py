@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import ray
@@ -27,6 +27,7 @@ from headwise.runtime.frontend.scaling import (
     Decision,
     FleetState,
     Observation,
+    RankSizes,
     Replica,
     ReplicaSet,
     ReplicaState,
@@ -54,7 +55,7 @@ class Fleet:
 
     While the scheduler is away nothing is decided: the number holds. `look` is called on the supervisor's thread.
 
-    make_role: makes the role of an engine, by its name
+    make_role: makes the role of an engine, by its name and its ranks
     number:    of engines at the start, within what the policy allows; None: as configured
     """
 
@@ -62,7 +63,7 @@ class Fleet:
         self,
         config: EngineConfig,
         supervisor: Supervisor,
-        make_role: Callable[[str], Role],
+        make_role: Callable[[str, int], Role],
         number: int | None = None,
     ) -> None:
         self._config = config
@@ -74,6 +75,8 @@ class Fleet:
         self._store = StoreWorth(lambda: supervisor.serving(STORE))
         self._epochs = itertools.count(1)
         self._epoch: dict[str, int] = {}  # of each engine: one that comes back under an old name is another one
+        self._sizes = RankSizes.of(config)
+        self._ranks: dict[str, int] = {}  # of each engine
         self._decision: Decision | None = None
         self._wishes = Wishes(self._controller, Split(config.prefill_replicas, config.decode_replicas))
         self._roles: dict[str, EngineRole] = {}
@@ -82,11 +85,12 @@ class Fleet:
         self._serial = 0
         self._rebalancer = rebalance.Rebalancer()
         self._rebalance_at = 0.0 if rebalance.is_wanted(config) else math.inf
-        self._moved = ""
+        self._moved = self._resized = ""
         self._has_begun = self._is_closing = False
 
-    def adopt(self, role: Role, is_leaving: bool) -> None:
+    def adopt(self, role: Role, ranks: int, is_leaving: bool) -> None:
         """Take over an engine of the owner before this one. Before the supervisor's thread is started."""
+        self._ranks[role.name] = ranks
         if is_leaving:
             role.leave_by = self._supervisor.now() + self._config.drain_timeout_s + self._config.engine_timeout_s
         self._epoch[role.name] = next(self._epochs)
@@ -155,11 +159,11 @@ class Fleet:
     def _state(self) -> FleetState:
         assert self._decision is not None
         engines, split = self.engines, self._wishes.split
-        self._roles = deal([role.name for role in engines if not role.is_leaving], split, self._roles)
+        self._deal()
         apart = f"; {split.prefill} for prompts, {split.decode} to decode" if split.total else ""
         return FleetState(
             number=self._decision.number,
-            reason=self._decision.reason + self._moved + apart,
+            reason=self._decision.reason + self._moved + self._resized + apart,
             replicas={role.name: _in_words(role) for role in engines},
             expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
             is_awaited=self._controller.may_grow_from_nothing,
@@ -168,6 +172,14 @@ class Fleet:
             refusal=self._wishes.refusal,
             roles=dict(self._roles),
         )
+
+    def _deal(self) -> None:
+        """Say what each engine is for. What has the wrong ranks for it does it all the same."""
+        staying = [role.name for role in self.engines if not role.is_leaving]
+        self._roles = deal(staying, self._wishes.split, self._roles, self._fits)
+
+    def _fits(self, name: str, role: EngineRole) -> bool:
+        return self._ranks[name] == self._sizes.of_role(role)
 
     def _replace_silent(self, names: tuple[str, ...], now: float) -> None:
         """Replace engines that the scheduler reports as silent. An engine that was started only since then is not
@@ -214,6 +226,25 @@ class Fleet:
         self._moved = f"; {chosen.name} was moved: it was on {better}"
         self._controller.drain(chosen.name, self._epoch[chosen.name])
 
+    def _resize(self, observed: Observation) -> None:
+        """Have an engine go whose ranks are not those for what it does, if all serve: another one takes its place. One
+        that is alone stays: nobody would serve meanwhile."""
+        engines = self.engines
+        is_calm = not any(role.is_leaving or role.life.phase is not Phase.RUNNING for role in engines)
+        if self._sizes.are_alike or not is_calm or len(engines) < 2:
+            return
+        self._deal()
+        wrong = [role.name for role in engines if not self._fits(role.name, self._roles.get(role.name, "mixed"))]
+        self._resized = ""
+        if not wrong or self._decision is None or len(engines) != self._decision.number:
+            return
+        (chosen,) = choose_leaving(wrong, 1, observed, self._store)
+        kind = self._roles.get(chosen.name, "mixed")
+        why = f"it has {self._ranks[chosen.name]} ranks, and as {kind} it is to have {self._sizes.of_role(kind)}"
+        log.warning("%s has to go: %s", chosen.name, why)
+        self._resized = f"; {chosen.name} was replaced: {why}"
+        self._controller.drain(chosen.name, self._epoch[chosen.name])
+
     def _decide(self, observed: Observation, now: float) -> None:
         self._leave_draining_nodes()
         self._rebalance(observed, now)
@@ -223,14 +254,19 @@ class Fleet:
             log.info("replicas: %s", decision.reason)
         self._decision = decision
         roles = self._supervisor.roles
-        for name in decision.start:
-            if name not in roles:
-                self._epoch[name] = next(self._epochs)
-                self._supervisor.add(self._make_role(name))
+        self._start([name for name in decision.start if name not in roles], {*decision.cancel, *decision.drain})
         for name in decision.cancel:
             self._supervisor.retire(roles[name], "it is not needed any more")
         for name in decision.drain:
             self._drain(roles[name], now)
+        self._resize(observed)
+
+    def _start(self, names: Sequence[str], going: Collection[str]) -> None:
+        """Start engines, with the ranks that are lacking once others have gone."""
+        there = [self._ranks[role.name] for role in self.engines if not role.is_leaving and role.name not in going]
+        for name, ranks in zip(names, self._sizes.to_start(self._wishes.split, there, len(names)), strict=True):
+            self._epoch[name], self._ranks[name] = next(self._epochs), ranks
+            self._supervisor.add(self._make_role(name, ranks))
 
     def _close(self, now: float) -> None:
         if self._decision is not _CLOSING:

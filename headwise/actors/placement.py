@@ -26,12 +26,17 @@ _ray: Any = ray
 def could_fit(config: EngineConfig) -> bool:
     """Whether the cluster has room for one engine, in use or not: else it must grow before it can serve."""
     total = _ray.cluster_resources()
-    return all(amount <= total.get(name, 0.0) for name, amount in Demand.of(config).total.items())
+    return all(amount <= total.get(name, 0.0) for name, amount in _least(config).total.items())
+
+
+def _least(config: EngineConfig) -> Demand:
+    """Of an engine with the fewest ranks."""
+    return Demand.of(config.of_ranks(min(config.tp_sizes)))
 
 
 def no_room(config: EngineConfig, waited_s: float) -> DeploymentError:
     """The error of a deployment none of whose engines got a place."""
-    demand, free = Demand.of(config), _ray.available_resources()
+    demand, free = _least(config), _ray.available_resources()
     left = " and ".join(f"{free.get(name, 0.0):.4g} {name}" for name in demand.total)
     return DeploymentError(
         f"the Ray cluster has no room for engine 0 of {config.first_replicas}: it needs {demand} on one "
@@ -78,8 +83,13 @@ def node_address() -> str:
 
 
 def nodes_with_room(config: EngineConfig) -> set[str]:
-    """Nodes that have room for one more engine, and are not about to be taken away."""
-    return _nodes_with_room(Demand.of(config))
+    """Nodes that have room for one more engine, whatever its ranks, and are not about to be taken away."""
+    return _nodes_with_room(Demand.of(config.of_ranks(max(config.tp_sizes))))
+
+
+def ranks_of(group: PlacementGroup) -> int:
+    """Of the engine that a placement group is for."""
+    return len(group.bundle_specs) - 1
 
 
 def address_of(node: str) -> str:

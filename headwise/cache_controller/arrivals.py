@@ -21,6 +21,9 @@ from headwise.cache_controller.radix_tree import NOWHERE, ROOT, RadixTree
 MAX_IN_FLIGHT = 0.25
 """Share of the host's blocks that may be on their way from one source. Held blocks cannot be evicted."""
 
+MAX_OF_ONE = 0.75
+"""Share of them that may come for one request, part after part. What came first would be evicted for the last."""
+
 
 class Source(Protocol):
     """Where blocks come from."""
@@ -84,6 +87,20 @@ class Arrivals:
         self._most = max(1, int(MAX_IN_FLIGHT * pool.num_blocks))
         self._by_key: dict[tuple[bytes, int], Arrival] = {}
         self._by_block: dict[int, Arrival] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the host."""
+        return self._pool.num_blocks
+
+    @property
+    def most(self) -> int:
+        """Blocks that may be on their way from one source."""
+        return self._most
+
+    def room_for_one(self, num_come: int) -> int:
+        """Blocks that may come yet for a request for which so many have."""
+        return max(0, min(int(MAX_OF_ONE * self._pool.num_blocks) - num_come, self._pool.num_available))
 
     def room(self, num_coming: int) -> int:
         """Blocks that a source may bring now, of which so many are on their way."""

@@ -206,9 +206,9 @@ class CacheManager:
         """See `PrefixFinder.lacking`."""
         return self._finder.lacking(hashes, elsewhere, room)
 
-    def would_gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> bool:
-        """See `PrefixFinder.would_gain`."""
-        return self._finder.would_gain(hashes, more)
+    def gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> int:
+        """See `PrefixFinder.gain`."""
+        return self._finder.gain(hashes, more)
 
     def num_reclaimed(self, match: PrefixMatch) -> int:
         """Blocks of a match that nobody holds now: adopting it takes them out of `num_available`."""

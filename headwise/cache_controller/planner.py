@@ -7,7 +7,7 @@ every token never share a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -160,6 +160,34 @@ def plan_head_groups(
     else:
         block_bytes, groups = _group_by_policy(policies, sizes, dealt)
     return HeadGroupPlan(sizes, block_bytes, tp_size, groups)
+
+
+def agreed_policies(policies: Policies, plans: Callable[[Policies], Sequence[HeadGroupPlan]]) -> Policies:
+    """The tightest policies with which each member is kept alike in all plans that are made of them.
+
+    Ranks deal members out in their own way, so the same head may ride in a looser group on some engines. Its blocks
+    would be kept there, and be asked for from others, that have let go of them: then it is as loose everywhere.
+
+    plans: those of engines with different ranks
+    """
+    while True:
+        found = plans(policies)
+        kept = [_kept(plan) for plan in found]
+        agreed = tuple(
+            tuple(
+                loosest([members.get(Member(layer, head), policy) for members in kept])
+                for head, policy in enumerate(row)
+            )
+            for layer, row in enumerate(policies)
+        )
+        if all(members[member] == agreed[member.layer][member.kv_head] for members in kept for member in members):
+            return agreed
+        policies = agreed
+
+
+def _kept(plan: HeadGroupPlan) -> dict[Member, HeadPolicy]:
+    """What the group of each member keeps."""
+    return {member: group.policy for group in plan.groups for rank in group.members for member in rank}
 
 
 def _check_table(policies: Policies, sizes: Sequence[int] | None) -> None:

@@ -117,13 +117,14 @@ class PrefixFinder:
                 return wanted, (count - served) * self._windows.block_size
             # What fits of it may still serve more than is here.
             fitting = int(np.searchsorted(wanted.sum(axis=1).cumsum(), room, side="right"))
-            count, *_ = self._servable((here | elsewhere)[: min(fitting, count * room // blocks)])
+            in_proportion = served + (count - served) * room // blocks
+            count, *_ = self._servable((here | elsewhere)[: min(fitting, in_proportion)])
         return np.zeros((0, here.shape[1]), dtype=np.bool_), 0
 
-    def would_gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> bool:
-        """Whether more of a path could be served if the host had the blocks ``more [n, groups]`` of it, too."""
+    def gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> int:
+        """Tokens more of a path that could be served if the host had the blocks ``more [n, groups]`` of it, too."""
         here = self._are_here(hashes)
-        return self._servable(here | more)[0] > self._servable(here)[0]
+        return (self._servable(here | more)[0] - self._servable(here)[0]) * self._windows.block_size
 
     def _are_here(self, hashes: Sequence[bytes]) -> NDArray[np.bool_]:
         """``[n, groups]``: which blocks of a path are on the device or on the host."""

@@ -8,11 +8,12 @@ import pytest
 
 from headwise.actors import fleet as fleets
 from headwise.actors import placement
-from headwise.actors.restarts import Life
+from headwise.actors.restarts import Life, Phase
 from headwise.actors.role import Role
 from headwise.actors.supervisor import Supervisor
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.frontend.scaling import FleetState, SchedulerNews, Split, Wish
+from headwise.runtime.frontend.routing.engines import Arrivals
+from headwise.runtime.frontend.scaling import FleetState, Observation, SchedulerNews, Split, Wish
 
 
 class NowhereSite:
@@ -38,18 +39,22 @@ class Scheduler:
         return SchedulerNews(wish=self.wish)
 
 
-def role(name: str) -> Role:
+def role(name: str, ranks: int) -> Role:
     return Role("d", name, None, (), NowhereSite(), Life(60.0))  # type: ignore[arg-type]
 
 
-def test_roles_are_told_to_the_scheduler_and_change_when_clients_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def made_fleet(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> tuple[fleets.Fleet, Scheduler, Supervisor]:
     monkeypatch.setattr(placement, "draining_nodes", dict)
     monkeypatch.setattr(fleets.ray, "wait", lambda calls, timeout: (calls, []))
     monkeypatch.setattr(fleets.ray, "get", lambda call: call)
     scheduler, supervisor = Scheduler(), Supervisor()
     monkeypatch.setattr(supervisor, "serving", lambda name: scheduler if name == "scheduler" else None)
+    return fleets.Fleet(config, supervisor, role), scheduler, supervisor
+
+
+def test_roles_are_told_to_the_scheduler_and_change_when_clients_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(replicas=3, prefill_replicas=1, decode_replicas=1, host_cache="1GiB")
-    fleet = fleets.Fleet(config, supervisor, role)
+    fleet, scheduler, _ = made_fleet(monkeypatch, config)
     for now in (0.0, 1.0):
         fleet.look(now)
     assert sorted(scheduler.told[-1].roles.values()) == ["decode", "prefill"]
@@ -61,3 +66,67 @@ def test_roles_are_told_to_the_scheduler_and_change_when_clients_ask(monkeypatch
     before, after = scheduler.told[0].roles, scheduler.told[-1].roles
     assert sorted(after.values()) == ["decode", "decode", "prefill"]
     assert {**after, **before} == after, "nobody changed who need not"
+
+
+class Engine:
+    """Is told to go, and goes at once."""
+
+    def __init__(self) -> None:
+        self.is_drained = False
+
+    @property
+    def drain(self) -> Engine:
+        return self
+
+    def remote(self, timeout_s: float, sole_blocks: bytes) -> None:
+        self.is_drained = True
+
+
+def test_engines_with_other_ranks_than_their_role_takes_are_replaced_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig(prefill_replicas=2, decode_replicas=1, decode_tp_size=3, host_cache="1GiB", rebalance="never")
+    fleet, scheduler, supervisor = made_fleet(monkeypatch, config)
+    ranks: dict[str, int] = {}
+    most_leaving, now = 0, 0.0
+
+    def make_role(name: str, size: int) -> Role:
+        ranks[name] = size
+        return role(name, size)
+
+    def pass_time() -> None:
+        """Engines that were started serve, and those that were drained have gone."""
+        nonlocal most_leaving, now
+        for _ in range(40):
+            now += 1.0
+            fleet.look(now)
+            leaving = [each for each in fleet.engines if each.is_leaving]
+            most_leaving = max(most_leaving, len(leaving))
+            for each in leaving:
+                assert each.handle.is_drained
+                del supervisor._roles[each.name], ranks[each.name]
+            for each in fleet.engines:
+                if each.life.phase is not Phase.RUNNING:
+                    each.handle = Engine()
+                    each.life.created(now)
+                    each.life.ready(now)
+
+    fleet._make_role = make_role
+    monkeypatch.setattr(Scheduler, "remote", lambda self, state: self.told.append(state) or news(self.wish, now))
+    pass_time()
+    assert sorted(ranks.values()) == [1, 1, 3]
+    scheduler.wish = Wish("one-1", replicas=3, split=Split(1, 2))
+    pass_time()
+    roles = scheduler.told[-1].roles
+    assert {roles[name]: size for name, size in ranks.items()} == {"prefill": 1, "decode": 3}
+    assert sorted(ranks.values()) == [1, 3, 3]
+    assert most_leaving == 1
+    replaced = [state.reason for state in scheduler.told if "was replaced" in state.reason]
+    assert "it has 1 ranks, and as decode it is to have 3" in replaced[0]
+    scheduler.wish = Wish("one-2", replicas=1, split=Split())
+    pass_time()
+    assert len(ranks) == 1, "one that is alone is not replaced"
+
+
+def news(wish: Wish | None, now: float) -> SchedulerNews:
+    return SchedulerNews(int(now), wish=wish, observed=Observation((), Arrivals()))

@@ -86,7 +86,7 @@ def test_roles_that_the_fleet_did_not_make_are_no_engines(monkeypatch: pytest.Mo
 
     supervisor = Supervisor()
     supervisor.add(role("http-0"))
-    fleet = Fleet(EngineConfig(replicas=2, http=8000), supervisor, role)
+    fleet = Fleet(EngineConfig(replicas=2, http=8000), supervisor, lambda name, ranks: role(name))
     fleet.look(0.0)
     assert [engine.name for engine in fleet.engines] == ["engine-0", "engine-1"]
     assert set(supervisor.roles) == {"http-0", "engine-0", "engine-1"}

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.cache_controller.planner import MAX_PADDING, HeadGroupPlan, Member, plan_head_groups
+from headwise.cache_controller.planner import (
+    MAX_PADDING,
+    HeadGroupPlan,
+    Member,
+    agreed_policies,
+    loosest,
+    plan_head_groups,
+)
 from headwise.cache_controller.policy import FULL, HeadPolicy
 
 WINDOW = HeadPolicy(window=512)
@@ -146,3 +153,19 @@ def _assert_ranks_have_equal_heads(plan: HeadGroupPlan, policies) -> None:
         dealt = [plan.kv_heads(rank)[layer] for rank in range(plan.tp_size)]
         assert {len(heads) for heads in dealt} == {len(row) // plan.tp_size}
         assert sorted(head for heads in dealt for head in heads) == list(range(len(row)))
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([FULL, STREAMING, WINDOW]), min_size=4, max_size=4), min_size=1, max_size=6),
+    st.sampled_from(["auto", "per_head_index"]),
+)
+def test_policies_that_engines_of_all_ranks_agree_on_keep_each_member_alike(policies, grouping) -> None:
+    def plans(given):
+        return [plan_head_groups(given, ranks, grouping) for ranks in (1, 2, 4)]
+
+    agreed = agreed_policies(policies, plans)
+    for plan in plans(agreed):
+        for group in plan.groups:
+            for layer, head in (member for rank in group.members for member in rank):
+                assert agreed[layer][head] == group.policy
+                assert loosest([policies[layer][head], group.policy]) == group.policy

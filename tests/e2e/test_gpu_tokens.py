@@ -19,8 +19,7 @@ SHOWN_BY_OTHERS = (
     "gpt-oss-mxfp4", "qwen3-moe", "qwen3", "phi3-long", "qwen3-next", "qwen3.5-moe", "deepseek-v2", "deepseek-v3.2",
     "gemma4", "gemma4-moe",
 )  # fmt: skip
-"""They run the kernels of gpt-oss, mixtral, gemma3, phi3, qwen3.5, deepseek-v3 and gemma4-shared, each of which takes the
-interpreter its time."""
+"""They run the kernels of others, each of which takes the interpreter its time."""
 PROMPTS = {"qwen3.5": 2, "llama4": 4}
 """Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 

@@ -1,4 +1,5 @@
-"""Two engines on Ray: what only one of them has of a prefix the other fetches, and what is killed changes no token."""
+"""Two engines on Ray, of one rank and of three: what only one of them has of a prefix the other fetches, and what is
+killed changes no token."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.model]
 
 CONFIG = EngineConfig(
     port=0,
-    replicas=2,
+    prefill_replicas=1,
+    decode_replicas=1,
     max_model_len=1024,
     max_num_seqs=4,
     kv_cache="96MiB",
@@ -37,12 +39,20 @@ CONFIG = EngineConfig(
     max_batched_tokens=128,
 )
 TOKENS = 16
-MODELS = ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.soak)]
+DEPLOYMENTS = [
+    pytest.param(("smollm2-135m", 1, 3), id="smollm2-135m-1-3"),
+    *(
+        pytest.param(served, id="-".join(map(str, served)), marks=pytest.mark.soak)
+        for served in (("smollm2-135m", 1, 1), ("smollm2-135m", 3, 3), ("gemma3-270m", 1, 1))
+    ),
+]
+"""Model, and ranks of the engine for prompts and of the one that decodes."""
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=DEPLOYMENTS)
 def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    with Deployment.start(replace(CONFIG, model=request.param)) as deployment:
+    model, prefill, decode = request.param
+    with Deployment.start(replace(CONFIG, model=model, prefill_tp_size=prefill, decode_tp_size=decode)) as deployment:
         yield deployment
 
 
@@ -102,7 +112,7 @@ class Ask:
 
 @pytest.fixture(scope="module")
 def ask(client: Client) -> Ask:
-    eventually(lambda: len(client.stats()["engines"]) == CONFIG.replicas)
+    eventually(lambda: len(client.stats()["engines"]) == 2)
     time.sleep(1.0)  # the engines hear of each other with their next report but one
     return Ask(client)
 
@@ -113,20 +123,61 @@ def answer(deployment: Deployment) -> Answer:
     return next(answer for answer in answers(deployment.config.model) if answer.name == "long_700")
 
 
-def test_a_prefix_that_only_the_other_engine_has_comes_from_there(ask: Ask, answer: Answer) -> None:
-    ask("engine-0", answer)
-    hint = ask.hint("engine-0", answer)
-    result = ask("engine-1", answer, hint)
+@pytest.fixture(params=["to decode", "to prefill"])
+def pair(request: pytest.FixtureRequest, client: Client) -> tuple[str, str]:
+    """The engine that is asked, and the one that asks."""
+    by_role = {engine["role"]: name for name, engine in client.stats()["engines"].items()}
+    prefill, decode = by_role["prefill"], by_role["decode"]
+    return (prefill, decode) if request.param == "to decode" else (decode, prefill)
+
+
+def test_engines_have_the_ranks_of_their_roles(deployment: Deployment, client: Client, ask: Ask) -> None:
+    sizes = {engine["role"]: engine["tp_size"] for engine in client.stats()["engines"].values()}
+    config = deployment.config
+    assert sizes == {"prefill": config.prefill_tp_size, "decode": config.decode_tp_size}
+    assert sorted(map(len, deployment.worker_pids())) == sorted(sizes.values())
+
+
+def test_a_prefix_that_only_the_other_engine_has_comes_from_there(
+    ask: Ask, answer: Answer, pair: tuple[str, str]
+) -> None:
+    owner, reader = pair
+    salt = f"of {owner}"
+    ask(owner, answer, salt=salt)
+    hint, given = ask.hint(owner, answer), ask.peers(owner)["lent"]["given"]
+    result = ask(reader, answer, hint, salt=salt)
     assert result.usage.cached_tokens == hint.tokens
-    eventually(lambda: ask.peers("engine-1")["hit_tokens"] == hint.tokens, otherwise=lambda: ask.peers("engine-1"))
-    assert ask.engine("engine-1")["transfers"]["peer"]["bytes"] > 0
-    eventually(lambda: ask.peers("engine-0")["lent"]["leases"] == 0, otherwise=lambda: ask.peers("engine-0"))
-    assert ask.peers("engine-0")["lent"]["given"] == 1
+    eventually(lambda: ask.peers(reader)["hit_tokens"] >= hint.tokens, otherwise=lambda: ask.peers(reader))
+    assert ask.engine(reader)["transfers"]["peer"]["bytes"] > 0
+    eventually(lambda: ask.peers(owner)["lent"]["leases"] == 0, otherwise=lambda: ask.peers(owner))
+    assert ask.peers(owner)["lent"]["given"] == given + 1
 
 
-def test_the_other_engine_computes_a_prompt(ask: Ask, answer: Answer) -> None:
-    hint = ask.hint("engine-0", answer, prefills=True)
-    assert ask("engine-1", answer, hint, salt="computed there").usage.cached_tokens == hint.tokens
+def test_the_other_engine_computes_a_prompt(ask: Ask, answer: Answer, pair: tuple[str, str]) -> None:
+    owner, reader = pair
+    hint = ask.hint(owner, answer, prefills=True)
+    assert ask(reader, answer, hint, salt=f"computed by {owner}").usage.cached_tokens == hint.tokens
+
+
+def test_the_scheduler_sends_an_engine_to_the_one_that_has_a_prefix(client: Client, ask: Ask, answer: Answer) -> None:
+    """So little of the prompt is left to compute that the engine which decodes is to fetch the rest itself."""
+    by_role = {engine["role"]: name for name, engine in client.stats()["engines"].items()}
+    owner, reader, prompt, salt = by_role["prefill"], by_role["decode"], list(answer.prompt_ids), "by ticket"
+    ask(owner, answer, salt=salt)
+    hint = ask.hint(owner, answer)
+
+    def is_known() -> bool:
+        held = client.find_prefix(prompt, cache_salt=salt)["engines"].get(owner, {})
+        return max(held.values(), default=0) >= hint.tokens
+
+    eventually(is_known)
+    before = ask.peers(reader)
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    result = client.generate(prompt, sampling, cache_salt=salt)
+    assert_same(answer.first(TOKENS), result.token_ids)
+    assert result.usage.cached_tokens == hint.tokens
+    eventually(lambda: ask.peers(reader)["hit_tokens"] > before["hit_tokens"], otherwise=lambda: ask.peers(reader))
+    assert ask.peers(reader)["asked"] == before["asked"] + 1
 
 
 def test_an_owner_that_is_killed_while_it_computes_and_is_read_changes_no_token(
@@ -134,7 +185,7 @@ def test_an_owner_that_is_killed_while_it_computes_and_is_read_changes_no_token(
 ) -> None:
     def kill() -> None:
         time.sleep(0.3)
-        os.kill(deployment.worker_pids()[0][0], signal.SIGKILL)
+        os.kill(deployment.worker_pids()[0][-1], signal.SIGKILL)
 
     ask("engine-1", answer, ask.hint("engine-0", answer, prefills=True), kill, salt="killed")
     eventually(lambda: ask.engine("engine-0")["server"]["ready"])

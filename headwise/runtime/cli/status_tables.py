@@ -60,6 +60,7 @@ def _fleet(stats: Stats) -> Iterator[Text]:
 
 def _engines(stats: Stats) -> Table:
     table = _table("engines", "state", "running", "waiting", "finished", "tokens", "held", "hits")
+    are_alike = len({engine.get("tp_size") for engine in stats["engines"].values()}) < 2
     for name, engine in sorted(stats["engines"].items()):
         if "requests" not in engine:  # its workers are being started
             table.add_row(name, "starting", *["-"] * 6)
@@ -67,7 +68,7 @@ def _engines(stats: Stats) -> Table:
         requests, cache = engine["requests"], engine["cache"]
         table.add_row(
             name,
-            _state(engine),
+            _state(engine) if are_alike else f"{_state(engine)}, TP {engine['tp_size']}",
             *(str(requests[key]) for key in ("running", "waiting", "finished")),
             str(engine["output_tokens"]),
             f"{cache['held_blocks'] / cache['total_blocks']:.0%}",

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -144,6 +144,8 @@ class EngineConfig:
         0.0,
     )
     tp_size: int = _option(1, "Tensor-parallel workers per engine; must divide the model's KV heads.", 1, 1024)
+    prefill_tp_size: int = _option(0, "The same, of engines that only compute prompts; 0: tp_size.", 0, 1024)
+    decode_tp_size: int = _option(0, "The same, of engines that only decode; 0: tp_size.", 0, 1024)
     engine_cpus: float = _option(
         0.0,
         "CPUs that an engine with its ranks asks Ray for, and shares among its ranks' threads; 0: 0.1 and 0.2 for each "
@@ -386,6 +388,11 @@ class EngineConfig:
             raise ConfigError(f"replicas 0 needs min_replicas 0, got {self.min_replicas}")
 
     def _check_roles(self) -> None:
+        if len(self.tp_sizes) > 1 and self.without_peer_loads:
+            raise ConfigError(
+                f"prefill_tp_size {self.prefill_tp_size} and decode_tp_size {self.decode_tp_size} beside tp_size "
+                f"{self.tp_size} are for engines that fetch blocks from each other, and {self.without_peer_loads}"
+            )
         if self.decode_replicas and not self.prefill_replicas:
             raise ConfigError(f"decode_replicas {self.decode_replicas} needs prefill_replicas 1 at least")
         if self.prefill_replicas and self.first_replicas <= self.prefill_replicas:
@@ -439,6 +446,31 @@ class EngineConfig:
                 raise ConfigError(
                     f"engine_resources {name}={amount:g}: Ray takes whole numbers, and fractions of one from 0.0001 on"
                 )
+
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """Those that engines of the deployment have or may get, ascending."""
+        return tuple(sorted({self.tp_size, self.prefill_tp_size or self.tp_size, self.decode_tp_size or self.tp_size}))
+
+    def of_ranks(self, tp_size: int) -> EngineConfig:
+        """The configuration of one engine, which has so many ranks; `tp_sizes` stay what they are.
+
+        Raises:
+            ConfigError: no engine has so many.
+        """
+        if tp_size not in self.tp_sizes:
+            raise ConfigError(f"engines have {' or '.join(map(str, self.tp_sizes))} ranks each, got {tp_size}")
+        others = [size for size in self.tp_sizes if size != tp_size]
+        prefill, decode = [*others, 0, 0][:2]
+        return replace(self, tp_size=tp_size, prefill_tp_size=prefill, decode_tp_size=decode)
+
+    @property
+    def first_ranks(self) -> int:
+        """Workers of the engines that a deployment starts with."""
+        prefill, decode = self.prefill_replicas, self.decode_replicas
+        mixed = max(1, self.first_replicas) - prefill - decode
+        sizes = self.tp_size, self.prefill_tp_size or self.tp_size, self.decode_tp_size or self.tp_size
+        return sum(count * size for count, size in zip((mixed, prefill, decode), sizes, strict=True))
 
     @property
     def custom_resources(self) -> dict[str, float]:

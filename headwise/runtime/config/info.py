@@ -59,12 +59,21 @@ def describe(
     yield from _decode_rows(config, decode_reads(config, card, directory))
     for tokens in (lengths or _usual_lengths(card.max_model_len)) if spec.num_blocks else ():
         yield f"requests of {tokens} tokens", _requests_that_fit(config, card, tokens)
-    apart = f", {config.prefill_replicas} for prompts and {config.decode_replicas} to decode"
-    yield (
-        "replicas x TP ranks",
-        f"{config.first_replicas} x {config.tp_size}{apart if config.prefill_replicas else ''}",
-    )
+    yield "replicas x TP ranks", _replicas(config)
     yield "blocks from other engines", f"no, {why_not}" if (why_not := config.without_peer_loads) else "yes"
+
+
+def _replicas(config: EngineConfig) -> str:
+    """How many engines of how many ranks, and what they are for."""
+    if not config.prefill_replicas:
+        return f"{config.first_replicas} x {config.tp_size}"
+    prefill, decode = config.prefill_replicas, config.decode_replicas
+    if len(config.tp_sizes) == 1:
+        return f"{config.first_replicas} x {config.tp_size}, {prefill} for prompts and {decode} to decode"
+    parts = f"{prefill} x {config.prefill_tp_size or config.tp_size} for prompts"
+    parts += f", {decode} x {config.decode_tp_size or config.tp_size} to decode" if decode else ""
+    whole = config.first_replicas - prefill - decode
+    return f"{parts}, {whole} x {config.tp_size} for whole requests" if whole else parts
 
 
 def head_groups(card: ModelCard) -> Iterator[tuple[str, str]]:
@@ -110,8 +119,8 @@ def chosen(config: EngineConfig, card: ModelCard, directory: Path) -> str:
     return (
         f"{card.model}: device={config.device} tensor_ops={tensor_ops} kernels={kernels} "
         f"dtype={config.dtype_name} weights_dtype={weights} kv_dtype={config.kv_dtype_name} "
-        f"replicas={config.first_replicas} tp_size={config.tp_size} head_groups={len(plan.groups)}x{slots} "
-        f"pool={pool}"
+        f"replicas={config.first_replicas} tp_size={'+'.join(map(str, config.tp_sizes))} "
+        f"head_groups={len(plan.groups)}x{slots} pool={pool}"
     )
 
 

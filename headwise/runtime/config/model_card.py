@@ -11,7 +11,7 @@ from typing import Any
 from headwise.cache_controller.head_exchange import Arrangement
 from headwise.cache_controller.head_pattern import HeadPattern, parse_pattern, policies_from_scores
 from headwise.cache_controller.layout import BlockLayout
-from headwise.cache_controller.planner import HeadGroupPlan, plan_head_groups
+from headwise.cache_controller.planner import HeadGroupPlan, Policies, agreed_policies, plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.windows import GroupWindows
 from headwise.errors import ConfigError, ModelError
@@ -57,11 +57,13 @@ class ModelCard:
     identity:      what block hashes start from: differs wherever keys and values do, so between models, any of their
                    weights, head policies and numerics; empty if the weights were not looked at
     spec:          with no blocks as long as the pool's size is not known: `with_pool`
-    max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds
+    max_model_len: most tokens of a sequence: the model's or the configured length, or what the pool holds, of the
+                   engines with the ranks that hold least
     layouts:       ``[num_layers]``, of blocks of each layer's members; all of one size
     recycling:     whether blocks that a group's window has left are given back
     weights:       a hash of the model's configuration and all weights, however it is served; empty likewise
     blocks:        a hash of the weights with a GGUF file's own blocks, where those are computed from; empty otherwise
+    tp_sizes:      those of the deployment's engines, where they are not all alike; else empty
     """
 
     model: str
@@ -74,6 +76,7 @@ class ModelCard:
     recycling: bool = True
     weights: str = ""
     blocks: str = ""
+    tp_sizes: tuple[int, ...] = ()
 
     @property
     def layout(self) -> BlockLayout:
@@ -148,11 +151,39 @@ def read_model_card(
     identity = _identity(weights + blocks, model, config) if identify else ""
     attention = attention_of(model)
     chosen = config.device, config.kernels, config.kv_dtype_name, config.tensor_ops
-    attention.check(Serving(config.model, config.tp_size, *chosen))
+    for tp_size in config.tp_sizes:
+        attention.check(Serving(config.model, tp_size, *chosen))
     plan, layouts = _plan(config, model, attention)
     spec = _cache_spec(config, layouts[0], asked)
-    card = ModelCard(config.model, identity, model, plan, layouts, spec, asked, config.recycling, weights, blocks)
-    return card if config.kv_cache_bytes is None else with_pool(card, config, config.kv_cache_bytes)
+    card = ModelCard(
+        config.model,
+        identity,
+        model,
+        plan,
+        layouts,
+        spec,
+        asked,
+        config.recycling,
+        weights,
+        blocks,
+        config.tp_sizes if len(config.tp_sizes) > 1 else (),
+    )
+    if config.kv_cache_bytes is None:
+        return card
+    longest = [
+        with_pool(_with_ranks(card, config, size), config.of_ranks(size), config.kv_cache_bytes).max_model_len
+        for size in config.tp_sizes
+    ]
+    return replace(with_pool(card, config, config.kv_cache_bytes), max_model_len=min(longest))
+
+
+def _with_ranks(card: ModelCard, config: EngineConfig, tp_size: int) -> ModelCard:
+    """The card of a deployment's engine that has so many ranks."""
+    if tp_size == config.tp_size:
+        return card
+    plan, layouts = _plan(config.of_ranks(tp_size), card.config, attention_of(card.config))
+    spec = _cache_spec(config, layouts[0], card.max_model_len)
+    return replace(card, plan=plan, layouts=layouts, spec=spec)
 
 
 def with_pool(card: ModelCard, config: EngineConfig, num_bytes: int) -> ModelCard:
@@ -179,12 +210,12 @@ def with_pool(card: ModelCard, config: EngineConfig, num_bytes: int) -> ModelCar
 
 
 def arrangement_with(config: EngineConfig, card: ModelCard, tp_size: int) -> Arrangement:
-    """How engines of this model that have ``tp_size`` ranks keep its blocks.
+    """How the deployment's engines that have ``tp_size`` ranks keep its blocks.
 
     Raises:
-        ConfigError: the model cannot be served by so many.
+        ConfigError: there are none, or the model cannot be served by so many.
     """
-    return Arrangement.of(*_plan(replace(config, tp_size=tp_size), card.config, attention_of(card.config)))
+    return Arrangement.of(*_plan(config.of_ranks(tp_size), card.config, attention_of(card.config)))
 
 
 def _plan(
@@ -193,10 +224,15 @@ def _plan(
     """The head groups, and the layout of each layer's blocks: one object for layers whose members are alike."""
     of_one = [attention.layout(config.block_size, 1, config.kv_dtype_name, layer) for layer in range(model.num_layers)]
     sizes, replicated = [layout.slot_bytes for layout in of_one], attention.is_replicated
+
+    def plan_of(policies: Policies, tp_size: int) -> HeadGroupPlan:
+        return plan_head_groups(policies, tp_size, config.head_grouping, sizes=sizes, is_replicated=replicated)
+
     try:
-        plan = plan_head_groups(
-            model.policies, config.tp_size, config.head_grouping, sizes=sizes, is_replicated=replicated
-        )
+        policies: Policies = model.policies
+        if len(config.tp_sizes) > 1:
+            policies = agreed_policies(policies, lambda given: [plan_of(given, size) for size in config.tp_sizes])
+        plan = plan_of(policies, config.tp_size)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     layouts = {}

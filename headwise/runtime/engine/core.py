@@ -6,17 +6,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.hand_over import HandOver
+from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate
 from headwise.cache_controller.storage_tier import StorageTier
 from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.config.peer_blocks import exchange_with
 from headwise.runtime.engine.operations import EVERY_TIER, Operation, Operations, State
 from headwise.runtime.engine.output import OutputText
 from headwise.runtime.engine.peers.base import Ask, Peers
@@ -29,13 +32,14 @@ from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import StepResult
 from headwise.runtime.protocol.executor import Executor
-from headwise.runtime.protocol.messages import EngineLoad, Prefill
+from headwise.runtime.protocol.messages import AskLease, EngineLoad
 from headwise.runtime.protocol.prompt_items import check_embeds, embed_bytes
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.transfer.stats import TransferStats
 
 MAX_HELD_EMBED_BYTES = 1 << 30
 """Of the embeddings of all requests, which are kept until these end: a preempted one is computed anew."""
+Exchange = Callable[[EngineConfig, ModelCard, int], HeadExchange]
 ASK_WAIT_S = 0.05
 """Longest wait for storage to say what it has, when there is nothing else to do."""
 
@@ -56,7 +60,13 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         lookup: Lookup | None = None,
         peers: Peers | None = None,
+        exchange: Exchange = exchange_with,
     ) -> None:
+        """
+        lookup:   what storage has; None: there is none
+        peers:    the other engines; None: this one neither asks nor is asked for blocks
+        exchange: says how blocks of engines with so many ranks fill those of this one
+        """
         self.config = config
         self.card = card
         self._tokenizer = tokenizer
@@ -73,7 +83,7 @@ class EngineCore:
             checkpoint_tokens=config.checkpoint_tokens,
             host=_host_config(config, card),
         )
-        self._peer_loads = _peer_loads(config, self.cache, peers)
+        self._peer_loads = _peer_loads(self.cache, peers, partial(exchange, config, card), config.load_timeout_s)
         self._lending = _lending(config, self.cache, executor, peers)
         self.resources = ResourceManager(
             self.cache,
@@ -191,8 +201,8 @@ class EngineCore:
 
     def asked(self, reader: bytes, message: Ask) -> None:
         """Another engine asks for blocks of this one's cache, whose epoch it knows. Raises `InvalidRequestError`."""
-        if self._prefills is not None and isinstance(message, Prefill):
-            self._prefills.begin(reader, message, self._clock())
+        if self._prefills is not None and isinstance(message, AskLease) and message.prompt is not None:
+            self._prefills.begin(reader, message, message.prompt, self._clock())
         elif self._lending is not None:
             self._lending.take(reader, message, self._clock())
 
@@ -399,11 +409,13 @@ class EngineCore:
         return {**self._peer_loads.stats(), "lent": self._lending.stats()}
 
 
-def _peer_loads(config: EngineConfig, cache: CacheManager, peers: Peers | None) -> PeerLoads | None:
+def _peer_loads(
+    cache: CacheManager, peers: Peers | None, exchange: Callable[[int], HeadExchange], timeout_s: float
+) -> PeerLoads | None:
     host = cache.host
     if peers is None or not isinstance(host, HostTier):
         return None
-    return PeerLoads(cache, host.arrivals, peers, config.load_timeout_s)
+    return PeerLoads(cache, host.arrivals, peers, exchange, timeout_s)
 
 
 def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peers: Peers | None) -> Lending | None:

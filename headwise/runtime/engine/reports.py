@@ -35,6 +35,7 @@ class Reporting:
 
     advertise_host: host that clients are told instead of the one the engine listens at; empty: that one
     keys: with which it connects; None: in the clear
+    tp_size: its tensor-parallel ranks
     """
 
     endpoint: str
@@ -42,6 +43,7 @@ class Reporting:
     engine: str
     advertise_host: str = ""
     keys: ClientKeys | None = None
+    tp_size: int = 1
 
     def advertised(self, address: str) -> str:
         """The endpoint for clients of an engine that listens at ``address``."""

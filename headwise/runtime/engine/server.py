@@ -46,7 +46,6 @@ from headwise.runtime.protocol.messages import (
     Outputs,
     Ping,
     Pong,
-    Prefill,
     RenewLease,
     Stats,
     Submit,
@@ -81,7 +80,7 @@ _NOT_SERVED = RequestAbortedError(
 )
 
 
-_MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, Prefill, RenewLease, EndLease)
+_MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, RenewLease, EndLease)
 
 
 class Core(Protocol):
@@ -398,7 +397,7 @@ class EngineServer:
             self._send(identity, Stats(message.key, self.stats()))
         elif isinstance(message, Operate):
             self._operate(identity, message)
-        elif isinstance(message, (AskLease, Prefill, RenewLease, EndLease)):
+        elif isinstance(message, (AskLease, RenewLease, EndLease)):
             self._lease(identity, message)
         else:
             if len(message.request_ids) > MAX_PING_REQUESTS:
@@ -448,11 +447,12 @@ class EngineServer:
             raise InvalidRequestError("only engines of this deployment may ask for its blocks")
         if self._core is None:
             return  # it asks again
-        if isinstance(message, Prefill):
-            check_request(message.request)
+        prompt = message.prompt if isinstance(message, AskLease) else None
+        if prompt is not None:
+            check_request(prompt)
             if self._reports is not None:
-                self._reports.received(message.request.request_id)
-        if message.epoch == self._epoch and not (self._leave is not None and isinstance(message, Prefill)):
+                self._reports.received(prompt.request_id)
+        if message.epoch == self._epoch and not (self._leave is not None and prompt is not None):
             self._core.asked(identity, message)
         else:
             self._core.refuse(identity, message)
@@ -538,6 +538,7 @@ class EngineServer:
             received=received,
             faults=faults,
             is_leaving=self._leave is not None,
+            tp_size=reporting.tp_size,
         )
 
     def _fault(self, text: str) -> None:

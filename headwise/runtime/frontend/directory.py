@@ -8,6 +8,9 @@ from headwise.runtime.frontend.routing.engines import EngineTable
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import Directory, EngineStatus
 
+Entry = tuple[int, str, int]
+"""What a `Directory` says of an engine."""
+
 
 class DirectoryService:
     """Answers engines' statuses. Absolute and repeated until it is seen: an engine that missed an answer gets the next,
@@ -18,7 +21,7 @@ class DirectoryService:
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
-        self._engines: dict[str, tuple[int, str]] = {}
+        self._engines: dict[str, Entry] = {}
         self._version, self._encoded = "", b""
 
     def answer(self, table: EngineTable, status: EngineStatus) -> bytes | None:
@@ -40,5 +43,5 @@ class DirectoryService:
             self._encoded = wire.encode(Directory(self._secret, self._version, engines))
 
 
-def _entry(status: EngineStatus) -> tuple[int, str]:
-    return status.epoch, status.address or status.endpoint
+def _entry(status: EngineStatus) -> Entry:
+    return status.epoch, status.address or status.endpoint, status.tp_size

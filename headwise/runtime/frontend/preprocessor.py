@@ -70,8 +70,11 @@ class Preprocessor:
     @property
     def namespace(self) -> str:
         """Names the model and the cache layout: blocks of another namespace cannot be used here."""
-        blocks = storage_namespace(self.card, 0)
-        return f"{blocks.model}/{blocks.layout}/tp{blocks.tp_size}"
+        blocks, sizes = storage_namespace(self.card, 0), self.card.tp_sizes
+        if not sizes:
+            return f"{blocks.model}/{blocks.layout}/tp{blocks.tp_size}"
+        slots = dict.fromkeys(layout.slot_identity for layout in self.card.layouts)
+        return f"{blocks.model}/{'+'.join(slots)}/tp{'+'.join(map(str, sizes))}"
 
     @property
     def blocks_per_token(self) -> float:

@@ -14,7 +14,6 @@ client -> scheduler   Scale        -> Scaled | Failed
 client -> scheduler   Roll         -> Scaled | Failed
 engine -> scheduler   EngineStatus -> Directory     every `STATUS_INTERVAL_S`; answered if the engine knows another one
 engine -> engine      AskLease     -> Leased ...    what is leased is read from host to host, by the workers
-engine -> engine      Prefill      -> Leased ...
 engine -> engine      RenewLease   -> Leased | LeaseEnded
 engine -> engine      EndLease     -> LeaseEnded
 """
@@ -300,6 +299,7 @@ class EngineStatus:
     is_leaving: it takes no new requests, and ends for good once it has none
     address:  where it is reached within the deployment, if that is not ``endpoint``
     directory: the version of the last `Directory` that it got; empty: none yet
+    tp_size:  its tensor-parallel ranks
     """
 
     secret: str
@@ -314,6 +314,7 @@ class EngineStatus:
     is_leaving: bool = False
     address: str = ""
     directory: str = ""
+    tp_size: int = 1
 
 
 @register
@@ -324,12 +325,12 @@ class Directory:
 
     secret:  of the deployment; a directory with another one is ignored
     version: says the same of the same engines, whichever scheduler sends it
-    engines: by name the epoch of its cache, and the address where it is reached within the deployment
+    engines: by name the epoch of its cache, the address where it is reached within the deployment, and its ranks
     """
 
     secret: str
     version: str
-    engines: dict[str, tuple[int, str]]
+    engines: dict[str, tuple[int, str, int]]
 
 
 @register
@@ -340,8 +341,10 @@ class AskLease:
     secret: of the deployment; without it nothing is leased
     lease:  16 random bytes, never used twice
     epoch:  of the cache that is meant
-    hashes: of a path's blocks, one after the other
-    wanted: ``bool [blocks, groups]``, which blocks of the path are meant
+    hashes: of a path's blocks, one after the other; empty where there is a prompt to compute
+    wanted: ``bool [blocks, groups]``, which blocks of the path are meant, by the receiver's groups
+    prompt: is to be computed, and its blocks leased as they come: those of its first ``len(wanted)`` columns. Its
+            sampling does not matter, for nothing is sampled that anybody hears of. When the lease ends, so does it
     """
 
     lease: bytes
@@ -349,23 +352,7 @@ class AskLease:
     hashes: bytes
     wanted: NDArray[np.bool_]
     secret: str = ""
-
-
-@register
-@dataclass(frozen=True)
-class Prefill:
-    """Compute a prompt, and let the sender read its blocks as they come. Said again until it is answered. When the
-    lease ends, so does the request.
-
-    request: of full blocks; its sampling does not matter, for nothing is sampled that anybody hears of
-    wanted:  ``bool [blocks, groups]``, which blocks of the prompt are meant
-    """
-
-    lease: bytes
-    epoch: int
-    request: GenerateRequest
-    wanted: NDArray[np.bool_]
-    secret: str = ""
+    prompt: GenerateRequest | None = None
 
 
 @register

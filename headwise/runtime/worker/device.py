@@ -139,7 +139,7 @@ def resolve_device(config: EngineConfig, gpus: int) -> EngineConfig:
 def _with_device(config: EngineConfig, gpus: int) -> EngineConfig:
     if config.device != "auto":
         return config
-    if gpus >= config.tp_size * max(1, config.first_replicas):
+    if gpus >= config.first_ranks:
         with suppress(ConfigError):
             return replace(config, device="cuda")
     return replace(config, device="cpu")

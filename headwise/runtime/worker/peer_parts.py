@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
 from headwise.kernels.select import make_run_copy
 from headwise.runtime.config.engine_config import EngineConfig
-from headwise.runtime.config.model_card import ModelCard, arrangement_with
+from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.config.peer_blocks import exchange_with, identity_of_blocks
 from headwise.transfer.base import Stream
 from headwise.transfer.connectors.base import Export
 from headwise.transfer.connectors.select import PeerAccess, open_exports, open_readers
@@ -56,18 +56,3 @@ class PeerParts:
         for export in self.exports:
             export.close()
         self.reads.close(timeout_s)
-
-
-def exchange_with(config: EngineConfig, card: ModelCard, tp_size: int) -> HeadExchange:
-    """How blocks of this deployment's engines that have ``tp_size`` ranks fill ours.
-
-    Raises `ConfigError` or ValueError if there are no such engines.
-    """
-    own = Arrangement.of(card.plan, card.layouts)
-    return HeadExchange(own, own if tp_size == card.plan.tp_size else arrangement_with(config, card, tp_size))
-
-
-def identity_of_blocks(config: EngineConfig, card: ModelCard) -> bytes:
-    """Equal for engines whose blocks have the same members' keys and values, in the same form, grouped alike."""
-    slots = dict.fromkeys(layout.slot_identity for layout in card.layouts)
-    return "/".join([card.identity, config.head_grouping, *slots]).encode()

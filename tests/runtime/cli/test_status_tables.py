@@ -184,3 +184,9 @@ def test_where_prefixes_are_expected_is_shown_and_what_came_from_other_engines()
     )
     assert "of their prompts expected in caches: 50% device, 20% host, 10% another engine, 0% storage" in shown
     assert "7" in line_with(shown, "engine-0", "engines").split()
+
+
+def test_ranks_are_shown_where_engines_have_different_ones() -> None:
+    engines = {"engine-0": engine(role="decode", tp_size=3), "engine-1": engine(role="prefill", tp_size=1)}
+    assert "awake, decode, TP 3" in text_of(render(stats(engines=engines)))
+    assert "TP" not in text_of(render(stats(engines={"engine-0": engine(tp_size=3)})))

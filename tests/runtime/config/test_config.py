@@ -224,3 +224,21 @@ def test_hosts_that_no_client_can_connect_to_are_not_advertised(host: str) -> No
 @pytest.mark.parametrize("host", ["", "10.0.0.5", "node-7", "llm.example.com", "a_b.svc.cluster.local"])
 def test_addresses_and_names_may_be_advertised(host: str) -> None:
     EngineConfig(advertise_host=host)
+
+
+def test_roles_may_have_ranks_of_their_own() -> None:
+    config = EngineConfig(
+        replicas=4, prefill_replicas=1, decode_replicas=2, tp_size=2, prefill_tp_size=1, decode_tp_size=4,
+        host_cache="1GiB",
+    )  # fmt: skip
+    assert config.tp_sizes == (1, 2, 4)
+    for ranks in config.tp_sizes:
+        engine = config.of_ranks(ranks)
+        assert (engine.tp_size, engine.tp_sizes) == (ranks, config.tp_sizes)
+    assert config.first_ranks == 1 + 2 * 4 + 2
+    with pytest.raises(ConfigError, match="engines have 1 or 2 or 4 ranks each, got 3"):
+        config.of_ranks(3)
+    with pytest.raises(
+        ConfigError, match="tp_size 1 are for engines that fetch blocks from each other, and host_cache is 0"
+    ):
+        EngineConfig(decode_tp_size=3)

@@ -14,7 +14,7 @@ from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, Directory, EngineStatus, Pong
 
 SECRET = "of-this-deployment"
-KNOWN = Directory(SECRET, "v1", {"a": (1, "tcp://10.0.0.1:5"), "b": (2, "tcp://10.0.0.2:5")})
+KNOWN = Directory(SECRET, "v1", {"a": (1, "tcp://10.0.0.1:5", 1), "b": (2, "tcp://10.0.0.2:5", 3)})
 
 
 class Scheduler:
@@ -84,5 +84,5 @@ def test_what_is_no_directory_of_the_deployment_changes_nothing(scheduler: Sched
     eventually(lambda: scheduler.knows("v1"))
     scheduler.answer(*frames)
     scheduler.status()
-    scheduler.answer(wire.encode(Directory(SECRET, "v2", {"a": (1, "tcp://c")})))
+    scheduler.answer(wire.encode(Directory(SECRET, "v2", {"a": (1, "tcp://c", 1)})))
     eventually(lambda: scheduler.knows("v2"))

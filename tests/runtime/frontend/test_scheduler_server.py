@@ -986,15 +986,15 @@ def test_an_engine_is_told_who_the_others_are_until_it_knows(make: Make) -> None
     deployment = make(routing={"peer_loads": True})
     a, b = deployment.peer(), deployment.peer()
     first = a.ask(status("a", address="tcp://10.0.0.1:5"))
-    assert first == Directory(SECRET, first.version, {"a": (1, "tcp://10.0.0.1:5")})
+    assert first == Directory(SECRET, first.version, {"a": (1, "tcp://10.0.0.1:5", 1)})
     a.send(status("a", address="tcp://10.0.0.1:5", directory=first.version))
     assert a.hears_nothing()
-    both = b.ask(status("b", epoch=3))
-    assert both.engines == {"a": (1, "tcp://10.0.0.1:5"), "b": (3, "tcp://b")}
+    both = b.ask(status("b", epoch=3, tp_size=3))
+    assert both.engines == {"a": (1, "tcp://10.0.0.1:5", 1), "b": (3, "tcp://b", 3)}
     assert a.ask(status("a", address="tcp://10.0.0.1:5", directory=first.version)) == both
     assert a.ask(status("a", address="tcp://10.0.0.1:5", directory=first.version)) == both  # it missed the first one
     renewed = b.ask(status("b", epoch=4, directory=both.version))
-    assert renewed.engines["b"] == (4, "tcp://b")
+    assert renewed.engines["b"] == (4, "tcp://b", 1)
     assert renewed.version != both.version
 
 

@@ -14,10 +14,10 @@ from support.waiting import eventually
 
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.peer_blocks import exchange_with, identity_of_blocks
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.copies import PeerFetch, SwapIn
 from headwise.runtime.worker.kv_offload import KVOffload
-from headwise.runtime.worker.peer_parts import exchange_with, identity_of_blocks
 from headwise.transfer.connectors.base import ExportAddress
 from headwise.transfer.connectors.select import PeerAccess
 from headwise.transfer.host_memory import HostArena
@@ -145,6 +145,6 @@ def test_where_there_are_no_peers_memory_stays_private_and_nothing_can_be_read(p
 
 
 def test_a_number_of_ranks_that_the_model_does_not_have_is_said() -> None:
-    with pytest.raises(Exception, match="tp_size 5 does not divide"):
+    with pytest.raises(Exception, match="engines have 1 ranks each, got 5"):
         exchange_with(EngineConfig(), CARD, 5)
     assert exchange_with(EngineConfig(), CARD, 1).needs.tolist() == [[True, False], [False, True]]

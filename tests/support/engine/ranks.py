@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -12,22 +13,31 @@ import numpy as np
 from support.engine.dense_oracle import ThreadComm
 
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.engine.local_executor import LocalExecutor
 from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.copies import MergedReports
+from headwise.runtime.protocol.executor import exports_of_all
 from headwise.runtime.protocol.running_step import DoneStep
 from headwise.runtime.worker.worker import ModelWorker
+from headwise.transfer.connectors.select import PeerAccess
 
 
 class Ranks:
-    """A `Worker` that is ``config.tp_size`` of them, without copies between tiers; their arenas begin as NaN."""
+    """A `Worker` that is ``config.tp_size`` of them; their arenas begin as NaN.
 
-    def __init__(self, config: EngineConfig, directory: Path) -> None:
+    peers: how they reach the host caches of others; None: not at all
+    """
+
+    def __init__(self, config: EngineConfig, directory: Path, peers: PeerAccess | None = None) -> None:
         size = config.tp_size
         shared: list[Any] = [None] * size
         barrier = Barrier(size)
         self._threads = ThreadPoolExecutor(size)
         self.workers = [
-            ModelWorker(config, directory, rank, ThreadComm(rank, size, shared, barrier)) for rank in range(size)
+            ModelWorker(config, directory, rank, ThreadComm(rank, size, shared, barrier), peers=peers)
+            for rank in range(size)
         ]
+        self._reports = MergedReports(size)
         self._on_all(ModelWorker.initialize_cache)
         for worker in self.workers:
             worker._cache.arena.view(np.float32)[:] = np.nan
@@ -37,7 +47,24 @@ class Ranks:
         return self.workers[0].num_blocks
 
     def begin(self, batch: BatchRequest) -> DoneStep:
-        return DoneStep(self._on_all(lambda worker: worker.execute(batch))[0])
+        results = self._on_all(lambda worker: worker.execute(batch))
+        copies = self._reports.merge([result.copies for result in results])
+        return DoneStep(replace(results[0], copies=copies))
+
+    def close(self) -> None:
+        self._on_all(ModelWorker.close)
 
     def _on_all(self, call: Callable[[ModelWorker], Any]) -> list[Any]:
         return list(self._threads.map(call, self.workers, timeout=120))
+
+
+class RanksExecutor(LocalExecutor):
+    """Of `Ranks`, whose host caches others can read."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self._ranks = ranks
+
+    @property
+    def exports(self) -> tuple[tuple[bytes, ...], ...]:
+        return exports_of_all([worker.exports for worker in self._ranks.workers])

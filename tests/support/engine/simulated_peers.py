@@ -6,7 +6,8 @@ others, and of an engine that is no more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -14,16 +15,18 @@ from typing import Any
 import numpy as np
 from support.engine.simulated_copies import HOST_POISON
 from support.engine.simulated_engine import BLOCK, LetterTokenizer
-from support.engine.simulation import SimulatedExecutor, simulated_card
+from support.engine.simulation import SimulatedExecutor, of_rank, simulated_card
 
+from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import HeadwiseError
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
-from headwise.runtime.protocol.copies import PeerFetch
+from headwise.runtime.protocol.copies import CopyReport, MergedReports, PeerFetch
 from headwise.runtime.protocol.request import GenerationResult
-from headwise.runtime.protocol.running_step import RunningStep
+from headwise.transfer.peer_reads import runs_of
 
 TICK_S = 0.05
 TIMEOUT_S = 3.0
@@ -46,50 +49,90 @@ HANG_TICKS = 200
 """Longer than `TIMEOUT_S`, at any time."""
 
 
-class ReadingExecutor(SimulatedExecutor):
-    """Copies from other engines' hosts in the background."""
+class ReadingExecutor:
+    """Some ranks, which all do what the engine says, and copy from other engines' hosts in the background.
 
-    def __init__(self, network: Network, address: bytes, **options: Any) -> None:
-        super().__init__(**options)
-        self.exports = ((address,),)
-        self._network = network
-        self._reads: list[tuple[int, PeerFetch]] = []
+    exchange: with engines of so many ranks
+    """
+
+    def __init__(self, network: Network, name: str, card: ModelCard, exchange: Callable[[int], HeadExchange]) -> None:
+        self.ranks = [SimulatedExecutor(of_rank(card, rank)) for rank in range(card.plan.tp_size)]
+        self.exports = tuple((f"{name}/{rank}".encode(),) for rank in range(card.plan.tp_size))
+        self._network, self._exchange = network, exchange
+        self._merged = MergedReports(len(self.ranks))
+        self._queue: deque[BatchRequest] = deque()
+        self._reads: list[tuple[int, int, PeerFetch]] = []  # when it is over, our rank, one block of ours
+        for (address,), arena in zip(self.exports, self.host_arenas, strict=True):
+            network.arenas[address] = arena
 
     @property
-    def host_arena(self) -> np.ndarray:
-        return self._copies._arena.array.reshape(self.card.spec.num_host_blocks, -1)
+    def host_arenas(self) -> list[np.ndarray]:
+        """Flat, by rank."""
+        return [rank._copies._arena.array for rank in self.ranks]
 
-    def _begin(self, batch: BatchRequest) -> RunningStep:
+    def poison(self, blocks: np.ndarray) -> None:
+        for rank in self.ranks:
+            rank.poison(blocks)
+
+    def poison_host(self, blocks: np.ndarray) -> None:
+        for rank in self.ranks:
+            rank.poison_host(blocks)
+
+    # ---- `Executor` ----
+
+    def submit(self, batch: BatchRequest) -> None:
+        self._queue.append(batch)
+
+    def poll(self, timeout_s: float | None) -> StepResult | None:
+        return self._execute(self._queue.popleft()) if self._queue else None
+
+    def close(self) -> None:
+        pass
+
+    def _execute(self, batch: BatchRequest) -> StepResult:
         swap_in = batch.cache_swap_metadata
         for fetch in swap_in.from_peers:
-            self._reads += [(self._network.ends_at(), replace(fetch, blocks=row[None])) for row in fetch.blocks]
-        return super()._begin(replace(batch, cache_swap_metadata=replace(swap_in, from_peers=())))
+            for ours in dict.fromkeys(fetch.blocks[:, 3].tolist()):
+                block = replace(fetch, blocks=fetch.blocks[fetch.blocks[:, 3] == ours])
+                self._reads += [(self._network.ends_at(), rank, block) for rank in range(len(self.ranks))]
+        batch = replace(batch, cache_swap_metadata=replace(swap_in, from_peers=()))
+        answers = []
+        for rank in self.ranks:
+            rank.submit(batch)
+            answer = rank.poll(None)
+            assert answer is not None
+            answers.append(answer)
+            assert answer.token_ids.tolist() == answers[0].token_ids.tolist()
+        reports = [self._with_reads(answer.copies, rank) for rank, answer in enumerate(answers)]
+        return replace(answers[0], copies=self._merged.merge(reports))
 
-    def _tell(self, result: StepResult) -> None:
-        came, missed = self._read()
-        copies = result.copies
-        copies = replace(
-            copies,
-            fetched=np.concatenate([copies.fetched, came]).astype(np.int32),
-            missed=np.concatenate([copies.missed, missed]).astype(np.int32),
+    def _with_reads(self, report: CopyReport, rank: int) -> CopyReport:
+        """A rank's report, with the reads of it that are over by now."""
+        came, missed, later = [], [], []
+        for read in self._reads:
+            over, its_rank, fetch = read
+            if its_rank != rank or over > self._network.ticks:
+                later.append(read)
+                continue
+            (came if self._read(fetch, rank) else missed).append(fetch.blocks[0, 3])
+        self._reads = later
+        return replace(
+            report,
+            fetched=np.concatenate([report.fetched, came]).astype(np.int32),
+            missed=np.concatenate([report.missed, missed]).astype(np.int32),
         )
-        super()._tell(replace(result, copies=copies))
 
-    def _read(self) -> tuple[list[int], list[int]]:
-        came: list[int] = []
-        missed: list[int] = []
-        due = [fetch for at, fetch in self._reads if at <= self._network.ticks]
-        self._reads = [read for read in self._reads if read[0] > self._network.ticks]
-        for fetch in due:
-            (_, theirs, _, ours) = fetch.blocks[0].tolist()
-            source = self._network.arenas[fetch.exports[0][0]]
-            if self._network.random.random() < self._network.faults.lose_bytes:
-                self.host_arena[ours].view(np.int32)[:] = HOST_POISON
-                missed.append(ours)
-            else:
-                self.host_arena[ours] = source[theirs]
-                came.append(ours)
-        return came, missed
+    def _read(self, fetch: PeerFetch, rank: int) -> bool:
+        """Fill this rank's part of one block; whether it came."""
+        arena = self.host_arenas[rank]
+        if self._network.random.random() < self._network.faults.lose_bytes:
+            self.ranks[rank].poison_host(fetch.blocks[:1, 3])
+            return False
+        for owner_rank, runs in runs_of(self._exchange(len(fetch.exports)), rank, fetch.blocks).items():
+            source = self._network.arenas[fetch.exports[owner_rank][0]]
+            for first, to, count in runs.tolist():
+                arena[to : to + count] = source[first : first + count]
+        return True
 
 
 class Node:
@@ -97,6 +140,7 @@ class Node:
 
     def __init__(self, network: Network, name: str, options: dict[str, Any]) -> None:
         self.network, self.name, self._options = network, name, options
+        self.num_ranks: int = options["tp_size"]
         self.epoch = 0
         self.results: dict[str, GenerationResult] = {}
         self.start()
@@ -105,26 +149,37 @@ class Node:
         self.epoch += 1
         self.inbox: list[Any] = []
         options = dict(self._options)
-        address = f"{self.name}/{self.epoch}".encode()
-        card = simulated_card(
-            options.pop("policies"),
-            block_size=BLOCK,
-            num_blocks=options.pop("num_blocks"),
-            max_rows=4,
-            host_blocks=options.pop("host_blocks"),
-        )
-        self.executor = ReadingExecutor(self.network, address, card=card, eager=True)
-        self.network.arenas[address] = self.executor.host_arena
+        of_card = {name: options.pop(name) for name in ("policies", "num_blocks", "host_blocks", "tp_size", "grouping")}
+        of_card["host_blocks"] *= self.num_ranks  # each rank has as much memory, for smaller blocks
+        card = simulated_card(**of_card, block_size=BLOCK, max_rows=4)
+        own = Arrangement.of(card.plan, card.layouts)
+        self.network.arrangements[self.num_ranks] = own
+
+        def exchange(ranks: int) -> HeadExchange:
+            return HeadExchange(own, self.network.arrangements[ranks])
+
+        self.executor = ReadingExecutor(self.network, f"{self.name}/{self.epoch}", card, exchange)
         config = EngineConfig(
             block_size=BLOCK, max_batched_tokens=16, load_timeout_s=TIMEOUT_S, host_cache="1KiB", **options
         )
-        self.core = EngineCore(config, card, LetterTokenizer(), self.executor, clock=self.network.clock, peers=self)
+        self.core = EngineCore(
+            config,
+            card,
+            LetterTokenizer(),
+            self.executor,
+            clock=self.network.clock,
+            peers=self,
+            exchange=lambda config, card, ranks: exchange(ranks),
+        )
 
     # ---- `Peers` ----
 
     def knows(self, engine: str, epoch: int) -> bool:
         node = self.network.nodes.get(engine)
         return node is not None and node is not self and node.epoch == epoch
+
+    def tp_size(self, engine: str) -> int:
+        return self.network.nodes[engine].num_ranks
 
     def send(self, engine: str, message: Any) -> None:
         self.network.send(engine, self.name.encode(), message)
@@ -159,22 +214,27 @@ class Node:
 
 
 class Network:
-    """Some engines, their wire and their time: a tick for each `turn`."""
+    """Some engines, their wire and their time: a tick for each `turn`.
+
+    ranks:    of each engine; of those with more than one, heads are grouped by ``grouping``
+    """
 
     def __init__(
         self, names: Sequence[str], policies: Sequence[HeadPolicy], *, seed: int = 0, faults: WireFaults | None = None,
-        **options: Any,
+        ranks: Sequence[int] = (), grouping: str = "auto", **options: Any,
     ) -> None:  # fmt: skip
         self.random = Random(seed)
         self.faults = faults or WireFaults()
         self.ticks = 0
         self.sent: list[Any] = []
         self.arenas: dict[bytes, np.ndarray] = {}
+        self.arrangements: dict[int, Arrangement] = {}  # by ranks
         self.nodes: dict[str, Node] = {}
         self._under_way: list[tuple[int, str, bytes | None, Any]] = []
         options = {"num_blocks": 60, "host_blocks": 80, "write_policy": "write_through", **options}
-        for name in names:
-            self.nodes[name] = Node(self, name, {"policies": policies, **options})
+        for name, tp_size in zip(names, ranks or [1] * len(names), strict=True):
+            of_ranks = {"tp_size": tp_size, "grouping": grouping if tp_size > 1 else "auto"}
+            self.nodes[name] = Node(self, name, {"policies": policies, **of_ranks, **options})
 
     def clock(self) -> float:
         return 1e9 + self.ticks * TICK_S
@@ -209,5 +269,6 @@ class Network:
         """An engine loses its workers, and what they had: its memory may be read still, and holds nothing."""
         node = self.nodes[name]
         node.core.fail_all("killed")
-        node.executor.host_arena.view(np.int32)[:] = HOST_POISON
+        for arena in node.executor.host_arenas:
+            arena.view(np.int32)[:] = HOST_POISON
         node.start()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +54,17 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def simulated_card(
-    policies: Sequence[HeadPolicy], *, block_size: int, num_blocks: int, max_rows: int, host_blocks: int = 0
+    policies: Sequence[HeadPolicy],
+    *,
+    block_size: int,
+    num_blocks: int,
+    max_rows: int,
+    host_blocks: int = 0,
+    tp_size: int = 1,
+    grouping: Literal["auto", "per_head_index"] = "auto",
 ) -> ModelCard:
     """A card with one layer and one KV head per policy."""
-    plan = plan_head_groups([policies])
+    plan = plan_head_groups([policies], tp_size, grouping)
     layout = BlockLayout(block_size, plan.slots, (Role("token", (), "int32"),), alignment=4)
     max_len = num_blocks // len(plan.groups) * block_size
     model = ModelConfig(
@@ -76,6 +85,12 @@ def simulated_card(
     )
     spec = CacheSpec(num_blocks, max_rows, -(-max_len // block_size), host_blocks)
     return ModelCard("simulated", "simulated", model, plan, (layout,), spec, max_len)
+
+
+def of_rank(card: ModelCard, rank: int) -> ModelCard:
+    """As if this rank's members were all that there are."""
+    groups = tuple(replace(group, members=(group.members[rank],)) for group in card.plan.groups)
+    return replace(card, plan=replace(card.plan, tp_size=1, groups=groups))
 
 
 class SimulatedExecutor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Prefill, RenewLease
+from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
 
-Ask = AskLease | Prefill | RenewLease | EndLease
+Ask = AskLease | RenewLease | EndLease
 Answer = Leased | LeaseEnded
 
 
@@ -15,6 +15,9 @@ class Peers(Protocol):
 
     def knows(self, engine: str, epoch: int) -> bool:
         """Whether there is an engine of this name whose cache is of this epoch, and not the one that asks."""
+
+    def tp_size(self, engine: str) -> int:
+        """The ranks of an engine that is known."""
 
     def send(self, engine: str, message: Ask) -> None:
         """Ask an engine that is known. The deployment's secret is put in."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headwise.runtime.engine.peers.base import Answer, Ask
 from headwise.runtime.protocol import wire
 from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Directory, Leased, LeaseEnded
-from headwise.sockets.pieces import split
+from headwise.sockets.pieces import PIECE_BYTES, split
 
 if TYPE_CHECKING:
     import zmq
@@ -21,8 +21,9 @@ IDLE_S = 60.0
 """A connection over which nothing was asked for so long is closed."""
 MAX_CONNECTIONS = 256
 """Most connections; the one that was idle for longest is closed for another."""
-MAX_UNSENT = 64
-"""Messages that wait for an engine that does not take them. Further ones are lost, and said again if they matter."""
+MAX_UNSENT = 64 + MAX_MESSAGE_BYTES // PIECE_BYTES
+"""Messages, or pieces of one, that wait for an engine that does not take them: the longest one fits. Further ones are
+lost, and said again if they matter."""
 MAX_ANSWERS = 256
 """Most answers taken in at once."""
 
@@ -66,6 +67,9 @@ class PeerConnections:
     def knows(self, engine: str, epoch: int) -> bool:
         known = self._directory().engines.get(engine)
         return known is not None and known[0] == epoch and engine != self._engine
+
+    def tp_size(self, engine: str) -> int:
+        return self._directory().engines[engine][2]
 
     def send(self, engine: str, message: Ask) -> None:
         import zmq

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.leases import MAX_LEASES, NO_BLOCKS, Lease, Leases
 from headwise.errors import InvalidRequestError
 from headwise.runtime.engine.peers.base import Ask, Peers
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Prefill, RenewLease
+from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
 from headwise.storage.index.messages import HASH_BYTES
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Lending:
         self.lend(reader, message, hashes, now)
 
     def lend(
-        self, reader: bytes, message: AskLease | Prefill, path: Sequence[bytes], now: float, is_growing: bool = False
+        self, reader: bytes, message: AskLease, path: Sequence[bytes], now: float, is_growing: bool = False
     ) -> None:
         """Lease what is wanted of a path, and what of it is yet to be computed; say so, or that nothing is leased."""
         lease = None
@@ -110,7 +110,7 @@ class Lending:
     def refuse(self, reader: bytes, message: Ask) -> None:
         """Say that nothing is leased, and that what was does not hold."""
         name, epoch = message.lease, message.epoch
-        if isinstance(message, (AskLease, Prefill)):
+        if isinstance(message, AskLease):
             self._peers.answer(reader, Leased(name, epoch, NO_GRANT, 0, NO_BLOCKS, (), is_all=True))
         else:
             self._peers.answer(reader, LeaseEnded(name, epoch, NO_GRANT, held=False))

@@ -10,9 +10,10 @@ A request waits for that, and not longer than ``timeout_s``. Whatever fails, it 
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -22,12 +23,18 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.arrivals import Arrival, Arrivals, Fetch
 from headwise.cache_controller.cache_manager import CacheManager
+from headwise.cache_controller.head_exchange import HeadExchange
+from headwise.errors import ConfigError, first_line
 from headwise.runtime.engine.peers.base import Peers
 from headwise.runtime.engine.peers.lending import LEASE_BYTES, NO_GRANT
+from headwise.runtime.engine.peers.load import Load, OwnerGroups, Piece, is_sane
+from headwise.runtime.engine.peers.parts import Part, Parts
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.protocol.copies import PeerFetch
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Prefill, RenewLease
+from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint, SamplingParams
+
+log = logging.getLogger(__name__)
 
 MAX_LOADS = 128
 """Most leases that are asked for or read from at a time."""
@@ -37,9 +44,6 @@ MAX_PREFILL_S = 120.0
 
 ASK_SHARE, RENEW_SHARE = 0.1, 0.25
 """Shares of the timeout after which a question that was not answered is asked again, and a sign of life is given."""
-
-MAX_RANKS, MAX_EXPORTS, MAX_EXPORT_BYTES = 1024, 8, 4096
-"""What an owner may have: ranks, addresses of each, bytes of an address."""
 
 
 @dataclass
@@ -65,55 +69,24 @@ class PeerCounts:
 
 
 @dataclass(eq=False)
-class _Load:
-    """A lease, and what comes by it.
+class _Waiting:
+    """A sequence that is held back, and until when at most.
 
-    waits:   for the owner to lease them, by column and group
-    ordered: being copied
-    copied, failed: by all workers, or not by one of them
-    grant:   of the lease; None: not heard yet
-    heard:   blocks of the lease that the owner has told of
-    is_over: nothing more is wanted of it, and what comes is missed
+    owner: the groups of the engine that its hint names
+    path:  what that engine may have of it
+    fetch: of the part that is under way
+    asked: blocks of this part and those before
+    load:  by which an owner computes its prompt, if one does
     """
 
-    name: bytes
-    engine: str
-    epoch: int
-    ask: AskLease | Prefill
-    since: float
-    until: float
-    say_at: float
-    waits: dict[tuple[int, int], Arrival]
-    ordered: set[Arrival] = field(default_factory=set)
-    copied: list[Arrival] = field(default_factory=list)
-    failed: list[Arrival] = field(default_factory=list)
-    grant: int | None = None
-    heard: int = 0
-    is_all: bool = False
-    is_over: bool = False
-
-    @property
-    def prefills(self) -> bool:
-        """Whether the owner computes what it leases: that takes its time, as long as there are signs of life."""
-        return isinstance(self.ask, Prefill)
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether all is there that will come, as far as the copies go."""
-        return self.is_all and not self.ordered
-
-    def arrivals(self) -> list[Arrival]:
-        return [*self.waits.values(), *self.ordered, *self.copied, *self.failed]
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """A sequence that is held back, and until when at most. load: by which an owner computes its prompt, if one does"""
-
     sequence: Sequence
-    fetch: Fetch
-    until: float
-    load: _Load | None = None
+    hint: PeerHint
+    owner: OwnerGroups
+    path: tuple[bytes, ...]
+    fetch: Fetch = field(default_factory=lambda: Fetch(0))
+    until: float = 0.0
+    asked: int = 0
+    load: Load | None = None
 
     def is_over(self, now: float) -> bool:
         is_computed = self.load is not None and not self.load.is_over
@@ -121,14 +94,25 @@ class _Waiting:
 
 
 class PeerLoads:
-    """timeout_s: longest that a request waits, and that an owner is believed to be there without a word"""
+    """exchange:  with engines of so many ranks. Raises ValueError or `ConfigError` if there is none with such engines
+    timeout_s: longest that a request waits without news, and that an owner is believed to be there without a word
+    """
 
-    def __init__(self, cache: CacheManager, arrivals: Arrivals, peers: Peers, timeout_s: float) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        arrivals: Arrivals,
+        peers: Peers,
+        exchange: Callable[[int], HeadExchange],
+        timeout_s: float,
+    ) -> None:
         self.counts = PeerCounts()
-        self._cache, self._arrivals, self._peers = cache, arrivals, peers
+        self._cache, self._arrivals, self._peers, self._exchange = cache, arrivals, peers, exchange
         self._timeout_s = timeout_s
-        self._loads: dict[bytes, _Load] = {}
-        self._load_of: dict[Arrival, _Load] = {}
+        self._owners: dict[int, OwnerGroups | None] = {}  # by ranks; None: blocks cannot be exchanged with those
+        self._parts = Parts(cache, arrivals)
+        self._loads: dict[bytes, Load] = {}
+        self._load_of: dict[Arrival, Load] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._orders: list[tuple[tuple[tuple[bytes, ...], ...], list[tuple[int, int, int, int]]]] = []
 
@@ -157,45 +141,62 @@ class PeerLoads:
         hint = sequence.request.peer
         if hint is None:
             return False
-        if not self._peers.knows(hint.engine, hint.epoch):
+        owner = self._groups_of(hint)
+        if owner is None:
             self.counts.unknown_hints += 1
             return False
-        size = self._cache.block_size
-        path = tuple(sequence.block_hashes(min(sequence.servable, max(0, hint.tokens)), size))
-        wanted, gained = self._cache.lacking(path, np.ones((len(path), self._num_groups), np.bool_), self._room)
-        prefills = hint.prefills and not sequence.request.extra_keys  # of which the other engine would need embeddings
-        if not gained or not (prefills or self._is_worth_it(hint, int(np.count_nonzero(wanted)), gained)):
+        servable = min(sequence.servable, max(0, hint.tokens))
+        waiting = _Waiting(sequence, hint, owner, tuple(sequence.block_hashes(servable, self._cache.block_size)))
+        if not self._ask_more(waiting, now):
             return False
-        path = path[: len(wanted)]
-        if len(self._loads) >= MAX_LOADS and not self._arrivals.are_coming(path, self._num_groups)[wanted].all():
+        self._waiting[sequence.id] = waiting
+        return True
+
+    def _groups_of(self, hint: PeerHint) -> OwnerGroups | None:
+        """How the blocks of the engine that a hint names make up ours; None: it is not known, or they do not."""
+        if not self._peers.knows(hint.engine, hint.epoch):
+            return None
+        ranks = self._peers.tp_size(hint.engine)
+        if ranks not in self._owners:
+            try:
+                self._owners[ranks] = OwnerGroups.of(self._exchange(ranks), self._arrivals.num_blocks)
+            except (ValueError, ConfigError) as error:
+                log.warning("no blocks are asked of engines with %d ranks: %s", ranks, first_line(error))
+                self._owners[ranks] = None
+        return self._owners[ranks]
+
+    def _ask_more(self, waiting: _Waiting, now: float) -> bool:
+        """Ask for the next part of what a sequence lacks; False: there is none, or it is not worth it, or not now."""
+        hint, groups = waiting.hint, self._parts.num_groups
+        part = self._next_part(waiting)
+        if part is None:
             return False
-        fetch, arrivals = self._arrivals.expect(self, path, wanted, gained)
-        waiting = self._waiting[sequence.id] = _Waiting(sequence, fetch, now + self._timeout_s)
+        path = waiting.path[: len(part.wanted)]
+        if len(self._loads) >= MAX_LOADS and not self._arrivals.are_coming(path, groups)[part.wanted].all():
+            return False
+        waiting.fetch, arrivals = self._arrivals.expect(self, path, part.wanted, part.gained)
+        waiting.until = now + self._timeout_s
+        waiting.asked += int(np.count_nonzero(part.wanted))
         if arrivals:
-            name = secrets.token_bytes(LEASE_BYTES)
-            wanted = _places(arrivals, len(path), self._num_groups)
-            ask: AskLease | Prefill = AskLease(name, hint.epoch, b"".join(path), wanted)
-            if prefills:
-                ask = Prefill(name, hint.epoch, _prompt_of(sequence, len(path) * size), wanted)
-            self._ask(hint.engine, ask, arrivals, now)
-        loads = [self._load_of.get(arrival) for arrival in self._arrivals.awaited(fetch)]
+            wanted = waiting.owner.of_ours(_places(arrivals, len(path), groups))
+            ask = AskLease(secrets.token_bytes(LEASE_BYTES), hint.epoch, b"", wanted)
+            if hint.prefills:
+                ask = replace(ask, prompt=_prompt_of(waiting.sequence, len(path) * self._cache.block_size))
+            else:
+                ask = replace(ask, hashes=b"".join(path))
+            self._ask(waiting, ask, arrivals, not part.is_all, now)
+        loads = [self._load_of.get(arrival) for arrival in self._arrivals.awaited(waiting.fetch)]
         waiting.load = next((load for load in loads if load is not None and load.prefills), None)
         return True
 
-    def _is_worth_it(self, hint: PeerHint, blocks: int, tokens: int) -> bool:
-        return not hint.prefills and self._cache.costs.is_worth_asking(blocks, tokens)
+    def _next_part(self, waiting: _Waiting) -> Part | None:
+        room = self._arrivals.room(len(self._load_of))
+        next_part = self._parts.to_compute if waiting.hint.prefills else self._parts.to_fetch
+        return next_part(waiting.path, waiting.asked, room, waiting.owner.most)
 
-    @property
-    def _num_groups(self) -> int:
-        return len(self._cache.policies)
-
-    @property
-    def _room(self) -> int:
-        return self._arrivals.room(len(self._load_of))
-
-    def _ask(self, engine: str, ask: AskLease | Prefill, arrivals: Items[Arrival], now: float) -> None:
+    def _ask(self, waiting: _Waiting, ask: AskLease, arrivals: Items[Arrival], is_part: bool, now: float) -> None:
         waits = {(arrival.column, arrival.group): arrival for arrival in arrivals}
-        load = _Load(ask.lease, engine, ask.epoch, ask, now, now + self._timeout_s, now, waits)
+        load = Load(waiting.hint.engine, ask, waiting.owner, now, now + self._timeout_s, now, waits, is_part)
         self._loads[ask.lease] = load
         self._load_of.update(dict.fromkeys(arrivals, load))
         self.counts.asked += 1
@@ -213,9 +214,16 @@ class PeerLoads:
             elif now >= load.say_at:
                 self._say(load, now)
         over = [waiting for waiting in self._waiting.values() if waiting.is_over(now)]
+        over = [waiting for waiting in over if not self._goes_on(waiting, now)]
         for waiting in over:
             del self._waiting[waiting.sequence.id]
         return [waiting.sequence for waiting in over]
+
+    def _goes_on(self, waiting: _Waiting, now: float) -> bool:
+        """Ask for the next part, if all of this one has come; whether there is one."""
+        has_come = not waiting.fetch.left and not waiting.fetch.missed
+        is_known = self._peers.knows(waiting.hint.engine, waiting.hint.epoch)
+        return has_come and is_known and self._ask_more(waiting, now)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence waits no more. What is being copied still comes; what nobody else waits for is not asked for."""
@@ -231,11 +239,12 @@ class PeerLoads:
 
     # ---- what owners say, and what they are told ----
 
-    def _say(self, load: _Load, now: float) -> None:
+    def _say(self, load: Load, now: float) -> None:
         """What the owner must hear next, be it again: the question, a sign of life, or the end."""
         share = ASK_SHARE
         if load.grant is None:
             self._peers.send(load.engine, load.ask)
+            share = RENEW_SHARE if load.ask.prompt is not None and load.ask.prompt.embeds else share  # it is long
         elif load.is_copied:
             self._peers.send(load.engine, EndLease(load.name, load.epoch, load.grant))
         else:
@@ -243,18 +252,18 @@ class PeerLoads:
             share = RENEW_SHARE
         load.say_at = now + share * self._timeout_s
 
-    def _take(self, load: _Load, answer: Leased | LeaseEnded, now: float) -> None:
+    def _take(self, load: Load, answer: Leased | LeaseEnded, now: float) -> None:
         if isinstance(answer, LeaseEnded):
             if answer.held and answer.grant == load.grant and load.is_copied and not load.is_over:
                 self._finish(load, load.copied, load.failed)
             else:
                 self._give_up(load)
-        elif load.grant not in (None, answer.grant) or not _is_sane(answer):
+        elif load.grant not in (None, answer.grant) or not is_sane(answer, load.owner.ranks):
             self._give_up(load)  # the lease had ended, and is another one now
         elif not load.is_all and not load.is_over:
             self._leased(load, answer, now)
 
-    def _leased(self, load: _Load, answer: Leased, now: float) -> None:
+    def _leased(self, load: Load, answer: Leased, now: float) -> None:
         """The owner holds blocks for us: have the workers copy those that were not told of before."""
         load.grant = answer.grant
         if load.prefills:
@@ -266,42 +275,39 @@ class PeerLoads:
         self.counts.answered += not load.heard and bool(new)
         load.heard += len(new)
         load.is_all = answer.is_all
-        placed = [(load.waits.get((column, group)), group, block) for column, group, block in new]
-        of_use = [(arrival, group, block) for arrival, group, block in placed if arrival is not None]
-        if load.is_all and not load.ordered and not load.copied and not self._would_gain(load, of_use):
+        leased = load.leased(new)
+        if load.is_all and not load.ordered and not load.copied and not self._would_gain(load, leased):
+            load.failed += [arrival for arrival, _ in leased]
             self._give_up(load)
             return
-        for arrival, _, _ in of_use:
-            del load.waits[arrival.column, arrival.group]
-        self._order(load, answer.exports, of_use)
+        self._order(load, answer.exports, leased)
         if load.is_all:
             self._miss(list(load.waits.values()))  # the owner has not got them
             load.waits.clear()
             self._go_on(load)
 
-    def _would_gain(self, load: _Load, leased: Items[tuple[Arrival, int, int]]) -> bool:
-        """Whether what is leased at once, and nothing else of it, lets more be served."""
-        if not leased:
-            return False
-        path = leased[0][0].path
-        there = _places([arrival for arrival, _, _ in leased], len(path), self._num_groups)
-        elsewhere = self._arrivals.are_coming(path, self._num_groups)
+    def _would_gain(self, load: Load, leased: Items[tuple[Arrival, list[Piece]]]) -> bool:
+        """Whether what is leased at once, and nothing else of it, lets more be served, if need be with later parts."""
+        if not leased or (load.is_part and not load.waits):
+            return bool(leased)
+        path, groups = leased[0][0].path, self._parts.num_groups
+        there = _places([arrival for arrival, _ in leased], len(path), groups)
+        elsewhere = self._arrivals.are_coming(path, groups)
         for column, group in load.waits:
             elsewhere[column, group] = False
-        return self._cache.would_gain(path, there | elsewhere)
+        return self._cache.gain(path, there | elsewhere) > 0
 
     def _order(
-        self, load: _Load, exports: tuple[tuple[bytes, ...], ...], leased: Items[tuple[Arrival, int, int]]
+        self, load: Load, exports: tuple[tuple[bytes, ...], ...], leased: Items[tuple[Arrival, list[Piece]]]
     ) -> None:
         if not leased:
             return
         self.counts.leased_blocks += len(leased)
-        load.ordered.update(arrival for arrival, _, _ in leased)
-        self._orders.append(
-            (exports, [(group, block, arrival.group, arrival.block) for arrival, group, block in leased])
-        )
+        load.ordered.update(arrival for arrival, _ in leased)
+        rows = [(theirs, block, arrival.group, arrival.block) for arrival, parts in leased for theirs, block in parts]
+        self._orders.append((exports, rows))
 
-    def _go_on(self, load: _Load) -> None:
+    def _go_on(self, load: Load) -> None:
         """Once all copies are over: have it asked whether the lease has held, or be done if that does not matter."""
         if load.ordered or not (load.is_all or load.is_over):
             return
@@ -333,7 +339,7 @@ class PeerLoads:
 
     # ---- the end of a load ----
 
-    def _give_up(self, load: _Load) -> None:
+    def _give_up(self, load: Load) -> None:
         """Use nothing of it. What workers still write to stays held until they are through."""
         if not load.is_over:
             load.is_over = True
@@ -347,7 +353,7 @@ class PeerLoads:
         if not load.ordered:
             self._finish(load, (), ())
 
-    def _finish(self, load: _Load, came: Items[Arrival], missed: Items[Arrival]) -> None:
+    def _finish(self, load: Load, came: Items[Arrival], missed: Items[Arrival]) -> None:
         there, lacking = self._arrivals.end(came, missed)
         self._count(there, lacking)
         del self._loads[load.name]
@@ -372,28 +378,16 @@ def _places(arrivals: Items[Arrival], columns: int, groups: int) -> NDArray[np.b
 
 
 def _prompt_of(sequence: Sequence, tokens: int) -> GenerateRequest:
-    """The first of a sequence's tokens, as a prompt."""
+    """The first of a sequence's tokens, as a prompt: up to the end of an item that begins among them."""
     request = sequence.request
+    extra_keys = tuple(key for key in request.extra_keys if key[0] < tokens)
     return replace(
         request,
-        prompt_token_ids=sequence.tokens(0, tokens),
+        prompt_token_ids=sequence.tokens(0, max([tokens, *(end for _, end, _ in extra_keys)])),
+        extra_keys=extra_keys,
+        embeds=tuple(each for each in request.embeds if each.start < tokens),
         sampling=SamplingParams(),
         output_token_ids=(),
         prompt_told=0,
         peer=None,
-    )
-
-
-def _is_sane(answer: Leased) -> bool:
-    """Whether blocks and addresses are what they must be. Whether they can be read, readers find out."""
-    blocks = answer.blocks
-    return (
-        answer.first >= 0
-        and blocks.ndim == 2
-        and blocks.shape[1] == 3
-        and len(answer.exports) <= MAX_RANKS
-        and all(
-            len(of_rank) <= MAX_EXPORTS and all(len(address) <= MAX_EXPORT_BYTES for address in of_rank)
-            for of_rank in answer.exports
-        )
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from headwise.errors import HeadwiseError
 from headwise.runtime.engine.peers.lending import Lending
 from headwise.runtime.engine.sequence import Sequence
-from headwise.runtime.protocol.messages import Prefill
+from headwise.runtime.protocol.messages import AskLease
 from headwise.runtime.protocol.request import GenerateRequest, SamplingParams
 
 _WITHOUT_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -33,14 +33,14 @@ class Prefills:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def begin(self, reader: bytes, message: Prefill, now: float) -> None:
+    def begin(self, reader: bytes, message: AskLease, prompt: GenerateRequest, now: float) -> None:
         """Compute a prompt, and lease its blocks to the reader; what is under way already is not begun again."""
         name = f"prefill/{message.lease.hex()}"
         if name in self._leases or self._lending.is_known(message.lease):
             self._lending.renew(reader, message.lease, message.epoch, 0, now)
             return
         request = replace(
-            message.request, request_id=name, sampling=_WITHOUT_OUTPUT, output_token_ids=(), prompt_told=0, peer=None
+            prompt, request_id=name, sampling=_WITHOUT_OUTPUT, output_token_ids=(), prompt_told=0, peer=None
         )
         try:
             sequence = self._add(request)
@@ -48,7 +48,7 @@ class Prefills:
             self._lending.refuse(reader, message)
             return
         self._leases[name] = message.lease
-        path = sequence.block_hashes(sequence.num_tokens, self._block_size)
+        path = sequence.block_hashes(sequence.num_tokens, self._block_size)[: len(message.wanted)]
         self._lending.lend(reader, message, path, now, is_growing=True)
         self.end_unleased()
 

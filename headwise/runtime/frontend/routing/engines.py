@@ -393,6 +393,7 @@ class EngineTable:
                 "restarts": self.engines[row].restarts,
                 "role": self._roles.get(name, "mixed"),
                 "is_leaving": self.engines[row].status.is_leaving,
+                "tp_size": self.engines[row].status.tp_size,
                 "endpoint": self.engines[row].status.endpoint,
                 "silent_s": round(now - float(self.heard[row]), 3),
                 "reserved": int(self.reserved[row]),

@@ -25,7 +25,7 @@ from headwise.runtime.frontend.scaling.base import (
 from headwise.runtime.frontend.scaling.exchange import Exchange, FleetState, SchedulerNews, Wish, Wishes
 from headwise.runtime.frontend.scaling.observation import observe
 from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
-from headwise.runtime.frontend.scaling.roles import Split, deal
+from headwise.runtime.frontend.scaling.roles import RankSizes, Split, deal
 
 __all__ = [
     "CacheWorth",
@@ -34,6 +34,7 @@ __all__ = [
     "Exchange",
     "FleetState",
     "Observation",
+    "RankSizes",
     "Replica",
     "ReplicaSet",
     "ReplicaState",

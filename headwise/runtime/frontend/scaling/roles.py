@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.routing.base import EngineRole
 
 
@@ -38,8 +40,47 @@ class Split:
         return Split(prefill, engines - prefill)
 
 
-def deal(engines: Sequence[str], split: Split, before: Mapping[str, EngineRole]) -> dict[str, EngineRole]:
-    """The role of each engine, as far as it is not ``mixed``. As few engines as possible change theirs.
+@dataclass(frozen=True)
+class RankSizes:
+    """Tensor-parallel ranks that engines are to have, by what they are for. An engine with others can do the same, and
+    does until one with these has taken its place."""
+
+    mixed: int = 1
+    prefill: int = 1
+    decode: int = 1
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> RankSizes:
+        tp_size = config.tp_size
+        return cls(tp_size, config.prefill_tp_size or tp_size, config.decode_tp_size or tp_size)
+
+    @property
+    def are_alike(self) -> bool:
+        return self.mixed == self.prefill == self.decode
+
+    def of_role(self, role: EngineRole) -> int:
+        return {"mixed": self.mixed, "prefill": self.prefill, "decode": self.decode}[role]
+
+    def to_start(self, split: Split, there: Sequence[int], count: int) -> list[int]:
+        """The ranks of ``count`` engines that are to be started beside those that are ``there``, by their ranks."""
+        numbers = split.of(len(there) + count)
+        roles = ["decode"] * numbers.decode + ["prefill"] * numbers.prefill
+        lacking = [self.of_role(role) for role in cast("list[EngineRole]", roles)]
+        lacking += [self.mixed] * (len(there) + count - numbers.total)
+        for ranks in there:
+            if ranks in lacking:
+                lacking.remove(ranks)
+        return lacking[:count]
+
+
+def deal(
+    engines: Sequence[str],
+    split: Split,
+    before: Mapping[str, EngineRole],
+    fits: Callable[[str, EngineRole], bool] = lambda name, role: True,
+) -> dict[str, EngineRole]:
+    """The role of each engine, as far as it is not ``mixed``. As few engines as possible have one that does not fit
+    them, and then as few as possible change theirs.
 
     engines: that serve or will, without those that leave, in an order that does not change
     before:  what they were
@@ -48,13 +89,19 @@ def deal(engines: Sequence[str], split: Split, before: Mapping[str, EngineRole])
     wanted: dict[EngineRole, int] = {"prefill": numbers.prefill, "decode": numbers.decode}
     wanted["mixed"] = len(engines) - numbers.total
     roles: dict[str, EngineRole] = {}
-    for name in engines:
-        role = before.get(name, "mixed")
-        if wanted[role]:
-            wanted[role] -= 1
-            roles[name] = role
-    free = [role for role, count in wanted.items() for _ in range(count)]
-    for name in engines:
-        if name not in roles:
-            roles[name] = free.pop(0)
+
+    def give(may_have: Callable[[str, EngineRole], bool]) -> None:
+        for name in engines:
+            role = next((role for role, count in wanted.items() if count and may_have(name, role)), None)
+            if name not in roles and role is not None:
+                wanted[role] -= 1
+                roles[name] = role
+
+    def is_own(name: str, role: EngineRole) -> bool:
+        return role == before.get(name, "mixed")
+
+    give(lambda name, role: is_own(name, role) and fits(name, role))
+    give(fits)
+    give(is_own)
+    give(lambda name, role: True)
     return {name: role for name, role in roles.items() if role != "mixed"}

@@ -63,7 +63,7 @@ class Reader:
 
     def __init__(self, context: zmq.Context, address: str, keys: ServerKeys | None) -> None:
         self.now = 0.0
-        self.engines = {"owner": (EPOCH, address), "reader": (EPOCH, address)}
+        self.engines = {"owner": (EPOCH, address, 3), "reader": (EPOCH, address, 1)}
         self.connections = PeerConnections(
             context,
             "reader",
@@ -112,6 +112,7 @@ def test_only_others_of_the_same_epoch_are_known(reader) -> None:
     assert not reader.connections.knows("owner", EPOCH + 1)
     assert not reader.connections.knows("reader", EPOCH)
     assert not reader.connections.knows("nobody", EPOCH)
+    assert reader.connections.tp_size("owner") == 3
     reader.connections.send("nobody", ASK)
     assert not reader.connections.sockets
 
@@ -119,7 +120,7 @@ def test_only_others_of_the_same_epoch_are_known(reader) -> None:
 def test_connections_that_are_idle_or_lead_elsewhere_are_closed(owner, reader) -> None:
     reader.connections.send("owner", ASK)
     (first,) = reader.connections.sockets
-    reader.engines["owner"] = (EPOCH + 1, "tcp://127.0.0.1:9")
+    reader.engines["owner"] = (EPOCH + 1, "tcp://127.0.0.1:9", 3)
     reader.connections.send("owner", ASK)
     (second,) = reader.connections.sockets
     assert first.closed
@@ -130,7 +131,7 @@ def test_connections_that_are_idle_or_lead_elsewhere_are_closed(owner, reader) -
 
 
 def test_an_engine_that_takes_nothing_holds_up_nobody(reader) -> None:
-    reader.engines["owner"] = (EPOCH, "tcp://127.0.0.1:9")
+    reader.engines["owner"] = (EPOCH, "tcp://127.0.0.1:9", 3)
     for _ in range(1000):
         reader.connections.send("owner", ASK)
     assert reader.connections.receive() == []

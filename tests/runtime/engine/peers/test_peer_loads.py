@@ -2,17 +2,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from support.engine.simulated_engine import request
-from support.engine.simulated_peers import TICK_S, TIMEOUT_S, Network, WireFaults
+from support.engine.simulated_peers import TICK_S, TIMEOUT_S, Network, Node, WireFaults
 from support.engine.simulation import continuation
 
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.runtime.protocol.messages import AskLease, Leased
+from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
 
 PROMPT = list(range(1, 30))
 POLICIES = [(FULL,), (FULL, HeadPolicy(window=5, sink=2)), (FULL, STATE)]
+RANKS = [(1, 1), (1, 2), (2, 1)]
+"""Of the engine that is asked, and of the one that asks."""
+
+
+def network_of(names: str, policies, ranks, grouping: str = "auto", **options) -> Network:
+    """Engines with as many heads of each policy as the most ranks need."""
+    heads = [policy for policy in policies for _ in range(max(ranks))]
+    return Network(names, heads, ranks=ranks, grouping=grouping, **options)
 
 
 def hinted(network: Network, name: str, prompt: list[int], count: int, engine: str, tokens=28) -> GenerateRequest:
@@ -49,9 +59,11 @@ def peers(network: Network, engine: str) -> dict:
 
 @pytest.mark.parametrize("policies", POLICIES)
 @pytest.mark.parametrize("owner_has_it_on", ["host", "device"])
-def test_a_prefix_that_only_another_engine_has_comes_from_there(policies, owner_has_it_on: str) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_prefix_that_only_another_engine_has_comes_from_there(policies, owner_has_it_on: str, ranks) -> None:
     policy = "write_through" if owner_has_it_on == "host" else "write_through_selective"
-    network = Network("ab", policies, write_policy=policy, checkpoint_tokens=8, write_through_threshold=9)
+    options = {"write_policy": policy, "checkpoint_tokens": 8, "write_through_threshold": 9}
+    network = network_of("ab", policies, ranks, **options)
     serve(network, "a", request("first", PROMPT, 3))
     settle(network)
     assert (network.nodes["a"].core.stats()["host"]["cached_blocks"] > 0) is (owner_has_it_on == "host")
@@ -70,6 +82,29 @@ def test_only_what_a_hit_needs_is_asked_for() -> None:
     serve(network, "b", hinted(network, "second", PROMPT, 3, "a"))
     settle(network)
     assert peers(network, "b")["fetched_blocks"] == 7 + 1 == peers(network, "a")["lent"]["leased_blocks"]
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (4, 2)])
+def test_blocks_come_from_several_groups_where_the_other_engine_groups_its_heads_otherwise(ranks) -> None:
+    policies = (FULL, FULL, HeadPolicy(window=5), HeadPolicy(window=5))
+    network = network_of("ab", policies, ranks, "per_head_index", num_blocks=120)
+    serve(network, "a", request("first", PROMPT, 3))
+    serve(network, "b", hinted(network, "second", PROMPT, 3, "a"))
+    settle(network)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 28
+    asked = next(message for message in network.sent if isinstance(message, AskLease))
+    a, b = (network.nodes[name].core.cache for name in "ab")
+    assert asked.wanted.shape[1] == len(a.policies) != len(b.policies)
+    fetched, leased = peers(network, "b")["fetched_blocks"], peers(network, "a")["lent"]["leased_blocks"]
+    assert fetched * len(a.policies) == leased * len(b.policies)
+
+
+def test_engines_with_ranks_that_do_not_fit_are_not_asked() -> None:
+    network = network_of("ab", (FULL,), (1, 2))
+    serve(network, "a", request("first", PROMPT, 3))
+    network.arrangements[1] = Network("x", (FULL, FULL, FULL)).arrangements[1]
+    assert serve(network, "b", hinted(network, "second", PROMPT, 3, "a")) == continuation(PROMPT, 3)
+    assert peers(network, "b")["unknown_hints"] == 1
 
 
 def test_requests_that_start_alike_ask_once() -> None:
@@ -96,8 +131,9 @@ def test_a_hint_of_an_engine_that_started_anew_is_ignored_and_counted() -> None:
 
 @pytest.mark.parametrize("when", range(1, 12))
 @pytest.mark.parametrize("who", ["owner", "reader"])
-def test_either_side_may_die_at_any_moment(who: str, when: int) -> None:
-    network = Network("ab", (FULL, HeadPolicy(window=5)), faults=WireFaults(delay_bytes=3))
+@pytest.mark.parametrize("ranks", RANKS)
+def test_either_side_may_die_at_any_moment(who: str, when: int, ranks) -> None:
+    network = network_of("ab", (FULL, HeadPolicy(window=5)), ranks, faults=WireFaults(delay_bytes=3))
     serve(network, "a", request("first", PROMPT, 3))
     settle(network)
     asked = hinted(network, "second", PROMPT, 3, "a")
@@ -147,9 +183,10 @@ def to_prefill(network: Network, name: str, prompt: list[int], count: int, engin
 
 
 @pytest.mark.parametrize("policies", POLICIES)
-def test_another_engine_computes_a_prompt_and_this_one_what_is_behind_its_full_blocks(policies) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_another_engine_computes_a_prompt_and_this_one_what_is_behind_its_full_blocks(policies, ranks) -> None:
     prompt = [1 + i % 50 for i in range(58)]
-    network = Network("pd", policies, checkpoint_tokens=8, faults=WireFaults(delay_bytes=3))
+    network = network_of("pd", policies, ranks, checkpoint_tokens=8, faults=WireFaults(delay_bytes=3))
     assert serve(network, "d", to_prefill(network, "r", prompt, 5, "p")) == continuation(prompt, 5)
     assert network.nodes["d"].results["r"].usage.cached_tokens == 56
     settle(network)
@@ -171,11 +208,12 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_not_computed_further() -> No
     assert network.nodes["p"].core.stats()["requests"]["aborted"] == 1
 
 
-@pytest.mark.parametrize("when", range(1, 16, 2))
+@pytest.mark.parametrize("when", range(1, 16, 3))
 @pytest.mark.parametrize("who", "pd")
-def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, when: int) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, when: int, ranks) -> None:
     prompt = [1 + i % 50 for i in range(58)]
-    network = Network("pd", (FULL, HeadPolicy(window=5)), faults=WireFaults(delay_bytes=3))
+    network = network_of("pd", (FULL, HeadPolicy(window=5)), ranks, faults=WireFaults(delay_bytes=3))
     asked = to_prefill(network, "r", prompt, 5, "p")
     network.nodes["d"].core.add(asked)
     for _ in range(when):
@@ -187,6 +225,112 @@ def test_a_prompts_engine_or_its_readers_may_die_while_it_is_computed(who: str, 
         network.nodes["d"].core.add(asked)
     assert finish(network, "d", "r") == continuation(prompt, 5)
     assert network.clock() - begun < TIMEOUT_S + 2
+    settle(network)
+
+
+def test_a_second_question_that_parts_earlier_fetches_only_the_window_there() -> None:
+    """The engine that computed a prompt keeps the windows within it; the one that decodes has those at its end."""
+    prompt = [1 + i % 50 for i in range(58)]
+    network = Network("pd", (FULL, HeadPolicy(window=5)))
+    serve(network, "d", to_prefill(network, "first", prompt, 5, "p"))
+    settle(network)
+    before, second = peers(network, "d")["fetched_blocks"], [*prompt[:42], 7, 8, 9]
+    assert serve(network, "d", hinted(network, "second", second, 5, "p", 40)) == continuation(second, 5)
+    assert network.nodes["d"].results["second"].usage.cached_tokens == 40
+    settle(network)
+    assert peers(network, "d")["fetched_blocks"] - before == 1
+
+
+@pytest.mark.parametrize("begin", [2, 40, 55])
+@pytest.mark.parametrize("ranks", RANKS[:2])
+def test_items_are_computed_by_the_other_engine_with_their_embeddings(begin: int, ranks) -> None:
+    """One that ends behind the last full block, too."""
+    prompt = [1 + i % 50 for i in range(58)]
+    network = network_of("pd", (FULL,), ranks)
+    said = [*prompt[:begin], 90, 91, 92, *prompt[begin + 3 :]]  # what the embeddings are of
+    asked = to_prefill(network, "r", prompt, 5, "p")
+    embeds = PromptEmbeds(begin, np.array([[90], [91], [92]], dtype=np.float32))
+    keys = ((begin, begin + 3, digest(embeds.values)),)
+    assert serve(network, "d", replace(asked, extra_keys=keys, embeds=(embeds,))) == continuation(said, 5)
+    assert network.nodes["d"].results["r"].usage.cached_tokens == 56
+    settle(network)
+
+
+# ---- more than may be on its way at once ----
+
+
+LONG = [1 + i % 90 for i in range(118)]
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize("prefills", [False, True])
+def test_a_prefix_beyond_a_quarter_of_the_host_comes_in_parts(policies, prefills: bool) -> None:
+    network = Network("ab", policies, num_blocks=160, host_blocks=200, checkpoint_tokens=8)
+    small = network.nodes["b"].core.cache.host
+    network.nodes["b"] = Node(network, "b", {**network.nodes["b"]._options, "host_blocks": 48})
+    assert small is not network.nodes["b"].core.cache.host
+    if prefills:
+        asked = to_prefill(network, "second", LONG, 5, "a")
+    else:
+        serve(network, "a", request("first", LONG, 3))
+        asked = hinted(network, "second", LONG, 5, "a", 116)
+    assert serve(network, "b", asked) == continuation(LONG, 5)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 116
+    settle(network)
+    counts = peers(network, "b")
+    assert counts["asked"] >= 3
+    assert (counts["hit_tokens"], counts["missed_blocks"]) == (116, 0)
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize("prefills", [False, True])
+def test_no_more_is_asked_for_at_once_than_an_owner_with_fewer_ranks_can_lease(policies, prefills: bool) -> None:
+    """One rank has half of the blocks that two have, and may lease half as many."""
+    network = network_of("ab", policies, (1, 2), num_blocks=160, host_blocks=100, checkpoint_tokens=8)
+    if prefills:
+        asked = to_prefill(network, "second", LONG, 5, "a")
+    else:
+        serve(network, "a", request("first", LONG, 3))
+        asked = hinted(network, "second", LONG, 5, "a", 116)
+    assert serve(network, "b", asked) == continuation(LONG, 5)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 116
+    assert peers(network, "b")["asked"] == 2
+    assert peers(network, "b")["missed_blocks"] == 0
+    settle(network)
+
+
+@pytest.mark.parametrize("prefills", [False, True])
+def test_of_a_prefix_that_the_host_cannot_hold_comes_what_it_can(prefills: bool) -> None:
+    network = Network("ab", (FULL,), num_blocks=160, host_blocks=200)
+    network.nodes["b"] = Node(network, "b", {**network.nodes["b"]._options, "host_blocks": 20})
+    if prefills:
+        asked = to_prefill(network, "second", LONG, 5, "a")
+    else:
+        serve(network, "a", request("first", LONG, 3))
+        asked = hinted(network, "second", LONG, 5, "a", 116)
+    assert serve(network, "b", asked) == continuation(LONG, 5)
+    assert network.nodes["b"].results["second"].usage.cached_tokens == 15 * 4
+    settle(network)
+
+
+@pytest.mark.parametrize("when", range(2, 30, 4))
+@pytest.mark.parametrize("prefills", [False, True])
+def test_an_owner_that_dies_between_parts_leaves_what_came(prefills: bool, when: int) -> None:
+    network = Network("ab", (FULL,), num_blocks=160, host_blocks=200, faults=WireFaults(delay_bytes=3))
+    network.nodes["b"] = Node(network, "b", {**network.nodes["b"]._options, "host_blocks": 48})
+    if prefills:
+        asked = to_prefill(network, "second", LONG, 5, "a")
+    else:
+        serve(network, "a", request("first", LONG, 3))
+        asked = hinted(network, "second", LONG, 5, "a", 116)
+    network.nodes["b"].core.add(asked)
+    for _ in range(when):
+        network.turn()
+    begun = network.clock()
+    network.kill("a")
+    assert finish(network, "b", "second") == continuation(LONG, 5)
+    assert network.clock() - begun < TIMEOUT_S + 2
+    assert network.nodes["b"].results["second"].usage.cached_tokens == peers(network, "b")["hit_tokens"]
     settle(network)
 
 
@@ -209,11 +353,14 @@ class Asked:
     expected: list[int]
 
 
-@pytest.mark.parametrize("policies", POLICIES)
-@pytest.mark.parametrize("seed", [*range(4), *[pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100)]])
-def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int, policies) -> None:
+@pytest.mark.parametrize("seed", [*range(6), *[pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 300)]])
+def test_no_fault_changes_a_token_or_holds_anybody_up(seed: int) -> None:
+    policies = POLICIES[seed % 3]
     faults = WireFaults(lose=0.1, double=0.2, delay=6, delay_bytes=8, lose_bytes=0.05, hang=0.03)
-    network = Network("abc", policies, seed=seed, faults=faults, checkpoint_tokens=8, num_blocks=36, host_blocks=48)
+    ranks = [(1, 1, 1), (1, 2, 1), (2, 1, 2), (4, 2, 1)][seed % 4]
+    grouping = "per_head_index" if seed % 8 > 5 else "auto"
+    sizes = {"checkpoint_tokens": 8, "num_blocks": 36, "host_blocks": 48}
+    network = network_of("abc", policies, ranks, grouping, seed=seed, faults=faults, **sizes)
     draw, live = network.random, dict[str, Asked]()
     for turn in range(250):
         if draw.random() < 0.25:

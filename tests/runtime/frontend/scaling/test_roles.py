@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.runtime.frontend.scaling.roles import Split, deal
+from headwise.runtime.frontend.routing.base import EngineRole
+from headwise.runtime.frontend.scaling.roles import RankSizes, Split, deal
 
 NAMES = [f"engine-{n}" for n in range(8)]
 
@@ -42,6 +43,41 @@ def test_some_engine_always_decodes() -> None:
 def test_numbers_that_cannot_be_are_refused(numbers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="engines"):
         Split(*numbers)
+
+
+SIZES = RankSizes(mixed=2, prefill=1, decode=3)
+
+
+def test_engines_are_dealt_what_they_have_the_ranks_for_and_the_others_do_the_rest() -> None:
+    ranks = {"engine-0": 3, "engine-1": 3, "engine-2": 1, "engine-3": 3}
+
+    def fits(name: str, role: EngineRole) -> bool:
+        return ranks[name] == SIZES.of_role(role)
+
+    assert deal(NAMES[:3], Split(1, 2), {}, fits) == {
+        "engine-0": "decode",
+        "engine-1": "decode",
+        "engine-2": "prefill",
+    }
+    more_prompts = deal(NAMES[:4], Split(3, 1), {"engine-0": "decode", "engine-2": "prefill"}, fits)
+    assert Counter(more_prompts.values()) == {"prefill": 3, "decode": 1}
+    assert more_prompts["engine-0"] == "decode"
+
+
+@pytest.mark.parametrize(
+    ("split", "there", "count", "started"),
+    [
+        (Split(1, 2), [], 3, [3, 3, 1]),
+        (Split(1, 2), [3, 1], 1, [3]),
+        (Split(1, 2), [3, 3], 2, [1, 2]),
+        (Split(1, 2), [1, 1, 1], 1, [3]),
+        (Split(1, 1), [], 1, [2]),
+        (Split(1), [2, 2], 1, [1]),
+        (Split(), [3], 2, [2, 2]),
+    ],
+)
+def test_engines_start_with_the_ranks_that_are_lacking(split, there, count, started) -> None:
+    assert SIZES.to_start(split, there, count) == started
 
 
 splits = st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda s: s[0] or not s[1]).map(lambda s: Split(*s))

@@ -1,0 +1,151 @@
+"""Engines of different ranks that fetch each other's blocks say the tokens of one engine, whatever a layer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine.loaded_model import BASE, GREEDY
+from support.engine.ranks import Ranks, RanksExecutor
+from support.reference import Answer, answers, assert_same
+from support.tiny_checkpoints import checkpoint
+
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.peer_blocks import check_exchanges
+from headwise.runtime.engine.core import EngineCore
+from headwise.runtime.frontend.preprocessor import Preprocessor
+from headwise.runtime.protocol.request import GenerationResult, PeerHint
+from headwise.transfer.connectors.select import PeerAccess
+
+TOKENS, SECONDS = 12, 60.0
+
+
+class Node:
+    """An engine of real ranks in this process, and its `Peers`: the other one."""
+
+    def __init__(self, name: str, config: EngineConfig) -> None:
+        directory = Path(config.model)
+        self.name, self.ranks, self.inbox = name, Ranks(config, directory, PeerAccess()), list[Any]()
+        self.executor, preprocessor = RanksExecutor(self.ranks), Preprocessor.open(config)
+        check_exchanges(config, preprocessor.card)
+        self.preprocessor, self.num_ranks = preprocessor, config.tp_size
+        self.core = EngineCore(config, preprocessor.card, preprocessor.tokenizer, self.executor, peers=self)
+        self.other: Node | None = None
+
+    def knows(self, engine: str, epoch: int) -> bool:
+        return self.other is not None and engine == self.other.name
+
+    def tp_size(self, engine: str) -> int:
+        assert self.other is not None
+        return self.other.num_ranks
+
+    def send(self, engine: str, message: Any) -> None:
+        assert self.other is not None
+        self.other.core.asked(self.name.encode(), message)
+
+    def answer(self, reader: bytes, message: Any) -> None:
+        assert self.other is not None
+        self.other.inbox.append(message)
+
+    def receive(self) -> list[Any]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def turn(self, results: dict[str, GenerationResult]) -> None:
+        self.core.serve_peers()
+        for delta in self.core.step(0.01) if self.core.has_work() else ():
+            assert delta.error is None, delta.error
+            results[delta.request_id].add(delta)
+
+    def close(self) -> None:
+        self.executor.close()
+        self.ranks.close()
+
+
+@contextmanager
+def two_engines(config: EngineConfig, prefill: int, decode: int) -> Iterator[tuple[Node, Node]]:
+    config = replace(
+        config, tp_size=prefill, decode_tp_size=decode, host_cache="24MiB", kv_cache="24MiB", max_replicas=2,
+        max_batched_tokens=128, cpu_threads=1, write_policy="write_through",
+    )  # fmt: skip
+    nodes = Node("p", config.of_ranks(prefill)), Node("d", config.of_ranks(decode))
+    nodes[0].other, nodes[1].other = nodes[1], nodes[0]
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.close()
+
+
+def serve(node: Node, answer: Answer, salt: str, hint: PeerHint | None = None) -> GenerationResult:
+    assert node.other is not None
+    sampling = replace(GREEDY, max_tokens=TOKENS)
+    request = node.preprocessor.prepare(prompt=answer.prompt_ids, sampling=sampling, cache_salt=salt)
+    result = GenerationResult(request.request_id)
+    node.core.add(replace(request, peer=hint))
+    while result.finish_reason is None or node.other.core.has_work():
+        node.turn({result.request_id: result})
+        node.other.turn({})
+    return result
+
+
+def fetched(node: Node) -> int:
+    """Tokens that it could serve because of what came. It may rather compute them, if it knows how fast that is."""
+    return int(node.core.stats()["peers"]["hit_tokens"])
+
+
+def full_blocks(answer: Answer, config: EngineConfig) -> int:
+    return (len(answer.prompt_ids) - 1) // config.block_size * config.block_size
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [
+        ("deepseek-v3.2", 1, 2),  # latents and an indexer's keys, on every rank
+        ("qwen3-next", 2, 1),  # states beside attention
+        pytest.param("gpt-oss", 1, 2, marks=pytest.mark.soak),  # windows
+        pytest.param("qwen3-next", 1, 2, marks=pytest.mark.soak),
+        pytest.param("deepseek-v3", 4, 2, marks=pytest.mark.soak),
+        pytest.param("gemma4-shared", 2, 1, marks=pytest.mark.soak),
+        pytest.param("llama4", 2, 1, marks=pytest.mark.soak),
+    ],
+)
+def test_a_prompt_that_another_engine_computes_or_has_goes_on_with_the_reference_tokens(
+    name: str, prefill: int, decode: int
+) -> None:
+    config = replace(BASE, model=str(checkpoint(name)), block_size=16)
+    answer = max(answers(name), key=lambda answer: len(answer.prompt_ids))
+    depth = full_blocks(answer, config)
+    with two_engines(config, prefill, decode) as (p, d):
+        for there, here in ((p, d), (d, p)):
+            hint = PeerHint(there.name, 1, depth)
+            assert_same(answer.first(TOKENS), serve(there, answer, f"of {there.name}").token_ids)
+            result = serve(here, answer, f"of {there.name}", hint)
+            assert_same(answer.first(TOKENS), result.token_ids)
+            assert result.usage.cached_tokens == depth
+            result = serve(here, answer, f"computed by {there.name}", replace(hint, prefills=True))
+            assert_same(answer.first(TOKENS), result.token_ids)
+            assert fetched(here) == 2 * depth
+
+
+def test_a_head_pattern_is_kept_alike_by_engines_of_all_ranks(tmp_path: Path) -> None:
+    """Dealt to two ranks, streaming heads ride in full groups that do not on one."""
+    scores = np.array([[0.9, 0.1], [0.8, 0.7], [0.2, 0.1]])
+    pattern = tmp_path / "scores.tsv"
+    pattern.write_text("\n".join("\t".join(map(str, row)) for row in scores))
+    model = {"head_pattern": str(pattern), "sink": 16, "window": 32}
+    config = replace(BASE, model=str(checkpoint("qwen3")), block_size=16, **model)
+    answer = max(answers("qwen3"), key=lambda answer: len(answer.prompt_ids))
+    with two_engines(config, 1, 2) as (p, d):
+        one, two = (node.preprocessor.card.plan for node in (p, d))
+        assert {policy for plan in (one, two) for policy in plan.policies} == set(one.policies)
+        alone = serve(p, answer, "alone").token_ids
+        for there, here in ((p, d), (d, p)):
+            hint = PeerHint(there.name, 1, full_blocks(answer, config), prefills=True)
+            assert serve(here, answer, f"computed by {there.name}", hint).token_ids == alone
+            assert fetched(here) == hint.tokens
