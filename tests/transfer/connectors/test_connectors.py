@@ -19,7 +19,7 @@ from support.waiting import PATIENCE_S, eventually
 from headwise.errors import ConfigError
 from headwise.kernels.select import make_run_copy
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key
-from headwise.transfer.connectors import tcp
+from headwise.transfer.connectors import mooncake, nixl, tcp
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Reader, check_runs, this_node
 from headwise.transfer.connectors.names import TRANSPORTS, parse_transports
 from headwise.transfer.connectors.select import PeerAccess, open_exports, open_readers
@@ -33,7 +33,16 @@ SHORT_S = 0.3
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    """Each of them; skipped where its package is not installed (`make rdma` brings both)."""
+    return installed(str(request.param))
+
+
+def installed(transport: str) -> str:
+    try:
+        {"nixl": nixl.load, "mooncake": mooncake.load}.get(transport, lambda: None)()
+    except ImportError as error:
+        pytest.skip(f"{transport}: {error}; `make rdma` installs it")
+    return transport
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +306,9 @@ def test_the_memory_of_an_owner_that_died_is_let_go_of_without_being_asked() -> 
 
 def test_a_private_arena_has_no_export_and_the_worker_goes_on_with_what_there_is(caplog) -> None:
     arena = HostArena(1 << 16)
-    exports = open_exports(TRANSPORTS, PeerAccess(), arena, IDENTITY, make_run_copy("reference", 1))
+    exports = open_exports(
+        ["shared_memory", "tcp"], PeerAccess(), arena, IDENTITY, make_run_copy("reference", 1)
+    )
     assert [export.address.transport for export in exports] == ["tcp"]
     assert "goes on without shared_memory to export host caches: the host arena is private" in caplog.text
     for export in exports:
