@@ -32,8 +32,8 @@ def check_plain(text: str, is_encrypted: bool, may_be_plain: bool) -> None:
     plain = [name for name in parse_transports(text) if name in BY_LIBRARIES]
     if text != "auto" and plain and is_encrypted and not may_be_plain:
         raise ConfigError(
-            f"peer_transports {','.join(plain)}: not encrypted and open to whoever reaches the ports, and this deployment "
-            "is encrypted; leave it out, or say peer_plain on a network that you trust"
+            f"peer_transports {','.join(plain)}: not encrypted and open to whoever reaches the ports, and this "
+            "deployment is encrypted; leave it out, or say peer_plain on a network that you trust"
         )
 
 

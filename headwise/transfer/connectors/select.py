@@ -10,8 +10,8 @@ from typing import TypeVar
 from headwise.errors import ConfigError, first_line
 from headwise.kernels.block_copy import RunCopy
 from headwise.sockets.curve import ClientKeys, ServerKeys
-from headwise.transfer.connectors import names as transports
 from headwise.transfer.connectors import mooncake, nixl, shared_memory, tcp
+from headwise.transfer.connectors import names as transports
 from headwise.transfer.connectors.base import Export, Reader
 from headwise.transfer.host_memory import HostArena
 
@@ -58,7 +58,9 @@ def choose_transports(text: str, must_encrypt: bool, has_rdma: Callable[[], bool
         else:
             chosen.append(name)
     if chosen:
-        log.info("peers are read by %s (peer_transports %s%s)", ",".join(chosen), text, "".join(f"; no {w}" for w in why))
+        log.info(
+            "peers are read by %s (peer_transports %s%s)", ",".join(chosen), text, "".join(f"; no {w}" for w in why)
+        )
     return chosen
 
 
@@ -74,7 +76,9 @@ def _reason_against(name: str, is_auto: bool, must_encrypt: bool, has_rdma: Call
             return f"not installed ({first_line(error)})"
         raise ConfigError(f"peer_transports {name}: {first_line(error)}; run `{_REMEDY[name]}`") from None
     if not has_rdma():
-        log.warning("%s has no RDMA device here and goes over what else it has, TCP mostly: tcp is better at that", name)
+        log.warning(
+            "%s has no RDMA device here and goes over what else it has, TCP mostly: tcp is better at that", name
+        )
     return ""
 
 
