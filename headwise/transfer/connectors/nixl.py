@@ -4,8 +4,7 @@ An address holds the metadata of the owner's agent (where it listens, keys to it
 NIXL's package asks for torch, which this use of it does without: `pip install --no-deps nixl-cu12` does.
 
 Nothing is encrypted, and nobody authenticated. Over TCP, UCX imitates RDMA in software, and then an owner's process can
-end with a reader that dies in the middle of a read (UCX: `Fatal: unexpected error: Endpoint timeout`): that is for tests,
-and for where such an end of a worker does no harm.
+end with a reader that dies in the middle of a read (`Fatal: unexpected error: Endpoint timeout`): that is for tests.
 """
 
 from __future__ import annotations
