@@ -1,5 +1,5 @@
 # headwise: `make demo` shows it, `make test` proves it, `make check` lints it, `make lint-deploy` what deploys it,
-# `make figures` measures it.
+# `make figures` measures it, `make rdma` adds NIXL and Mooncake.
 PYTHON ?= python3
 VENV := .venv
 PEERS := .venv-peers
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Deployments are dozens of processes: where Python may not write down what it compiled, each compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test check lint-deploy soak figures peers clean
+.PHONY: venv demo test check lint-deploy soak rdma figures peers clean
 venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
@@ -38,6 +38,13 @@ check: venv
 lint-deploy: venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo,deploy]'
 	@$(BIN)/python -m pytest -rs tests/deploy
+
+# The transports of other packages, for RDMA; here they run on the CPU. NIXL without torch, which it asks for and this use
+# of it does without. Debian has Mooncake's libibverbs1.
+rdma: venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo,mooncake]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5,<2'
+	@$(BIN)/python -m pytest -rs tests/transfer/connectors
 
 figures: venv
 	@$(BIN)/python benchmarks/figures.py

@@ -9,7 +9,8 @@ p99_tbt_ratio      99th percentile of the time between two tokens of a chat, of 
 throughput_ratio   output tokens a second, from the first request to the last end, of apart over mixed
 bytes_ratio        what the engine that decodes fetched for a long prompt, with 3 of 4 heads limited to sink and window,
                    over that without
-shm_over_memcpy    bytes a second that it fetched with, over a plain copy of as many bytes in one process
+shm_over_memcpy    bytes a second of reads by shared memory over a plain copy, as `transports.py` has it: no engine runs
+fetched_gb_per_s   bytes a second that it fetched with, while both engines took all cores
 same_tokens        whether every request got the same tokens both ways
 
 A figure is null where nothing was fetched. The last line is JSON.
@@ -29,9 +30,11 @@ from typing import Any
 import numpy as np
 from prompts import tokens
 from recycle import PATTERN
+from transports import measured, over_plain
 
 from headwise import Client, EngineConfig, SamplingParams
 from headwise.actors.deployment import Deployment
+from headwise.transfer.connectors.names import SHARED_MEMORY
 
 
 @dataclass(frozen=True)
@@ -143,17 +146,6 @@ def bytes_of_a_prompt(config: EngineConfig, size: Size, seed: int) -> int:
         return fetched(client)[0]
 
 
-def copy_bytes_per_s(num_bytes: int = 64 << 20, rounds: int = 8) -> float:
-    """Of a plain copy in memory; the best of some rounds."""
-    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-    best = np.inf
-    for _ in range(rounds):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        best = min(best, time.perf_counter() - began)
-    return num_bytes / float(best)
-
-
 def ratio(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if part and whole else None
 
@@ -188,11 +180,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         whole = bytes_of_a_prompt(config, size, options.seed)
         windowed = bytes_of_a_prompt(with_windows, size, options.seed)
         print(f"for one long prompt {whole / 1e6:.1f} MB are fetched, {windowed / 1e6:.1f} MB with windows")
+    rounds_and_share = (3, 8) if options.smoke else (21, 1)
     report: dict[str, Any] = {
         "p99_tbt_ratio": ratio(mixed.tbt_p99_s, apart.tbt_p99_s),
         "throughput_ratio": ratio(apart.tokens_per_s, mixed.tokens_per_s),
         "bytes_ratio": ratio(windowed, whole),
-        "shm_over_memcpy": ratio(moved / busy_s / copy_bytes_per_s(), 1.0) if busy_s else None,
+        "shm_over_memcpy": over_plain(measured([SHARED_MEMORY], *rounds_and_share), SHARED_MEMORY),
+        "fetched_gb_per_s": ratio(moved / busy_s / 1e9, 1.0) if busy_s else None,
         "ttft_p50_s": {name: round(float(np.median(one.ttft_s)), 4) for name, one in seen.items()},
         "tbt_p99_s": {name: round(one.tbt_p99_s, 4) for name, one in seen.items()},
         "fetched_mb": round(moved / 1e6, 2),

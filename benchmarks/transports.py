@@ -5,6 +5,9 @@
 Prints a table, then one line of JSON. Candidates take turns; a ratio is the median, over the rounds, of the plain
 copy's seconds over the transport's. Each side has one thread that copies: beside a model, which wants the cores, there
 is no more. The plain socket's process sends from memory, and its peer receives into its arena, without any protocol.
+
+NIXL and Mooncake are measured where they are installed (`make rdma`), and compared with the socket, too. Of two
+processes on one node NIXL reads the other one's memory by a system call, unless UCX_TLS=tcp says otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +28,7 @@ from numpy.typing import NDArray
 
 from headwise.kernels.select import make_run_copy
 from headwise.transfer.connectors.base import ExportAddress, Reader, Runs
-from headwise.transfer.connectors.names import SHARED_MEMORY, TCP, TRANSPORTS
+from headwise.transfer.connectors.names import MOONCAKE, NIXL, SHARED_MEMORY, TCP, TRANSPORTS
 from headwise.transfer.connectors.select import PeerAccess, open_exports, open_readers
 from headwise.transfer.host_memory import HostArena
 
@@ -33,13 +37,15 @@ ARENA_BYTES = 256 * MIB
 READ_BYTES = {SHARED_MEMORY: 64 * MIB, TCP: 32 * MIB}
 BLOCK_KIB = (48, 256, 1024)
 TIMEOUT_S = 120.0
+WARM = 2
+"""Rounds that are not counted: pages are mapped, connections made."""
 
 
-def own(pipe: Any, arena_bytes: int) -> None:
+def own(pipe: Any, arena_bytes: int, names: Sequence[str]) -> None:
     """The other process: an arena, its exports, and a plain socket that sends as many bytes as it is asked for."""
     arena = HostArena(arena_bytes, is_shared=True)
     arena.array[:] = 1
-    exports = open_exports(TRANSPORTS, PeerAccess(), arena, b"", make_run_copy("numba", 1))
+    exports = open_exports(names, PeerAccess(), arena, b"", make_run_copy("numba", 1))
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(([export.address.encode() for export in exports], server.getsockname()[1]))
         connection, _ = server.accept()
@@ -85,14 +91,63 @@ def measure(
 ) -> tuple[float, float, float]:
     """Bytes a second of the transport and of the plain copy, and the ratio of both."""
     rng, times = np.random.default_rng(0), []
-    for _ in range(rounds + 1):
+    for _ in range(rounds + WARM):
         runs = scattered(rng, arena.size, num_bytes, block_bytes)
         read = seconds(partial(reader.read, address, runs, arena, TIMEOUT_S))
         copied = int(runs[:, 2].sum())
         times.append((read, seconds(partial(plain, arena, copied))))
-    del times[0]  # pages are mapped, connections made
+    del times[:WARM]
     rates = [copied / statistics.median(column) for column in zip(*times, strict=True)]
     return rates[0], rates[1], statistics.median(plainly / read for read, plainly in times)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes a second of a transport and of the plain copy, and the median of their ratio, at a size of blocks."""
+
+    transport: str
+    block_kib: int
+    bytes_per_s: float
+    plain_bytes_per_s: float
+    over_plain: float
+
+
+def measured(names: Sequence[str], rounds: int, share: int = 1) -> list[Rate]:
+    """Of those of the transports ``names`` that can be had here, each with all sizes of blocks.
+
+    share: of the bytes, one part in so many
+    """
+    arena_bytes = ARENA_BYTES // share
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    owner = context.Process(target=own, args=(theirs, arena_bytes, names), daemon=True)
+    owner.start()
+    encoded, port = pipe.recv()
+    addresses = {address.transport: address for address in map(ExportAddress.decode, encoded)}
+    readers = open_readers(names, PeerAccess(), make_run_copy("numba", 1))
+    host_arena = HostArena(arena_bytes)
+    host_arena.wait_ready()
+    arena, own_source = host_arena.array, np.ones(arena_bytes, np.uint8)
+    arena[:] = 2
+    rates = []
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        over_socket = partial(plain_socket, connection)
+        for name in [name for name in names if name in readers and name in addresses]:
+            plain = partial(plain_memcpy, own_source) if name == SHARED_MEMORY else over_socket
+            for kib in BLOCK_KIB:
+                num_bytes = READ_BYTES.get(name, READ_BYTES[TCP]) // share
+                each = measure(readers[name], addresses[name], plain, arena, num_bytes, kib << 10, rounds)
+                rates.append(Rate(name, kib, *each))
+    for reader in readers.values():
+        reader.close()
+    owner.join()
+    return rates
+
+
+def over_plain(rates: Sequence[Rate], transport: str) -> float | None:
+    """The least ratio of a transport; None where it was not measured."""
+    ratios = [rate.over_plain for rate in rates if rate.transport == transport]
+    return round(min(ratios), 3) if ratios else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,34 +155,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="3 rounds of an eighth of the bytes: seconds")
     args = parser.parse_args(arguments)
     rounds, share = (3, 8) if args.quick else (21, 1)
-    arena_bytes = ARENA_BYTES // share
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    owner = context.Process(target=own, args=(theirs, arena_bytes), daemon=True)
-    owner.start()
-    encoded, port = pipe.recv()
-    addresses = {address.transport: address for address in map(ExportAddress.decode, encoded)}
-    readers = open_readers(TRANSPORTS, PeerAccess(), make_run_copy("numba", 1))
-    arena, own_source = HostArena(arena_bytes).array, np.ones(arena_bytes, np.uint8)
-    arena[:] = 2
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        plain = {SHARED_MEMORY: partial(plain_memcpy, own_source), TCP: partial(plain_socket, connection)}
-        result: dict[str, Any] = {"benchmark": "transports", "bytes_per_s": {}}
-        print(f"{rounds} rounds\n\n{'transport':16}{'block KiB':>10}{'GB/s':>8}{'plain GB/s':>12}{'ratio':>7}")
-        ratios: dict[str, list[float]] = {}
-        for name in [name for name in TRANSPORTS if name in readers and name in addresses]:
-            for kib in BLOCK_KIB:
-                rate, of_plain, ratio = measure(
-                    readers[name], addresses[name], plain[name], arena, READ_BYTES[name] // share, kib << 10, rounds
-                )
-                print(f"{name:16}{kib:10}{rate / 1e9:8.2f}{of_plain / 1e9:12.2f}{ratio:7.2f}")
-                result["bytes_per_s"][f"{name}_{kib}KiB"] = round(rate)
-                ratios.setdefault(name, []).append(ratio)
-    for reader in readers.values():
-        reader.close()
-    owner.join()
-    result["shm_over_memcpy"] = round(min(ratios[SHARED_MEMORY]), 3)
-    result["tcp_over_socket"] = round(min(ratios[TCP]), 3)
+    rates = measured(TRANSPORTS, rounds, share)
+    print(f"{rounds} rounds\n\n{'transport':16}{'block KiB':>10}{'GB/s':>8}{'plain GB/s':>12}{'ratio':>7}")
+    for rate in rates:
+        print(
+            f"{rate.transport:16}{rate.block_kib:10}{rate.bytes_per_s / 1e9:8.2f}{rate.plain_bytes_per_s / 1e9:12.2f}"
+            f"{rate.over_plain:7.2f}"
+        )
+    result: dict[str, Any] = {
+        "benchmark": "transports",
+        "bytes_per_s": {f"{rate.transport}_{rate.block_kib}KiB": round(rate.bytes_per_s) for rate in rates},
+        "shm_over_memcpy": over_plain(rates, SHARED_MEMORY),
+        "tcp_over_socket": over_plain(rates, TCP),
+        "nixl_over_socket": over_plain(rates, NIXL),
+        "mooncake_over_socket": over_plain(rates, MOONCAKE),
+    }
     print(json.dumps(result))
 
 

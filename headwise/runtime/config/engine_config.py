@@ -238,13 +238,19 @@ class EngineConfig:
     )
     peer_transports: str = _option(
         "auto",
-        "How engines read each other's host caches: some of shared_memory,tcp, the best of which that leads from one "
-        "to the other is used; auto is all that can be had; none.",
+        "How engines read each other's host caches: some of shared_memory,nixl,mooncake,tcp, the best of which that "
+        "leads from one to the other is used; auto is shared_memory,tcp, and where there are RDMA devices what is "
+        "installed for them; none.",
+    )
+    peer_plain: bool = _option(
+        False,
+        "Let nixl and mooncake of peer_transports, which neither encrypt nor authenticate, be used where the "
+        "deployment is encrypted.",
     )
     peer_ports: str = _option(
         "",
-        "Ports FIRST-LAST of a node, of which each worker there takes a free one for peer_transports tcp, for "
-        "firewalls; empty: any free port.",
+        "Ports FIRST-LAST of a node, of which each worker there takes a free one for peer_transports tcp, four for "
+        "mooncake, and nixl those of TCP, for firewalls; empty: any free port.",
     )
     head_grouping: Literal["auto", "per_head_index"] = _option(
         "auto", "How heads are packed into groups: by policy, or one group per KV head index."
@@ -356,9 +362,9 @@ class EngineConfig:
         self._check_device()
         self._check_placement()
         if self.peer_transports not in ("auto", "none"):
-            from headwise.transfer.connectors.names import parse_transports  # not for `--help`
+            from headwise.transfer.connectors.names import check_plain  # not for `--help`
 
-            parse_transports(self.peer_transports)
+            check_plain(self.peer_transports, self.is_encrypted, self.peer_plain)
         if self.storage and not self.host_cache_bytes:
             raise ConfigError("storage is reached by way of the host's memory: give host_cache, such as 2GiB")
         if self.storage:

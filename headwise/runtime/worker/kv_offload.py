@@ -22,8 +22,8 @@ from headwise.runtime.worker.device import Device
 from headwise.runtime.worker.peer_parts import PeerParts
 from headwise.storage.backends.base import BlockStorage
 from headwise.transfer.base import Stream
-from headwise.transfer.connectors.names import SHARED_MEMORY, parse_transports
-from headwise.transfer.connectors.select import PeerAccess
+from headwise.transfer.connectors.names import SHARED_MEMORY
+from headwise.transfer.connectors.select import PeerAccess, choose_transports
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import check_host_memory
 from headwise.transfer.stats import TransferStats
@@ -61,7 +61,7 @@ class KVOffload:
         background: Callable[[str], Stream] = CpuStream,
         peers: PeerAccess | None = None,
     ) -> None:
-        transports = () if peers is None or config.without_peer_loads else parse_transports(config.peer_transports)
+        transports = [] if peers is None or config.without_peer_loads else transports_of(config)
         num_bytes = card.spec.num_host_blocks * card.layout.block_bytes
         shares = {"is_shared": True} if SHARED_MEMORY in transports else {}
         self._arena = device.host_arena(num_bytes, **shares)
@@ -188,6 +188,11 @@ class KVOffload:
         if self._storage_manager is not None:
             self._storage_manager.close(CLOSE_S)
         self._arena.close()
+
+
+def transports_of(config: EngineConfig) -> list[str]:
+    """Raises `ConfigError` if one that is named is not installed."""
+    return choose_transports(config.peer_transports, config.is_encrypted and not config.peer_plain)
 
 
 def check_host_cache(config: EngineConfig, card: ModelCard) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from headwise.errors import ConfigError
 
-SHARED_MEMORY, TCP = "shared_memory", "tcp"
+SHARED_MEMORY, NIXL, MOONCAKE, TCP = "shared_memory", "nixl", "mooncake", "tcp"
 
-TRANSPORTS = (SHARED_MEMORY, TCP)
+TRANSPORTS = (SHARED_MEMORY, NIXL, MOONCAKE, TCP)
 """Those that there are, the best first."""
+BY_LIBRARIES = (NIXL, MOONCAKE)
+"""Those of other packages, for RDMA. They neither encrypt nor authenticate."""
 
 
 def parse_transports(text: str) -> tuple[str, ...]:
@@ -21,3 +25,21 @@ def parse_transports(text: str) -> tuple[str, ...]:
         if name not in TRANSPORTS:
             raise ConfigError(f"peer_transports has {name!r:.40}: choose auto, none, or some of {','.join(TRANSPORTS)}")
     return tuple(name for name in TRANSPORTS if name in names)
+
+
+def check_plain(text: str, is_encrypted: bool, may_be_plain: bool) -> None:
+    """Raises `ConfigError` if ``peer_transports`` names what does not encrypt in a deployment that does."""
+    plain = [name for name in parse_transports(text) if name in BY_LIBRARIES]
+    if text != "auto" and plain and is_encrypted and not may_be_plain:
+        raise ConfigError(
+            f"peer_transports {','.join(plain)}: not encrypted and open to whoever reaches the ports, and this "
+            "deployment is encrypted; leave it out, or say peer_plain on a network that you trust"
+        )
+
+
+def has_rdma(root: Path = Path("/")) -> bool:
+    """Whether this machine has devices for RDMA."""
+    try:
+        return any((root / "sys/class/infiniband").iterdir())
+    except OSError:
+        return False

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from headwise.errors import first_line
+from headwise.errors import ConfigError, first_line
 from headwise.kernels.block_copy import RunCopy
 from headwise.sockets.curve import ClientKeys, ServerKeys
+from headwise.transfer.connectors import mooncake, nixl, shared_memory, tcp
 from headwise.transfer.connectors import names as transports
-from headwise.transfer.connectors import shared_memory, tcp
 from headwise.transfer.connectors.base import Export, Reader
 from headwise.transfer.host_memory import HostArena
 
@@ -36,12 +36,60 @@ class PeerAccess:
     keys: ClientKeys | None = field(default=None, repr=False)
 
 
+_LOAD: dict[str, Callable[[], object]] = {transports.NIXL: nixl.load, transports.MOONCAKE: mooncake.load}
+_REMEDY = {
+    transports.NIXL: "pip install --no-deps nixl-cu12",
+    transports.MOONCAKE: "pip install 'headwise[mooncake]' and, on Debian, apt-get install libibverbs1",
+}
+
+
+def choose_transports(text: str, must_encrypt: bool, has_rdma: Callable[[], bool] = transports.has_rdma) -> list[str]:
+    """The transports that ``peer_transports`` means on this machine, the best first; says in one log line why.
+
+    must_encrypt: auto leaves out those that do not
+
+    Raises `ConfigError` if one that is named is not installed.
+    """
+    chosen, why = [], []
+    for name in transports.parse_transports(text):
+        reason = "" if name not in _LOAD else _reason_against(name, text == "auto", must_encrypt, has_rdma)
+        if reason:
+            why.append(f"{name}: {reason}")
+        else:
+            chosen.append(name)
+    if chosen:
+        log.info(
+            "peers are read by %s (peer_transports %s%s)", ",".join(chosen), text, "".join(f"; no {w}" for w in why)
+        )
+    return chosen
+
+
+def _reason_against(name: str, is_auto: bool, must_encrypt: bool, has_rdma: Callable[[], bool]) -> str:
+    if is_auto and must_encrypt:
+        return "not encrypted"
+    if is_auto and not has_rdma():
+        return "no RDMA device"
+    try:
+        _LOAD[name]()
+    except ImportError as error:
+        if is_auto:
+            return f"not installed ({first_line(error)})"
+        raise ConfigError(f"peer_transports {name}: {first_line(error)}; run `{_REMEDY[name]}`") from None
+    if not has_rdma():
+        log.warning(
+            "%s has no RDMA device here and goes over what else it has, TCP mostly: tcp is better at that", name
+        )
+    return ""
+
+
 def open_exports(
     names: Sequence[str], access: PeerAccess, arena: HostArena, identity: bytes, copy: RunCopy
 ) -> list[Export]:
     """Those of the transports called ``names`` that can be made here, in that order."""
     ways: dict[str, Callable[[], Export]] = {
         transports.SHARED_MEMORY: lambda: shared_memory.SharedMemoryExport(arena, identity),
+        transports.NIXL: lambda: nixl.NixlExport(arena.array, identity, access.ports),
+        transports.MOONCAKE: lambda: mooncake.MooncakeExport(arena.array, identity, access.host, access.ports),
         transports.TCP: lambda: tcp.open_export(arena.array, identity, access.host, access.ports, access.accepts, copy),
     }
     return list(_made("export", names, ways).values())
@@ -51,6 +99,8 @@ def open_readers(names: Sequence[str], access: PeerAccess, copy: RunCopy) -> dic
     """Those of the transports called ``names`` that can be made here, by name."""
     ways: dict[str, Callable[[], Reader]] = {
         transports.SHARED_MEMORY: lambda: shared_memory.SharedMemoryReader(copy),
+        transports.NIXL: lambda: nixl.open_reader(copy, access.ports),
+        transports.MOONCAKE: lambda: mooncake.open_reader(copy, access.host, access.ports),
         transports.TCP: lambda: tcp.TcpReader(copy, access.keys),
     }
     return _made("read", names, ways)

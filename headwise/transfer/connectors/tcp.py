@@ -36,6 +36,7 @@ from headwise.sockets.curve import OVERHEAD_BYTES, ClientKeys, ServerKeys, secur
 from headwise.sockets.listener import Identity, Listener
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs, this_node, unpack
 from headwise.transfer.connectors.names import TCP
+from headwise.transfer.connectors.parts import parts_of
 
 if TYPE_CHECKING:
     import zmq
@@ -236,21 +237,7 @@ class TcpReader:
 
 def questions(runs: Runs) -> Iterator[Runs]:
     """``runs``, cut so that no part asks for more than one question may; in order."""
-    # Cut the long ones first, then take as many as fit.
-    pieces = np.maximum(1, -(-runs[:, 2] // ANSWER_BYTES))
-    index = np.repeat(np.arange(len(runs)), pieces)
-    within = (np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * ANSWER_BYTES
-    cut = runs[index]
-    cut[:, :2] += within[:, None]
-    cut[:, 2] = np.minimum(cut[:, 2] - within, ANSWER_BYTES)
-    first, num_bytes = 0, 0
-    for at, count in enumerate(cut[:, 2].tolist()):
-        if at > first and (num_bytes + count > ANSWER_BYTES or at - first == MAX_RUNS):
-            yield cut[first:at]
-            first, num_bytes = at, 0
-        num_bytes += count
-    if first < len(cut):
-        yield cut[first:]
+    return parts_of(runs, ANSWER_BYTES, MAX_RUNS)
 
 
 class _Connection:

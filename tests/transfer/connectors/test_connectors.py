@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -19,11 +21,12 @@ from support.waiting import PATIENCE_S, eventually
 from headwise.errors import ConfigError
 from headwise.kernels.select import make_run_copy
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key
-from headwise.transfer.connectors import tcp
+from headwise.transfer.connectors import mooncake, nixl, tcp
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Reader, check_runs, this_node
-from headwise.transfer.connectors.names import TRANSPORTS, parse_transports
-from headwise.transfer.connectors.select import PeerAccess, open_exports, open_readers
+from headwise.transfer.connectors.names import TRANSPORTS, check_plain, has_rdma, parse_transports
+from headwise.transfer.connectors.select import PeerAccess, choose_transports, open_exports, open_readers
 from headwise.transfer.connectors.shared_memory import SharedMemoryExport
+from headwise.transfer.connectors.staged import MAX_STAGINGS, StagedReader
 from headwise.transfer.host_memory import HostArena
 
 NUM_BYTES = 5 << 20
@@ -33,7 +36,16 @@ SHORT_S = 0.3
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+    """Each of them; skipped where its package is not installed (`make rdma` brings both)."""
+    return installed(str(request.param))
+
+
+def installed(transport: str) -> str:
+    try:
+        {"nixl": nixl.load, "mooncake": mooncake.load}.get(transport, lambda: None)()
+    except ImportError as error:
+        pytest.skip(f"{transport}: {error}; `make rdma` installs it")
+    return transport
 
 
 @pytest.fixture(scope="module")
@@ -167,16 +179,15 @@ def test_an_owner_that_dies_after_a_read_is_lost_by_the_next_one(owner, transpor
 
 
 def test_an_owner_that_is_killed_amid_reads_ends_none_but_itself(owner, transport, reader) -> None:
-    arena, num_reads = np.zeros(NUM_BYTES, np.uint8), 0
+    arena = np.zeros(NUM_BYTES, np.uint8)
+    reader.read(owner.addresses[transport], runs((0, 0, NUM_BYTES)), arena, PATIENCE_S)
     timer = threading.Timer(0.2, owner.kill)
     timer.start()
     with pytest.raises(PeerLostError):  # noqa: PT012
         while True:
             reader.read(owner.addresses[transport], runs((0, 0, NUM_BYTES)), arena, PATIENCE_S)
-            num_reads += 1
             assert (arena == owner.content).all()
     timer.join()
-    assert num_reads
 
 
 def test_an_export_that_was_closed_is_read_no_more(owner, transport, reader) -> None:
@@ -218,9 +229,11 @@ def test_memory_of_an_owner_that_stands_still_is_read_all_the_same() -> None:
     owner.kill()
 
 
-def test_over_tcp_an_owner_that_stands_still_is_late_and_its_late_answers_go_nowhere() -> None:
-    owner, reader = PeerOwner(NUM_BYTES, ["tcp"]), make_reader("tcp")
-    address, arena = owner.addresses["tcp"], np.zeros(NUM_BYTES, np.uint8)
+@pytest.mark.parametrize("name", ["nixl", "mooncake", "tcp"])
+def test_over_a_network_an_owner_that_stands_still_is_late_and_its_late_answers_go_nowhere(name, monkeypatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # NIXL would read a process beside it without its help
+    owner, reader = PeerOwner(NUM_BYTES, [installed(name)]), make_reader(name)
+    address, arena = owner.addresses[name], np.zeros(NUM_BYTES, np.uint8)
     reader.read(address, runs((0, 0, 9)), arena, PATIENCE_S)
     arena[:] = 0
     owner.stop()
@@ -230,9 +243,92 @@ def test_over_tcp_an_owner_that_stands_still_is_late_and_its_late_answers_go_now
     reader.read(address, runs((5, 9, 100)), arena, PATIENCE_S)
     assert (arena[9:109] == owner.content[5:105]).all()
     arena[9:109] = 0
+    if isinstance(reader, StagedReader):
+        late = [piece.staging for piece in reader._late]
+        eventually(lambda: (reader._take_back(), not reader._late)[1])
+        assert all((staging[:NUM_BYTES] == owner.content).all() for staging in late), "it came after all"
     assert not arena.any()
     reader.close()
     owner.kill()
+
+
+# ---- libraries that write by themselves ----
+
+
+@pytest.mark.parametrize("name", ["nixl", "mooncake"])
+def test_owners_that_are_lost_use_up_no_memory_for_good(name, monkeypatch) -> None:
+    monkeypatch.setattr("headwise.transfer.connectors.staged.MAX_STAGINGS", 2)
+    reader, arena = make_reader(installed(name)), np.zeros(NUM_BYTES, np.uint8)
+    living = PeerOwner(NUM_BYTES, [name])
+    for seed in (1, 2):
+        owner = PeerOwner(NUM_BYTES, [name], seed=seed)
+        reader.read(owner.addresses[name], runs((0, 0, NUM_BYTES)), arena, PATIENCE_S)
+        owner.kill()
+        with pytest.raises(PeerLostError):
+            reader.read(owner.addresses[name], runs((0, 0, NUM_BYTES)), arena, PATIENCE_S)
+        reader.forget(owner.addresses[name])
+        reader.read(living.addresses[name], runs((0, 0, NUM_BYTES)), arena, PATIENCE_S)
+        assert (arena == living.content).all()
+    reader.close()
+    living.kill()
+
+
+class Scripted:
+    """A `Library` whose transfers are late, fail, or are done, as they are told to be."""
+
+    max_runs = 10
+
+    def __init__(self, ends_on_errors: bool) -> None:
+        self.ends_on_errors, self.is_closed = ends_on_errors, False
+        self.started: list[SimpleNamespace] = []
+        self.registered: list[np.ndarray] = []
+        self.register, self.close, self.forget = self.registered.append, self._close, lambda address: None
+
+    def _close(self) -> None:
+        self.is_closed = True
+
+    def start(self, address, runs, staging) -> SimpleNamespace:
+        transfer = SimpleNamespace(said=False, staging=staging, runs=runs)
+
+        def is_done() -> bool:
+            if isinstance(transfer.said, Exception):
+                raise transfer.said
+            return transfer.said
+
+        transfer.is_done = is_done
+        self.started.append(transfer)
+        return transfer
+
+
+@pytest.mark.parametrize("ends_on_errors", [True, False])
+def test_memory_of_a_transfer_is_used_again_once_it_can_write_no_more(ends_on_errors) -> None:
+    made: list[Scripted] = []
+
+    def make() -> Scripted:
+        made.append(Scripted(ends_on_errors))
+        return made[-1]
+
+    reader = StagedReader("nixl", make, make_run_copy("reference", 1))
+    address, arena = ExportAddress("nixl", "", b"", IDENTITY, NUM_BYTES), np.zeros(64, np.uint8)
+
+    def fail() -> None:
+        with pytest.raises(PeerLostError):
+            reader.read(address, runs((0, 0, 9)), arena, 0.0)
+
+    for _ in range(MAX_STAGINGS + 3):
+        fail()
+    first = made[0].started
+    assert len({id(transfer.staging) for transfer in first}) == len(first) == MAX_STAGINGS, "each has its own memory"
+    first[3].said = True
+    fail()
+    assert first[-1].staging is first[3].staging
+    for transfer in first:
+        transfer.said = PeerLostError("gone")
+    fail()
+    assert made[0].is_closed != ends_on_errors, "where nothing else ends what failed, the library is closed"
+    used = {id(transfer.staging) for transfer in first[:MAX_STAGINGS]}
+    assert (id(made[-1].started[-1].staging) in used) == ends_on_errors
+    assert not arena.any()
 
 
 # ---- shared memory ----
@@ -297,7 +393,7 @@ def test_the_memory_of_an_owner_that_died_is_let_go_of_without_being_asked() -> 
 
 def test_a_private_arena_has_no_export_and_the_worker_goes_on_with_what_there_is(caplog) -> None:
     arena = HostArena(1 << 16)
-    exports = open_exports(TRANSPORTS, PeerAccess(), arena, IDENTITY, make_run_copy("reference", 1))
+    exports = open_exports(["shared_memory", "tcp"], PeerAccess(), arena, IDENTITY, make_run_copy("reference", 1))
     assert [export.address.transport for export in exports] == ["tcp"]
     assert "goes on without shared_memory to export host caches: the host arena is private" in caplog.text
     for export in exports:
@@ -455,6 +551,40 @@ def test_transports_are_named_and_the_best_comes_first() -> None:
     assert parse_transports("tcp, shared_memory") == ("shared_memory", "tcp")
     with pytest.raises(ConfigError, match=r"peer_transports has 'rdma': choose auto, none, or some of shared_memory"):
         parse_transports("tcp,rdma")
+
+
+def test_what_needs_rdma_or_is_not_encrypted_is_chosen_only_where_it_was_asked_for(caplog) -> None:
+    caplog.set_level("INFO")
+    assert choose_transports("auto", False, lambda: False) == ["shared_memory", "tcp"]
+    assert "peers are read by shared_memory,tcp (peer_transports auto; no nixl: no RDMA device; no moo" in caplog.text
+    assert choose_transports("auto", True, lambda: True) == ["shared_memory", "tcp"]
+    assert "no nixl: not encrypted" in caplog.text
+    assert choose_transports("none", False) == []
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("nixl", "--no-deps nixl-cu12"), ("mooncake", r"headwise\[mooncake\]")])
+def test_a_package_that_is_not_there_is_named_with_its_remedy(name, remedy, monkeypatch, caplog) -> None:
+    for package in ("nixl_cu12", "nixl_cu12._bindings", "nixl_cu13", "mooncake", "mooncake.engine"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"peer_transports {name}: .*; run `pip install .*{remedy}"):
+        choose_transports(f"tcp,{name}", False)
+    caplog.set_level("INFO")
+    assert choose_transports("auto", False, lambda: True) == ["shared_memory", "tcp"]
+    assert f"no {name}: not installed" in caplog.text
+
+
+def test_an_encrypted_deployment_has_no_plain_transports_unless_told_to() -> None:
+    with pytest.raises(ConfigError, match="peer_transports nixl: not encrypted and open to whoever"):
+        check_plain("nixl,tcp", is_encrypted=True, may_be_plain=False)
+    check_plain("nixl,tcp", is_encrypted=True, may_be_plain=True)
+    check_plain("nixl,mooncake", is_encrypted=False, may_be_plain=False)
+    check_plain("auto", is_encrypted=True, may_be_plain=False)
+
+
+def test_rdma_is_where_the_system_lists_a_device(tmp_path) -> None:
+    assert not has_rdma(tmp_path)
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    assert has_rdma(tmp_path)
 
 
 def test_runs_that_touch_do_not_overlap() -> None:
