@@ -117,8 +117,12 @@ class PrefixFinder:
                 return wanted, (count - served) * self._windows.block_size
             # What fits of it may still serve more than is here.
             fitting = int(np.searchsorted(wanted.sum(axis=1).cumsum(), room, side="right"))
-            count, *_ = self._servable((here | elsewhere)[: min(fitting, count * room // blocks)])
+            count, *_ = self._servable((here | elsewhere)[: min(fitting, served + (count - served) * room // blocks)])
         return np.zeros((0, here.shape[1]), dtype=np.bool_), 0
+
+    def served(self, hashes: Sequence[bytes]) -> int:
+        """How many blocks of a path device and host can serve between them."""
+        return self._servable(self._are_here(hashes))[0]
 
     def would_gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> bool:
         """Whether more of a path could be served if the host had the blocks ``more [n, groups]`` of it, too."""

@@ -162,7 +162,7 @@ class PeerLoads:
             return False
         size = self._cache.block_size
         path = tuple(sequence.block_hashes(min(sequence.servable, max(0, hint.tokens)), size))
-        wanted, gained = self._cache.lacking(path, np.ones((len(path), self._num_groups), np.bool_), self._room)
+        wanted, gained = self._cache.lacking(path, np.ones((len(path), self._num_groups), np.bool_), self.room)
         prefills = hint.prefills and not sequence.request.extra_keys  # of which the other engine would need embeddings
         if not gained or not (prefills or self._is_worth_it(hint, int(np.count_nonzero(wanted)), gained)):
             return False
@@ -182,6 +182,17 @@ class PeerLoads:
         waiting.load = next((load for load in loads if load is not None and load.prefills), None)
         return True
 
+    def fetch(self, engine: str, epoch: int, path: Items[bytes], wanted: NDArray[np.bool_], now: float) -> Fetch | None:
+        """Ask an engine for the blocks ``wanted [n, groups]`` of a path, for no request yet; None: too much is asked
+        for already."""
+        if len(self._loads) >= MAX_LOADS:
+            return None
+        fetch, arrivals = self._arrivals.expect(self, path, wanted, 0)
+        if arrivals:
+            wanted = _places(arrivals, len(path), self._num_groups)
+            self._ask(engine, AskLease(secrets.token_bytes(LEASE_BYTES), epoch, b"".join(path), wanted), arrivals, now)
+        return fetch
+
     def _is_worth_it(self, hint: PeerHint, blocks: int, tokens: int) -> bool:
         return not hint.prefills and self._cache.costs.is_worth_asking(blocks, tokens)
 
@@ -190,7 +201,8 @@ class PeerLoads:
         return len(self._cache.policies)
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
+        """Blocks that may be asked for now."""
         return self._arrivals.room(len(self._load_of))
 
     def _ask(self, engine: str, ask: AskLease | Prefill, arrivals: Items[Arrival], now: float) -> None:
