@@ -30,7 +30,7 @@ class Case:
     """handover: leaving engines write what only they have
     by_worth: those go whose caches are worth least
     peer_loads: engines fetch from each other
-    pulled: besides, those that stay take what only the leaving engines have into their hosts
+    given: those that stay take what only the leaving engines have into their hosts
     """
 
     handover: bool = True
@@ -38,17 +38,21 @@ class Case:
     is_few_from_start: bool = False
     none_goes: bool = False
     peer_loads: bool = False
-    pulled: bool = False
+    given: bool = False
 
 
 CASES = {
     "handover, least worth goes": Case(),
     "handover, any goes": Case(by_worth=False),
     "no handover, least worth goes": Case(handover=False),
-    "with peer loads": Case(peer_loads=True),
-    "pulled by the others": Case(peer_loads=True, pulled=True),
     "none goes": Case(none_goes=True),
     "as few from the start": Case(is_few_from_start=True),
+    "peer loads: to storage and hosts": Case(peer_loads=True, given=True),
+    "peer loads: to storage": Case(peer_loads=True),
+    "peer loads: to hosts": Case(peer_loads=True, handover=False, given=True),
+    "peer loads: to nobody": Case(peer_loads=True, handover=False),
+    "peer loads: none goes": Case(peer_loads=True, none_goes=True),
+    "peer loads: as few from the start": Case(peer_loads=True, is_few_from_start=True),
 }
 OURS, UNDISTURBED, FEW = "handover, least worth goes", "none goes", "as few from the start"
 
@@ -136,7 +140,7 @@ def keep(run: tuple[str, float, float], setting: Setting, many: int, few: int) -
         return begin if case.none_goes or now < at else few
 
     setting = replace(setting, storage=storage, peer_loads=case.peer_loads)
-    taken = cluster(setting, choose, handover=case.handover, by_worth=case.by_worth, pulled=case.pulled)
+    taken = cluster(setting, choose, handover=case.handover, by_worth=case.by_worth, given=case.given)
     served = taken.serve(requests, begin)
     window = [each for each in requests if each.arrived >= after]
     return Kept(
@@ -162,11 +166,11 @@ def compare(runs: Sequence[tuple[str, float, float]], kept: Sequence[Kept]) -> l
 def show(compared: Compared, many: int, few: int) -> None:
     print(f"\n{many} -> {few} engines at once, storage {compared.storage:g} times as large: hit rate")
     print(
-        f"{'':30}{'before':>8}{'after':>8}{'of before':>11}{'of none goes':>14}{'of as few':>11}{'blocks written':>18}"
+        f"{'':36}{'before':>8}{'after':>8}{'of before':>11}{'of none goes':>14}{'of as few':>11}{'blocks written':>18}"
     )
     for what, one in compared.found.items():
         print(
-            f"{what:30}{one.before.rate:>8.1%}{one.after.rate:>8.1%}{compared.of_before(what):>11.3f}"
+            f"{what:36}{one.before.rate:>8.1%}{one.after.rate:>8.1%}{compared.of_before(what):>11.3f}"
             f"{compared.of_undisturbed(what):>14.3f}{compared.of_few(what):>11.3f}"
             f"{f'{one.written:,} of {one.last:,}':>18}"
         )
