@@ -81,7 +81,8 @@ class LoadHistory:
         mean, later = requests / whole, half / self._span(whole / 2)
         growth = (later - mean) / (whole / 4)  # the middle of the later half is so far from that of the whole
         now = mean + growth * whole / 2
-        if abs(lately - now * seconds) > SURPRISE * math.sqrt(max(1.0, now * seconds)):
+        as_expected = (now - growth * seconds / 2) * seconds
+        if abs(lately - as_expected) > SURPRISE * math.sqrt(max(1.0, as_expected)):
             return lately / seconds
         return min(max(now + growth * ahead_s, mean / MAX_GROWTH), mean * MAX_GROWTH)
 
