@@ -124,10 +124,10 @@ class Taking:
         paths = [hashes_of(path) for path in offer.paths]
         most = self._cache.max_blocks
         for path, joined in zip(paths, offer.paths, strict=True):
-            if len(set(path)) * HASH_BYTES != len(joined) or len(path) > most:
+            if not 0 < len(path) <= most or len(set(path)) * HASH_BYTES != len(joined):
                 raise InvalidRequestError(
-                    f"an offered path must be at most {most} different hashes of {HASH_BYTES} bytes, got {len(joined)} "
-                    "bytes"
+                    f"an offered path must be from 1 to {most} different hashes of {HASH_BYTES} bytes, got "
+                    f"{len(joined)} bytes"
                 )
         return paths
 
@@ -143,13 +143,15 @@ class Taking:
             self._advance(offered, now)
 
     def _advance(self, offered: _Offered, now: float) -> None:
-        for each in [each for each in offered.coming if not each.fetch.left]:
+        over = [each for each in offered.coming if not each.fetch.left]
+        for each in over:
             offered.coming.remove(each)
             self._came(offered, each)
         if now - offered.heard > self._timeout_s:
             offered.queue.clear()
-        while offered.queue and len(offered.coming) < UNDER_WAY and self._begin(offered, offered.queue[0], now):
-            offered.queue.popleft()
+        if over or not offered.coming:  # there may be room that there was not before
+            while offered.queue and len(offered.coming) < UNDER_WAY and self._begin(offered, offered.queue[0], now):
+                offered.queue.popleft()
         if not offered.queue and not offered.coming:
             offered.is_over = True
             self._tell(offered)
@@ -166,6 +168,8 @@ class Taking:
 
     def _begin(self, offered: _Offered, path: list[bytes], now: float) -> bool:
         """Ask for what is lacking of a path, as far as that fits; False: the rest has to wait for room."""
+        if offered.tries[path[-1]] >= MAX_TRIES:
+            return True
         if offered.coming and (offered.tries[path[-1]] or offered.coming[-1].path is path):
             return False
         everywhere = np.ones((len(path), self._groups), dtype=np.bool_)

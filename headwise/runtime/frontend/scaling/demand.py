@@ -4,10 +4,11 @@ Three numbers, of which the greatest counts:
 
 - time: engines are servers of one queue. A request occupies one for the seconds until its first token that the router
   expected when it sent it, without waits. With the rate, the mean and the variation of these seconds that are to be
-  expected (`forecast`), a request finds all ``n`` engines busy with about the chance ``b ** (sqrt(2 (n + 1)) - 1)``, where
-  ``b`` is the share of time that they are (Sakasegawa 1977), and then waits exponentially with the mean
-  ``(1 + cv**2) / 2 * mean / (n (1 - b))``. The time to the first token is the sum of both; as its distribution counts
-  the log-normal one of the same mean and variance, so nine of ten are under ``exp(mu + 1.28 sigma)``.
+  expected (`forecast`), a request finds all ``n`` engines busy with about the chance
+  ``b ** (sqrt(2 (n + 1)) - 1)``, where ``b`` is the share of time that they are (Sakasegawa 1977), and then waits
+  exponentially with the mean ``(1 + cv**2) / 2 * mean / (n (1 - b))``. The time to the first token is the sum of both;
+  as its distribution counts the log-normal one of the same mean and variance, so nine of ten are under
+  ``exp(mu + 1.28 sigma)``.
 - backlog: what is queued already is to be computed in `CLEAR_S` beside what arrives. Faster makes no sense: an engine
   that is started for it takes about as long to start.
 - room: running sequences hold their blocks; pools and sequences should be `FULL` at most.

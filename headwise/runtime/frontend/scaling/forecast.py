@@ -1,9 +1,9 @@
 """The load to count on, from what has arrived lately: what a minute shows is mostly chance.
 
-    sizes   engine-seconds of a request, their mean and variation: over `SIZE_WINDOW_S`. Few long prompts among many short
-            ones make the mean of a minute wrong by a fifth
-    rate    requests a second: the line through both halves of `TREND_WINDOW_S`, read off where an engine that is ordered
-            now will serve. The mean alone would lag behind by half a window
+    sizes   engine-seconds of a request, their mean and variation: over `SIZE_WINDOW_S`. Few long prompts among many
+            short ones make the mean of a minute wrong by a fifth
+    rate    requests a second: the line through both halves of `TREND_WINDOW_S`, read off where an engine that is
+            ordered now will serve. The mean alone would lag behind by half a window
 
 Either changes at once, too: what the last `LOAD_WINDOW_S` show counts instead where it differs by more than chance
 explains (`SURPRISE` standard deviations).

@@ -171,6 +171,7 @@ def test_an_offer_that_makes_no_sense_is_refused_and_one_of_a_stranger_is_not_ta
     for changed, why in (
         ({"offer": b"short"}, "16 bytes, got 5"),
         ({"paths": (b"h" * 17,)}, "different hashes of 16 bytes, got 17 bytes"),
+        ({"paths": (b"",)}, "from 1 to .* different hashes of 16 bytes, got 0 bytes"),
         ({"paths": (b"h" * 32,)}, "different hashes of 16 bytes, got 32 bytes"),
         ({"paths": (b"h" * 16,) * 65}, "at most 64 paths, got 65"),
     ):
