@@ -24,7 +24,7 @@ queue_length, of all parts together.
 
 Then, at a steady load, engines are taken away at once (`simulation/scale_down.py`), with the shared storage of
 `routing.py`, which is about as large as all engines' hosts, and with one four times as large. ``hit_rate_kept`` is the
-hit rate after, with handover to storage and hosts, and the least worth going, over the one of a run in which none goes,
+hit rate after, with handover to storage and the least worth going, over the one of a run in which none goes,
 at the same times; ``hit_rate_of_before`` over the one before, as the trace was then; ``hit_rate_of_few`` over that of a
 cluster that had so few engines from the start. Engines fetch from each other, as they do unless told otherwise, in all
 of these runs; ``kept_without_peer_loads`` compares runs in which they do not. ``bound_by_memory`` is what a single LRU
@@ -245,7 +245,7 @@ def _kept_with(compared: Compared) -> dict[str, float]:
         "hit_rate_kept": round(compared.of_undisturbed(), 4),
         "hit_rate_of_before": round(compared.of_before(), 4),
         "hit_rate_of_few": round(compared.of_few(), 4),
-        "kept_by_storage": round(compared.of_undisturbed("to storage"), 4),
+        "kept_by_both": round(compared.of_undisturbed("to storage and hosts"), 4),
         "kept_by_hosts": round(compared.of_undisturbed("to hosts"), 4),
         "kept_by_nobody": round(compared.of_undisturbed("to nobody"), 4),
         "kept_without_peer_loads": round(compared.of_undisturbed("no peer loads: to storage"), 4),

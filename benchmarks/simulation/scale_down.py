@@ -48,9 +48,9 @@ class Case:
 
 
 CASES = {
-    "to storage and hosts, least worth goes": Case(given=True),
-    "to storage and hosts, any goes": Case(given=True, by_worth=False),
-    "to storage": Case(),
+    "to storage, least worth goes": Case(),
+    "to storage, any goes": Case(by_worth=False),
+    "to storage and hosts": Case(given=True),
     "to hosts": Case(handover=False, given=True),
     "to nobody": Case(handover=False),
     "none goes": Case(none_goes=True),
@@ -61,7 +61,7 @@ CASES = {
     "one LRU of all memory": Case(is_one_memory=True),
     "one LRU of all memory: none goes": Case(is_one_memory=True, none_goes=True),
 }
-OURS, UNDISTURBED, FEW = "to storage and hosts, least worth goes", "none goes", "as few from the start"
+OURS, UNDISTURBED, FEW = "to storage, least worth goes", "none goes", "as few from the start"
 BOUND = "one LRU of all memory"
 WITHOUT = "no peer loads: "
 

@@ -248,8 +248,8 @@ class Fleet:
         return drain_time(self._config.drain_timeout_s, left_s)
 
     def _drain(self, role: Role, now: float) -> None:
-        """Have an engine take nothing new, end what it has, hand over to storage and to other engines what only it has
-        cached, and end. If it does not, it is killed some time later."""
+        """Have an engine take nothing new, end what it has, hand over what only it has cached, and end. If it does not,
+        it is killed some time later."""
         if role.handle is None or role.life.phase is not Phase.RUNNING:
             self._supervisor.retire(role, "it does not serve, and is not wanted any more")
             return
@@ -262,8 +262,9 @@ class Fleet:
         role.handle.drain.remote(timeout_s, sole_blocks, takers)
 
     def _takers(self, role: Role, leaving: Sequence[str]) -> dict[str, int]:
-        """The engines that may take what only this one has cached, and what they may evict for it."""
-        if self._config.without_peer_loads or self._is_closing:
+        """The engines that may take what only this one has cached, and what they may evict for it. Where there is
+        storage nobody does: what is there and in a host, too, takes the room of two (`benchmarks/autoscaling.py`)."""
+        if self._config.storage or self._config.without_peer_loads or self._is_closing:
             return {}
         going = {*leaving, *(() if self._decision is None else self._decision.drain), role.name}
         names = [each.name for each in self.engines if each.life.phase is Phase.RUNNING and each.name not in going]

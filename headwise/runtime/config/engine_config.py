@@ -139,7 +139,7 @@ class EngineConfig:
     downscale_delay_s: float = _option(300.0, "Seconds for which fewer engines must be enough before one goes.", 0.0)
     drain_timeout_s: float = _option(
         60.0,
-        "Seconds in which an engine that goes ends its requests and hands over what only it has cached, to storage and "
+        "Seconds in which an engine that goes ends its requests and hands over what only it has cached, to storage or "
         "to other engines; what still runs then goes on elsewhere.",
         0.0,
     )

@@ -1,7 +1,6 @@
-"""What an engine does with its cache before it ends: storage and other engines get what only it has.
+"""What an engine does with its cache before it ends: storage, or other engines, get what only it has.
 
-Both at once, where there are both: what is in storage outlives every engine, and is for all to load; what is in a host
-needs no storage, and is there sooner.
+Who orders it to go says which: takers, or none. It serves both at once if there are both.
 """
 
 from __future__ import annotations
