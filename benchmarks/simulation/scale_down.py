@@ -5,7 +5,7 @@ arrive in the `WINDOW_S` before (``before``), and in as many seconds from the dr
 besides the drain move ``after``, and each has a run of its own, at the same times:
 
     none goes              the trace itself: some minutes have more prompts that were seen before than others
-    as few from the start  fewer engines have less memory: what such a cluster has, no drain can beat that by much
+    as few from the start  fewer engines have less memory: a drain can keep little more than such a cluster has
 
 So ``after`` over that of ``none goes`` is what scaling down costs, and over that of ``as few from the start`` how much
 of what can be kept is kept. ``one LRU of all memory`` shows how much the loss of the memory alone costs a cache that
