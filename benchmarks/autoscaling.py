@@ -24,11 +24,12 @@ queue_length, of all parts together.
 
 Then, at a steady load, engines are taken away at once (`simulation/scale_down.py`), with the shared storage of
 `routing.py`, which is about as large as all engines' hosts, and with one four times as large. ``hit_rate_kept`` is the
-hit rate after, with handover and the least worth going, over the one of a run in which none goes, at the same times;
-``hit_rate_of_before`` over the one before, as the trace was then; ``hit_rate_of_few`` over that of a cluster that had
-so few engines from the start. ``kept_with_peer_loads``: those that stay fetch from each other, too; ``kept_pulled``:
-and they take what only the leaving ones have into their hosts before these go. All of the smaller storage;
-``larger_storage`` has those of the larger one. The last line is JSON.
+hit rate after, with handover to storage and the least worth going, over the one of a run in which none goes,
+at the same times; ``hit_rate_of_before`` over the one before, as the trace was then; ``hit_rate_of_few`` over that of a
+cluster that had so few engines from the start. Engines fetch from each other, as they do unless told otherwise, in all
+of these runs; ``kept_without_peer_loads`` compares runs in which they do not. ``bound_by_memory`` is what a single LRU
+of all engines' memory and storage's would keep: fewer engines have less memory, whatever is handed over. All of the
+smaller storage; ``larger_storage`` has those of the larger one. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -244,9 +245,11 @@ def _kept_with(compared: Compared) -> dict[str, float]:
         "hit_rate_kept": round(compared.of_undisturbed(), 4),
         "hit_rate_of_before": round(compared.of_before(), 4),
         "hit_rate_of_few": round(compared.of_few(), 4),
-        "kept_without_handover": round(compared.of_undisturbed("no handover, least worth goes"), 4),
-        "kept_with_peer_loads": round(compared.of_undisturbed("with peer loads"), 4),
-        "kept_pulled": round(compared.of_undisturbed("pulled by the others"), 4),
+        "kept_by_both": round(compared.of_undisturbed("to storage and hosts"), 4),
+        "kept_by_hosts": round(compared.of_undisturbed("to hosts"), 4),
+        "kept_by_nobody": round(compared.of_undisturbed("to nobody"), 4),
+        "kept_without_peer_loads": round(compared.of_undisturbed("no peer loads: to storage"), 4),
+        "bound_by_memory": round(compared.of_bound(), 4),
         "at_stake": round(compared.at_stake, 4),
     }
 

@@ -3,8 +3,8 @@
 An engine serves ``start_s`` after it was ordered, with an empty cache. One that goes gets no new requests, ends those
 it has, and meanwhile writes the blocks that only it has into shared storage, most asked for first, at the storage's
 speed; after ``drain_timeout_s`` what is left of both ends: its requests go on elsewhere, its blocks are lost. It is
-paid for from the order to its end. With ``pulled`` the other engines take these blocks into their hosts instead, each
-path where most of it is already, the last ones used first, and at most a share of each host.
+paid for from the order to its end. With ``given`` the other engines take these blocks into their hosts, too: which, and
+who takes which, is the real code's choice (`headwise.cache_controller.legacy`, `headwise.storage.index.allowances`).
 
 What it leaves out, besides what `simulation.cluster` does: storage's bandwidth is each engine's own, and blocks that a
 leaving engine computes last are written as if it had had them from the start.
@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from simulation.cluster import BLOCK, Cache, Engine, Hardware, Request, Storage
 
+from headwise.cache_controller.legacy import Dealer, LeftPaths
 from headwise.runtime.frontend.routing import RoutedRequest, Router
 from headwise.runtime.frontend.scaling import Observation, Replica, ReplicaSet, ReplicaState, observe
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S
+from headwise.storage.index.allowances import allowances
 from headwise.storage.index.hash_runs import split
 from headwise.storage.index.prefix_index import PrefixIndex
 
@@ -33,9 +35,6 @@ COOLING = 0.5 ** (COOL_S / 600.0)
 """What was asked for ten minutes ago counts half."""
 
 VOLUME = "shared"
-PULLED_SHARE = 0.5
-"""Of an engine's host, what it takes of the blocks of others that leave."""
-MAX_PATHS = 100_000
 OWNER = "storage"
 """Whoever wrote it: blocks in storage outlive their writers."""
 
@@ -80,6 +79,7 @@ class Served:
     engine_s: paid for
     counts:   engines that serve, at each decision
     kept:     of each engine that left: blocks that it wrote to storage, and all that only it had
+    given:    blocks that others took into their hosts
     sole:     the blocks that only engines had that were told to go
     moved:    requests that went on elsewhere
     changes:  when the number changed, and why
@@ -88,6 +88,7 @@ class Served:
     engine_s: float = 0.0
     counts: list[int] = field(default_factory=list)
     kept: list[tuple[int, int]] = field(default_factory=list)
+    given: int = 0
     sole: set[bytes] = field(default_factory=set)
     moved: int = 0
     changes: list[tuple[float, str]] = field(default_factory=list)
@@ -99,7 +100,7 @@ class ElasticCluster:
     choose:   None: the controller's own decisions; else its number is set by hand to what this says
     handover: whether a leaving engine writes its blocks to storage
     by_worth: whether the engine to go is chosen by what its cache is worth
-    pulled:   whether others take what a leaving engine has into their hosts, besides
+    given:    whether others take what a leaving engine has into their hosts, besides
     """
 
     def __init__(
@@ -111,15 +112,15 @@ class ElasticCluster:
         choose: Chooser | None = None,
         handover: bool = True,
         by_worth: bool = True,
-        pulled: bool = False,
+        given: bool = False,
     ) -> None:
         self.hardware, self.router, self.replicas, self.start_s = hardware, router, replicas, start_s
         self.index = PrefixIndex()
         self.storage = LastingStorage(hardware.storage, self.index)
         self.index.set_volume(OWNER, VOLUME)
         self.served = Served()
-        self._choose, self._handover, self._by_worth, self._pulled = choose, handover, by_worth, pulled
-        self._paths: OrderedDict[bytes, tuple[str, list[bytes]]] = OrderedDict()  # by last block, and to which engine
+        self._choose, self._handover, self._by_worth, self._given = choose, handover, by_worth, given
+        self._parents: dict[bytes, bytes] = {}  # of blocks, the one before
         self._members: dict[str, Member] = {}
         self._events: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._tie = itertools.count()
@@ -171,11 +172,8 @@ class ElasticCluster:
         assert engine is not None
         peer = self._members.get(choice.hint.engine) if choice.hint is not None else None
         engine.submit(request, now, None if peer is None else peer.engine)
-        if request.path and self._pulled:
-            self._paths[request.path[-1]] = choice.engine, request.path
-            self._paths.move_to_end(request.path[-1])
-            if len(self._paths) > MAX_PATHS:
-                self._paths.popitem(last=False)
+        if self._given:
+            self._parents.update(zip(request.path[1:], request.path, strict=False))
         self._advance(now, self._members[choice.engine])
         return True
 
@@ -257,8 +255,8 @@ class ElasticCluster:
         if member.engine.ongoing:
             self._at(now + STATUS_INTERVAL_S, self._hand_over_when_done, member)
             return
-        block_s = BLOCK * (self.hardware.storage_token_s if self._handover else self.hardware.peer_token_s)
-        blocks = sum(each.count for each in self._sole(member)) if self._handover or self._pulled else 0
+        speeds = [self.hardware.storage_token_s] * self._handover + [self.hardware.peer_token_s] * self._given
+        block_s, blocks = BLOCK * max(speeds, default=0.0), sum(each.count for each in self._sole(member))
         self._at(max(now, member.drained_at + blocks * block_s), self._hand_over, member)
 
     def _sole(self, member: Member) -> list[Any]:
@@ -271,37 +269,43 @@ class ElasticCluster:
             return
         blocks = [block for each in self._sole(member) for block in split(each.hashes)]
         seconds = now - member.drained_at + 1e-6
-        if self._pulled:
-            self._pull(member, set(blocks), seconds)
+        if self._given:
+            self._give(member, seconds)
         written = int(seconds / (BLOCK * self.hardware.storage_token_s)) if self._handover else 0
         self.storage.put(reversed(blocks[:written]), member.name)  # the most asked for stay longest
         self.served.kept.append((min(written, len(blocks)), len(blocks)))
         self._end(now, member)
 
-    def _pull(self, member: Member, sole: set[bytes], seconds: float) -> None:
-        """The others take what only the leaving engine has, and what is before it on its path."""
+    def _give(self, member: Member, seconds: float) -> None:
+        """The others take what only the leaving engine has, by the choice of `headwise`, as far as there is time."""
         assert member.engine is not None
-        others = [each.engine for each in self._members.values() if each.state is ReplicaState.RUNNING and each.engine]
-        if not others:
-            return
+        cache = member.engine.cache
+        others = {
+            name: each.engine.cache
+            for name, each in self._members.items()
+            if each.state is ReplicaState.RUNNING and each.engine is not None
+        }
+        leaving = [each.name for each in self._members.values() if each.state is ReplicaState.DRAINING]
+        evict = allowances(self.index, member.name, list(others), [name for name in leaving if name != member.name])
+        free = {name: self.hardware.host - len(other.host) for name, other in others.items()}
+        dealer = Dealer({name: free[name] + evict[name] for name in others})
+        blocks = [block for each in self._sole(member) for block in split(each.hashes)]
+        paths = LeftPaths(blocks, self._parents.get, lambda path: cache.match(path, len(path))[1])
         left = int(seconds / (BLOCK * self.hardware.peer_token_s))
-        room = {other.number: int(PULLED_SHARE * self.hardware.host) for other in others}
-        taken: dict[int, list[list[bytes]]] = {other.number: [] for other in others}
-        for name, path in reversed(self._paths.values()):
-            if name != member.name or sole.isdisjoint(path) or left <= 0:
+        while paths and left > 0:
+            path = paths.take()
+            taker = dealer.choose(path) if path else None
+            if taker is None:
                 continue
-            depths = {other.number: other.cache.match(path, len(path))[1] for other in others if room[other.number] > 0}
-            if not depths:
-                break
-            number = max(depths, key=lambda each: (depths[each], room[each]))
-            reach = member.engine.cache.lend(path, depths[number], len(path))
-            blocks = path[depths[number] : reach]
-            taken[number].append(blocks)
-            room[number] -= len(blocks)
-            left -= len(blocks)
-        for other in others:
-            for blocks in reversed(taken[other.number]):  # those used last stay longest
-                other.cache.fetch(blocks)
+            depth = others[taker].match(path, len(path))[1]
+            new = path[depth : min(len(path), depth + left, depth + free[taker] + evict[taker])]
+            free[taker] -= len(new)
+            if free[taker] < 0:
+                free[taker], evict[taker] = 0, evict[taker] + free[taker]
+            left -= len(new)
+            cache.lend(path, depth, depth + len(new))
+            others[taker].fetch(new)
+            self.served.given += len(new)
 
     # ---- decisions ----
 

@@ -5,17 +5,20 @@ arrive in the `WINDOW_S` before (``before``), and in as many seconds from the dr
 besides the drain move ``after``, and each has a run of its own, at the same times:
 
     none goes              the trace itself: some minutes have more prompts that were seen before than others
-    as few from the start  fewer engines have less memory: what such a cluster has, no drain can keep more than
+    as few from the start  fewer engines have less memory: a drain can keep little more than such a cluster has
 
 So ``after`` over that of ``none goes`` is what scaling down costs, and over that of ``as few from the start`` how much
-of what can be kept is kept.
+of what can be kept is kept. ``one LRU of all memory`` shows how much the loss of the memory alone costs a cache that
+nothing else is wrong with.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from routing import hardware
 from simulation.cluster import BLOCK, Request
 from simulation.elastic import View
 from simulation.scaling import Setting, cluster, requests_of
@@ -30,27 +33,37 @@ class Case:
     """handover: leaving engines write what only they have
     by_worth: those go whose caches are worth least
     peer_loads: engines fetch from each other
-    pulled: besides, those that stay take what only the leaving engines have into their hosts
+    given: those that stay take what only the leaving engines have into their hosts
+    is_one_memory: no engines, but the least recently used of all their memory, and of storage's, goes first, and what
+        leaves with engines is room alone
     """
 
     handover: bool = True
     by_worth: bool = True
     is_few_from_start: bool = False
     none_goes: bool = False
-    peer_loads: bool = False
-    pulled: bool = False
+    peer_loads: bool = True
+    given: bool = False
+    is_one_memory: bool = False
 
 
 CASES = {
-    "handover, least worth goes": Case(),
-    "handover, any goes": Case(by_worth=False),
-    "no handover, least worth goes": Case(handover=False),
-    "with peer loads": Case(peer_loads=True),
-    "pulled by the others": Case(peer_loads=True, pulled=True),
+    "to storage, least worth goes": Case(),
+    "to storage, any goes": Case(by_worth=False),
+    "to storage and hosts": Case(given=True),
+    "to hosts": Case(handover=False, given=True),
+    "to nobody": Case(handover=False),
     "none goes": Case(none_goes=True),
     "as few from the start": Case(is_few_from_start=True),
+    "no peer loads: to storage": Case(peer_loads=False),
+    "no peer loads: none goes": Case(peer_loads=False, none_goes=True),
+    "no peer loads: as few from the start": Case(peer_loads=False, is_few_from_start=True),
+    "one LRU of all memory": Case(is_one_memory=True),
+    "one LRU of all memory: none goes": Case(is_one_memory=True, none_goes=True),
 }
-OURS, UNDISTURBED, FEW = "handover, least worth goes", "none goes", "as few from the start"
+OURS, UNDISTURBED, FEW = "to storage, least worth goes", "none goes", "as few from the start"
+BOUND = "one LRU of all memory"
+WITHOUT = "no peer loads: "
 
 
 @dataclass(frozen=True)
@@ -105,14 +118,19 @@ class Compared:
     storage: float
     found: dict[str, Kept]
 
+    def of_bound(self) -> float:
+        """What the loss of memory alone leaves of a cache."""
+        return _ratio(self.found[BOUND].after.rate, self.found[f"{BOUND}: {UNDISTURBED}"].after.rate)
+
     def of_before(self, what: str = OURS) -> float:
         return _ratio(self.found[what].after.rate, self.found[what].before.rate)
 
     def of_undisturbed(self, what: str = OURS) -> float:
-        return _ratio(self.found[what].after.rate, self.found[UNDISTURBED].after.rate)
+        """Engines that fetch from each other are compared with such, and others with others."""
+        return _ratio(self.found[what].after.rate, self.found[_like(what, UNDISTURBED)].after.rate)
 
     def of_few(self, what: str = OURS) -> float:
-        return _ratio(self.found[what].after.rate, self.found[FEW].after.rate)
+        return _ratio(self.found[what].after.rate, self.found[_like(what, FEW)].after.rate)
 
     @property
     def at_stake(self) -> float:
@@ -127,16 +145,21 @@ def keep(run: tuple[str, float, float], setting: Setting, many: int, few: int) -
     """One case, size of storage and moment. The trace is left as it came: ``setting.swing`` should be 0."""
     what, storage, moment = run
     case, requests = CASES[what], requests_of(setting)
+    setting = replace(setting, storage=storage, peer_loads=case.peer_loads)
     at = requests[-1].arrived * moment
     after = at + setting.drain_timeout_s
     requests = [each for each in requests if each.arrived < after + WINDOW_S]
     begin = few if case.is_few_from_start else many
 
+    if case.is_one_memory:
+        return one_memory(
+            requests, (at, after), [memory(setting, each) for each in (many, many if case.none_goes else few)]
+        )
+
     def choose(view: View, now: float) -> int:
         return begin if case.none_goes or now < at else few
 
-    setting = replace(setting, storage=storage, peer_loads=case.peer_loads)
-    taken = cluster(setting, choose, handover=case.handover, by_worth=case.by_worth, pulled=case.pulled)
+    taken = cluster(setting, choose, handover=case.handover, by_worth=case.by_worth, given=case.given)
     served = taken.serve(requests, begin)
     window = [each for each in requests if each.arrived >= after]
     return Kept(
@@ -148,6 +171,31 @@ def keep(run: tuple[str, float, float], setting: Setting, many: int, few: int) -
         frozenset((moment, block) for block in _asked_first(requests, at, after)),
         sum(each.ended < 0 for each in requests),
     )
+
+
+def memory(setting: Setting, engines: int) -> int:
+    """Blocks that so many engines and storage have room for."""
+    machine = hardware()
+    return engines * (machine.device + machine.host) + round(machine.storage * setting.storage)
+
+
+def one_memory(requests: Sequence[Request], moments: tuple[float, float], capacities: Sequence[int]) -> Kept:
+    """What a single cache of the first capacity finds, and of the second one from the first moment on; ``after`` from
+    the second moment on."""
+    (at, after), cached = moments, OrderedDict[bytes, None]()
+    hits = {False: Hits(), True: Hits()}
+    for request in requests:
+        depth, most = 0, (request.num_tokens - 1) // BLOCK
+        while depth < most and request.path[depth] in cached:
+            depth += 1
+        if request.arrived >= after or at - WINDOW_S <= request.arrived < at:
+            hits[request.arrived >= after] += Hits(depth * BLOCK, request.num_tokens)
+        for block in reversed(request.path):
+            cached[block] = None
+            cached.move_to_end(block)
+        while len(cached) > capacities[request.arrived >= at]:
+            cached.popitem(last=False)
+    return Kept(hits[False], hits[True])
 
 
 def compare(runs: Sequence[tuple[str, float, float]], kept: Sequence[Kept]) -> list[Compared]:
@@ -162,15 +210,22 @@ def compare(runs: Sequence[tuple[str, float, float]], kept: Sequence[Kept]) -> l
 def show(compared: Compared, many: int, few: int) -> None:
     print(f"\n{many} -> {few} engines at once, storage {compared.storage:g} times as large: hit rate")
     print(
-        f"{'':30}{'before':>8}{'after':>8}{'of before':>11}{'of none goes':>14}{'of as few':>11}{'blocks written':>18}"
+        f"{'':40}{'before':>8}{'after':>8}{'of before':>11}{'of none goes':>14}{'of as few':>11}{'blocks written':>18}"
     )
     for what, one in compared.found.items():
         print(
-            f"{what:30}{one.before.rate:>8.1%}{one.after.rate:>8.1%}{compared.of_before(what):>11.3f}"
+            f"{what:40}{one.before.rate:>8.1%}{one.after.rate:>8.1%}{compared.of_before(what):>11.3f}"
             f"{compared.of_undisturbed(what):>14.3f}{compared.of_few(what):>11.3f}"
             f"{f'{one.written:,} of {one.last:,}':>18}"
         )
     print(f"only the leaving engines had {compared.at_stake:.1%} of what is served where none goes")
+
+
+def _like(what: str, other: str) -> str:
+    """The case that one is compared with."""
+    if what.startswith(BOUND):
+        return f"{BOUND}: {UNDISTURBED}" if other == UNDISTURBED else BOUND
+    return WITHOUT + other if what.startswith(WITHOUT) else other
 
 
 def _hits(requests: Sequence[Request]) -> Hits:

@@ -61,7 +61,7 @@ def cluster(
     target_s: float = 1.0,
     handover: bool = True,
     by_worth: bool = True,
-    pulled: bool = False,
+    given: bool = False,
 ) -> ElasticCluster:
     """target_s: of the controller's decisions, which count where ``choose`` is None."""
     machine = hardware()
@@ -84,7 +84,7 @@ def cluster(
     )
     router = Router(options, random.Random(0))
     return ElasticCluster(
-        machine, router, ReplicaSet(policy, setting.begin), setting.start_s, choose, handover, by_worth, pulled
+        machine, router, ReplicaSet(policy, setting.begin), setting.start_s, choose, handover, by_worth, given
     )
 
 

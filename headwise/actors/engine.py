@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -125,10 +126,11 @@ class Engine:
         group = self._group
         return [] if group is None else group.pids
 
-    def drain(self, timeout_s: float, sole_blocks: bytes | None) -> None:
+    def drain(self, timeout_s: float, sole_blocks: bytes | None, takers: Mapping[str, int] | None = None) -> None:
         """Begin to leave: see `EngineServer.leave`. The engine ends when it is done, and `ended` returns.
 
         sole_blocks: hashes of what only this engine has cached, as a run, the most valuable first; None: not known
+        takers: engines that stay and take some of it, and how many token blocks each may evict for that
         """
         self._leaving.set()
         if self._server is None or not self._settled.is_set():
@@ -137,7 +139,7 @@ class Engine:
         hashes = None
         if sole_blocks is not None:
             hashes = [sole_blocks[at : at + HASH_BYTES] for at in range(0, len(sole_blocks), HASH_BYTES)]
-        self._server.leave(timeout_s, hashes, self._stopping.set)
+        self._server.leave(timeout_s, hashes, self._stopping.set, takers)
 
     def stop(self) -> None:
         self._stopping.set()

@@ -284,17 +284,27 @@ class Fleet:
         return drain_time(self._config.drain_timeout_s, left_s)
 
     def _drain(self, role: Role, now: float) -> None:
-        """Have an engine take nothing new, end what it has, put into storage what only it has cached, and end. If it
-        does not, it is killed some time later."""
+        """Have an engine take nothing new, end what it has, hand over what only it has cached, and end. If it does not,
+        it is killed some time later."""
         if role.handle is None or role.life.phase is not Phase.RUNNING:
             self._supervisor.retire(role, "it does not serve, and is not wanted any more")
             return
         timeout_s = self._drain_s(role)
         role.leave_by = now + timeout_s + self._config.engine_timeout_s
         leaving = [each.name for each in self.engines if each.is_leaving and each is not role]
-        sole_blocks = self._store.sole_blocks(role.name, leaving) if self._config.storage else b""
+        takers = self._takers(role, leaving)
+        sole_blocks = self._store.sole_blocks(role.name, leaving) if self._config.storage or takers else b""
         log.info("%s is drained: it ends in %g s at the latest", role, timeout_s)
-        role.handle.drain.remote(timeout_s, sole_blocks)
+        role.handle.drain.remote(timeout_s, sole_blocks, takers)
+
+    def _takers(self, role: Role, leaving: Sequence[str]) -> dict[str, int]:
+        """The engines that may take what only this one has cached, and what they may evict for it. Where there is
+        storage nobody does: what is there and in a host, too, takes the room of two (`benchmarks/autoscaling.py`)."""
+        if self._config.storage or self._config.without_peer_loads or self._is_closing:
+            return {}
+        going = {*leaving, *(() if self._decision is None else self._decision.drain), role.name}
+        names = [each.name for each in self.engines if each.life.phase is Phase.RUNNING and each.name not in going]
+        return dict(self._store.allowances(role.name, names, leaving)) if names else {}
 
 
 def drain_time(timeout_s: float, left_s: float) -> float:

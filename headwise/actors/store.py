@@ -58,6 +58,10 @@ class AttentionStore:
         """See `AttentionStore.sole_blocks`."""
         return self._server.sole_blocks(node, without, most)
 
+    def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
+        """See `headwise.storage.index.allowances`."""
+        return self._server.allowances(node, takers, without)
+
     def loop_count(self) -> int:
         """See `StoreServer`."""
         return self._server.loop_count

@@ -37,6 +37,12 @@ class StoreWorth:
         hashes: bytes | None = self._ask("sole_blocks", node, list(without), MOST_BLOCKS)
         return hashes
 
+    def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> Mapping[str, int]:
+        """By engine that stays, how many token blocks it may evict for those of the leaving node; where nothing is
+        known, none."""
+        known: Mapping[str, int] | None = self._ask("allowances", node, list(takers), list(without))
+        return dict.fromkeys(takers, 0) if known is None else known
+
     def _ask(self, method: str, *arguments: Any) -> Any:
         store = self._store()
         if store is None:

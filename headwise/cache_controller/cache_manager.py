@@ -6,7 +6,7 @@ No I/O, no clock, no device memory: it decides. Workers learn of it by `drain_ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,11 @@ from headwise.cache_controller.arrivals import Fetch
 from headwise.cache_controller.block_pool import BlockPool
 from headwise.cache_controller.copy_costs import CopyCosts
 from headwise.cache_controller.eviction import RESUME_SLACK, EvictionPolicy, RecycledFirst, ResumePoints
-from headwise.cache_controller.hand_over import HandOver
+from headwise.cache_controller.hand_over import HandOver, most_recent_first
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate, KVEvents
 from headwise.cache_controller.left_behind import LeftBehind
+from headwise.cache_controller.legacy import LeftPaths
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.cache_controller.prefix_match import PrefixFinder, PrefixMatch
 from headwise.cache_controller.radix_tree import DEVICE_TIER, HOST_TIER, NOWHERE, ROOT, STORAGE_TIER, RadixTree
@@ -461,6 +462,11 @@ class CacheManager:
     def hand_over(self, hashes: Sequence[bytes] | None) -> HandOver:
         """Begin to put these token blocks into storage, as the cache is about to end; None: all that there are."""
         return HandOver(self.tree, self.pool, self.host, hashes)
+
+    def left_paths(self, hashes: Iterable[bytes] | None) -> LeftPaths:
+        """The paths of these token blocks, for other engines, as the cache is about to end; None: of all."""
+        named = most_recent_first(self.tree, self.pool) if hashes is None else hashes
+        return LeftPaths(named, self.tree.parent_of, self._finder.served)
 
     def reset(self, tiers: Sequence[str] = (DEVICE_TIER, HOST_TIER)) -> int:
         """Forget every block that no row and no copy holds, on these tiers; how many those were.

@@ -32,8 +32,8 @@ class HandOver:
     def __init__(self, tree: RadixTree, device: BlockPool, host: Host, hashes: Iterable[bytes] | None) -> None:
         self.is_over = not host.storage.is_there
         self._tree, self._host = tree, host
-        self._known = _told_of(tree, device)
-        self._queue = deque(_most_recent_first(tree, device) if hashes is None else hashes)
+        self._known = told_of(tree, device)
+        self._queue = deque(most_recent_first(tree, device) if hashes is None else hashes)
         self._is_last = False
 
     def advance(self, is_last: bool) -> None:
@@ -72,7 +72,7 @@ class HandOver:
         return not (host and host.queued_blocks) and not (storage and storage.queued_puts)
 
 
-def _told_of(tree: RadixTree, device: BlockPool) -> set[bytes]:
+def told_of(tree: RadixTree, device: BlockPool) -> set[bytes]:
     """Hashes of the token blocks that the index may know. Of what a running row holds it hears at the row's end."""
     names, nodes = list(tree.nodes), np.fromiter(tree.nodes.values(), dtype=np.int64)
     blocks = tree.device.blocks[nodes]
@@ -80,7 +80,7 @@ def _told_of(tree: RadixTree, device: BlockPool) -> set[bytes]:
     return {names[index] for index in (~is_held.any(axis=1)).nonzero()[0].tolist()}
 
 
-def _most_recent_first(tree: RadixTree, device: BlockPool) -> list[bytes]:
+def most_recent_first(tree: RadixTree, device: BlockPool) -> list[bytes]:
     """Hashes of all token blocks that are cached on the device, and then of the others."""
     nodes, _ = tree.device.owners(device.next_evicted(device.num_cached)[::-1])
     recent = dict.fromkeys(tree.hashes[node] for node in nodes.tolist())

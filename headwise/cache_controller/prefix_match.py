@@ -121,6 +121,10 @@ class PrefixFinder:
             count, *_ = self._servable((here | elsewhere)[: min(fitting, in_proportion)])
         return np.zeros((0, here.shape[1]), dtype=np.bool_), 0
 
+    def served(self, hashes: Sequence[bytes]) -> int:
+        """How many blocks of a path device and host can serve between them."""
+        return self._servable(self._are_here(hashes))[0]
+
     def gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> int:
         """Tokens more of a path that could be served if the host had the blocks ``more [n, groups]`` of it, too."""
         here = self._are_here(hashes)

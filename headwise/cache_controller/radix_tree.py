@@ -198,6 +198,11 @@ class RadixTree:
         known = map(self.nodes.get, hashes)
         return np.fromiter(iter(known.__next__, None), dtype=np.int64)  # up to the first that is not there
 
+    def parent_of(self, block_hash: bytes) -> bytes | None:
+        """The hash of the block before one; None: it is the first of its path, or it is not known."""
+        parent = self.parents[self.nodes[block_hash]] if block_hash in self.nodes else ROOT
+        return None if parent == ROOT else self.hashes[parent]
+
     def insert(self, path: Sequence[bytes], parent: int, depth: int) -> list[int]:
         """The nodes of a path's blocks from ``depth`` on, below ``parent``; made where they are not there."""
         made = []

@@ -28,7 +28,7 @@ def served(
     timeout_s: float = 60.0,
     least: int = 1,
     handover: bool = True,
-    pulled: bool = False,
+    given: bool = False,
 ) -> tuple[ElasticCluster, Served]:
     """As many engines as ``numbers`` say from each time on."""
     machine = replace(hardware(), storage=1000)
@@ -40,7 +40,7 @@ def served(
         return [number for at, number in numbers.items() if at <= max(now, 0.0)][-1]
 
     cluster = ElasticCluster(
-        machine, Router(options, random.Random(0)), ReplicaSet(policy, first), 30.0, choose, handover, pulled=pulled
+        machine, Router(options, random.Random(0)), ReplicaSet(policy, first), 30.0, choose, handover, given=given
     )
     return cluster, cluster.serve(sent, first)
 
@@ -68,10 +68,10 @@ def test_blocks_that_are_handed_over_are_found_again() -> None:
 
 def test_blocks_that_the_others_pull_are_found_again_without_storage() -> None:
     hits = {}
-    for pulled in (True, False):
+    for given in (True, False):
         sent = requests(100, 1.0, output=20)
-        cluster, _ = served(sent, {0.0: 2, 50.0: 1}, handover=False, pulled=pulled)
-        hits[pulled] = sum(each.found for each in sent[60:80])
+        cluster, _ = served(sent, {0.0: 2, 50.0: 1}, handover=False, given=given)
+        hits[given] = sum(each.found for each in sent[60:80])
         assert not cluster.storage.blocks
     assert hits[True] > hits[False]
 

@@ -189,3 +189,22 @@ def test_an_owner_that_is_killed_while_it_computes_and_is_read_changes_no_token(
 
     ask("engine-1", answer, ask.hint("engine-0", answer, prefills=True), kill, salt="killed")
     eventually(lambda: ask.engine("engine-0")["server"]["ready"])
+
+
+def test_what_only_one_engine_has_is_a_hit_at_the_one_that_stays(client: Client, ask: Ask, answer: Answer) -> None:
+    for name in ("engine-0", "engine-1"):
+        ask(name, answer, salt=f"of {name} alone")
+    eventually(lambda: all(map(any, found(client, answer))), otherwise=lambda: found(client, answer))
+    client.scale(1)
+    eventually(lambda: len(client.stats()["engines"]) == 1, otherwise=client.stats)
+    (left,) = client.stats()["engines"]
+    for name in ("engine-0", "engine-1"):
+        assert ask(left, answer, salt=f"of {name} alone").usage.cached_tokens == ask.hint(left, answer).tokens
+    assert ask.peers(left)["taken_blocks"] > 0
+
+
+def found(client: Client, answer: Answer) -> list[list[int]]:
+    """What the index knows engines to have of the prompt, with either salt."""
+    salts = [f"of engine-{number} alone" for number in range(2)]
+    prefixes = [client.find_prefix(answer.prompt_ids, cache_salt=salt)["engines"].values() for salt in salts]
+    return [[max(tiers.values()) for tiers in engines] for engines in prefixes]

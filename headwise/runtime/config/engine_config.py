@@ -139,8 +139,8 @@ class EngineConfig:
     downscale_delay_s: float = _option(300.0, "Seconds for which fewer engines must be enough before one goes.", 0.0)
     drain_timeout_s: float = _option(
         60.0,
-        "Seconds in which an engine that goes ends its requests and writes to storage what only it has cached; what "
-        "still runs then goes on elsewhere.",
+        "Seconds in which an engine that goes ends its requests and hands over what only it has cached, to storage or "
+        "to other engines; what still runs then goes on elsewhere.",
         0.0,
     )
     tp_size: int = _option(1, "Tensor-parallel workers per engine; must divide the model's KV heads.", 1, 1024)

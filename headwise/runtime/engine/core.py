@@ -11,7 +11,6 @@ from typing import Any
 
 from headwise.cache_controller.block_hash import hash_seed
 from headwise.cache_controller.cache_manager import CacheManager
-from headwise.cache_controller.hand_over import HandOver
 from headwise.cache_controller.head_exchange import HeadExchange
 from headwise.cache_controller.host_tier import HostConfig, HostTier
 from headwise.cache_controller.kv_events import IndexUpdate
@@ -20,19 +19,21 @@ from headwise.errors import InvalidRequestError, OverloadedError
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.peer_blocks import exchange_with
+from headwise.runtime.engine.departure import Departure
 from headwise.runtime.engine.operations import EVERY_TIER, Operation, Operations, State
 from headwise.runtime.engine.output import OutputText
-from headwise.runtime.engine.peers.base import Ask, Peers
+from headwise.runtime.engine.peers.base import Ask, Peers, Takers
 from headwise.runtime.engine.peers.lending import Lending
 from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.peers.prefills import Prefills
+from headwise.runtime.engine.peers.taking import Taking
 from headwise.runtime.engine.prefetcher import Lookup, Prefetcher
 from headwise.runtime.engine.resource_manager import ResourceManager, ScheduledStep
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.loader.tokenizer import Tokenizer
 from headwise.runtime.protocol.batch import StepResult
 from headwise.runtime.protocol.executor import Executor
-from headwise.runtime.protocol.messages import AskLease, EngineLoad
+from headwise.runtime.protocol.messages import AskLease, EngineLoad, Offer
 from headwise.runtime.protocol.prompt_items import check_embeds, embed_bytes
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
 from headwise.transfer.stats import TransferStats
@@ -85,6 +86,8 @@ class EngineCore:
         )
         self._peer_loads = _peer_loads(self.cache, peers, partial(exchange, config, card), config.load_timeout_s)
         self._lending = _lending(config, self.cache, executor, peers)
+        self._taking = _taking(config, self.cache, self._peer_loads, peers)
+        self._peers = peers
         self.resources = ResourceManager(
             self.cache,
             max_rows=card.spec.max_rows,
@@ -107,7 +110,7 @@ class EngineCore:
         self._embed_bytes = 0
         self._counts = {"finished": 0, "aborted": 0, "failed": 0, "steps": 0, "tokens_out": 0}
         self._compute_s = 0.0
-        self._hand_over: HandOver | None = None
+        self._departure: Departure | None = None
 
     # ---- requests in ----
 
@@ -187,24 +190,35 @@ class EngineCore:
         is_awake = self._operations.state is State.AWAKE
         return [name for name, sequence in self._live.items() if sequence.first_scheduled is None or not is_awake]
 
-    def hand_over(self, hashes: list[bytes] | None) -> None:
-        """Have storage get these blocks, as far as they are cached here and it lacks them; None: all that is cached.
-        When the last request has ended, it gets what was computed since, too. `step` carries it out."""
-        self._hand_over = self.cache.hand_over(hashes)
+    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None = None) -> None:
+        """Have storage and other engines get these blocks, as far as they are cached here and those lack them; None:
+        all that is cached. When the last request has ended, they get what was computed since, too. `step` and
+        `serve_peers` carry it out."""
+        self._departure = Departure(self.cache, hashes, self._peers, takers, self.config.load_timeout_s)
 
     @property
     def is_handing_over(self) -> bool:
-        """Whether storage has yet to get something."""
-        return self._hand_over is not None and not self._hand_over.is_over
+        """Whether storage or another engine has yet to get something."""
+        return self._departure is not None and not self._departure.is_over
 
     # ---- other engines ----
 
     def asked(self, reader: bytes, message: Ask) -> None:
         """Another engine asks for blocks of this one's cache, whose epoch it knows. Raises `InvalidRequestError`."""
-        if self._prefills is not None and isinstance(message, AskLease) and message.prompt is not None:
+        if isinstance(message, Offer):
+            self._offered(reader, message)
+        elif self._prefills is not None and isinstance(message, AskLease) and message.prompt is not None:
             self._prefills.begin(reader, message, message.prompt, self._clock())
         elif self._lending is not None:
             self._lending.take(reader, message, self._clock())
+
+    def _offered(self, reader: bytes, offer: Offer) -> None:
+        if self._taking is None:
+            return
+        if self._operations.state is State.AWAKE and self._departure is None:
+            self._taking.take(reader, offer, self._clock())
+        else:
+            self._taking.refuse(reader, offer)
 
     def _add_for_another(self, request: GenerateRequest) -> Sequence:
         """Queue a request of which only the blocks matter."""
@@ -215,7 +229,10 @@ class EngineCore:
 
     def refuse(self, reader: bytes, message: Ask) -> None:
         """Another engine asks for blocks of a cache that is no more."""
-        if self._lending is not None:
+        if isinstance(message, Offer):
+            if self._taking is not None:
+                self._taking.refuse(reader, message)
+        elif self._lending is not None:
             self._lending.refuse(reader, message)
 
     def serve_peers(self) -> None:
@@ -230,6 +247,10 @@ class EngineCore:
                 self._prefills.end_all()
         if self._peer_loads is not None:
             self.resources.waiting.advance(now)
+        if self._taking is not None:
+            self._taking.advance(now)
+        if self._departure is not None:
+            self._departure.give(not self._live, now)
 
     # ---- steps ----
 
@@ -248,8 +269,8 @@ class EngineCore:
 
         ``None`` waits for as long as the workers live. Raises `EngineDiedError` once a worker is lost.
         """
-        if self._hand_over is not None:
-            self._hand_over.advance(is_last=not self._live)
+        if self._departure is not None:
+            self._departure.store(is_last=not self._live)
         while len(self._steps) < self._depth:
             step = self._operations.next_step(self._clock())
             if step is None:
@@ -406,7 +427,9 @@ class EngineCore:
     def _peer_stats(self) -> dict[str, Any] | None:
         if self._peer_loads is None or self._lending is None:
             return None
-        return {**self._peer_loads.stats(), "lent": self._lending.stats()}
+        taken = {} if self._taking is None else self._taking.stats()
+        given = 0 if self._departure is None else self._departure.given
+        return {**self._peer_loads.stats(), **taken, "given_blocks": given, "lent": self._lending.stats()}
 
 
 def _peer_loads(
@@ -430,6 +453,13 @@ def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peer
         num_groups=len(cache.policies),
         max_blocks=cache.max_blocks,
     )
+
+
+def _taking(config: EngineConfig, cache: CacheManager, loads: PeerLoads | None, peers: Peers | None) -> Taking | None:
+    host = cache.host
+    if peers is None or loads is None or not isinstance(host, HostTier):
+        return None
+    return Taking(cache, host.pool, loads, peers, config.load_timeout_s)
 
 
 def _host_config(config: EngineConfig, card: ModelCard) -> HostConfig | None:

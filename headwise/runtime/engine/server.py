@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,7 @@ from headwise.errors import (
     RequestAbortedError,
 )
 from headwise.liveness_clock import LivenessClock
-from headwise.runtime.engine.peers.base import Ask
+from headwise.runtime.engine.peers.base import Ask, Takers
 from headwise.runtime.engine.peers.connections import PeerConnections
 from headwise.runtime.engine.reports import EngineReports, Reporting
 from headwise.runtime.protocol import wire
@@ -41,6 +41,7 @@ from headwise.runtime.protocol.messages import (
     EngineLoad,
     EngineStatus,
     GetStats,
+    Offer,
     Operate,
     Operated,
     Outputs,
@@ -80,7 +81,7 @@ _NOT_SERVED = RequestAbortedError(
 )
 
 
-_MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, RenewLease, EndLease)
+_MESSAGES = (Submit, Abort, GetStats, Operate, Ping, AskLease, RenewLease, EndLease, Offer)
 
 
 class Core(Protocol):
@@ -96,7 +97,7 @@ class Core(Protocol):
     def drain_index_updates(self) -> Iterable[IndexUpdate]: ...
     def fail_all(self, error: str) -> list[OutputDelta]: ...
     def not_begun(self) -> list[str]: ...
-    def hand_over(self, hashes: list[bytes] | None) -> None: ...
+    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None) -> None: ...
     def asked(self, reader: bytes, message: Ask) -> None: ...
     def refuse(self, reader: bytes, message: Ask) -> None: ...
     def serve_peers(self) -> None: ...
@@ -226,13 +227,21 @@ class EngineServer:
         """The scheduler and the store have moved to these endpoints."""
         self._commands.put(lambda: self._follow(scheduler, store))
 
-    def leave(self, timeout_s: float, hashes: list[bytes] | None, on_left: Callable[[], None]) -> None:
+    def leave(
+        self,
+        timeout_s: float,
+        hashes: list[bytes] | None,
+        on_left: Callable[[], None],
+        takers: Mapping[str, int] | None = None,
+    ) -> None:
         """Take no new requests from now on. Those that have not begun are sent away at once: other engines serve them.
         The others end here, or are sent away after ``timeout_s``. Meanwhile ``hashes``, the most valuable first, go to
-        storage, and then what was computed since; None: all that is cached. ``on_left`` is called on the server's
-        thread when all that is done, or after ``timeout_s``. A second call changes nothing.
+        storage and to ``takers``, and then what was computed since; None: all that is cached. ``on_left`` is called on
+        the server's thread when all that is done, or after ``timeout_s``. A second call changes nothing.
+
+        takers: engines that stay, and how many token blocks of their hosts they may evict for it
         """
-        self._commands.put(lambda: self._begin_to_leave(timeout_s, hashes, on_left))
+        self._commands.put(lambda: self._begin_to_leave(timeout_s, hashes, on_left, takers or {}))
 
     def stop(self) -> None:
         """End the thread and close the sockets; live requests get an error."""
@@ -340,7 +349,9 @@ class EngineServer:
 
     # ---- leaving ----
 
-    def _begin_to_leave(self, timeout_s: float, hashes: list[bytes] | None, on_left: Callable[[], None]) -> None:
+    def _begin_to_leave(
+        self, timeout_s: float, hashes: list[bytes] | None, on_left: Callable[[], None], takers: Mapping[str, int]
+    ) -> None:
         if self._leave is not None:
             return
         self._leave = _Leave(self._clock() + timeout_s, on_left)
@@ -349,7 +360,8 @@ class EngineServer:
             self._reports.service(self._status)
         if self._core is not None:
             self._send_away(self._core.not_begun())
-            self._core.hand_over(hashes)
+            name = "" if self._reports is None else self._reports.reporting.engine
+            self._core.hand_over(hashes, Takers(name, self._epoch, takers) if takers else None)
 
     def _go_on_leaving(self) -> None:
         leave = self._leave
@@ -397,7 +409,7 @@ class EngineServer:
             self._send(identity, Stats(message.key, self.stats()))
         elif isinstance(message, Operate):
             self._operate(identity, message)
-        elif isinstance(message, (AskLease, RenewLease, EndLease)):
+        elif isinstance(message, (AskLease, RenewLease, EndLease, Offer)):
             self._lease(identity, message)
         else:
             if len(message.request_ids) > MAX_PING_REQUESTS:

@@ -411,6 +411,47 @@ class LeaseEnded:
     held: bool
 
 
+@register
+@dataclass(frozen=True)
+class Offer:
+    """The sender is about to end, and lets the receiver lease these paths of its host, the most valuable first. Said
+    again until it is over.
+
+    offer:  16 random bytes, never used twice
+    epoch:  of the receiver's cache
+    engine, engine_epoch: the sender, and the epoch of its cache
+    paths:  of each the blocks' hashes, one after the other; none: how much room is there?
+    evict:  token blocks that the receiver may evict for it at most
+    """
+
+    offer: bytes
+    epoch: int
+    engine: str
+    engine_epoch: int
+    paths: tuple[bytes, ...]
+    evict: int = 0
+    secret: str = ""
+
+
+@register
+@dataclass(frozen=True)
+class Taken:
+    """How far an offer is.
+
+    blocks:  token blocks of its paths that can be served there now
+    evicted: token blocks of room that were made for it
+    free:    token blocks of the host that are free
+    is_over: nothing more of it will be taken
+    """
+
+    offer: bytes
+    epoch: int
+    blocks: int
+    evicted: int
+    free: int
+    is_over: bool
+
+
 _ERRORS = {
     cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, HeadwiseError)
 }

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headwise.storage.index.allowances import allowances
 from headwise.storage.index.messages import (
     HASH_BYTES,
     TIERS,
@@ -133,6 +134,10 @@ class AttentionStore:
         `PrefixIndex.sole_blocks`."""
         held = self._index.sole_blocks(without).get(node, ())
         return b"".join(blocks.hashes for blocks in held)[: most * HASH_BYTES]
+
+    def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
+        """See `headwise.storage.index.allowances`."""
+        return allowances(self._index, node, takers, without)
 
     def cool(self, share: float) -> None:
         """See `PrefixIndex.cool`."""

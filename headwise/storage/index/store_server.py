@@ -118,6 +118,11 @@ class StoreServer:
         with self._lock:
             return self._handler.store.sole_blocks(node, without, most)
 
+    def allowances(self, node: str, takers: Collection[str], without: Collection[str]) -> dict[str, int]:
+        """See `headwise.storage.index.allowances`; callable from any thread."""
+        with self._lock:
+            return self._handler.store.allowances(node, takers, without)
+
     def stats(self) -> dict[str, Any]:
         """See `MessageHandler.stats`; callable from any thread."""
         with self._lock:

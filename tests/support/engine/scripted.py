@@ -10,6 +10,7 @@ from support.waiting import eventually
 
 from headwise.errors import ConfigError, OverloadedError
 from headwise.runtime.engine.operations import Operation
+from headwise.runtime.engine.peers.base import Takers
 from headwise.runtime.protocol.messages import EngineLoad
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Usage
 
@@ -71,8 +72,8 @@ class ScriptedCore:
     def serve_peers(self) -> None:
         pass
 
-    def hand_over(self, hashes: list[bytes] | None) -> None:
-        self.handed_over = hashes
+    def hand_over(self, hashes: list[bytes] | None, takers: Takers | None = None) -> None:
+        self.handed_over, self.takers = hashes, takers
 
     def has_work(self) -> bool:
         return bool(self.live or self.dies)

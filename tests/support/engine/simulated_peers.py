@@ -25,6 +25,7 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.engine.core import EngineCore
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.copies import CopyReport, MergedReports, PeerFetch
+from headwise.runtime.protocol.messages import Taken
 from headwise.runtime.protocol.request import GenerationResult
 from headwise.transfer.peer_reads import runs_of
 
@@ -187,9 +188,17 @@ class Node:
     def answer(self, reader: bytes, message: Any) -> None:
         self.network.send(reader.decode(), None, message)
 
+    def epoch_of(self, engine: str) -> int | None:
+        node = self.network.nodes.get(engine)
+        return None if node is None or node is self else node.epoch
+
     def receive(self) -> list[Any]:
-        inbox, self.inbox = self.inbox, []
-        return inbox
+        inbox, self.inbox = self.inbox, [message for message in self.inbox if isinstance(message, Taken)]
+        return [message for message in inbox if not isinstance(message, Taken)]
+
+    def taken(self) -> list[Any]:
+        inbox, self.inbox = self.inbox, [message for message in self.inbox if not isinstance(message, Taken)]
+        return [message for message in inbox if isinstance(message, Taken)]
 
     # ---- the loop of a server ----
 

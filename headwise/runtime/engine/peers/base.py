@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
+from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, Offer, RenewLease, Taken
+from headwise.storage.index.messages import HASH_BYTES
 
-Ask = AskLease | RenewLease | EndLease
-Answer = Leased | LeaseEnded
+LeaseAsk = AskLease | RenewLease | EndLease
+Ask = LeaseAsk | Offer
+LeaseAnswer = Leased | LeaseEnded
+Answer = LeaseAnswer | Taken
+
+
+def hashes_of(path: bytes) -> list[bytes]:
+    """The hashes of a path that was sent as one after the other; the last may be too short."""
+    return [path[at : at + HASH_BYTES] for at in range(0, len(path), HASH_BYTES)]
+
+
+@dataclass(frozen=True)
+class Takers:
+    """Who gets what only a leaving engine has.
+
+    engine, epoch: the one that leaves, and the epoch of its cache
+    evict: by engine that stays, token blocks of its host that may be evicted for it
+    """
+
+    engine: str
+    epoch: int
+    evict: Mapping[str, int]
 
 
 class Peers(Protocol):
@@ -19,11 +42,17 @@ class Peers(Protocol):
     def tp_size(self, engine: str) -> int:
         """The ranks of an engine that is known."""
 
+    def epoch_of(self, engine: str) -> int | None:
+        """The epoch of another engine's cache; None: there is no such engine, or it is the one that asks."""
+
     def send(self, engine: str, message: Ask) -> None:
         """Ask an engine that is known. The deployment's secret is put in."""
 
-    def receive(self) -> list[Answer]:
-        """What others have answered since the last call."""
+    def receive(self) -> list[LeaseAnswer]:
+        """What others have answered of leases since the last call."""
+
+    def taken(self) -> list[Taken]:
+        """What they have answered of offers since the last call."""
 
     def answer(self, reader: bytes, message: Answer) -> None:
         """Answer who has asked."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from headwise.runtime.engine.peers.base import Answer, Ask
+from headwise.runtime.engine.peers.base import Answer, Ask, LeaseAnswer
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Directory, Leased, LeaseEnded
+from headwise.runtime.protocol.messages import MAX_MESSAGE_BYTES, Directory, Leased, LeaseEnded, Taken
 from headwise.sockets.pieces import PIECE_BYTES, split
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class PeerConnections:
         self._context, self._engine, self._secret = context, engine, secret
         self._directory, self._answer, self._clock, self._prepare = directory, answer, clock, prepare
         self._connections: dict[str, _Connection] = {}  # by name
+        self._of_leases: list[LeaseAnswer] = []
+        self._of_offers: list[Taken] = []
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -65,8 +67,11 @@ class PeerConnections:
         return [connection.socket for connection in self._connections.values()]
 
     def knows(self, engine: str, epoch: int) -> bool:
+        return self.epoch_of(engine) == epoch
+
+    def epoch_of(self, engine: str) -> int | None:
         known = self._directory().engines.get(engine)
-        return known is not None and known[0] == epoch and engine != self._engine
+        return None if known is None or engine == self._engine else known[0]
 
     def tp_size(self, engine: str) -> int:
         return self._directory().engines[engine][2]
@@ -87,10 +92,20 @@ class PeerConnections:
     def answer(self, reader: bytes, message: Answer) -> None:
         self._answer(reader, message)
 
-    def receive(self) -> list[Answer]:
+    def receive(self) -> list[LeaseAnswer]:
+        self._read()
+        answers, self._of_leases = self._of_leases, []
+        return answers
+
+    def taken(self) -> list[Taken]:
+        self._read()
+        answers, self._of_offers = self._of_offers, []
+        return answers
+
+    def _read(self) -> None:
+        """Take in what has come, for whoever asks next."""
         import zmq
 
-        answers: list[Answer] = []
         for engine, connection in self._connections.items():
             for _ in range(MAX_ANSWERS):
                 try:
@@ -98,10 +113,14 @@ class PeerConnections:
                 except zmq.Again:
                     break
                 try:
-                    answers.append(wire.decode(frames[0], Leased, LeaseEnded))
+                    answer = wire.decode(frames[0], Leased, LeaseEnded, Taken)
                 except wire.WireError as error:
                     log.warning("%s at %s answers what is none: %s", engine, connection.address, error)
-        return answers
+                    continue
+                if isinstance(answer, Taken):
+                    self._of_offers.append(answer)
+                else:
+                    self._of_leases.append(answer)
 
     def service(self) -> None:
         """Close what is not needed any more."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.leases import MAX_LEASES, NO_BLOCKS, Lease, Leases
 from headwise.errors import InvalidRequestError
-from headwise.runtime.engine.peers.base import Ask, Peers
+from headwise.runtime.engine.peers.base import LeaseAsk, Peers
 from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
 from headwise.storage.index.messages import HASH_BYTES
 
@@ -47,7 +47,7 @@ class Lending:
     def stats(self) -> dict[str, int]:
         return asdict(self._leases.stats())
 
-    def take(self, reader: bytes, message: Ask, now: float) -> None:
+    def take(self, reader: bytes, message: LeaseAsk, now: float) -> None:
         """Do and answer what a reader asks for; its epoch is that of this cache.
 
         Raises:
@@ -107,7 +107,7 @@ class Lending:
         """What a lease was growing with has ended."""
         self._leases.grown(name)
 
-    def refuse(self, reader: bytes, message: Ask) -> None:
+    def refuse(self, reader: bytes, message: LeaseAsk) -> None:
         """Say that nothing is leased, and that what was does not hold."""
         name, epoch = message.lease, message.epoch
         if isinstance(message, AskLease):

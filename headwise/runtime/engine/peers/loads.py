@@ -141,7 +141,7 @@ class PeerLoads:
         hint = sequence.request.peer
         if hint is None:
             return False
-        owner = self._groups_of(hint)
+        owner = self._groups_of(hint.engine, hint.epoch)
         if owner is None:
             self.counts.unknown_hints += 1
             return False
@@ -152,11 +152,11 @@ class PeerLoads:
         self._waiting[sequence.id] = waiting
         return True
 
-    def _groups_of(self, hint: PeerHint) -> OwnerGroups | None:
-        """How the blocks of the engine that a hint names make up ours; None: it is not known, or they do not."""
-        if not self._peers.knows(hint.engine, hint.epoch):
+    def _groups_of(self, engine: str, epoch: int) -> OwnerGroups | None:
+        """How the blocks of an engine make up ours; None: it is not known, or they do not."""
+        if not self._peers.knows(engine, epoch):
             return None
-        ranks = self._peers.tp_size(hint.engine)
+        ranks = self._peers.tp_size(engine)
         if ranks not in self._owners:
             try:
                 self._owners[ranks] = OwnerGroups.of(self._exchange(ranks), self._arrivals.num_blocks)
@@ -184,19 +184,54 @@ class PeerLoads:
                 ask = replace(ask, prompt=_prompt_of(waiting.sequence, len(path) * self._cache.block_size))
             else:
                 ask = replace(ask, hashes=b"".join(path))
-            self._ask(waiting, ask, arrivals, not part.is_all, now)
+            self._ask(hint.engine, waiting.owner, ask, arrivals, now, is_part=not part.is_all)
         loads = [self._load_of.get(arrival) for arrival in self._arrivals.awaited(waiting.fetch)]
         waiting.load = next((load for load in loads if load is not None and load.prefills), None)
         return True
 
-    def _next_part(self, waiting: _Waiting) -> Part | None:
-        room = self._arrivals.room(len(self._load_of))
-        next_part = self._parts.to_compute if waiting.hint.prefills else self._parts.to_fetch
-        return next_part(waiting.path, waiting.asked, room, waiting.owner.most)
+    def fetch(self, engine: str, epoch: int, path: Items[bytes], wanted: NDArray[np.bool_], now: float) -> Fetch | None:
+        """Ask an engine for the blocks ``wanted [n, groups]`` of a path, for no request yet; None: too much is asked
+        for already, or it is not known any more."""
+        owner = self._groups_of(engine, epoch)
+        if owner is None or len(self._loads) >= MAX_LOADS:
+            return None
+        fetch, arrivals = self._arrivals.expect(self, path, wanted, 0)
+        if arrivals:
+            wanted = owner.of_ours(_places(arrivals, len(path), self._parts.num_groups))
+            ask = AskLease(secrets.token_bytes(LEASE_BYTES), epoch, b"".join(path), wanted)
+            self._ask(engine, owner, ask, arrivals, now)
+        return fetch
 
-    def _ask(self, waiting: _Waiting, ask: AskLease, arrivals: Items[Arrival], is_part: bool, now: float) -> None:
+    def takes_from(self, engine: str, epoch: int) -> bool:
+        """Whether an engine is known, and its blocks are of use here."""
+        return self._groups_of(engine, epoch) is not None
+
+    def room_from(self, engine: str, epoch: int) -> int:
+        """Blocks that an engine may be asked for at once."""
+        owner = self._groups_of(engine, epoch)
+        return 0 if owner is None else min(self.room, owner.most)
+
+    @property
+    def room(self) -> int:
+        """Blocks that may be asked for now."""
+        return self._arrivals.room(len(self._load_of))
+
+    def _next_part(self, waiting: _Waiting) -> Part | None:
+        next_part = self._parts.to_compute if waiting.hint.prefills else self._parts.to_fetch
+        return next_part(waiting.path, waiting.asked, self.room, waiting.owner.most)
+
+    def _ask(
+        self,
+        engine: str,
+        owner: OwnerGroups,
+        ask: AskLease,
+        arrivals: Items[Arrival],
+        now: float,
+        *,
+        is_part: bool = False,
+    ) -> None:
         waits = {(arrival.column, arrival.group): arrival for arrival in arrivals}
-        load = Load(waiting.hint.engine, ask, waiting.owner, now, now + self._timeout_s, now, waits, is_part)
+        load = Load(engine, ask, owner, now, now + self._timeout_s, now, waits, is_part)
         self._loads[ask.lease] = load
         self._load_of.update(dict.fromkeys(arrivals, load))
         self.counts.asked += 1

@@ -4,6 +4,7 @@
 
 base         the policy, what is observed, and the decision
 observation  what the scheduler's reports say, as the controller takes it
+forecast     the load to count on, from what has arrived lately
 demand       how many engines a load needs, by the costs that requests are routed by
 evidence     what was needed lately: up and down only after a time
 leaving      which engines go: those whose caches are worth least

@@ -3,11 +3,12 @@
 Three numbers, of which the greatest counts:
 
 - time: engines are servers of one queue. A request occupies one for the seconds until its first token that the router
-  expected when it sent it, without waits. With the rate, the mean and the variation of these seconds over the last
-  `LOAD_WINDOW_S`, a request finds all ``n`` engines busy with about the chance ``b ** (sqrt(2 (n + 1)) - 1)``, where
-  ``b`` is the share of time that they are (Sakasegawa 1977), and then waits exponentially with the mean
-  ``(1 + cv**2) / 2 * mean / (n (1 - b))``. The time to the first token is the sum of both; as its distribution counts
-  the log-normal one of the same mean and variance, so nine of ten are under ``exp(mu + 1.28 sigma)``.
+  expected when it sent it, without waits. With the rate, the mean and the variation of these seconds that are to be
+  expected (`forecast`), a request finds all ``n`` engines busy with about the chance
+  ``b ** (sqrt(2 (n + 1)) - 1)``, where ``b`` is the share of time that they are (Sakasegawa 1977), and then waits
+  exponentially with the mean ``(1 + cv**2) / 2 * mean / (n (1 - b))``. The time to the first token is the sum of both;
+  as its distribution counts the log-normal one of the same mean and variance, so nine of ten are under
+  ``exp(mu + 1.28 sigma)``.
 - backlog: what is queued already is to be computed in `CLEAR_S` beside what arrives. Faster makes no sense: an engine
   that is started for it takes about as long to start.
 - room: running sequences hold their blocks; pools and sequences should be `FULL` at most.
@@ -19,9 +20,7 @@ import math
 from dataclasses import dataclass
 
 from headwise.runtime.frontend.scaling.base import Observation, ScalingPolicy
-
-LOAD_WINDOW_S = 60.0
-"""Load is measured over so long."""
+from headwise.runtime.frontend.scaling.forecast import Expected
 
 CLEAR_S = 30.0
 FULL = 0.9
@@ -89,16 +88,12 @@ class Need:
     why: str
 
 
-def load_of(before: Observation, now: Observation, seconds: float) -> Load:
-    """The load between two observations that are so many seconds apart."""
-    requests = now.arrivals.requests - before.arrivals.requests
-    spent = now.arrivals.seconds - before.arrivals.seconds
-    squares = now.arrivals.squares - before.arrivals.squares
-    mean = spent / requests if requests > 0 else 0.0
+def load_of(expected: Expected, now: Observation) -> Load:
+    """What is expected to arrive, beside what is there now."""
     return Load(
-        rate=max(0, requests) / seconds if seconds > 0 else 0.0,
-        mean_s=mean,
-        variation=max(0.0, squares / requests / mean**2 - 1) if mean > 0 else 0.0,
+        rate=expected.rate,
+        mean_s=expected.mean_s,
+        variation=expected.variation,
         backlog_s=now.backlog_s,
         fullness=sum(engine.fullness for engine in now.engines),
         requests=now.requests,

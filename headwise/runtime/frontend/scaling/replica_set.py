@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,15 +14,13 @@ from headwise.runtime.frontend.scaling.base import (
     ReplicaState,
     ScalingPolicy,
 )
-from headwise.runtime.frontend.scaling.demand import LOAD_WINDOW_S, Load, load_of, needed
+from headwise.runtime.frontend.scaling.demand import Load, load_of, needed
 from headwise.runtime.frontend.scaling.evidence import Evidence, Sample
+from headwise.runtime.frontend.scaling.forecast import TREND_WINDOW_S, LoadHistory
 from headwise.runtime.frontend.scaling.leaving import choose_leaving, number_of
 
 TO_SPARE = 0.8
 """Fewer engines are enough if they would keep this share of the target: else the number would go up and down."""
-
-LEAST_WINDOW_S = 5.0
-"""Load that was measured for a shorter time says nothing."""
 
 
 class ReplicaSet:
@@ -44,7 +41,8 @@ class ReplicaSet:
         self._check(self.number)
         self._by_hand: int | None = None
         self._evidence = Evidence(policy.upscale_delay_s, policy.downscale_delay_s)
-        self._seen: deque[tuple[float, Observation]] = deque()
+        self._history = LoadHistory()
+        self._start_s = 0.0  # that the last engine took from its order until it served
         self._now = float("-inf")
         self._starting: dict[str, float] = {}  # since when, by name
         self._leaving: dict[str, int] = {}  # epochs, by name
@@ -118,7 +116,9 @@ class ReplicaSet:
             if replica.state is ReplicaState.STARTING:
                 self._starting.setdefault(name, now)
             else:
-                self._starting.pop(name, None)
+                since = self._starting.pop(name, None)
+                if since is not None and replica.state is ReplicaState.RUNNING:
+                    self._start_s = now - since
             if name in self._cancelled and replica.state is ReplicaState.RUNNING:
                 self._cancelled.discard(name)  # it began to serve before the order came
                 self._leaving[name] = replica.epoch
@@ -146,7 +146,7 @@ class ReplicaSet:
         load = self._load(observed, now)
         if silent:
             self._evidence.clear()
-            self._seen.clear()
+            self._history.clear()
         elif load is not None and self.policy.follows_load:
             up, down = (needed(load, self.policy, share) for share in (1.0, TO_SPARE))
             self._evidence.add(Sample(now, up, down if down.number > up.number else up))
@@ -173,18 +173,14 @@ class ReplicaSet:
         return sorted(running - heard - set(self._leaving))
 
     def _load(self, observed: Observation, now: float) -> Load | None:
-        """The load of the last `LOAD_WINDOW_S`; None: it was not observed for long enough, or in seconds that no engine
-        has measured."""
+        """The load to count on when an engine serves for which there is reason from now on; None: it was not observed
+        for long enough, or in seconds that no engine has measured."""
         if observed.engines and not observed.token_s:
-            self._seen.clear()
+            self._history.clear()
             return None
-        if self._seen and observed.arrivals.requests < self._seen[-1][1].arrivals.requests:
-            self._seen.clear()  # the scheduler was started again, and counts from nothing
-        self._seen.append((now, observed))
-        while len(self._seen) > 1 and self._seen[1][0] <= now - LOAD_WINDOW_S:
-            self._seen.popleft()
-        since, before = self._seen[0]
-        return load_of(before, observed, now - since) if now - since >= LEAST_WINDOW_S else None
+        self._history.add(now, observed.arrivals)
+        expected = self._history.expected(min(self._start_s + self.policy.upscale_delay_s, TREND_WINDOW_S / 2))
+        return None if expected is None else load_of(expected, observed)
 
     # ---- who ----
 

@@ -16,7 +16,7 @@ from headwise.runtime.engine.peers.connections import IDLE_S, PeerConnections
 from headwise.runtime.engine.reports import Reporting
 from headwise.runtime.engine.server import EngineServer
 from headwise.runtime.protocol import wire
-from headwise.runtime.protocol.messages import AskLease, Directory, Failed, LeaseEnded
+from headwise.runtime.protocol.messages import AskLease, Directory, Failed, LeaseEnded, Offer, Taken
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key, secure_client
 
 EPOCH, SECRET = 7, "the deployment's"
@@ -32,7 +32,10 @@ class LendingCore(ScriptedCore):
 
     def asked(self, reader: bytes, message: Any) -> None:
         self.was_asked.append(message)
-        self._server.peers.answer(reader, LeaseEnded(message.lease, message.epoch, 3, held=True))
+        answer = Taken(bytes(16), message.epoch, 5, 0, 9, is_over=True)
+        if not isinstance(message, Offer):
+            answer = LeaseEnded(message.lease, message.epoch, 3, held=True)
+        self._server.peers.answer(reader, answer)
 
     def refuse(self, reader: bytes, message: Any) -> None:
         self.was_refused.append(message)
@@ -88,6 +91,19 @@ def test_what_is_asked_arrives_and_is_answered(owner, reader) -> None:
     answers = []
     eventually(lambda: answers.extend(reader.connections.receive()) or answers)
     assert answers == [LeaseEnded(ASK.lease, EPOCH, 3, held=True)]
+    assert owner[1].was_asked[0].secret == SECRET
+
+
+def test_an_offer_arrives_and_its_answer_is_kept_apart_from_those_of_leases(owner, reader) -> None:
+    assert reader.connections.epoch_of("owner") == EPOCH
+    reader.connections.send("owner", Offer(bytes(16), EPOCH, "reader", 1, (b"h" * 16,) * 2, evict=3))
+    reader.connections.send("owner", ASK)
+    answers = []
+    eventually(lambda: answers.extend(reader.connections.receive()) or answers)
+    taken = []
+    eventually(lambda: taken.extend(reader.connections.taken()) or taken)
+    assert answers == [LeaseEnded(ASK.lease, EPOCH, 3, held=True)]
+    assert taken == [Taken(bytes(16), EPOCH, 5, 0, 9, is_over=True)]
     assert owner[1].was_asked[0].secret == SECRET
 
 
