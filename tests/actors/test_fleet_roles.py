@@ -78,7 +78,7 @@ class Engine:
     def drain(self) -> Engine:
         return self
 
-    def remote(self, timeout_s: float, sole_blocks: bytes) -> None:
+    def remote(self, timeout_s: float, sole_blocks: bytes, takers: object) -> None:
         self.is_drained = True
 
 
