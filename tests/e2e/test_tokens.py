@@ -21,7 +21,7 @@ from headwise.runtime.loader.resolve import resolve_model
 from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.request import GenerationResult, SamplingParams
-from headwise.runtime.worker import worker as worker_module
+from headwise.runtime.worker import next_tokens
 from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.sampler import Draws, sample
@@ -75,7 +75,7 @@ def prefill_logits(worker: ModelWorker, prompt: list[int]) -> np.ndarray:
         table_updates=np.array(updates, np.int32),
     )
     worker._cache.tables.apply(batch.table_updates)
-    hidden = worker._forward(batch, batch.token_ids)
+    hidden = worker._forward(batch)
     logits = worker._model.logits(worker._ops.take_rows(hidden, np.array([count - 1])))
     assert logits is not None
     return logits[0]
@@ -106,10 +106,10 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
         assert engine.stats()["cache"]["recycled_blocks"] > 0
 
 
-@pytest.mark.parametrize(("tokens", "longest"), [(12, 800), pytest.param(24, 1400, marks=pytest.mark.soak)])
-def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int, longest: int) -> None:
+@tokens_of_each(12, 24)
+def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int) -> None:
     tokens = loaded.tokens(tokens)
-    wanted = [answer.first(tokens) for answer in reference(loaded, longest)]
+    wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]
     batch = [replace(wanted[i % len(wanted)], name=f"{wanted[i % len(wanted)].name}/{i}") for i in range(32)]
     results, engine = loaded.run(batch, greedy(batch, tokens), max_num_seqs=32)
     for answer in batch:
@@ -134,7 +134,8 @@ def test_a_pool_so_small_that_requests_are_preempted(loaded: LoadedModel, tokens
     wanted = [answer.first(tokens) for answer in reference(loaded, longest=800)]
     wanted.sort(key=lambda answer: longest_first and -len(answer.prompt_ids))
     results, engine = loaded.run(wanted, greedy(wanted, tokens), **scarce(loaded, wanted, tokens))
-    if any(policy.is_full for policy in loaded.preprocessor.card.plan.policies):  # windows alone take few blocks
+    has_full = any(policy.is_full for policy in loaded.preprocessor.card.plan.policies)  # windows alone take few blocks
+    if has_full and (longest_first or loaded.name in MODELS):  # the short ones of a tiny model are over soon
         assert engine.stats()["requests"]["preemptions"] > 0
     for answer in wanted:
         assert_same(answer, results[answer.name].token_ids)
@@ -175,7 +176,7 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_preempted_and_behind_those
     }
     doubtful = DoubtfulDraws()
     with monkeypatch.context() as patch:
-        patch.setattr(worker_module, "sample", doubtful)
+        patch.setattr(next_tokens, "sample", doubtful)
         engine, executor = loaded.engine(kv_cache="64MiB", max_model_len=512)
         alone = {}
         for answer in wanted:
@@ -226,11 +227,11 @@ def test_plain_greedy_requests_pay_nothing_for_what_others_may_ask_for(
     for part in ("edits", "sampled"):
         monkeypatch.setattr(LogitEditor, part, never)
     for part in ("sample", "Draws", "token_logprobs"):
-        monkeypatch.setattr(worker_module, part, never)
+        monkeypatch.setattr(next_tokens, part, never)
     wanted = [answer.first(4) for answer in reference(loaded, longest=60)[:3]]
     results, _ = loaded.run(wanted, greedy(wanted, 4))
     assert all(len(results[answer.name].token_ids) == 4 for answer in wanted)
-    assert not loaded.worker._editor._rows
+    assert not loaded.worker._tokens._editor._rows
 
 
 def test_one_group_per_head_index_gives_the_same_tokens(loaded: LoadedModel) -> None:

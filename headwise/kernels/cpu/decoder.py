@@ -136,7 +136,9 @@ class CpuDecoder:
         share, dim = self._shape.q_heads // self._shape.kv_heads, self._shape.head_dim
         plans: dict[tuple[bytes, bytes], tuple[int, Planner]] = {}
         for record, head in zip(self._table, heads, strict=True):
-            record["heads"] = [(address_of(array, np.int32), array.size) for array in _arrays(head)]
+            record["heads"] = [
+                (address_of(array, np.int32), array.size) for array in (head.group, head.slot, head.window, head.sink)
+            ]
             policy = (head.window.tobytes(), head.sink.tobytes())
             if policy not in plans:
                 plans[policy] = len(plans), Planner(head.window, head.sink, share, dim)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.runtime.models.base import Model
-from headwise.runtime.ops.base import Fetch, Fetched, KernelArray, Tensor, TensorOps
+from headwise.runtime.ops.base import Fetch, Fetched, Tensor, TensorOps
 from headwise.runtime.ops.comm import Communicator
 from headwise.runtime.protocol.batch import BatchRequest, NewSequence
 from headwise.runtime.protocol.request import TokenLogprobs
@@ -78,13 +78,14 @@ class NextTokens:
             self._last.enter(rows, tokens)
             return Chosen(wanted, Fetched(tokens))
         sequences = [self._sequences[row] for row in rows.tolist()]
-        likeliest = found.likeliest if isinstance(found, Scored) else None
+        if all(each.sampling.greedy and each.sampling.logprobs is None for each in sequences):
+            likeliest = found.likeliest if isinstance(found, Scored) else None
+            tokens, best = likeliest or self._ops.greedy(scores)
+            return Chosen(wanted, self._told(self._last.keep(rows, tokens[: len(rows)], best[: len(rows)])))
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
         draws = Draws([sequence.sampling for sequence in sequences], seeds, positions)
-        drawn = self._draw(rows, draws, model, scores, likeliest)
-        if self._comm.size > 1:
-            drawn = Fetched(self._comm.broadcast(drawn.get(), (len(wanted),)))
+        drawn = self._told(self._draw(rows, draws, model, scores))
         failures = self._follow(rows, drawn)
         return Chosen(
             wanted,
@@ -93,19 +94,16 @@ class NextTokens:
             {int(wanted[at]): failure for at, failure in failures.items()},
         )
 
-    def _draw(
-        self,
-        rows: NDArray[np.int32],
-        draws: Draws,
-        model: Model,
-        scores: Tensor,
-        likeliest: tuple[KernelArray, KernelArray] | None,
-    ) -> Fetch:
+    def _told(self, tokens: Fetch) -> Fetch:
+        """The same tokens, once the other ranks have them."""
+        if self._comm.size == 1:
+            return tokens
+        known: NDArray[np.int32] = tokens.get()
+        return Fetched(self._comm.broadcast(known, known.shape))
+
+    def _draw(self, rows: NDArray[np.int32], draws: Draws, model: Model, scores: Tensor) -> Fetch:
         """Tokens of ``rows``, entered among the last ones."""
         ops, cap = self._ops, model.config.logit_softcap
-        if all(param.greedy and param.logprobs is None for param in draws.params):
-            tokens, best = likeliest or ops.greedy(scores)
-            return self._last.keep(rows, tokens[: len(rows)], best[: len(rows)])
         edits = self._editor.edits(rows, draws.positions)
         on_device = None if self._sampler is None else self._sampler.draw(scores, cap, draws, edits)
         if on_device is not None:
