@@ -19,7 +19,7 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.cubins import Target
-from headwise.kernels.cuda.delta import DeltaShape
+from headwise.kernels.cuda.delta import CudaDelta, DeltaShape
 from headwise.kernels.cuda.precompile import precompile
 from headwise.kernels.delta import RECURRENT, DeltaSizes, delta_layout
 from headwise.kernels.delta_base import DeltaWeights
@@ -45,7 +45,8 @@ class DeltaStep:
     def on(self, rig: Rig) -> Work:
         """The call that computes it."""
         where = self.arena, self.layout, self.batch, self.heads
-        return partial(rig.delta.attend_projected, self.numbers, self.weights, *where, out=self.out)
+        kernels = CudaDelta(rig.parts.launcher, rig.parts.allocate)
+        return partial(kernels.attend_projected, self.numbers, self.weights, *where, out=self.out)
 
 
 def sizes_of(net: DeltaNet) -> DeltaSizes:
@@ -116,7 +117,7 @@ def errors_of(rig: Rig, step: DeltaStep, shape: DeltaShape) -> tuple[float, floa
         name: rig.download(getattr(step.batch, name)) for name in ("cu_seqlens_q", "seq_lens", "block_tables")
     }
     batch = replace(step.batch, **tables)
-    heads = HeadTable(*(rig.download(array) for array in vars(step.heads).values()))
+    heads = step.heads.elsewhere(rig.download)
     inputs, gates = inputs_of(rig.download(step.numbers).astype(np.float32), weights, shape.sizes)
     arena, sizes = rig.download(step.arena), shape.sizes
     seen = np.empty((len(gates), shape.key_heads, sizes.share, sizes.value_dim), np.float32)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.cubins import Target
-from headwise.kernels.cuda.delta import CudaDelta
 from headwise.kernels.cuda.launch import Grid, Kernel, Program, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.runtime.config.engine_config import EngineConfig
@@ -91,7 +90,6 @@ class EmulatedRig:
         self._gpu = _Gpu(self._libraries, "bfloat16", self.programs)
         self.kernels = self._gpu.kernels
         self.parts = self._gpu.parts
-        self.delta = CudaDelta(self.parts.launcher, self.parts.allocate)
 
     def about(self) -> dict[str, str]:
         return {"card": "emulated, numbers mean nothing", **versions("triton", "torch", "numpy")}

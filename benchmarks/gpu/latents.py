@@ -104,7 +104,7 @@ class OnDevice:
         self.up = UpProjections(upload(step.up.key), upload(step.up.value))
         self.index = IndexQueries(upload(asked.query), upload(asked.weights), asked.top)
         self.arena = rig.empty(step.blocks * step.layout.block_bytes)
-        self.heads = HeadTable(*(rig.upload(array) for array in vars(step.heads).values()))
+        self.heads = step.heads.elsewhere(rig.upload)
         lens, tables = rig.upload(batch.seq_lens), rig.upload(batch.block_tables)
         self.batch = AttentionBatch(rig.upload(batch.cu_seqlens_q), lens, tables, 1, batch.max_query_len)
         self.out = upload(np.full((*step.query.shape[:2], step.up.value.shape[2]), np.nan, np.float32))

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from headwise.kernels.base import AttentionKernels
 from headwise.kernels.cuda.block_copy import CudaBlockCopy
 from headwise.kernels.cuda.cubins import Target
-from headwise.kernels.cuda.delta import CudaDelta
 from headwise.kernels.cuda.launch import Kernel, address_of, driver_cuda
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import CudaPrograms, Programs
@@ -56,7 +55,6 @@ class Rig(Protocol):
     work: Path
     seed: int
     kernels: AttentionKernels
-    delta: CudaDelta
     parts: GpuParts
     programs: Programs
     target: Target
@@ -134,7 +132,6 @@ class CudaRig:
         self._cupy, self._cuda, self.work, self.seed = cupy, cupy.cuda, work, seed
         self.kernels: AttentionKernels = self._device.kernels
         self.parts = self._device.parts
-        self.delta = CudaDelta(self.parts.launcher, self.parts.allocate)
         with self._device.current():
             self.programs: Programs = CudaPrograms(config.cache_path / "kernels")
             self.target = Target(int(cupy.cuda.Device().compute_capability), driver_cuda())

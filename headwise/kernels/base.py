@@ -7,6 +7,7 @@ never read a block that no query of the batch may see: such blocks may hold NaN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +33,11 @@ class HeadTable:
     window: Array
     sink: Array
     chunked: bool = field(default=False, kw_only=True)
+
+    def elsewhere(self, bring: Callable[[Array], Array]) -> HeadTable:
+        """The same with its arrays in other memory, to which ``bring`` takes them."""
+        arrays = (bring(array) for array in (self.group, self.slot, self.window, self.sink))
+        return HeadTable(*arrays, chunked=self.chunked)
 
 
 @dataclass(frozen=True)

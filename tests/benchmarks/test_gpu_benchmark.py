@@ -574,7 +574,7 @@ def fake_cupy() -> SimpleNamespace:
 
 
 class FakeDevice:
-    kernels = "kernels"
+    kernels, parts = "kernels", "parts"
 
     def __init__(self, config: object) -> None:
         self.config = config

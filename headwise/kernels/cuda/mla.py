@@ -291,6 +291,7 @@ def plan_of(shape: LatentShape, sm: int, tuning: Tuning) -> LatentPlan:
     split = {"BLOCK_N": decode.keys, "MIN_SPLIT_TILES": max(1, tuning.min_split_tokens // decode.keys)}
     merge = {
         "SHARE": shape.heads, "HEAD_DIM": shape.rank, "BLOCK_D": power_of_two(shape.rank), **split, "SINKS": False,
+        "CHUNKED": False,
     }  # fmt: skip
     return LatentPlan(
         prefill=_variant(shape, prefill, heads, tokens, DECODE=False, BLOCK_N=prefill.keys, MIN_SPLIT_TILES=1),

@@ -123,9 +123,9 @@ def attend_latents(
     window, sink = window_of(head_window, 0), tl.load(head_sink)
     if DECODE:
         unit = program
-        per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES)
+        per_split = split_of(cu_seqlens_q, seq_lens, batch, window, sink, units, BLOCK_N, MIN_SPLIT_TILES, False)
         sequence, split = find_unit(
-            unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N
+            unit, units + batch, per_split, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, False
         )  # fmt: skip
         if sequence >= batch:
             return
@@ -140,7 +140,7 @@ def attend_latents(
             return
     offset = tl.load(seq_lens + sequence) - query_count
     last = offset + tl.minimum(first + TOKENS, query_count) - 1
-    tiles, sink_tiles, window_tile = walk_of(offset + first, last, window, sink, BLOCK_N)
+    tiles, sink_tiles, window_tile = walk_of(offset + first, last, window, sink, BLOCK_N, False)
     begin, end, used = 0, tiles, 1
     if DECODE:
         used = (tiles + per_split - 1) // per_split
