@@ -61,13 +61,13 @@ def cases(draw: st.DrawFn, make: Callable[..., LatentCase]) -> LatentCase:
     )
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases(LatentCase), is_int8=st.booleans())
 def test_any_batch_matches_dense_attention(case: LatentCase, is_int8: bool) -> None:
     assert_right(replace(case, dtype="int8") if is_int8 else case, latent_kernels())
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases(IndexedCase), top=st.sampled_from([1, 2, 20, 64]), rows=st.integers(1, 9))
 def test_any_batch_matches_dense_attention_to_the_best_tokens(case: IndexedCase, top: int, rows: int) -> None:
     assert_right(replace(case, top=top), indexed_kernels(score_bytes=4 * 80 * rows))

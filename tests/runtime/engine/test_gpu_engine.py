@@ -156,8 +156,10 @@ def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(tmp_path: 
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("device", "temperature"),
+    [("cpu", 0.0), ("cpu", 0.8), ("cuda", 0.8), pytest.param("cuda", 0.0, marks=pytest.mark.soak)],
+)
 def test_a_row_without_numbers_fails_its_request_alone(
     model: Path, libraries: Path, device: str, temperature: float
 ) -> None:
