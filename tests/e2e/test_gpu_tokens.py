@@ -19,8 +19,7 @@ SHOWN_BY_OTHERS = (
     "gpt-oss-mxfp4", "qwen3-moe", "qwen3", "phi3-long", "qwen3-next", "qwen3.5-moe", "deepseek-v2", "deepseek-v3.2",
     "gemma4", "gemma4-moe", "qwen2", "mixtral", "phi3",
 )  # fmt: skip
-"""They run the kernels of gpt-oss (windows, sinks, experts), gemma2, gemma4-shared, llama4, deepseek-v3 and qwen3.5; each
-takes the interpreter its time."""
+"""They run the kernels of the others; each takes the interpreter its time."""
 PROMPTS = {"qwen3.5": 2, "llama4": 4}
 """Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 
