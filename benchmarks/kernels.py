@@ -1,6 +1,6 @@
 """CPU attention kernels against the memory bandwidth of the machine and against gather-then-matmul.
 
-    python benchmarks/kernels.py [--quick] [--threads N] [--kv-dtype float32|bfloat16|int8]
+    python benchmarks/kernels.py [--quick] [--threads N] [--kv-dtype float32|bfloat16|int8|float8_e4m3fn]
 
 Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once, and
 each latent; each state, once read and once written. Of latent attention (MLA) and of delta-nets they are given as a
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three of the workloads, three calls per number: seconds")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--kv-dtype", choices=("float32", "bfloat16", "int8"), default="float32")
+    parser.add_argument("--kv-dtype", choices=("float32", "bfloat16", "int8", "float8_e4m3fn"), default="float32")
     args = parser.parse_args(arguments)
     budget_s = 0.0 if args.quick else 2.0
 

@@ -56,7 +56,7 @@ def pointer_at(dtype: Any) -> Any:
     return at
 
 
-halves_from, int8s_from = map(pointer_at, (types.uint16, types.int8))
+halves_from, int8s_from, bytes_from = map(pointer_at, (types.uint16, types.int8, types.uint8))
 floats_from, ints_from, longs_from = map(pointer_at, (types.float32, types.int32, types.int64))
 
 

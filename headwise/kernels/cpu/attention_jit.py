@@ -25,6 +25,7 @@ import numpy as np
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
     array_at,
+    bytes_from,
     floats_from,
     halves_from,
     int8s_from,
@@ -373,11 +374,24 @@ def _attend_int8(own, layer, counters, thread):
     _attend(kv, own, layer_at(layer), counters, thread)
 
 
+def _attend_float8(own, layer, counters, thread):
+    own = pass_at(own)
+    kv = bytes_from(own.cache.arena)
+    _attend(kv, own, layer_at(layer), counters, thread)
+
+
+_ATTENDS = {
+    "float32": _attend_float32,
+    "bfloat16": _attend_bfloat16,
+    "int8": _attend_int8,
+    "float8_e4m3fn": _attend_float8,
+}
+
+
 @cache
 def attend_of(kv_dtype: str) -> Any:
     """The compiled attention over a cache of that dtype, as a C function.
 
     Its integers are addresses of a `PASS`, a `LAYER` and counters; and which thread it runs on.
     """
-    function = {"float32": _attend_float32, "bfloat16": _attend_bfloat16, "int8": _attend_int8}[kv_dtype]
-    return machine_code.unit(function, 4, fastmath=MATH, error_model="numpy")
+    return machine_code.unit(_ATTENDS[kv_dtype], 4, fastmath=MATH, error_model="numpy")

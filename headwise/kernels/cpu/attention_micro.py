@@ -16,6 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from headwise.kernels.cpu.float8 import FLOAT8, FLOAT8_UNIT, Float8Emitter
 from headwise.kernels.cpu.simd import FLOAT, INT, INT_VECTOR, ISA, LANES, VECTOR, Emitter, bit_reversed, element_bytes
 
 COLUMNS = LANES // 4
@@ -23,10 +24,18 @@ COLUMNS = LANES // 4
 
 _N = types.intp
 
+QUANTISED = (types.int8, FLOAT8)
+"""Dtypes of a cache whose keys and values have scales."""
+
 
 def is_paired(kv: types.Array) -> bool:
     """Whether tiles of queries over this cache are multiplied as pairs of bfloat16."""
     return ISA.avx512bf16 and kv.dtype != types.float32
+
+
+def reader(kv: types.Array) -> type[Emitter]:
+    """The emitter that reads this cache."""
+    return Float8Emitter if kv.dtype == FLOAT8 else Emitter
 
 
 FLOATS, BFLOATS, INTEGERS = "float32", "pairs of bfloat16", "pairs of int16"
@@ -37,7 +46,7 @@ def token_kind(kv: types.Array) -> str:
 
     Integers are exact but for the queries and probabilities, which get 15 bits of their row's largest.
     """
-    if kv.dtype == types.uint16 and ISA.avx512bf16:
+    if kv.dtype in (types.uint16, FLOAT8) and ISA.avx512bf16:
         return BFLOATS
     return INTEGERS if kv.dtype == types.int8 and ISA.avx512bw else FLOATS
 
@@ -77,9 +86,19 @@ def is_quantised(typing, kv):
     """Whether keys and values have scales, known when compiling."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return context.get_constant(types.boolean, kv.dtype == types.int8)
+        return context.get_constant(types.boolean, kv.dtype in QUANTISED)
 
     return types.boolean(kv), emit
+
+
+@intrinsic
+def stored_unit(typing, kv):
+    """What keys and values are to be multiplied with besides their scales."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return FLOAT(FLOAT8_UNIT if kv.dtype == FLOAT8 else 1.0)
+
+    return types.float32(kv), emit
 
 
 # --- products -----------------------------------------------------------------------------------------------------
@@ -126,10 +145,10 @@ def token_product(rows: int, columns: int) -> Any:
 
     @intrinsic
     def product(typing, a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead, f, fo):
-        kind = token_kind(b)
+        kind, emitter = token_kind(b), reader(b)
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            e = Emitter(context, builder, signature, args)
+            e = emitter(context, builder, signature, args)
             a, ao, lda, b, bo, ldb, c, co, ldc, count, ahead, f, fo = e.args
             a, b, c, f = e.at(a, ao), e.at(b, bo), e.at(c, co), e.at(f, fo)
             cells = _cells(e, c, ldc, rows, columns)
@@ -193,11 +212,11 @@ def token_scores(rows: int) -> Any:
 
     @intrinsic
     def products(typing, q, qo, k, ko, dim, s, so, lds, count, ahead):
-        kind = token_kind(k)
+        kind, emitter = token_kind(k), reader(k)
         per_word = 1 if kind == FLOATS else 2
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            e = Emitter(context, builder, signature, args)
+            e = emitter(context, builder, signature, args)
             q, qo, k, ko, dim, s, so, lds, count, ahead = e.args
             q, k, s = e.at(q, qo), e.at(k, ko), e.at(s, so)
             q_read, k_read, combine = {
@@ -279,7 +298,7 @@ def turn_keys(typing, kv, addresses, first, dim, turned, stride):
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(context, builder, signature, args)
+        e = reader(kv)(context, builder, signature, args)
         kv_pointer, addresses, first, dim, turned, stride = e.args
         per_word = 2 if is_paired(kv) else 1
         keys = [e.at(kv_pointer, builder.load(e.at(addresses, first, first.type(key)))) for key in range(LANES)]
@@ -306,7 +325,7 @@ def load_values(typing, kv, addresses, first, dim, values):
     """Rows ``first`` and ``first + 1`` of ``values [keys, dim]``; as pairs one row of ``values [keys / 2, dim]``."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        e = Emitter(context, builder, signature, args)
+        e = reader(kv)(context, builder, signature, args)
         kv_pointer, addresses, first, dim, values = e.args
         low, high = (e.at(kv_pointer, builder.load(e.at(addresses, first, first.type(key)))) for key in range(2))
         row = builder.udiv(first, first.type(2)) if is_paired(kv) else first
@@ -366,8 +385,10 @@ def row_exp2(*, is_tile: bool) -> Any:
                 offset, half = e.times(loop.index, LANES), e.times(loop.index, LANES // 2)
                 power = e.exp2(builder.fsub(e.load(e.at(s, offset)), shift), degree=4 if kind == BFLOATS else 6)
                 e.update(total, e.add(e.value(total), power))
-                if kv.dtype == types.int8:
+                if kv.dtype in QUANTISED:
                     power = builder.fmul(power, e.load(e.at(scales, offset)))
+                if kv.dtype == FLOAT8:
+                    power = builder.fmul(power, e.fill(FLOAT8_UNIT))
                 if kind == BFLOATS:
                     e.store(e.round_to_bfloat16(power), e.at(s, half))
                 elif kind == INTEGERS:

@@ -25,8 +25,8 @@ from headwise.kernels.mla import LATENT_SCALE, is_latent, latent_width
 HEAD_DIM_STEP = 16
 """Head dimensions must be a multiple of this: rows of keys are read as whole vectors."""
 
-STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
-"""KV dtypes, and the NumPy dtype that compiled code sees them as: bfloat16 as its bits."""
+STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8, "float8_e4m3fn": np.uint8}
+"""KV dtypes, and the NumPy dtype that compiled code sees them as: bfloat16 and E4M3 as their bits."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from headwise.kernels.cpu.attention_micro import (
     row_multiply,
     row_softcap,
     row_times,
+    stored_unit,
 )
 from headwise.kernels.cpu.attention_plan import KEYS
 from headwise.kernels.cpu.attention_products import (
@@ -45,7 +46,8 @@ class Step(NamedTuple):
 
     query:   address of ``float32 [tokens, q_heads, dim]``; ..._row, ..._head: floats from row to row, head to head
     out:     address of the same, where heads lie side by side
-    kv:      pointer to the arena as what it stores: ``float32``, ``uint16`` (bits of bfloat16) or ``int8``
+    kv:      pointer to the arena as what it stores: ``float32``, ``uint16`` (bits of bfloat16), ``int8`` or
+             ``uint8`` (E4M3)
     scales:  pointer to the arena as ``float32``
     cache:   a `records.CACHE`
     tables:  pointer to ``int32 [batch * groups, table_columns]``
@@ -159,7 +161,7 @@ def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, coun
     for row in range(step.share):
         at = row * KEYS
         if is_quantised(kv):
-            row_multiply(s, at, width, scales, 0, scratch.q_scales[row])
+            row_multiply(s, at, width, scales, 0, scratch.q_scales[row] * stored_unit(kv))
         if step.softcap > 0:
             row_softcap(s, at, width, step.softcap * LOG2E)
         _mask_row(s, at, first, count, width, item.position, window, sink)
@@ -193,7 +195,7 @@ def attend_chunk(step, item, scratch, softmax, first, count):
         for row in range(strip, strip + some):
             at = (row - strip) * CHUNK
             if is_quantised(kv):
-                row_multiply(s, at, width, scales, 0, np.float32(1.0))
+                row_multiply(s, at, width, scales, 0, stored_unit(kv))
             if step.softcap > 0:
                 row_softcap(s, at, width, step.softcap * LOG2E)
             _mask_row(s, at, first, seen, width, item.position + row // share, window, sink)

@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from headwise.kernels.cpu import machine_code
 from headwise.kernels.cpu.addresses import (
+    bytes_at,
     floats_at,
     halves_at,
     heads_at,
@@ -24,12 +25,13 @@ from headwise.kernels.cpu.addresses import (
     layer_at,
     pass_at,
 )
-from headwise.kernels.cpu.attention_micro import is_quantised
+from headwise.kernels.cpu.attention_micro import QUANTISED, is_quantised
+from headwise.kernels.cpu.float8 import FLOAT8, LARGEST_FLOAT8, round_to_float8
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SLOT
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import FLOAT, LANES, Emitter
 
-LARGEST_INT8 = 127.0
+_LARGEST = {types.int8: 127.0, FLOAT8: LARGEST_FLOAT8}
 _HALF_STEP = 8
 
 # No relaxed arithmetic here: what is stored is, bit by bit, what the reference stores.
@@ -47,11 +49,13 @@ def _store_row(typing, row, kv, at, dim):
         e = Emitter(context, builder, signature, args)
         row, target, at, dim = e.args
         target, vectors = e.at(target, at), builder.udiv(dim, dim.type(LANES))
-        scale = _scale(e, row, vectors) if kv.dtype == types.int8 else FLOAT(1.0)
+        scale = _scale(e, row, vectors, _LARGEST[kv.dtype]) if kv.dtype in QUANTISED else FLOAT(1.0)
         with cgutils.for_range(builder, vectors) as loop:
             cell, value = e.at(target, e.times(loop.index, LANES)), e.load(e.at(row, e.times(loop.index, LANES)))
             if kv.dtype == types.int8:
                 value = e.round_to_int8(builder.fdiv(value, e.fill(scale)))
+            elif kv.dtype == FLOAT8:
+                value = round_to_float8(e, builder.fdiv(value, e.fill(scale)))
             elif kv.dtype == types.uint16:
                 value = e.bfloat16_bits(value)
             e.store(value, cell)
@@ -60,11 +64,11 @@ def _store_row(typing, row, kv, at, dim):
     return types.float32(row, kv, types.intp, types.intp), emit
 
 
-def _scale(e: Emitter, row: Any, vectors: Any) -> Any:
-    """The scale of a row of ``vectors`` vectors: its largest magnitude becomes LARGEST_INT8."""
+def _scale(e: Emitter, row: Any, vectors: Any, largest: float) -> Any:
+    """The scale of a row of ``vectors`` vectors: its largest magnitude becomes ``largest``."""
     absmax = e.absmax(row, vectors)
     some = e.builder.fcmp_ordered(">", absmax, FLOAT(0.0))
-    return e.builder.select(some, e.builder.fdiv(absmax, FLOAT(LARGEST_INT8)), FLOAT(1.0))
+    return e.builder.select(some, e.builder.fdiv(absmax, FLOAT(largest)), FLOAT(1.0))
 
 
 @intrinsic
@@ -156,6 +160,20 @@ def _write_int8(own, layer, begin, end, thread):
     _write(kv, own, layer_at(layer), begin, end, thread)
 
 
+def _write_float8(own, layer, begin, end, thread):
+    own = pass_at(own)
+    kv = bytes_at(own.cache.arena, own.cache.arena_bytes)
+    _write(kv, own, layer_at(layer), begin, end, thread)
+
+
+_WRITES = {
+    "float32": _write_float32,
+    "bfloat16": _write_bfloat16,
+    "int8": _write_int8,
+    "float8_e4m3fn": _write_float8,
+}
+
+
 @cache
 def write_of(kv_dtype: str) -> Any:
     """The compiled rotation and KV write to a cache of that dtype, as a C function.
@@ -163,5 +181,4 @@ def write_of(kv_dtype: str) -> Any:
     Its integers are addresses of a `PASS` and a `LAYER`; the first row of the batch and the one behind the last; and
     which thread it runs on.
     """
-    function = {"float32": _write_float32, "bfloat16": _write_bfloat16, "int8": _write_int8}[kv_dtype]
-    return machine_code.unit(function, 5, error_model="numpy")
+    return machine_code.unit(_WRITES[kv_dtype], 5, error_model="numpy")

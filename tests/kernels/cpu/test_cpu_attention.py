@@ -26,8 +26,8 @@ from headwise.kernels.cpu.attention_pass import STORED
 from headwise.kernels.gqa import bit_views, gqa_layout
 from headwise.kernels.reference import ReferenceKernels
 
-TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "int8": 1.5e-2}
-ONE_TOKEN_TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "int8": 5e-4}
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "int8": 1.5e-2, "float8_e4m3fn": 1.5e-2}
+ONE_TOKEN_TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "int8": 5e-4, "float8_e4m3fn": 1.5e-2}
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_arrays_that_do_not_fit_are_refused(kernels: NumbaKernels) -> None:
             kernels.write_kv_rope(query, key, value, np.ascontiguousarray(cosines), np.ascontiguousarray(sines), *rest)
     with pytest.raises(ValueError, match="contiguous"):
         kernels.write_kv(turned[:, 4:6], value, *rest)
-    with pytest.raises(ConfigError, match=r"float32, bfloat16, int8, got float16"):
+    with pytest.raises(ConfigError, match=r"float32, bfloat16, int8, float8_e4m3fn, got float16"):
         kernels.prepare("float16")
 
 

@@ -13,14 +13,14 @@ from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable, R
 from headwise.kernels.cuda.attention import AttentionShape, check_supported
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.parts import GpuParts
-from headwise.kernels.gqa import gqa_layout
+from headwise.kernels.gqa import QUANTISED, gqa_layout
 from headwise.kernels.select import make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import ModelConfig, Rotation
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 
-CPU_INT8_HEAD_MULTIPLE = 16
-"""Of the head size, for the CPU's kernels to read int8 keys and values: the lanes of a vector."""
+CPU_QUANTISED_HEAD_MULTIPLE = 16
+"""Of the head size, for the CPU's kernels to read quantised keys and values: the lanes of a vector."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class GroupedQueryAttention:
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`: a CPU has no quantised cache for some sizes of heads."""
-        if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype != "int8":
+        if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
         dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
-        odd = next((dim for dim in dims if dim % CPU_INT8_HEAD_MULTIPLE), None)
+        odd = next((dim for dim in dims if dim % CPU_QUANTISED_HEAD_MULTIPLE), None)
         if odd is not None:
             raise ConfigError(
-                f"kv_dtype int8 on a CPU takes heads of a multiple of {CPU_INT8_HEAD_MULTIPLE}, those of "
-                f"{serving.model} have {odd}: choose kv_dtype bfloat16"
+                f"kv_dtype {serving.kv_dtype} on a CPU takes heads of a multiple of {CPU_QUANTISED_HEAD_MULTIPLE}, those "
+                f"of {serving.model} have {odd}: choose kv_dtype bfloat16"
             )
 
     def host_kernels(self, name: str, threads: int) -> AttentionKernels:
