@@ -41,8 +41,8 @@ class GroupedQueryAttention:
         odd = next((dim for dim in dims if dim % CPU_QUANTISED_HEAD_MULTIPLE), None)
         if odd is not None:
             raise ConfigError(
-                f"kv_dtype {serving.kv_dtype} on a CPU takes heads of a multiple of {CPU_QUANTISED_HEAD_MULTIPLE}, those "
-                f"of {serving.model} have {odd}: choose kv_dtype bfloat16"
+                f"kv_dtype {serving.kv_dtype} on a CPU takes heads of a multiple of {CPU_QUANTISED_HEAD_MULTIPLE}, "
+                f"those of {serving.model} have {odd}: choose kv_dtype bfloat16"
             )
 
     def host_kernels(self, name: str, threads: int) -> AttentionKernels:
