@@ -12,6 +12,18 @@ from headwise.errors import ConfigError
 BEYOND_NUMPY = {"bfloat16": 2, "float8_e4m3fn": 1}
 """Names that NumPy does not know by itself, and their bytes; ml_dtypes brings them, as it does to CuPy."""
 
+PACKED = {"int4": 2}
+"""Names of dtypes whose elements share a byte, and how many do."""
+
+
+def packed_bytes(name: str, count: int) -> int:
+    """Bytes of ``count`` elements side by side.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    return -(-count // PACKED[name]) if name in PACKED else count * dtype_bytes(name)
+
 
 def dtype_bytes(name: str) -> int:
     """Bytes of an element, also where ml_dtypes is not installed: a CPU keeps bfloat16 as its bits.

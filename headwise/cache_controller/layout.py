@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from headwise.cache_controller.dtypes import dtype_bytes
+from headwise.cache_controller.dtypes import packed_bytes
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Role:
 
     @property
     def token_bytes(self) -> int:
-        return prod(self.shape) * dtype_bytes(self.dtype)
+        return packed_bytes(self.dtype, prod(self.shape))
 
     def bytes_of(self, tokens: int) -> int:
         """Of a block of so many tokens."""

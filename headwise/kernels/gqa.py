@@ -3,12 +3,14 @@
 Multi-head and multi-query attention are its two ends: one query head per KV head, or one KV head in all.
 
 Keys and values of dtype ``int8`` or ``float8_e4m3fn`` are quantised: each has a scale per member and token, in the
-roles ``key_scale`` and ``value_scale``. What is read is ``stored * scale``.
+roles ``key_scale`` and ``value_scale``. What is read is ``stored * scale``. Of ``int4`` these roles hold a scale and a
+minimum for each group of 32 elements, see `headwise.kernels.nibbles`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout, Role
 from headwise.errors import ConfigError
+from headwise.kernels.nibbles import GROUP, INT4, SCALE_DTYPE
 
 QUANTISED = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """The quantised dtypes, and the largest value each stores: a token's largest element becomes this."""
@@ -25,11 +28,21 @@ QUANTISED = {"int8": 127.0, "float8_e4m3fn": 448.0}
 def gqa_layout(block_size: int, slots: int, head_dim: int, dtype: str = "float32") -> BlockLayout:
     """The layout of blocks that hold, per member and token, one ``key`` and one ``value`` of ``(head_dim,)``.
 
-    Quantised dtypes add one float32 ``key_scale`` and ``value_scale`` per member and token.
+    Quantised dtypes add one float32 ``key_scale`` and ``value_scale`` per member and token, int4 a float16 scale and
+    minimum for each of its groups.
+
+    Raises:
+        ConfigError: a head is no whole number of int4's groups.
     """
+    if dtype == INT4 and head_dim % GROUP:
+        raise ConfigError(
+            f"kv_dtype int4 takes heads of a multiple of {GROUP} elements, not of {head_dim}: choose kv_dtype int8"
+        )
     roles = [Role("key", (head_dim,), dtype), Role("value", (head_dim,), dtype)]
     if dtype in QUANTISED:
         roles += [Role("key_scale", (), "float32"), Role("value_scale", (), "float32")]
+    if dtype == INT4:
+        roles += [Role(f"{role.name}_scale", (head_dim // GROUP, 2), SCALE_DTYPE) for role in roles]
     return BlockLayout(block_size=block_size, slots=slots, roles=tuple(roles))
 
 
@@ -53,11 +66,15 @@ def kv_dtype_of(layout: BlockLayout) -> str:
 def kv_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[Any], NDArray[Any]]:
     """Keys and values of an arena as stored, each ``[num_blocks, slots, block_size, head_dim]``, sharing its memory.
 
+    Those of int4 are ``uint8 [..., head_dim / 2]``.
+
     Raises:
         ConfigError: the arena is not a whole number of blocks, or the layout is of another attention variant.
     """
-    head_dim_of(layout)
-    return role_view(arena, layout, layout.roles[0]), role_view(arena, layout, layout.roles[1])
+    dim, pair = head_dim_of(layout), layout.roles[:2]
+    if kv_dtype_of(layout) == INT4:
+        pair = tuple(replace(role, shape=(dim // 2,), dtype="uint8") for role in pair)
+    return role_view(arena, layout, pair[0]), role_view(arena, layout, pair[1])
 
 
 def bit_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
@@ -73,15 +90,18 @@ def bit_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np
     return role_view(arena, layout, key), role_view(arena, layout, value)
 
 
-def scale_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def scale_views(arena: NDArray[np.uint8], layout: BlockLayout) -> tuple[NDArray[Any], NDArray[Any]]:
     """Scales of the keys and values of a quantised arena, each ``[num_blocks, slots, block_size]``, sharing its memory.
+
+    Those of int4 are ``[..., head_dim / 32, 2]``: a scale and a minimum for each group.
 
     Raises:
         ConfigError: as `kv_views`, or the layout is not quantised.
     """
     head_dim_of(layout)
-    if kv_dtype_of(layout) not in QUANTISED:
-        raise ConfigError(f"a layout of dtype {kv_dtype_of(layout)} has no scales: only {', '.join(QUANTISED)} have")
+    scaled = (*QUANTISED, INT4)
+    if kv_dtype_of(layout) not in scaled:
+        raise ConfigError(f"a layout of dtype {kv_dtype_of(layout)} has no scales: only {', '.join(scaled)} have")
     return role_view(arena, layout, layout.roles[2]), role_view(arena, layout, layout.roles[3])
 
 
@@ -109,6 +129,6 @@ def role_view(arena: NDArray[np.uint8], layout: BlockLayout, role: Role) -> NDAr
         raise ConfigError(f"an arena of {arena.nbytes} bytes is not a whole number of {layout.block_bytes}-byte blocks")
     dtype = numpy_dtype(role.dtype)
     shape = (arena.nbytes // layout.block_bytes, layout.slots, layout.block_size, *role.shape)
-    element = (dtype.itemsize,) * len(role.shape)
-    strides = (layout.block_bytes, layout.slot_bytes, role.token_bytes, *element)
+    within = tuple(prod(role.shape[axis + 1 :]) * dtype.itemsize for axis in range(len(role.shape)))
+    strides = (layout.block_bytes, layout.slot_bytes, role.token_bytes, *within)
     return np.ndarray(shape, dtype, buffer=arena, offset=layout.role_offsets[role.name], strides=strides)

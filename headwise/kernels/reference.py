@@ -12,6 +12,7 @@ from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.gqa import QUANTISED, bit_views, kv_dtype_of, kv_views, quantise, scale_views
+from headwise.kernels.nibbles import INT4, pack, unpack
 
 Positions = NDArray[np.int64]
 Index = tuple[NDArray[np.int32], Any, Positions]
@@ -93,7 +94,9 @@ def _store(arena: NDArray[np.uint8], layout: BlockLayout, at: Index, pair: tuple
         if dtype == "bfloat16":
             bit_views(arena, layout)[role][at] = to_bits(rows)
             continue
-        if dtype in QUANTISED:
+        if dtype == INT4:
+            rows, scale_views(arena, layout)[role][at] = pack(rows)
+        elif dtype in QUANTISED:
             rows, scale_views(arena, layout)[role][at] = quantise(rows, dtype)
         kv_views(arena, layout)[role][at] = rows
 
@@ -102,6 +105,9 @@ def _load(arena: NDArray[np.uint8], layout: BlockLayout, at: Index) -> list[NDAr
     """Keys and values at ``at``, each ``float64 [tokens, head_dim]``."""
     if kv_dtype_of(layout) == "bfloat16":
         return [to_float32(view[at]).astype(np.float64) for view in bit_views(arena, layout)]
+    if kv_dtype_of(layout) == INT4:
+        stored = zip(kv_views(arena, layout), scale_views(arena, layout), strict=True)
+        return [unpack(codes[at], scales[at]).astype(np.float64) for codes, scales in stored]
     pair = [view[at].astype(np.float64) for view in kv_views(arena, layout)]
     if kv_dtype_of(layout) not in QUANTISED:
         return pair

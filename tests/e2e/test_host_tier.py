@@ -76,6 +76,25 @@ def test_prefixes_come_back_from_the_host(loaded: LoadedModel, policy: str) -> N
     assert engine.cache.host.pool.num_held == 0
 
 
+@pytest.mark.parametrize(("kv_dtype", "kernels"), [("int8", "auto"), ("float8_e4m3fn", "auto"), ("int4", "reference")])
+def test_a_quantised_cache_comes_back_from_the_host_as_it_was(kv_dtype: str, kernels: str) -> None:
+    loaded = LoadedModel("qwen3", kv_dtype=kv_dtype, kernels=kernels)
+    prompt = [3 + 7 * i % 250 for i in range(70)]
+    greedy = replace(GREEDY, max_tokens=6)
+    engine, executor = loaded.engine(block_size=16, host_cache="16MiB", write_policy="write_through")
+    found = []
+    for name in ("first", "again"):
+        request = loaded.preprocessor.prepare(prompt=prompt, sampling=greedy, request_id=name)
+        found.append(run(engine, request).token_ids)
+        engine.cache.pool.evict_all()
+    executor.close()
+    plain, executor = loaded.engine(block_size=16)
+    found.append(run(plain, loaded.preprocessor.prepare(prompt=prompt, sampling=greedy)).token_ids)
+    executor.close()
+    assert found[0] == found[1] == found[2]
+    assert engine.stats()["host"]["loaded_blocks"] > 0
+
+
 def test_a_host_of_a_few_blocks_and_many_requests_at_once(loaded: LoadedModel) -> None:
     wanted = [a.first(TOKENS) for a in answers(loaded.name) if len(a.prompt_ids) < 400][:5]
     sampling = {name: SHORT for a in wanted for name in (a.name, f"{a.name}/again")}

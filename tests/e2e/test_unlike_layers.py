@@ -40,7 +40,7 @@ def test_blocks_of_16_tokens_give_the_same_tokens(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kv_dtype"), [*((name, "int8") for name in NAMES), ("gemma4-shared", "float8_e4m3fn")]
 )
-def test_a_quantised_cache_is_read_back_about_as_it_was_from_the_host_too(name: str, kv_dtype: str) -> None:
+def test_a_quantised_cache_is_read_back_about_as_it_was(name: str, kv_dtype: str) -> None:
     """Its first tokens are those of a float32 one, but where two are about as likely."""
     loaded, wanted = LoadedModel(name, kv_dtype=kv_dtype), [answer.first(4) for answer in answers(name)]
     assert {layout.tail_bytes > 0 for layout in loaded.worker.card.layouts} == {True, False}  # scales make slots odd
@@ -48,8 +48,6 @@ def test_a_quantised_cache_is_read_back_about_as_it_was_from_the_host_too(name: 
     results, _ = loaded.run(wanted, greedy)
     same = [results[answer.name].token_ids[0] == answer.output_ids[0] for answer in wanted]
     assert sum(same) >= len(same) - 1
-    again, _ = loaded.run(wanted, greedy, host_cache="16MiB")
-    assert [each.token_ids for each in again.values()] == [each.token_ids for each in results.values()]
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])

@@ -12,6 +12,7 @@ from support.attention_scene import Case, Scene
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.gqa import QUANTISED, gqa_layout, head_dim_of, kv_views, quantise, scale_views
+from headwise.kernels.nibbles import GROUP, pack, unpack
 from headwise.kernels.reference import ReferenceKernels
 
 DTYPES = ("float16", "bfloat16", "int8", "float8_e4m3fn")
@@ -57,6 +58,33 @@ def test_the_largest_element_of_a_row_becomes_the_largest_that_is_stored(dtype: 
     np.testing.assert_allclose(stored.astype(np.float32) * scale[:, None], rows, rtol=0.01, atol=0)
 
 
+def test_four_bits_have_a_scale_and_a_minimum_per_group() -> None:
+    layout = gqa_layout(16, 3, 128, "int4")
+    assert layout.slot_bytes == 2 * 16 * (128 // 2 + 128 // GROUP * 4)
+    codes, scales = (
+        pair[1] for pair in (views(np.zeros(layout.block_bytes, np.uint8), layout) for views in (kv_views, scale_views))
+    )
+    assert (codes.shape, scales.shape) == ((1, 3, 16, 64), (1, 3, 16, 4, 2))
+    with pytest.raises(
+        ConfigError, match="int4 takes heads of a multiple of 32 elements, not of 80: choose kv_dtype int8"
+    ):
+        gqa_layout(16, 3, 80, "int4")
+
+
+def test_elements_in_four_bits_are_at_most_half_a_step_off_wherever_their_group_lies() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((50, 3, 4, GROUP)) * 2.0 ** rng.integers(-10, 10, (50, 3, 4, 1))
+    rows += rows.max(axis=-1, keepdims=True) * rng.integers(-3, 4, (50, 3, 4, 1))
+    rows[0], rows[1, :, :, 0], rows[2] = 0.0, 1e9, 0.3  # and ranges that are none, or more than float16 holds
+    codes, scales = pack(rows.reshape(50, 3, 4 * GROUP).astype(np.float32))
+    assert (codes.dtype, codes.shape, scales.shape) == (np.uint8, (50, 3, 2 * GROUP), (50, 3, 4, 2))
+    read, kept = unpack(codes, scales).reshape(rows.shape), np.clip(rows, -65504.0, 65504.0)
+    low, high = kept.min(axis=-1, keepdims=True), kept.max(axis=-1, keepdims=True)
+    rounding = 2.0**-11 * (high - low + np.abs(low)) + 2.0**-20  # of scales and minima to float16
+    assert (np.abs(read - kept) <= (high - low) / 30 + 2 * rounding).all()
+    assert (read[0] == 0).all()
+
+
 def test_integers_are_rounded_half_to_even() -> None:
     stored, scale = quantise(np.array([[127.0, 0.5, 1.5, 2.5, -2.5]], np.float32), "int8")
     assert scale == 1.0
@@ -64,13 +92,14 @@ def test_integers_are_rounded_half_to_even() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float16", 1e-3), ("bfloat16", 1e-2), ("int8", 2e-2), ("float8_e4m3fn", 1e-1)]
+    ("dtype", "tolerance"),
+    [("float16", 1e-3), ("bfloat16", 1e-2), ("int8", 2e-2), ("float8_e4m3fn", 1.5e-1), ("int4", 4e-1)],
 )
 def test_reference_reads_back_what_it_wrote_as_exactly_as_the_dtype_allows(dtype: str, tolerance: float) -> None:
-    scene = Scene(Case((9, 20), (9, 20), ((0, 0), (7, 2)), share=2))
+    scene = Scene(Case((9, 20), (9, 20), ((0, 0), (7, 2)), share=2, head_dim=64))
     right = scene.expected()
     key, value = (np.concatenate([kv[role] for kv in scene.kv]) for role in (0, 1))
-    scene.layout = gqa_layout(4, scene.slots, 16, dtype)
+    scene.layout = gqa_layout(4, scene.slots, scene.case.head_dim, dtype)
     blocks = int(scene.batch.block_tables.clip(max=99).max()) + 1
     scene.arena = np.full(blocks * scene.layout.block_bytes, 0xFF, np.uint8)
     # Columns behind a sequence's last block hold ids of no block.

@@ -22,7 +22,7 @@ _CPU_CHOICES = {
     "tensor_ops": ("numba", "paddle", "numpy"),
     "kernels": ("numba", "reference"),
     "dtype": ("float32", "bfloat16"),
-    "kv_dtype": ("float32", "bfloat16", "int8", "float8_e4m3fn"),
+    "kv_dtype": ("float32", "bfloat16", "int8", "float8_e4m3fn", "int4"),
 }
 _CUDA_CHOICES = {"tensor_ops": ("cupy", "paddle"), "kernels": ("cuda",)}
 """What may be chosen besides auto, by device; the rest is free."""
@@ -191,10 +191,11 @@ class EngineConfig:
         "computes from the codes of 4 bits of a checkpoint by awq, gptq or compressed-tensors, gguf from a GGUF "
         "file's own blocks, and both have what they cannot compute from in bfloat16.",
     )
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"] = _option(
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "int4"] = _option(
         "auto",
-        "Of cached keys and values; auto is that of the activations. The last two are quantised, with a scale per "
-        "token and head. A CPU has no float16.",
+        "Of cached keys and values; auto is that of the activations. int8 and float8_e4m3fn are quantised, with a "
+        "scale per token and head; int4 with a scale and a minimum per 32 elements, by kernels reference alone. A CPU "
+        "has no float16.",
     )
     cuda_graphs: bool = _option(True, "Record decode steps on a GPU as CUDA graphs, which are launched as one.")
     cpu_threads: int = _option(0, "Threads per worker on a CPU; 0 shares the machine's cores between ranks.", 0, 1024)
