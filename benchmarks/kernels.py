@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.gqa import QUANTISED, bit_views, gqa_layout, kv_dtype_of, kv_views, quantise, scale_views
+from headwise.kernels.mla import LATENT_DTYPES
 from headwise.kernels.select import make_kernels
 
 BLOCK_SIZE = 64
@@ -189,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
         )
     latents, states, timed = [], [], partial(median_s, budget_s=budget_s)
-    for latent_load in latent_kernels.QUICK if args.quick else latent_kernels.WORKLOADS:
+    latent_loads = latent_kernels.QUICK if args.quick else latent_kernels.WORKLOADS
+    for latent_load in latent_loads if args.kv_dtype in LATENT_DTYPES else ():
         latents.append(latent_kernels.measure(latent_load, args.kv_dtype, args.threads, timed, max(rates)))
         print(latent_kernels.as_line(latents[-1]))
     for delta_load in delta_kernels.QUICK if args.quick else delta_kernels.WORKLOADS:
