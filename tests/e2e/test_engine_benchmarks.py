@@ -80,7 +80,6 @@ def test_prefill_and_decode_apart_are_measured(capsys: pytest.CaptureFixture[str
     assert found["fetched_mb"] > 0
 
 
-@pytest.mark.soak  # test_openai_http.py shows what such a deployment promises
 @pytest.mark.ray
 def test_what_http_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = quick_figures("openai_http", capsys)
@@ -89,7 +88,6 @@ def test_what_http_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None
     assert min(found["ttft_p50_ms"].values()) > 0
 
 
-@pytest.mark.soak  # test_scaling.py shows that no request is lost, test_benchmarks.py compares over a trace
 @pytest.mark.ray
 def test_what_requests_notice_of_elastic_replicas_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = figures_of("elastic_replicas", capsys, "--smoke")
