@@ -586,7 +586,9 @@ def serve(requests: Sequence[Request], engines: Sequence[Engine], dispatcher: Di
 
 
 def _most(request: Request) -> int:
-    return (request.num_tokens - 1) // BLOCK
+    """Blocks of a request that caches may have. The path ends with its prompt, also where what was generated before it
+    moved to another engine has become a part of that."""
+    return min((request.num_tokens - 1) // BLOCK, len(request.path))
 
 
 def _smooth(old: float, new: float) -> float:

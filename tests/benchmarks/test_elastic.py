@@ -164,3 +164,11 @@ def test_a_slow_link_delays_what_is_decoded() -> None:
         return one.first_token - one.arrived
 
     assert ttft_s(1e-3) > 8 * BLOCK * 1e-3 > ttft_s(1e-6)
+
+
+def test_a_request_that_has_moved_finds_no_more_than_its_prompt() -> None:
+    """What was generated before is part of what it computes, but its path ends with the prompt."""
+    first, moved = requests(1, 1.0)[0], replace(requests(1, 1.0)[0], name="1", arrived=20.0)
+    moved.num_tokens += 3 * BLOCK
+    serve([first, moved], pair(), ToSecond())
+    assert moved.loaded_peer == len(moved.path) * BLOCK
