@@ -14,6 +14,10 @@ from headwise.transfer.base import Event, Work
 QUERY_S = 50e-6
 """Time between two looks at an event that the host waits for: CUDA has no wait with a timeout."""
 
+COPY_PRIORITY = -1
+"""Of copies, before the forward pass, which has 0: theirs are small grids, which steps and blocks wait for. Behind a
+prompt's grids of thousands of programs they would begin when these have."""
+
 LEGACY_DEFAULT = (0, 1)
 """What the runtime takes for the legacy default stream: no stream at all, and ``cudaStreamLegacy``."""
 
@@ -99,7 +103,7 @@ class CudaStream:
         self._cuda = cupy.cuda
         self._device = cupy.cuda.Device(device)
         with self._device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._stream = cupy.cuda.Stream(non_blocking=True, priority=COPY_PRIORITY)
             self._submitted = cupy.cuda.Event(disable_timing=True)
         self._waited_s = 0.0
         self._waits: deque[tuple[Any, Any]] = deque()

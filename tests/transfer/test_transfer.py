@@ -540,8 +540,8 @@ class FakeCuda(SimpleNamespace):
                 log.append(("record", self.name, stream.name))
 
         class Stream:
-            def __init__(self, name: str = "copies", non_blocking: bool = False) -> None:
-                self.name, self.non_blocking = name, non_blocking
+            def __init__(self, name: str = "copies", non_blocking: bool = False, priority: int = 0) -> None:
+                self.name, self.non_blocking, self.priority = name, non_blocking, priority
 
             def wait_event(self, event) -> None:
                 log.append(("wait", event.name, self.name))

@@ -29,6 +29,10 @@ def address_of(array: Array) -> int:
     return int(array.data.ptr)
 
 
+_ALL_SHARED = 100
+"""Percent of an SM's first-level cache for shared memory: as many blocks fit as that has room for."""
+
+
 class Kernel(Protocol):
     """One kernel, ready to be launched."""
 
@@ -66,6 +70,7 @@ class CubinProgram:
             function = self._module.get_function(name)
             if shared_bytes > STATIC_SHARED_BYTES:
                 function.max_dynamic_shared_size_bytes = shared_bytes
+                function.preferred_shared_memory_carveout = _ALL_SHARED
         except Exception as error:
             raise ConfigError(
                 f"the driver does not take kernel {name!r} of {self._path.name} ({error}): its compiler may be newer "

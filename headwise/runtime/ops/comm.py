@@ -7,7 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.runtime.ops.base import Tensor, TensorOps
+from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
+
+Sampled = tuple[KernelArray, KernelArray]
+"""Tokens ``int32 [n]``, and the largest logit ``float32 [n]`` of what each was chosen from."""
 
 
 class Communicator(Protocol):
@@ -57,6 +60,9 @@ class Collectives(Protocol):
         The number of columns may differ between ranks. If one rank has as many as in an earlier call, so must all.
         """
 
+    def share(self, sampled: Sampled | None, count: int) -> Sampled:
+        """The ``count`` tokens that rank 0 sampled, on every rank; the others give None."""
+
 
 class SingleRank:
     """The communicator and collectives of an engine of one rank: they return what they are given."""
@@ -71,6 +77,10 @@ class SingleRank:
 
     def gather(self, x: Any) -> Any:
         return x
+
+    def share(self, sampled: Sampled | None, count: int) -> Sampled:
+        assert sampled is not None, "rank 0 samples"
+        return sampled
 
     def broadcast(self, x: NDArray[np.int32] | None, shape: tuple[int, ...]) -> NDArray[np.int32]:
         if x is None:
@@ -96,6 +106,11 @@ class HostCollectives:
     def gather(self, x: Tensor) -> Tensor | None:
         whole = self._comm.gather(self._ops.numpy(x))
         return None if whole is None else self._ops.tensor(whole)
+
+    def share(self, sampled: Sampled | None, count: int) -> Sampled:
+        known = None if sampled is None else np.stack([self._ops.host(array).view(np.int32) for array in sampled])
+        tokens, best = self._comm.broadcast(known, (2, count))
+        return self._ops.upload(tokens), self._ops.upload(best.view(np.float32))
 
 
 def host_collectives(ops: TensorOps, comm: Communicator) -> Collectives:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headwise.errors import DeploymentError, EngineDiedError, first_line
 from headwise.kernels.cuda.launch import address_of
-from headwise.runtime.ops.comm import Communicator
+from headwise.runtime.ops.comm import Communicator, Sampled
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def connect_gpus(comm: Communicator) -> NcclCollectives | None:
 
 
 class NcclCollectives:
-    """`Collectives` of CuPy arrays: float32, float16 or bfloat16.
+    """`Collectives` of CuPy arrays: float32, float16 or bfloat16, and tokens.
 
     Raises `EngineDiedError` if NCCL reports a failure: the ranks are then out of step for good.
     """
@@ -81,6 +81,7 @@ class NcclCollectives:
         self._nccl, self._communicator, self._comm = nccl, communicator, comm
         self._sum = int(nccl.NCCL_SUM)
         self._codes = {
+            "int32": int(nccl.NCCL_INT32),
             "float32": int(nccl.NCCL_FLOAT32),
             "float16": int(nccl.NCCL_FLOAT16),
             "bfloat16": int(nccl.NCCL_BFLOAT16),
@@ -111,6 +112,15 @@ class NcclCollectives:
             whole[:, start : start + part.shape[1]] = part
             start += part.shape[1]
         return whole
+
+    def share(self, sampled: Sampled | None, count: int) -> Sampled:
+        tokens, best = sampled or (cupy.empty(count, np.int32), cupy.empty(count, np.float32))
+        stream = _stream()
+        with self._checked(), self._at_once():
+            for array in (tokens, best):
+                address = address_of(array)
+                self._communicator.broadcast(address, address, count, self._codes[array.dtype.name], 0, stream)
+        return tokens, best
 
     def _widths_beside(self, mine: int) -> list[int]:
         """The number of columns on every rank, known on rank 0 only; the first time gathered through host memory."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.runtime.models.base import Model
 from headwise.runtime.ops.base import Fetch, Fetched, Tensor, TensorOps
-from headwise.runtime.ops.comm import Communicator
+from headwise.runtime.ops.comm import Collectives, Communicator, Sampled
 from headwise.runtime.protocol.batch import BatchRequest, NewSequence
 from headwise.runtime.protocol.request import TokenLogprobs
 from headwise.runtime.worker.decode_graphs import Scored
@@ -41,19 +41,22 @@ class Chosen:
 class NextTokens:
     """Of one rank's rows. Rank 0 chooses, and tells the others, who need the tokens as the next step's input.
 
-    last:    has the tokens of earlier steps, and is given those of this one
-    sampler: draws where the scores are; None: the host does
+    collectives: tell them; where these only enqueue, no host waits for a token
+    last:        has the tokens of earlier steps, and is given those of this one
+    sampler:     draws where the scores are; None: the host does
     """
 
     def __init__(
         self,
         ops: TensorOps,
         comm: Communicator,
+        collectives: Collectives,
         last: LastSampled,
         sampler: DeviceSampler | None,
         editor: LogitEditor,
     ) -> None:
-        self._ops, self._comm, self._last, self._sampler, self._editor = ops, comm, last, sampler, editor
+        self._ops, self._comm, self._collectives = ops, comm, collectives
+        self._last, self._sampler, self._editor = last, sampler, editor
         self._sequences: dict[int, NewSequence] = {}
 
     def open(self, sequences: Iterable[NewSequence]) -> None:
@@ -66,7 +69,7 @@ class NextTokens:
     def choose(self, batch: BatchRequest, model: Model, found: Tensor | Scored | None) -> Chosen:
         """``found`` is of the sequences that sample, in order: their last hidden rows, or already their scores.
 
-        Where the device chooses, and nobody else must know, the host does not wait for it.
+        Where the device chooses, and tells the other ranks, the host does not wait for it.
         """
         if found is None:
             return Chosen()
@@ -74,18 +77,16 @@ class NextTokens:
         rows = batch.rows[wanted]
         scores = found.first(len(wanted)) if isinstance(found, Scored) else model.scores(found)
         if scores is None:
-            tokens = self._comm.broadcast(None, (len(wanted),))
-            self._last.enter(rows, tokens)
-            return Chosen(wanted, Fetched(tokens))
+            return Chosen(wanted, self._keep(rows, None))
         sequences = [self._sequences[row] for row in rows.tolist()]
         if all(each.sampling.greedy and each.sampling.logprobs is None for each in sequences):
             likeliest = found.likeliest if isinstance(found, Scored) else None
             tokens, best = likeliest or self._ops.greedy(scores)
-            return Chosen(wanted, self._told(self._last.keep(rows, tokens[: len(rows)], best[: len(rows)])))
+            return Chosen(wanted, self._keep(rows, (tokens[: len(rows)], best[: len(rows)])))
         seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         positions = (batch.starts + batch.query_lens)[wanted].astype(np.int64)
         draws = Draws([sequence.sampling for sequence in sequences], seeds, positions)
-        drawn = self._told(self._draw(rows, draws, model, scores))
+        drawn = self._draw(rows, draws, model, scores)
         failures = self._follow(rows, drawn)
         return Chosen(
             wanted,
@@ -94,21 +95,21 @@ class NextTokens:
             {int(wanted[at]): failure for at, failure in failures.items()},
         )
 
-    def _told(self, tokens: Fetch) -> Fetch:
-        """The same tokens, once the other ranks have them."""
-        if self._comm.size == 1:
-            return tokens
-        known: NDArray[np.int32] = tokens.get()
-        return Fetched(self._comm.broadcast(known, known.shape))
+    def _keep(self, rows: NDArray[np.int32], sampled: Sampled | None) -> Fetch:
+        """Tokens of ``rows``, entered among the last ones on all ranks."""
+        return self._last.keep(rows, *self._collectives.share(sampled, len(rows)))
 
     def _draw(self, rows: NDArray[np.int32], draws: Draws, model: Model, scores: Tensor) -> Fetch:
-        """Tokens of ``rows``, entered among the last ones."""
+        """Draw tokens of ``rows``, and keep them."""
         ops, cap = self._ops, model.config.logit_softcap
         edits = self._editor.edits(rows, draws.positions)
         on_device = None if self._sampler is None else self._sampler.draw(scores, cap, draws, edits)
         if on_device is not None:
-            return self._last.keep(rows, *on_device)
+            return self._keep(rows, on_device)
         by_host = sample(model.capped(ops.numpy(scores)), draws, edits)
+        if self._comm.size > 1:
+            best = np.where(by_host == NO_TOKEN, np.float32(np.nan), np.float32(0))
+            return self._keep(rows, (ops.upload(by_host), ops.upload(best)))
         self._last.enter(rows, by_host)
         return Fetched(by_host)
 

@@ -227,7 +227,7 @@ class ModelWorker:
         self._last = self._device.last_sampled(spec.max_rows)
         self._graphs = self._make_graphs()
         editor = LogitEditor(card.config.vocab_size, self._guides)
-        self._tokens = NextTokens(self._ops, self._comm, self._last, self._device.sampler, editor)
+        self._tokens = NextTokens(self._ops, self._comm, self._collectives, self._last, self._device.sampler, editor)
         self._prompts = PromptScorer(self._ops, self._config.max_num_seqs)
 
     def _make_graphs(self) -> DecodeGraphs | None:

@@ -327,7 +327,7 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
 class FakeKernel:
     """As strict as CuPy's `RawKernel` and the driver are (cupy/_core/raw.pyx, cupy/cuda/function.pyx)."""
 
-    __slots__ = ("_launched", "max_dynamic_shared_size_bytes", "name")
+    __slots__ = ("_launched", "max_dynamic_shared_size_bytes", "name", "preferred_shared_memory_carveout")
 
     def __init__(self, name: str, launched: list[tuple[Any, ...]]) -> None:
         self.name, self._launched, self.max_dynamic_shared_size_bytes = name, launched, 48 << 10
@@ -383,6 +383,7 @@ def test_cupy_launches_with_the_scratch_pointers_and_shared_memory_the_code_asks
     launcher.launch(variant, (7, 2, 1), [np.uint64(1), np.int32(2)])
     assert len(cupy.loaded) == 1
     assert cupy.functions[0].max_dynamic_shared_size_bytes == 100_000
+    assert cupy.functions[0].preferred_shared_memory_carveout == 100
     ((name, grid, block, arguments, shared),) = cupy.launched
     assert (name, grid, block, shared) == ("attend", (7, 2, 1), (256, 1, 1), 100_000)
     assert arguments == (1, 2, 0, 0)

@@ -11,7 +11,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -33,9 +33,9 @@ from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Grid, Variant
 from headwise.runtime.client import local_engine as local
 from headwise.runtime.config.model_card import ModelCard
-from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.request import SamplingParams
-from headwise.runtime.protocol.running_step import DoneStep
+from headwise.runtime.protocol.running_step import RunningStep
 from headwise.runtime.worker.cuda_device import CudaDevice
 from headwise.runtime.worker.sampler import NOT_FINITE
 from headwise.runtime.worker.shared_memory_comm import SharedMemoryComm
@@ -119,6 +119,17 @@ def test_gather_joins_uneven_columns_on_rank_0_alone(nccl: HostNccl, module: Mod
         whole, *others = ranks.each(lambda rank, mine=mine: connected[rank].gather(mine[rank]))
         np.testing.assert_array_equal(whole, np.concatenate(mine, axis=1))
         assert others == [None, None]
+
+
+def test_all_ranks_have_the_tokens_that_rank_0_sampled(nccl: HostNccl, module: ModuleType) -> None:
+    ranks = Ranks(nccl, 3)
+    connected = ranks.each(lambda rank: module.connect_gpus(ranks.comms[rank]))
+    sampled = np.array([7, 0, 9], np.int32), np.array([1.5, np.nan, -2], np.float32)
+    for shared in ranks.each(lambda rank: connected[rank].share(None if rank else sampled, 3)):
+        assert [array.dtype for array in shared] == [np.int32, np.float32]
+        for array, expected in zip(shared, sampled, strict=True):
+            np.testing.assert_array_equal(array, expected)
+    assert nccl.log[0] == nccl.log[1] == nccl.log[2] == [("eager", "broadcast", 3, 2), ("eager", "broadcast", 3, 7)]
 
 
 def test_a_rank_that_recorded_nothing_would_be_noticed(nccl: HostNccl, module: ModuleType) -> None:
@@ -252,6 +263,25 @@ class RankGpu(EmulatedGpu):
         return replay
 
 
+@dataclass(frozen=True)
+class RanksStep:
+    """The `RunningStep` of all ranks."""
+
+    ranks: Ranks
+    steps: list[RunningStep]
+
+    @property
+    def is_done(self) -> bool:
+        return all(step.is_done for step in self.steps)
+
+    def result(self) -> StepResult:
+        results = self.ranks.each(lambda rank: self.steps[rank].result())
+        assert [result.error for result in results] == [None] * len(results)
+        assert all(np.array_equal(result.token_ids, results[0].token_ids) for result in results), "all know the tokens"
+        first: StepResult = results[0]
+        return first
+
+
 class RanksAsThreads:
     """In the place of a `ModelWorker`: one for each rank."""
 
@@ -269,11 +299,8 @@ class RanksAsThreads:
     def initialize_cache(self) -> None:
         self._ranks.each(lambda rank: self.workers[rank].initialize_cache())
 
-    def begin(self, batch: BatchRequest) -> DoneStep:
-        results = self._ranks.each(lambda rank: self.workers[rank].execute(batch))
-        assert [result.error for result in results] == [None] * len(results)
-        assert all(np.array_equal(result.token_ids, results[0].token_ids) for result in results), "all know the tokens"
-        return DoneStep(results[0])
+    def begin(self, batch: BatchRequest) -> RanksStep:
+        return RanksStep(self._ranks, self._ranks.each(lambda rank: self.workers[rank].begin(batch)))
 
     def close(self) -> None:
         self._ranks.each(lambda rank: self.workers[rank].close())
@@ -342,6 +369,7 @@ def test_two_ranks_say_what_one_says(
     assert {launched[0] for launched in nccl.log[0]} == ({"eager", "recorded", "graph"} if graphs else {"eager"})
     reduced = [[launched for launched in nccl.log[rank] if launched[1] == "allReduce"] for rank in range(2)]
     assert reduced[0] == reduced[1]
+    assert ("eager", "broadcast", 2, nccl.NCCL_INT32) in nccl.log[1], "tokens come to the others without the host"
 
 
 @pytest.fixture

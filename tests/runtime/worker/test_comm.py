@@ -97,6 +97,15 @@ def test_tensors_go_the_way_of_arrays(framework: str) -> None:
             assert whole is None
 
 
+def test_all_ranks_have_the_tokens_that_rank_0_sampled() -> None:
+    ops = make_ops("numpy")
+    sampled = np.array([7, 0, 9], np.int32), np.array([1.5, np.nan, -2], np.float32)
+    for shared in in_threads(3, lambda comm: host_collectives(ops, comm).share(None if comm.rank else sampled, 3)):
+        for array, expected in zip(shared, sampled, strict=True):
+            assert array.dtype == expected.dtype
+            np.testing.assert_array_equal(array, expected)
+
+
 def test_one_rank_alone_has_all_there_is() -> None:
     ops = make_ops("numpy")
     collectives, x = host_collectives(ops, SingleRank()), part(0, 3, 4)

@@ -21,7 +21,7 @@ from support.waiting import PATIENCE_S
 
 from headwise.cache_controller.dtypes import numpy_dtype
 
-DTYPES = {6: numpy_dtype("float16"), 7: numpy_dtype("float32"), 9: numpy_dtype("bfloat16")}
+DTYPES = {2: np.dtype(np.int32), 6: numpy_dtype("float16"), 7: numpy_dtype("float32"), 9: numpy_dtype("bfloat16")}
 
 
 class NcclError(RuntimeError):
@@ -58,7 +58,7 @@ class HostNccl(ModuleType):
     """The module `cupy.cuda.nccl`. ``log`` has what was launched, by rank."""
 
     available = True
-    NCCL_SUM, NCCL_FLOAT16, NCCL_FLOAT32, NCCL_BFLOAT16 = 0, 6, 7, 9
+    NCCL_SUM, NCCL_INT32, NCCL_FLOAT16, NCCL_FLOAT32, NCCL_BFLOAT16 = 0, 2, 6, 7, 9
 
     def __init__(self) -> None:
         super().__init__("cupy.cuda.nccl")
@@ -128,6 +128,22 @@ class Communicator:
 
         self._launch(run, "allReduce", count, datatype)
 
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
+        mine, target = self._memory(sendbuff, count, datatype), self._memory(recvbuff, count, datatype)
+        self._check(stream, root)
+
+        def run() -> None:
+            world, told = self._world, ("broadcast", count, datatype, root, self._nccl.thread.way)
+            world.calls[self._rank] = told, mine.copy()
+            world.barrier.wait()
+            calls = list(world.calls)
+            world.barrier.wait()
+            if any(other != told for other, _ in calls):
+                raise NcclError(f"ranks differ: {[other for other, _ in calls]}")
+            target[:] = calls[root][1]
+
+        self._launch(run, "broadcast", count, datatype)
+
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         mine = self._memory(sendbuf, count, datatype)
         self._check(stream, peer)
@@ -171,7 +187,7 @@ class Communicator:
 
 
 def poisoned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    return np.full(shape, np.nan, dtype)
+    return np.full(shape, -(1 << 31) if np.dtype(dtype).kind == "i" else np.nan, dtype)
 
 
 def host_cupy_with(nccl: HostNccl) -> dict[str, ModuleType]:

@@ -26,8 +26,9 @@ class HostCuda(SimpleNamespace):
         self.compute = HostStream(self)
         self._current = [self.compute]
 
-    def Stream(self, non_blocking: bool = False) -> HostStream:  # noqa: N802
+    def Stream(self, non_blocking: bool = False, priority: int = 0) -> HostStream:  # noqa: N802
         assert non_blocking
+        assert priority < 0, "copies go before the forward pass"
         return HostStream(self)
 
     def get_current_stream(self) -> HostStream:
