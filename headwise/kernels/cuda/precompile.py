@@ -23,6 +23,7 @@ from headwise.kernels.cuda import (
     latents,
     logit_edits,
     mla,
+    packed,
     sampling,
     step_tokens,
 )
@@ -34,6 +35,7 @@ from headwise.kernels.cuda.dsa import IndexShape
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
+from headwise.kernels.cuda.packed import PackedForm
 from headwise.kernels.cuda.programs import Defines, cubin_path
 from headwise.kernels.delta import DeltaSizes
 from headwise.kernels.experts import Routing
@@ -73,12 +75,14 @@ def precompile(
     mixtures: Sequence[ExpertShape] = (),
     deltas: Sequence[DeltaShape] = (),
     latent_models: Sequence[LatentModel] = (),
+    packed_forms: Sequence[PackedForm] = (),
 ) -> Iterator[Path]:
     """Compile what models of ``shapes`` need on ``targets`` into ``directory``; yields each file once it is there.
 
     mixtures:      of experts, of models that have them
     deltas:        delta-nets, likewise
     latent_models: with latent attention
+    packed_forms:  of weights of few bits
 
     Raises:
         ConfigError: a shape is not supported on a target, or Triton or NVRTC is not installed.
@@ -102,6 +106,9 @@ def precompile(
             for variant in experts.variants_of(mixture, target.sm):
                 yield cubins.get(variant).path
             yield cubin_path(directory, experts.SOURCE, experts.defines_of(mixture), target.sm, target.cuda)
+        for form in packed_forms:
+            for variant in packed.variants_of(form):
+                yield cubins.get(variant).path
         for delta in deltas:
             for variant in delta_variants(delta, target.sm).values():
                 yield cubins.get(variant).path
@@ -131,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     targets = [Target(sm, cuda) for sm in options.sm for cuda in options.cuda]
     try:
-        mixed = list(_mixtures(options)), list(_deltas(options)), list(_latents(options))
+        mixed = list(_mixtures(options)), list(_deltas(options)), list(_latents(options)), list(_packed(options))
         for path in precompile(list(_shapes(options)), targets, options.directory, *mixed):
             print(path, flush=True)
     except ConfigError as error:
@@ -175,6 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     mixture.add_argument("--expert-groups", type=int, default=1, help="that experts come in (default: 1)")
     mixture.add_argument("--groups-per-token", type=int, default=1)
     mixture.add_argument("--best-of-group", type=int, default=1, help="experts that a group's score is the sum of")
+    weights = parser.add_argument_group("weights of few bits", "of a model that is served with them")
+    weights.add_argument("--weight-bits", type=int, choices=(4, 8))
+    weights.add_argument("--weight-group", type=int, default=32, help="numbers that share a scale (default: 32)")
+    weights.add_argument("--weight-minima", action="store_true", help="groups have a minimum, too (AWQ, GPTQ, Q4_1)")
     delta = parser.add_argument_group("gated delta-nets", "of a model that has them")
     delta.add_argument("--delta-key-heads", type=int, help="of the model")
     delta.add_argument("--delta-value-heads", type=int, help="of the model (default: as many)")
@@ -259,6 +270,12 @@ def _deltas(options: argparse.Namespace) -> Iterator[DeltaShape]:
         options.delta_key_dim, options.delta_value_dim, value_heads // key_heads, options.delta_convolution
     )
     yield DeltaShape(key_heads // ranks, sizes, options.block_size, options.dtype)
+
+
+def _packed(options: argparse.Namespace) -> Iterator[PackedForm]:
+    bits = options.weight_bits
+    if bits is not None:
+        yield packed.form_of(options.dtype, bits, options.weight_group, bits == 4 or options.weight_minima)
 
 
 def _numbers(text: str) -> list[int]:

@@ -187,9 +187,10 @@ class EngineConfig:
     )
     weights_dtype: Literal["auto", "float32", "bfloat16", "int8", "int4", "gguf"] = _option(
         "auto",
-        "Of weights in memory, on a CPU; auto is that of the activations. int8 has a scale for each 32 numbers. int4 "
-        "computes from the codes of 4 bits of a checkpoint by awq, gptq or compressed-tensors, gguf from a GGUF "
-        "file's own blocks, and both have what they cannot compute from in bfloat16.",
+        "Of weights in memory; auto is that of the activations. int8 has a scale for each 32 numbers. int4 computes "
+        "from the codes of 4 bits of a checkpoint by awq, gptq or compressed-tensors, gguf from a GGUF file's own "
+        "blocks; what these cannot compute from is bfloat16 on a CPU, of dtype on a GPU. There mixtures of experts "
+        "have none of the three.",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "int4"] = _option(
         "auto",
@@ -414,7 +415,9 @@ class EngineConfig:
 
     def _check_device(self) -> None:
         """Refuse what the device cannot do, once it is known: ``auto`` is resolved where there are GPUs to count."""
-        cuda_choices = {**_CUDA_CHOICES, "weights_dtype": tuple({self.dtype_name} & {"float32", "bfloat16"})}
+        own = tuple({self.dtype_name} & {"float32", "bfloat16"})
+        packed = () if self.tensor_ops == "paddle" else ("int8", "int4", "gguf")
+        cuda_choices = {**_CUDA_CHOICES, "weights_dtype": (*own, *packed)}
         choices = {"cpu": _CPU_CHOICES, "cuda": cuda_choices}.get(self.device, {})
         for name, allowed in choices.items():
             if getattr(self, name) not in ("auto", *allowed):
@@ -532,6 +535,11 @@ class EngineConfig:
     def keeps_codes(self) -> bool:
         """Whether weights that a checkpoint has as integers stay so."""
         return self.weights_dtype in ("int8", "int4")
+
+    @property
+    def has_packed_weights(self) -> bool:
+        """Whether matrices are kept as small integers, with scales."""
+        return self.keeps_codes or self.computes_from_blocks
 
     @property
     def kv_dtype_name(self) -> str:

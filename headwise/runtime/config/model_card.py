@@ -127,6 +127,11 @@ def read_model_card(
     model = model_config(without_scheme(found))
     _check_blocks(config, directory)
     _check_int4(config, found)
+    if config.on_gpu and config.has_packed_weights and model.moe is not None:
+        raise ConfigError(
+            f"weights_dtype {config.weights_dtype} of mixtures of experts is not served on a GPU, and "
+            f"{config.model} is one: choose weights_dtype auto"
+        )
     if identify:
         blocks = _blocks(directory, config, progress)  # first, since these are read together with the weights
         weights = _weights(raw, directory, config, progress)

@@ -27,8 +27,9 @@ its size, rounded up to a power of two, and keeps that. And no whole weight in f
 class CupyOps(GpuOps):
     """`TensorOps` whose tensors are CuPy arrays. cuBLAS sums products of float16 and bfloat16 in float32.
 
-    dtype:    of weights and activations: float32, float16 or bfloat16
+    dtype: of weights and activations: float32, float16 or bfloat16
     programs, launcher: compile the kernels, and run them
+    weights_dtype: see `GpuOps`
 
     Raises:
         ConfigError: there are no kernels for ``dtype``.
@@ -36,8 +37,8 @@ class CupyOps(GpuOps):
 
     name = "cupy"
 
-    def __init__(self, dtype: str, programs: Programs, launcher: TritonLauncher) -> None:
-        super().__init__(cupy, numpy_dtype(dtype), programs, launcher)
+    def __init__(self, dtype: str, programs: Programs, launcher: TritonLauncher, weights_dtype: str = "auto") -> None:
+        super().__init__(cupy, numpy_dtype(dtype), programs, launcher, weights_dtype)
         # Graphs have a memory pool of their own, since a graph uses the addresses that it was captured with. They share
         # it: they run one after the other, and one's results are read before the next begins.
         self._graph_blocks: list[Any] = []
@@ -45,7 +46,13 @@ class CupyOps(GpuOps):
         self._cublas = Cublas(partial(cupy.empty, dtype="uint8"))  # no cycle: memory goes with the last reference
 
     def tensor(self, array: NDArray[Any]) -> Any:
-        out = cupy.empty(array.shape, self.dtype)
+        return self._in_pieces(array, self.dtype)
+
+    def send(self, array: NDArray[Any]) -> Any:
+        return self._in_pieces(array, array.dtype)
+
+    def _in_pieces(self, array: NDArray[Any], dtype: Any) -> Any:
+        out = cupy.empty(array.shape, dtype)
         rows = max(1, PIECE_BYTES // max(1, array[:1].nbytes))
         for start in range(0, len(array), rows):
             out[start : start + rows] = self.upload(array[start : start + rows])

@@ -7,15 +7,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headwise.kernels.cuda.elementwise import CudaElementwise
 from headwise.kernels.cuda.experts import CudaExperts, StackedExperts
-from headwise.kernels.cuda.launch import TritonLauncher
+from headwise.kernels.cuda.launch import TritonLauncher, address_of
+from headwise.kernels.cuda.packed import FEW_ROWS, CudaPacked, PackedMatrix, pack
 from headwise.kernels.cuda.programs import Programs
 from headwise.kernels.cuda.sampling import THREADS, CudaSampling
 from headwise.runtime.ops.array_ops import Array, ArrayOps
 from headwise.runtime.ops.base import GatedWeights, Mixture
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
 from headwise.runtime.ops.stacked_experts import stack_experts
+
+_ALIGNED_BYTES = 16
+_ALIGNED_ELEMENTS = 16
 
 
 class GpuOps(ArrayOps):
@@ -28,10 +34,22 @@ class GpuOps(ArrayOps):
     captures_experts = True
 
     def __init__(
-        self, xp: Any, dtype: np.dtype[Any], programs: Programs, launcher: TritonLauncher, threads: int = THREADS
+        self,
+        xp: Any,
+        dtype: np.dtype[Any],
+        programs: Programs,
+        launcher: TritonLauncher,
+        weights_dtype: str = "auto",
+        threads: int = THREADS,
     ) -> None:
-        """threads: of a thread block that searches a row of logits; see `CudaSampling`"""
+        """
+        weights_dtype: of weights in memory: int8 (a scale for each group), int4 or gguf (quantised as in the
+                       checkpoint or the GGUF file; what is not quantised there is of ``dtype``), else ``dtype``
+        threads:       of a thread block that searches a row of logits; see `CudaSampling`
+        """
         super().__init__(xp, dtype)
+        self._weights_dtype = weights_dtype
+        self._packed = CudaPacked(launcher, self.xp.empty)
         self._experts = CudaExperts(launcher, programs, self.xp.empty)
         self._sampling = CudaSampling(programs, dtype, threads)
         self._kernels = CudaElementwise(programs)
@@ -40,6 +58,37 @@ class GpuOps(ArrayOps):
     def kernel_array(self, tensor: Array) -> Array:
         has_rows = len(tensor.shape) > 1 and len(tensor) > 0
         return tensor if has_rows and tensor[0].flags.c_contiguous else super().kernel_array(tensor)
+
+    def linear_weight(self, weight: Matrix) -> Array | PackedMatrix:
+        if self._weights_dtype == "int8" and not isinstance(weight, GroupQuantised):
+            weight = quantise_int8(as_float32(weight))
+        if self._weights_dtype not in ("int8", "int4", "gguf") or not isinstance(weight, GroupQuantised):
+            return super().linear_weight(weight)
+        parts = weight.codes, weight.scale, weight.minimum, weight.bits
+        packed = pack(*parts, self.dtype.name, self.send)
+        self._packed.prepare(packed.form)
+        return packed
+
+    def send(self, array: NDArray[Any]) -> Array:
+        """`upload`, of much."""
+        return self.upload(array)
+
+    def linear(self, x: Array, weight: Array | PackedMatrix, bias: Array | None = None) -> Array:
+        if not isinstance(weight, PackedMatrix):
+            return super().linear(x, weight, bias)
+        if 0 < len(x) <= FEW_ROWS:
+            y = self._packed.multiply(self._aligned(x), weight)
+        else:
+            y = self.matmul(x, self._packed.expand(weight, self.dtype).T)
+        if bias is not None:
+            y += bias
+        return y
+
+    def _aligned(self, x: Array) -> Array:
+        """``x [T, N]`` with rows that begin where 16 bytes can be read at once."""
+        apart, within = x.strides
+        fits = within == self.itemsize and apart % (_ALIGNED_ELEMENTS * self.itemsize) == 0
+        return x if fits and address_of(x) % _ALIGNED_BYTES == 0 else self.xp.array(x, order="C")
 
     def embedding(self, table: Array, ids: Array, scale: float = 1.0) -> Array:
         out = self.xp.empty((*ids.shape, *table.shape[1:]), self.dtype)

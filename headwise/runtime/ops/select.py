@@ -15,12 +15,15 @@ def resolve_ops_name(name: str, on_gpu: bool = False) -> str:
     return "cupy" if on_gpu else "numba"
 
 
-def make_gpu_ops(name: str, dtype: str, programs: Programs, launcher: TritonLauncher) -> TensorOps:
+def make_gpu_ops(
+    name: str, dtype: str, programs: Programs, launcher: TritonLauncher, weights_dtype: str = "auto"
+) -> TensorOps:
     """The tensor operations on CuPy's current device.
 
     name:     paddle, for which `open_paddle` must have been called; any other is cupy
     dtype:    of weights and activations: float32, float16 or bfloat16
     programs, launcher: compile the kernels of cupy's, and run them; paddle has its own
+    weights_dtype: of weights in memory, see `GpuOps`; paddle has those of ``dtype`` only
 
     Raises:
         ConfigError: there are no kernels for ``dtype``.
@@ -31,7 +34,7 @@ def make_gpu_ops(name: str, dtype: str, programs: Programs, launcher: TritonLaun
         return PaddleGpuOps(dtype)
     from headwise.runtime.ops.cupy_ops import CupyOps
 
-    return CupyOps(dtype, programs, launcher)
+    return CupyOps(dtype, programs, launcher, weights_dtype)
 
 
 def make_ops(name: str, threads: int = 1, dtype: str = "float32", weights_dtype: str = "float32") -> TensorOps:

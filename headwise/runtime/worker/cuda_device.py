@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.cache_controller.block_tables import TableShape
-from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.dtypes import dtype_bytes, numpy_dtype
 from headwise.kernels.cuda.block_copy import CudaBlockCopy, make_cuda_block_copy
 from headwise.kernels.cuda.block_tables import CudaBlockTables
 from headwise.kernels.cuda.cards import Card, check_room, open_card, spare_bytes
@@ -18,6 +18,7 @@ from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda, empty_array
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import CudaPrograms
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
+from headwise.runtime.config.decode_reads import decode_reads
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.quantised_checkpoint import open_weights
@@ -55,7 +56,9 @@ class CudaDevice:
         with self.current():
             programs = CudaPrograms(self._cubins)
             launcher = CupyLauncher(CubinCache(self._cubins, Target(self._card.sm, driver_cuda())).get)
-            self.ops: TensorOps = make_gpu_ops(config.tensor_ops, config.dtype_name, programs, launcher)
+            self.ops: TensorOps = make_gpu_ops(
+                config.tensor_ops, config.dtype_name, programs, launcher, config.weights_dtype
+            )
             self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(config.dtype_name))
             self._tables = CudaBlockTables(programs)
             self._step_tokens = CudaStepTokens(programs)
@@ -65,7 +68,7 @@ class CudaDevice:
     def check(self, card: ModelCard, model_dir: Path) -> None:
         """See `Device.check`."""
         config, layout = self._config, card.layout
-        weights = open_weights(model_dir).num_elements * self.ops.itemsize // config.tp_size
+        weights = _weight_bytes(config, card, model_dir) // config.tp_size
         pool = max(card.spec.num_blocks, len(card.plan.groups)) * layout.block_bytes
         check_room(self._card, {"weights": weights, "KV cache": pool})
         with self.current():
@@ -104,6 +107,15 @@ class CudaDevice:
 
     def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
         return HostArena(num_bytes, numa_node=numa_node_of_gpu(GPU), pin=True, is_shared=is_shared)
+
+
+def _weight_bytes(config: EngineConfig, card: ModelCard, model_dir: Path) -> int:
+    """Of all ranks, in memory."""
+    itemsize = dtype_bytes(config.dtype_name)
+    if not config.has_packed_weights:
+        return open_weights(model_dir).num_elements * itemsize
+    table = card.config.vocab_size * card.config.hidden_size * itemsize  # the embedding's stays as it is
+    return decode_reads(config, card, model_dir).weights + table
 
 
 def _heads_of(ops: TensorOps) -> Callable[[Any, Any, Any], None]:

@@ -303,6 +303,10 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     assert sorted(set(nets) - set(sources)) == ["carry", "convolve", "finish", "solve", "step"]
     with pytest.raises(SystemExit, match="32 value heads cannot share 16 key heads on 3 ranks"):
         precompile.main([str(tmp_path), "--sm", "90", *model, *delta, "3"])
+    weights = ["--weight-bits", "4", "--weight-group", "128"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *weights])
+    made_now = {Path(line).name.partition("-")[0] for line in capsys.readouterr().out.splitlines()}
+    assert {"multiply_packed", "expand_packed", "add_splits"} <= made_now
     latents = ["--q-heads", "16", "--latent-rank", "512", "--index-heads", "64"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *latents])
     made_of = {Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()}

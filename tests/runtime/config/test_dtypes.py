@@ -69,8 +69,8 @@ def test_what_a_cpu_cannot_is_refused_in_one_line(given: dict[str, Any], message
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"weights_dtype": "gguf"}, "weights_dtype gguf does not go with device cuda: choose auto or bfloat16"),
-        ({"weights_dtype": "int8", "dtype": "float16"}, "weights_dtype int8 does not go with device cuda: choose auto"),
+        ({"weights_dtype": "gguf", "tensor_ops": "paddle"}, "gguf does not go with device cuda: choose auto"),
+        ({"weights_dtype": "bfloat16", "dtype": "float16"}, "does not go with device cuda: choose auto or int8"),
         ({"weights_dtype": "float32"}, "weights_dtype float32 does not go with device cuda: choose auto or bfloat16"),
         ({"tensor_ops": "numba"}, "tensor_ops numba does not go with device cuda: choose auto or cupy or paddle"),
     ],
@@ -86,8 +86,9 @@ def test_a_gpu_takes_weights_of_its_activations_dtype() -> None:
 
 
 def test_a_dtype_that_only_a_cpu_has_keeps_the_deployment_off_gpus() -> None:
-    assert resolve_device(EngineConfig(weights_dtype="gguf"), gpus=1).device == "cpu"
+    assert resolve_device(EngineConfig(weights_dtype="float32"), gpus=1).device == "cpu"
     assert resolve_device(EngineConfig(weights_dtype="bfloat16"), gpus=1).device == "cuda"
+    assert resolve_device(EngineConfig(weights_dtype="gguf"), gpus=1).device == "cuda"
 
 
 def test_weights_and_cache_follow_the_activations() -> None:

@@ -21,9 +21,12 @@ from support.gpu.tiny_engine import (
     write_model,
     write_moe_model,
 )
+from support.quantised_models import INT4, in_int4, write_quantised
 
 from headwise import LocalEngine
 from headwise.cache_controller.block_tables import TableShape
+from headwise.errors import ConfigError
+from headwise.kernels.cuda.packed import PackedMatrix
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.logit_edits import LogitEdits
@@ -63,6 +66,42 @@ def test_experts_are_chosen_on_the_device_and_decode_steps_with_them_are_graphs(
     assert answers(gpu) == expected
     assert gpu._worker._graphs is not None
     assert gpu._worker._graphs.captured >= 2, "of one sequence, and of three padded to four"
+
+
+def test_codes_of_4_bits_are_computed_from_by_decodes_and_by_prompts(tmp_path: Path, libraries: Path) -> None:
+    quantised, expanded = write_quantised(tmp_path, "qwen3", INT4, in_int4)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    with LocalEngine(configuration(expanded, device="cpu", tensor_ops="numpy", kernels="reference")) as cpu:
+        expected = cpu.generate([PROMPT], params)[0].token_ids
+    given = {
+        "device": "cuda",
+        "dtype": "float32",
+        "weights_dtype": "int4",
+        "max_batched_tokens": 128,
+        "kv_cache": "1MiB",
+    }
+    with LocalEngine(configuration(quantised, **given), EmulatedGpu(libraries, "float32", "int4")) as gpu:
+        weight = gpu._worker._model._layers[0].attention.qkv.weight
+        assert isinstance(weight, PackedMatrix)
+        assert weight.form.bits == 4
+        assert gpu.generate([PROMPT], params)[0].token_ids == expected
+
+
+def test_weights_rounded_to_8_bits_say_nearly_the_same_and_experts_are_refused(tmp_path: Path, libraries: Path) -> None:
+    model = write_model(tmp_path / "dense")
+    given = {"device": "cuda", "dtype": "float32", "weights_dtype": "int8", "kv_cache": "1MiB"}
+    with LocalEngine(configuration(model, **given), EmulatedGpu(libraries, "float32", "int8")) as gpu:
+        weight = gpu._worker._model._layers[0].mlp.down.weight
+        assert isinstance(weight, PackedMatrix)
+        assert (weight.form.bits, weight.form.group, weight.minimum) == (8, 32, None)
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
+        found = gpu.generate([PROMPT], params)[0].logprobs[0].chosen
+    with LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")) as cpu:
+        assert found == pytest.approx(cpu.generate([PROMPT], params)[0].logprobs[0].chosen, abs=0.05)
+    with pytest.raises(ConfigError, match="weights_dtype int8 of mixtures of experts is not served on a GPU"):
+        LocalEngine(
+            configuration(write_moe_model(tmp_path / "moe"), **given), EmulatedGpu(libraries, "float32", "int8")
+        )
 
 
 def test_blocks_come_back_from_the_host(model: Path, libraries: Path) -> None:

@@ -53,8 +53,9 @@ class EmulatedOps(GpuOps):
     name = "emulated"
     give_back_memory = NumpyOps.give_back_memory
 
-    def __init__(self, dtype: str, programs: Programs) -> None:
-        super().__init__(np, numpy_dtype(dtype), programs, InterpreterLauncher(sm=90, sms=1), threads=64)
+    def __init__(self, dtype: str, programs: Programs, weights_dtype: str = "auto") -> None:
+        launcher = InterpreterLauncher(sm=90, sms=1)
+        super().__init__(np, numpy_dtype(dtype), programs, launcher, weights_dtype, threads=64)
         self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
         self._is_recorded = False
 
@@ -123,12 +124,12 @@ class EmulatedGpu:
 
     name = "emulated GPU"
 
-    def __init__(self, libraries: Path, dtype: str) -> None:
+    def __init__(self, libraries: Path, dtype: str, weights_dtype: str = "auto") -> None:
         self._dtype, self._libraries = dtype, libraries
         programs = SerialPrograms(libraries)
         self._tables = PoisonedTables(programs, threads=64)
         self._step_tokens = CudaStepTokens(programs, threads=64)
-        self.ops = EmulatedOps(dtype, programs)
+        self.ops = EmulatedOps(dtype, programs, weights_dtype)
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
         launcher = InterpreterLauncher(sm=90, sms=1)
         self.parts = GpuParts(launcher, programs, poisoned, poisoned_array, self.ops.multiply_heads)

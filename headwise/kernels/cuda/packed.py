@@ -1,0 +1,229 @@
+"""Weights of 4 and 8 bits on a GPU: the host half of `packed_jit.py`.
+
+Few rows are multiplied with the codes as they lie in memory, since then reading them is what takes time. For many rows
+the weight is made floats first, into memory that is given back at once, and cuBLAS multiplies: that costs two more
+passes over the weight, which the product of so many rows outweighs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.errors import ConfigError
+from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
+
+MODULE = "packed_jit"
+FEW_ROWS = 64
+"""Rows up to which codes are multiplied: with more, tensor cores set the pace."""
+
+_COLUMNS = 64
+_LEAST_STEP, _MOST_STEP = 16, 128
+"""Bytes of a row's codes that a program takes at a time."""
+_MOST_SPLITS = 8
+_ADDED = 1024
+_TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
+_OFFSET = {4: 8, 8: -128}
+"""What is added to codes so that those of 4 bits are 0 to 15, and those of 8 bits -128 to 127."""
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """``rows`` at most, ``step`` bytes of codes at a time, at most."""
+
+    rows: int
+    step: int
+    warps: int
+
+
+_TILES = (_Tile(16, _MOST_STEP, 4), _Tile(FEW_ROWS, 32, 8))
+"""With larger steps or fewer warps, 64 rows have no room in registers."""
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """What the machine code of a product depends on besides the card.
+
+    dtype: of activations; bits: of a code; group: neighbours with a scale in common; step: bytes taken at a time
+    """
+
+    dtype: str
+    bits: int
+    group: int
+    step: int
+    has_minimum: bool
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A weight ``[width, depth]`` on the device.
+
+    codes:   uint8 ``[width, depth / 2]``, two to a byte, or int8 ``[width, depth]``
+    scale:   float32 ``[depth / group, width]``
+    minimum: of the same shape; None: 0 everywhere
+    """
+
+    form: PackedForm
+    shape: tuple[int, int]
+    codes: Array
+    scale: Array
+    minimum: Array | None
+
+
+def pack(
+    codes: NDArray[Any],
+    scale: NDArray[np.float32],
+    minimum: NDArray[np.float32] | None,
+    bits: int,
+    dtype: str,
+    send: Callable[[NDArray[Any]], Array],
+) -> PackedMatrix:
+    """A matrix ``scale * codes + minimum`` of uint8 or int8 codes ``[width, depth]`` for products with ``dtype``.
+
+    scale, minimum: ``[width, depth / group]``
+    bits:           of the codes; those of 4 take 8 where halves of a row are no multiple of 16 in whole groups
+    send:           brings an array to the device
+
+    Raises:
+        ConfigError: a group is no multiple of 16.
+    """
+    width, depth = codes.shape
+    group = depth // scale.shape[1]
+    bits = 4 if bits == 4 and depth % 2 == 0 and gcd(group, depth // 2) % _LEAST_STEP == 0 else 8
+    if gcd(group, depth * bits // 8) % _LEAST_STEP:
+        raise ConfigError(
+            f"weights of {depth} columns in groups of {group} are not computed from on a GPU, which takes groups of a "
+            f"multiple of {_LEAST_STEP}: choose weights_dtype auto"
+        )
+    is_signed = codes.dtype == np.int8
+    if is_signed == (bits == 4):  # 4 bits are kept as 0 to 15, 8 bits as -128 to 127
+        offset = _OFFSET[bits]
+        codes = (codes.astype(np.int16) + offset).astype(np.uint8 if bits == 4 else np.int8)
+        moved = np.float32(-offset) * scale
+        minimum = moved if minimum is None else minimum + moved
+    if bits == 4:
+        codes = codes[:, : depth // 2] | codes[:, depth // 2 :] << 4
+    return PackedMatrix(
+        form_of(dtype, bits, group, minimum is not None, depth * bits // 8),
+        (width, depth),
+        send(np.ascontiguousarray(codes)),
+        send(np.ascontiguousarray(scale.T)),
+        None if minimum is None else send(np.ascontiguousarray(minimum.T)),
+    )
+
+
+def form_of(dtype: str, bits: int, group: int, has_minimum: bool, row_bytes: int = _MOST_STEP) -> PackedForm:
+    """The form of weights whose rows take ``row_bytes``."""
+    return PackedForm(dtype, bits, group, gcd(group, row_bytes, _MOST_STEP), has_minimum)  # steps: powers of two
+
+
+def variants_of(form: PackedForm) -> tuple[Variant, ...]:
+    """All Triton kernels of such weights."""
+    products = (_product(form, tile, is_split) for tile in _TILES for is_split in (False, True))
+    return (*products, _sum(form.dtype), _expansion(form))
+
+
+class CudaPacked:
+    """Products of device arrays with packed matrices, on the current stream; launches depend on shapes alone.
+
+    empty: ``empty(shape, dtype)`` gives an uninitialised array on the device
+    """
+
+    def __init__(self, launcher: TritonLauncher, empty: Callable[[tuple[int, ...], Any], Array]) -> None:
+        self._launcher, self._empty = launcher, empty
+
+    def prepare(self, form: PackedForm) -> None:
+        """Compile or load what products with such matrices need, so that they only enqueue."""
+        for variant in variants_of(form):
+            self._launcher.prepare(variant)
+
+    def multiply(self, x: Array, matrix: PackedMatrix) -> Array:
+        """``x [rows, depth] @ matrix.T``, of 1 to `FEW_ROWS` rows whose elements lie side by side."""
+        (width, depth), form, rows = matrix.shape, matrix.form, x.shape[0]
+        tile = next(each for each in _TILES if each.rows >= rows)
+        columns, steps = -(-width // _COLUMNS), depth * form.bits // 8 // min(form.step, tile.step)
+        splits = max(1, min(_MOST_SPLITS, steps // 2, 2 * self._launcher.sms // columns))
+        out = self._empty((rows, width), x.dtype)
+        partial = self._empty((splits, rows, width), np.float32) if splits > 1 else None
+        self._launcher.launch(
+            _product(form, tile, splits > 1),
+            (columns, splits, 1),
+            (
+                *_pointers(x, matrix.codes, matrix.scale, matrix.minimum, out, partial),
+                np.int32(rows), np.int32(width), np.int32(depth), np.int32(x.strides[0] // x.dtype.itemsize),
+                np.int32(splits),
+            ),
+        )  # fmt: skip
+        if partial is not None:
+            count = rows * width
+            self._launcher.launch(
+                _sum(form.dtype),
+                (-(-count // _ADDED), 1, 1),
+                (*_pointers(partial, out), np.int32(count), np.int32(splits)),
+            )
+        return out
+
+    def expand(self, matrix: PackedMatrix, dtype: np.dtype[Any]) -> Array:
+        """The matrix as floats ``[width, depth]``."""
+        (width, depth), form = matrix.shape, matrix.form
+        out = self._empty((width, depth), dtype)
+        self._launcher.launch(
+            _expansion(form),
+            (depth * form.bits // 8 // form.step, -(-width // _COLUMNS), 1),
+            (*_pointers(matrix.codes, matrix.scale, matrix.minimum, out), np.int32(width), np.int32(depth)),
+        )
+        return out
+
+
+@lru_cache
+def _product(form: PackedForm, tile: _Tile, is_split: bool) -> Variant:
+    return _variant(
+        "multiply_packed",
+        form,
+        ("x:x", "codes", "scale:*fp32", "minimum:*fp32", "out:x", "partial:*fp32",
+         "rows:i32", "width:i32", "depth:i32", "x_stride:i32", "splits:i32"),
+        (("BLOCK_M", tile.rows), ("BLOCK_N", _COLUMNS), *_constants(form, tile.step), ("SPLIT", is_split)),
+        tile.warps,
+        stages=4,
+    )  # fmt: skip
+
+
+@lru_cache
+def _expansion(form: PackedForm) -> Variant:
+    pointers = ("codes", "scale:*fp32", "minimum:*fp32", "out:x", "width:i32", "depth:i32")
+    return _variant("expand_packed", form, pointers, (("BLOCK_N", _COLUMNS), *_constants(form)))
+
+
+@lru_cache
+def _sum(dtype: str) -> Variant:
+    form = PackedForm(dtype, 8, 0, 0, False)
+    return _variant("add_splits", form, ("partial:*fp32", "out:x", "count:i32", "splits:i32"), (("BLOCK", _ADDED),))
+
+
+def _constants(form: PackedForm, most: int = _MOST_STEP) -> tuple[tuple[str, Any], ...]:
+    return ("BLOCK_K", min(form.step, most)), ("GROUP", form.group), ("BITS", form.bits), ("MINIMA", form.has_minimum)
+
+
+def _variant(
+    kernel: str,
+    form: PackedForm,
+    parameters: tuple[str, ...],
+    constants: tuple[tuple[str, Any], ...],
+    warps: int = 4,
+    stages: int = 1,
+) -> Variant:
+    types = {"x": _TYPES[form.dtype], "": "*u8" if form.bits == 4 else "*i8"}
+    pairs = [parameter.partition(":")[::2] for parameter in parameters]
+    signature = tuple((name, types.get(type_, type_)) for name, type_ in pairs)
+    multiples = tuple(name for name, type_ in signature if type_.startswith("*") or name in ("depth", "x_stride"))
+    return Variant(kernel, signature, constants, multiples, num_warps=warps, num_stages=stages, module=MODULE)
+
+
+def _pointers(*arrays: Array | None) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(0 if array is None else address_of(array)) for array in arrays)
