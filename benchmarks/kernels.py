@@ -1,6 +1,6 @@
 """CPU attention kernels against the memory bandwidth of the machine and against gather-then-matmul.
 
-    python benchmarks/kernels.py [--quick] [--threads N] [--kv-dtype float32|bfloat16|int8|float8_e4m3fn]
+    python benchmarks/kernels.py [--quick] [--threads N] [--kv-dtype float32|bfloat16|int8|float8_e4m3fn|int4]
 
 Prints a table, then one line of JSON. Times are medians of warm calls; GB/s count each visible key and value once, and
 each latent; each state, once read and once written. Of latent attention (MLA) and of delta-nets they are given as a
@@ -26,8 +26,10 @@ from numpy.typing import NDArray
 
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.bfloat16 import to_bits, to_float32
+from headwise.kernels.cpu.attention_pass import STORED
 from headwise.kernels.gqa import QUANTISED, bit_views, gqa_layout, kv_dtype_of, kv_views, quantise, scale_views
 from headwise.kernels.mla import LATENT_DTYPES
+from headwise.kernels.nibbles import INT4, pack, unpack
 from headwise.kernels.select import make_kernels
 
 BLOCK_SIZE = 64
@@ -98,9 +100,9 @@ class Scene:
             rows = rng.standard_normal(shape, dtype=np.float32)
             if dtype == "bfloat16":
                 bit_views(self.arena, self.layout)[role][:] = to_bits(rows)
-            elif dtype in QUANTISED:
+            elif dtype in (*QUANTISED, INT4):
                 views = kv_views(self.arena, self.layout)[role], scale_views(self.arena, self.layout)[role]
-                views[0][:], views[1][:] = quantise(rows, dtype)
+                views[0][:], views[1][:] = pack(rows) if dtype == INT4 else quantise(rows, dtype)
             else:
                 kv_views(self.arena, self.layout)[role][:] = rows
 
@@ -111,7 +113,9 @@ class Scene:
             rows: NDArray[Any] = to_float32(bit_views(self.arena, self.layout)[role][blocks, 0])
         else:
             rows = kv_views(self.arena, self.layout)[role][blocks, 0]
-            if dtype in QUANTISED:
+            if dtype == INT4:
+                rows = unpack(rows, scale_views(self.arena, self.layout)[role][blocks, 0])
+            elif dtype in QUANTISED:
                 rows = rows * scale_views(self.arena, self.layout)[role][blocks, 0][..., None]
         return rows.reshape(-1, head_dim)[: self.load.context]
 
@@ -158,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three of the workloads, three calls per number: seconds")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--kv-dtype", choices=("float32", "bfloat16", "int8", "float8_e4m3fn"), default="float32")
+    parser.add_argument("--kv-dtype", choices=tuple(STORED), default="float32")
     args = parser.parse_args(arguments)
     budget_s = 0.0 if args.quick else 2.0
 

@@ -76,7 +76,7 @@ def test_prefixes_come_back_from_the_host(loaded: LoadedModel, policy: str) -> N
     assert engine.cache.host.pool.num_held == 0
 
 
-@pytest.mark.parametrize(("kv_dtype", "kernels"), [("int8", "auto"), ("float8_e4m3fn", "auto"), ("int4", "reference")])
+@pytest.mark.parametrize(("kv_dtype", "kernels"), [("int8", "auto"), ("float8_e4m3fn", "auto"), ("int4", "auto")])
 def test_a_quantised_cache_comes_back_from_the_host_as_it_was(kv_dtype: str, kernels: str) -> None:
     loaded = LoadedModel("qwen3", kv_dtype=kv_dtype, kernels=kernels)
     prompt = [3 + 7 * i % 250 for i in range(70)]

@@ -9,6 +9,7 @@ import numpy as np
 from headwise.kernels.base import AttentionBatch, AttentionKernels, HeadTable
 from headwise.kernels.bfloat16 import to_bits, to_float32
 from headwise.kernels.gqa import QUANTISED, bit_views, gqa_layout, kv_views, quantise, scale_views
+from headwise.kernels.nibbles import INT4, pack, unpack
 
 GARBAGE_IDS = (2**31 - 1, -(2**31), -7, 10**9)
 
@@ -63,6 +64,9 @@ class Scene:
         elif self.case.dtype in QUANTISED:
             stored, scales = quantise(kv, self.case.dtype)
             kv[:] = stored.astype(np.float32) * scales[..., None]
+        elif self.case.dtype == INT4:
+            stored, scales = pack(kv)
+            kv[:] = unpack(stored, scales)
         return stored, scales
 
     def _place_heads(self) -> None:
@@ -82,7 +86,7 @@ class Scene:
         self.layout = replace(gqa_layout(size, self.slots, case.head_dim, case.dtype), tail_bytes=case.tail_bytes)
         self.arena = np.full((needed + 1) * self.layout.block_bytes, 0xFF, np.uint8)  # NaN, of float32 and of bfloat16
         views = (bit_views if case.dtype == "bfloat16" else kv_views)(self.arena, self.layout)
-        scales = scale_views(self.arena, self.layout) if case.dtype in QUANTISED else ()
+        scales = scale_views(self.arena, self.layout) if case.dtype in (*QUANTISED, INT4) else ()
         free = iter(self.rng.permutation(needed + 1))
         tables = self.rng.choice(np.array(GARBAGE_IDS, np.int64), (len(case.seq_lens) * self.groups, columns + 1))
         for sequence, length in enumerate(case.seq_lens):

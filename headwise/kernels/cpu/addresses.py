@@ -36,6 +36,7 @@ def array_at(dtype: Any) -> Any:
 
 
 bytes_at, int8s_at, halves_at, words_at = map(array_at, (types.uint8, types.int8, types.uint16, types.uint32))
+shorts_at = array_at(types.int16)
 floats_at, ints_at, longs_at = map(array_at, (types.float32, types.int32, types.int64))
 
 
@@ -57,6 +58,7 @@ def pointer_at(dtype: Any) -> Any:
 
 
 halves_from, int8s_from, bytes_from = map(pointer_at, (types.uint16, types.int8, types.uint8))
+shorts_from = pointer_at(types.int16)
 floats_from, ints_from, longs_from = map(pointer_at, (types.float32, types.int32, types.int64))
 
 

@@ -65,7 +65,7 @@ class NumbaKernels:
         Raises:
             ConfigError: there are none for this dtype.
         """
-        CacheKernels.of(gqa_layout(block_size=1, slots=1, head_dim=HEAD_DIM_STEP, dtype=kv_dtype))
+        CacheKernels.of(gqa_layout(block_size=1, slots=1, head_dim=2 * HEAD_DIM_STEP, dtype=kv_dtype))
 
     def write_kv(
         self,
@@ -158,7 +158,7 @@ class NumbaKernels:
         plan = Planner(heads.window, heads.sink, share, dim).plan(batch)
         workers, plans = max(1, min(self._threads, len(plan.parts), plan.cost // THREAD_COST)), PlanTable.of([plan])
         scratch, partials, layer = (
-            plans.scratch(workers, share, dim),
+            plans.scratch(workers, share, kernels),
             plans.partials(dim),
             _layer_of(heads, sink_logits),
         )

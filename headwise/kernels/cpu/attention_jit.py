@@ -36,6 +36,7 @@ from headwise.kernels.cpu.addresses import (
     longs_from,
     pass_at,
     plan_at,
+    shorts_from,
 )
 from headwise.kernels.cpu.attention_micro import (
     exp2,
@@ -60,8 +61,10 @@ from headwise.kernels.cpu.attention_softmax import (
     Step,
     attend_chunk,
     attend_segment,
+    expand_keys,
     load_scales,
 )
+from headwise.kernels.cpu.int4 import CODES, expanded_from, is_int4, scales_of_row
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SINK, HEAD_SLOT, HEAD_WINDOW, PLAN
 from headwise.kernels.cpu.simd import LANES
 from headwise.kernels.cpu.threads import fetch_add
@@ -114,14 +117,16 @@ def _block_of(step, item, position):
 def _address(step, item, block, position):
     """Where the key at ``position`` lies in the arena, in elements."""
     cache, slot = step.cache, np.int64(step.head_slot[item.head])
-    return block * cache.block_stride + slot * cache.slot_stride + position % cache.block_size * step.dim
+    row = step.dim // CODES if is_int4(step.codes) else step.dim
+    return block * cache.block_stride + slot * cache.slot_stride + position % cache.block_size * row
 
 
 @_pasted
 def _scale_address(step, item, block, position):
-    """Where the scale of the key at ``position`` lies in the arena, in floats."""
+    """Where the scale of the key at ``position`` lies in the arena, in floats; in float16s that of its first group."""
     cache, slot = step.cache, np.int64(step.head_slot[item.head])
-    within = slot * cache.slot_scales + cache.key_scales + position % cache.block_size
+    scales = scales_of_row(step.dim) if is_int4(step.codes) else 1
+    within = slot * cache.slot_scales + cache.key_scales + position % cache.block_size * scales
     return block * cache.block_scales + within
 
 
@@ -161,6 +166,9 @@ def _walk_tile(step, item, scratch, softmax, first, last):
                 break
             some = min(chunk - count, block_size - position % block_size)
             address = _address(step, item, block, position)
+            if is_int4(step.codes):
+                expand_keys(step, address, _scale_address(step, item, block, position), count, some, 0)
+                address = count * step.dim
             for i in range(some):
                 addresses[count + i] = address + i * step.dim
             if is_quantised(step.kv):
@@ -182,8 +190,9 @@ def _lay_out(step, scratch, count):
         addresses[i] = addresses[count - 1]
     for i in range(0, -(-count // (2 * LANES)) * (2 * LANES), LANES):
         turn_keys(step.kv, addresses, i, dim, scratch.turned, TURNED_STRIDE)
+    values = CHUNK * dim if is_int4(step.codes) else step.cache.value_offset
     for i in range(CHUNK):
-        addresses[i] += step.cache.value_offset
+        addresses[i] += values
     for i in range(0, count, 2):
         load_values(step.kv, addresses, i, dim, scratch.values)
 
@@ -259,11 +268,21 @@ TAKEN, FINISHED, FIRST_ITEM = range(3)
 """Counters, int64 that are 0: parts taken, parts finished (with their merging), then parts finished of each item."""
 
 
-def scratch_floats(rows: int, is_tiled: bool, share: int, dim: int) -> int:
-    """Floats that one thread needs, for items of at most ``rows`` rows, some of several tokens if ``is_tiled``."""
+def scratch_floats(rows: int, is_tiled: bool, share: int, dim: int, expands: bool) -> int:
+    """Floats that one thread needs, for items of at most ``rows`` rows, some of several tokens if ``is_tiled``.
+
+    expands: the cache is one of four bits
+    """
     rows = -(-rows // STRIP) * STRIP
     floats = 2 * CHUNK + rows * (2 * dim + 2) + _score_floats.py_func(share, dim) + 2 * CHUNK + 2 * share
+    floats += expanded_floats.py_func(dim) if expands else 0
     return floats + (_turned_floats.py_func(dim) + CHUNK * dim if is_tiled else 0)
+
+
+@_pasted
+def expanded_floats(dim):
+    """Floats at the end of a thread's scratch for keys and values of int4, a chunk of each."""
+    return 2 * CHUNK * dim
 
 
 @_pasted
@@ -296,10 +315,10 @@ def _divide(rows, share, dim, at):
 
 
 @_pasted
-def _step_of(kv, own, layer):
+def _step_of(kv, codes, own, layer):
     dim, heads = own.dim, layer.heads
     return Step(
-        own.query, own.query_row, own.query_head, own.out, own.q_heads * dim, kv, floats_from(own.cache.arena),
+        own.query, own.query_row, own.query_head, own.out, own.q_heads * dim, kv, codes, floats_from(own.cache.arena),
         own.cache, ints_from(own.tables), own.table_columns, own.groups, ints_from(heads[HEAD_GROUP, 0]),
         ints_from(heads[HEAD_SLOT, 0]), ints_from(heads[HEAD_WINDOW, 0]), ints_from(heads[HEAD_SINK, 0]),
         floats_from(layer.sink_logits[0]), layer.sink_logits[1] > 0, own.factor, own.softcap,
@@ -308,13 +327,13 @@ def _step_of(kv, own, layer):
 
 
 @_pasted
-def _attend(kv, own, layer, counters_at, thread):
+def _attend(kv, codes, own, layer, counters_at, thread):
     """One thread's share of a layer's attention: take parts until none is left.
 
     Any number of threads may do so at once. All is done when ``counters[FINISHED]`` is the number of parts: whoever
     needs the results of parts that others took may wait for that, as they were taken by threads that run.
     """
-    step, plan = _step_of(kv, own, layer), plan_at(own.plans + layer.plan * _PLAN_BYTES)
+    step, plan = _step_of(kv, codes, own, layer), plan_at(own.plans + layer.plan * _PLAN_BYTES)
     share, dim, room = step.share, step.dim, own.partial_rows
     items, parts = _items_at(plan.items, plan.item_count), long_matrix_at(plan.parts, plan.part_count, 2)
     counters = longs_at(counters_at, FIRST_ITEM + plan.item_count)
@@ -359,25 +378,32 @@ def _attend(kv, own, layer, counters_at, thread):
 def _attend_float32(own, layer, counters, thread):
     own = pass_at(own)
     kv = floats_from(own.cache.arena)
-    _attend(kv, own, layer_at(layer), counters, thread)
+    _attend(kv, kv, own, layer_at(layer), counters, thread)
 
 
 def _attend_bfloat16(own, layer, counters, thread):
     own = pass_at(own)
     kv = halves_from(own.cache.arena)
-    _attend(kv, own, layer_at(layer), counters, thread)
+    _attend(kv, kv, own, layer_at(layer), counters, thread)
 
 
 def _attend_int8(own, layer, counters, thread):
     own = pass_at(own)
     kv = int8s_from(own.cache.arena)
-    _attend(kv, own, layer_at(layer), counters, thread)
+    _attend(kv, kv, own, layer_at(layer), counters, thread)
 
 
 def _attend_float8(own, layer, counters, thread):
     own = pass_at(own)
     kv = bytes_from(own.cache.arena)
-    _attend(kv, own, layer_at(layer), counters, thread)
+    _attend(kv, kv, own, layer_at(layer), counters, thread)
+
+
+def _attend_int4(own, layer, counters, thread):
+    own = pass_at(own)
+    behind = own.scratch + (thread + 1) * own.scratch_floats * 4
+    kv, codes = expanded_from(behind - expanded_floats(own.dim) * 4), shorts_from(own.cache.arena)
+    _attend(kv, codes, own, layer_at(layer), counters, thread)
 
 
 _ATTENDS = {
@@ -385,6 +411,7 @@ _ATTENDS = {
     "bfloat16": _attend_bfloat16,
     "int8": _attend_int8,
     "float8_e4m3fn": _attend_float8,
+    "int4": _attend_int4,
 }
 
 

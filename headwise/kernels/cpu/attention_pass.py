@@ -21,12 +21,15 @@ from headwise.kernels.cpu.kv_write_jit import write_of
 from headwise.kernels.cpu.records import address_of, place_of
 from headwise.kernels.gqa import head_dim_of, kv_dtype_of
 from headwise.kernels.mla import LATENT_SCALE, is_latent, latent_width
+from headwise.kernels.nibbles import INT4, SCALE_DTYPE
 
 HEAD_DIM_STEP = 16
 """Head dimensions must be a multiple of this: rows of keys are read as whole vectors."""
 
-STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8, "float8_e4m3fn": np.uint8}
-"""KV dtypes, and the NumPy dtype that compiled code sees them as: bfloat16 and E4M3 as their bits."""
+STORED: dict[str, Any] = {
+    "float32": np.float32, "bfloat16": np.uint16, "int8": np.int8, "float8_e4m3fn": np.uint8, INT4: np.int16,
+}  # fmt: skip
+"""KV dtypes, and the NumPy dtype that compiled code sees them as: bfloat16 and E4M3 as their bits, int4 by fours."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,24 @@ class CacheKernels:
                 "use kernels 'reference'"
             )
         at, size = layout.role_offsets, np.dtype(STORED[dtype]).itemsize
+        scale_size = np.dtype(SCALE_DTYPE if dtype == INT4 else np.float32).itemsize
         cache = {
             "block_stride": layout.block_bytes // size,
             "slot_stride": layout.slot_bytes // size,
             "value_offset": at.get("value", 0) // size,
             "block_size": layout.block_size,
-            "block_scales": layout.block_bytes // 4,
-            "slot_scales": layout.slot_bytes // 4,
-            "key_scales": at.get("key_scale", at.get(LATENT_SCALE, 0)) // 4,
-            "value_scales": at.get("value_scale", at.get(LATENT_SCALE, 0)) // 4,
+            "block_scales": layout.block_bytes // scale_size,
+            "slot_scales": layout.slot_bytes // scale_size,
+            "key_scales": at.get("key_scale", at.get(LATENT_SCALE, 0)) // scale_size,
+            "value_scales": at.get("value_scale", at.get(LATENT_SCALE, 0)) // scale_size,
         }
         numbers = tuple(cache[name] for name in (records.CACHE.names or ())[2:])  # behind the arena's
         return CacheKernels(layout, dim, numbers, write_of(dtype), attend_of(dtype))
+
+    @property
+    def expands(self) -> bool:
+        """Whether keys and values are made floats before they are multiplied."""
+        return not is_latent(self.layout) and kv_dtype_of(self.layout) == INT4
 
     @staticmethod
     def of_tokens(layout: BlockLayout) -> CacheKernels:
@@ -143,9 +152,10 @@ class PlanTable:
         """Room for the partial results of any of the plans."""
         return np.empty(self.most_partial_rows * (2 + dim), np.float32)
 
-    def scratch(self, threads: int, share: int, dim: int) -> NDArray[np.float32]:
+    def scratch(self, threads: int, share: int, kernels: CacheKernels) -> NDArray[np.float32]:
         """``[threads, floats]``: what each thread works with."""
-        floats = max(scratch_floats(plan.rows, plan.is_tiled, share, dim) for plan in self.plans)
+        sizes = share, kernels.dim, kernels.expands
+        floats = max(scratch_floats(plan.rows, plan.is_tiled, *sizes) for plan in self.plans)
         return np.empty((threads, floats), np.float32)
 
 

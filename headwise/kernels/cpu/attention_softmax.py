@@ -33,6 +33,7 @@ from headwise.kernels.cpu.attention_products import (
     score_strip,
     score_token,
 )
+from headwise.kernels.cpu.int4 import expand_rows, is_int4, scales_of_row
 from headwise.kernels.cpu.simd import LANES
 
 LOG2E = math.log2(math.e)
@@ -47,7 +48,8 @@ class Step(NamedTuple):
     query:   address of ``float32 [tokens, q_heads, dim]``; ..._row, ..._head: floats from row to row, head to head
     out:     address of the same, where heads lie side by side
     kv:      pointer to the arena as what it stores: ``float32``, ``uint16`` (bits of bfloat16), ``int8`` or
-             ``uint8`` (E4M3)
+             ``uint8`` (E4M3); of int4 to what the thread has expanded, room for ``2 * CHUNK`` rows
+    codes:   pointer to the arena, of int4 as ``int16``; else the same as ``kv``
     scales:  pointer to the arena as ``float32``
     cache:   a `records.CACHE`
     tables:  pointer to ``int32 [batch * groups, table_columns]``
@@ -63,6 +65,7 @@ class Step(NamedTuple):
     out: Any
     out_row: Any
     kv: Any
+    codes: Any
     scales: Any
     cache: Any
     tables: Any
@@ -148,11 +151,29 @@ def load_scales(step, scratch, scales_at, at, count, width):
 
 
 @_pasted
+def expand_keys(step, keys_at, scales_at, row, count, ahead):
+    """Keys and values of ``count`` tokens side by side in a block, to rows ``row`` and ``CHUNK + row`` of `Step.kv`.
+
+    What lies ``ahead`` elements behind them is prefetched; of their scales what does, if it is in the same slot.
+    """
+    cache, dim = step.cache, step.dim
+    values, scales_ahead = cache.value_scales - cache.key_scales, count * scales_of_row(dim)
+    expand_rows(step.codes, keys_at, scales_at, dim, count, step.kv, row * dim, ahead, scales_ahead)
+    expand_rows(
+        step.codes, keys_at + cache.value_offset, scales_at + values, dim, count, step.kv, (CHUNK + row) * dim, ahead,
+        scales_ahead,
+    )  # fmt: skip
+
+
+@_pasted
 def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, count, ahead):
     """Take ``count`` keys of one block, the first at position ``first``, into the softmax of one token's rows."""
     kv, s, scales, factors, dim = step.kv, scratch.s, scratch.scales, scratch.p_scales, step.dim
     window, sink = step.head_window[item.head], step.head_sink[item.head]
-    width = -(-count // LANES) * LANES
+    width, values_at = -(-count // LANES) * LANES, keys_at + step.cache.value_offset
+    if is_int4(step.codes):
+        expand_keys(step, keys_at, scales_at, 0, count, ahead)
+        keys_at, values_at, ahead = 0, CHUNK * dim, 0
     score_token(kv, keys_at, scratch.q, s, dim, step.share, count, ahead)
     unit = np.float32(1.0)  # that integers stand for
     if is_quantised(kv):
@@ -176,7 +197,7 @@ def attend_segment(step, item, scratch, softmax, keys_at, scales_at, first, coun
             factors[row] = weight * unit
         else:
             softmax.total[row] += _token_exp2(kv, s, at, width, shift, scales, CHUNK, unit)
-    mix_token(kv, keys_at + step.cache.value_offset, s, factors, softmax.acc, dim, step.share, count, ahead)
+    mix_token(kv, values_at, s, factors, softmax.acc, dim, step.share, count, ahead)
 
 
 @_pasted

@@ -86,7 +86,7 @@ class CpuDecoder:
         counters = np.zeros((len(layers) + 1) * each, np.int64)
         qkv, row, dim = place_of(rooms.qkv), self.all_heads * shape.head_dim, shape.head_dim
         half, cosines = rotations.shape[-1], address_of(rotations, np.float32)
-        scratch = plans.scratch(workers, shape.q_heads // shape.kv_heads, dim)
+        scratch = plans.scratch(workers, shape.q_heads // shape.kv_heads, kernels)
         partials = plans.partials(dim)
         attention = kernels.a_pass(
             arena, batch, rows=rows, q_heads=shape.q_heads, kv_heads=shape.kv_heads, dim=dim,

@@ -24,9 +24,11 @@ from headwise.kernels.cpu.addresses import (
     ints_at,
     layer_at,
     pass_at,
+    shorts_at,
 )
 from headwise.kernels.cpu.attention_micro import QUANTISED, is_quantised
 from headwise.kernels.cpu.float8 import FLOAT8, LARGEST_FLOAT8, round_to_float8
+from headwise.kernels.cpu.int4 import CODES, INT4, is_int4, scales_of_row, store_groups
 from headwise.kernels.cpu.records import HEAD_GROUP, HEAD_SLOT
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import FLOAT, LANES, Emitter
@@ -46,6 +48,8 @@ def _store_row(typing, row, kv, at, dim):
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if kv.dtype == INT4:  # see `store_groups`
+            return FLOAT(1.0)
         e = Emitter(context, builder, signature, args)
         row, target, at, dim = e.args
         target, vectors = e.at(target, at), builder.udiv(dim, dim.type(LANES))
@@ -134,6 +138,13 @@ def _write(kv, own, layer, begin, end, thread):
                     _rotate(row, rotated, cosines, sines, half)
                     row = rotated
                 at = block * store.block_stride + slot * store.slot_stride + offset * dim
+                if is_int4(kv):
+                    at -= offset * (dim - dim // CODES)
+                    scales_at = block * store.block_scales + slot * store.slot_scales + offset * scales_of_row(dim)
+                    store_groups(row, kv, at, scales_at + store.key_scales, dim)
+                    row, at = row_of(value, token, head), at + store.value_offset
+                    store_groups(row, kv, at, scales_at + store.value_scales, dim)
+                    continue
                 key_scale = _store_row(row, kv, at, dim)
                 value_scale = _store_row(row_of(value, token, head), kv, at + store.value_offset, dim)
                 if is_quantised(kv):
@@ -166,11 +177,18 @@ def _write_float8(own, layer, begin, end, thread):
     _write(kv, own, layer_at(layer), begin, end, thread)
 
 
+def _write_int4(own, layer, begin, end, thread):
+    own = pass_at(own)
+    kv = shorts_at(own.cache.arena, own.cache.arena_bytes // 2)
+    _write(kv, own, layer_at(layer), begin, end, thread)
+
+
 _WRITES = {
     "float32": _write_float32,
     "bfloat16": _write_bfloat16,
     "int8": _write_int8,
     "float8_e4m3fn": _write_float8,
+    "int4": _write_int4,
 }
 
 

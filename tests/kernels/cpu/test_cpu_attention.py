@@ -24,10 +24,16 @@ from headwise.kernels.bfloat16 import to_float32
 from headwise.kernels.cpu.attention import NumbaKernels
 from headwise.kernels.cpu.attention_pass import STORED
 from headwise.kernels.gqa import bit_views, gqa_layout
+from headwise.kernels.nibbles import GROUP, INT4
 from headwise.kernels.reference import ReferenceKernels
 
-TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "int8": 1.5e-2, "float8_e4m3fn": 1.5e-2}
-ONE_TOKEN_TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "int8": 5e-4, "float8_e4m3fn": 1.5e-2}
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "int8": 1.5e-2, "float8_e4m3fn": 1.5e-2, "int4": 1.5e-2}
+ONE_TOKEN_TOLERANCE = {**TOLERANCE, "int8": 5e-4}
+
+
+def head_dim_for(dtype: str, dim: int) -> int:
+    """Heads of int4 are whole groups of 32."""
+    return -(-dim // GROUP) * GROUP if dtype == INT4 else dim
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +74,7 @@ def test_any_batch_matches_dense_attention(kernels: NumbaKernels, dtype: str) ->
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check(case: Case) -> None:
-        assert_right(kernels, replace(case, dtype=dtype))
+        assert_right(kernels, replace(case, dtype=dtype, head_dim=head_dim_for(dtype, case.head_dim)))
 
     check()
 
@@ -83,6 +89,7 @@ def test_windows_and_sinks_of_any_dtype(
 
 @pytest.mark.parametrize(("share", "head_dim"), [(1, 32), (3, 64), (4, 256), (8, 128), (5, 80), (2, 96), (6, 16)])
 def test_common_head_geometries_of_any_dtype(kernels: NumbaKernels, dtype: str, share: int, head_dim: int) -> None:
+    head_dim = head_dim_for(dtype, head_dim)
     for queries in ((1, 1), (1, 70)):
         case = Case(queries, (131, 90), ((0, 0), (64, 4)), share=share, head_dim=head_dim, block_size=64, dtype=dtype)
         assert_right(kernels, case)
@@ -98,6 +105,7 @@ def test_rows_that_are_no_whole_vectors_take_nothing_of_what_lies_behind_them(
     kernels: NumbaKernels, dtype: str, head_dim: int
 ) -> None:
     # Scratch is not initialised: whatever a call before left there is where this one's vectors end.
+    head_dim = head_dim_for(dtype, head_dim)
     poison = Scene(Case((1, 9), (40, 40), ((0, 0),), share=5, head_dim=256, block_size=1, dtype=dtype))
     poison.query[:] = np.nan
     for _ in range(3):
@@ -170,7 +178,7 @@ class Writing:
 def test_writes_are_bit_by_bit_those_of_the_reference(
     kernels: NumbaKernels, dtype: str, head_dim: int, query_lens: tuple[int, ...]
 ) -> None:
-    step = Writing(dtype, head_dim, query_lens)
+    step = Writing(dtype, head_dim_for(dtype, head_dim), query_lens)
     key, value = step.qkv[:, 4:6], step.qkv[:, 6:]
     expected, arena = step.arena(), step.arena()
     ReferenceKernels().write_kv(key, value, expected, step.layout, step.batch, step.heads)
@@ -183,7 +191,7 @@ def test_writes_are_bit_by_bit_those_of_the_reference(
 def test_with_rope_views_of_one_array_are_rotated_and_written_without_a_copy(
     kernels: NumbaKernels, dtype: str, head_dim: int, query_lens: tuple[int, ...]
 ) -> None:
-    step = Writing(dtype, head_dim, query_lens)
+    step = Writing(dtype, head_dim_for(dtype, head_dim), query_lens)
     assert isinstance(kernels, RotatingKernels)
     before, query, key, value = step.qkv.copy(), step.qkv[:, :4], step.qkv[:, 4:6], step.qkv[:, 6:]
     rotated, expected, arena = step.rotated(query), step.arena(), step.arena()
@@ -225,7 +233,7 @@ def test_arrays_that_do_not_fit_are_refused(kernels: NumbaKernels) -> None:
             kernels.write_kv_rope(query, key, value, np.ascontiguousarray(cosines), np.ascontiguousarray(sines), *rest)
     with pytest.raises(ValueError, match="contiguous"):
         kernels.write_kv(turned[:, 4:6], value, *rest)
-    with pytest.raises(ConfigError, match=r"float32, bfloat16, int8, float8_e4m3fn, got float16"):
+    with pytest.raises(ConfigError, match=r"float32, bfloat16, int8, float8_e4m3fn, int4, got float16"):
         kernels.prepare("float16")
 
 

@@ -36,10 +36,8 @@ class GroupedQueryAttention:
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`: there is no quantised cache for some kernels and sizes of heads."""
-        if serving.kv_dtype == INT4 and serving.kernels != "reference":
-            raise ConfigError(
-                "kv_dtype int4 is kept by kernels reference alone, on a CPU and slowly: choose these, or kv_dtype int8"
-            )
+        if serving.kv_dtype == INT4 and serving.device != "cpu":
+            raise ConfigError("kv_dtype int4 is kept on a CPU alone: choose kv_dtype int8")
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
         dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
