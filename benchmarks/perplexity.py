@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gguf": {"dtype": "bfloat16", "weights_dtype": "gguf"},
     "kv_int8": {"dtype": "float32", "kv_dtype": "int8"},
     "kv_float8": {"dtype": "float32", "kv_dtype": "float8_e4m3fn"},
-    "kv_int4": {"dtype": "float32", "kv_dtype": "int4", "kernels": "reference"},
+    "kv_int4": {"dtype": "float32", "kv_dtype": "int4"},
 }
 """What is configured. All that is not follows `dtype`: with bfloat16, the cache too."""
 LIMITS = {"bfloat16": 1.005, "int8": 1.01, "gguf": 1.01, "kv_int8": 1.01, "kv_float8": 1.02, "kv_int4": 1.1}

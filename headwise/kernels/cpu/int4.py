@@ -33,7 +33,8 @@ _HALF = GROUP // 2
 _LARGEST_FLOAT16, _LARGEST_CODE = 65504.0, 15.0
 _BYTES, _SHORT = ir.VectorType(ir.IntType(8), _HALF), ir.IntType(16)
 _FLOATS, _INTS = ir.VectorType(FLOAT, _HALF), ir.VectorType(INT, _HALF)
-_PAIR = ir.VectorType(_SHORT, 2)
+_AT_ONCE = 8
+"""Groups whose scales are read at once."""
 _FLAGS = ("contract", "nsz")
 
 
@@ -69,22 +70,51 @@ def expand_rows(typing, codes, codes_at, scales_at, dim, count, target, target_a
         groups = builder.mul(count, builder.udiv(dim, dim.type(GROUP)))
         e.prefetch_elements(e.at(packed, ahead), e.times(groups, GROUP // CODES))
         e.prefetch_elements(e.at(scales, scales_ahead), e.times(groups, 2))
-        with cgutils.for_range(builder, groups) as loop:
-            pair = _load(e, e.at(scales, e.times(loop.index, 2)), _PAIR)
-            scale, minimum = (_spread(builder, each) for each in _pair_of_floats(builder, pair))
-            raw = _load(e, e.at(packed, e.times(loop.index, GROUP // CODES)), _BYTES)
-            low = builder.and_(raw, ir.Constant(_BYTES, [15] * _HALF))
-            high = builder.lshr(raw, ir.Constant(_BYTES, [4] * _HALF))
-            cell = e.at(target, e.times(loop.index, GROUP))
-            for half, code in enumerate((low, high)):
-                number = builder.sitofp(builder.zext(code, _INTS), _FLOATS)
-                value = builder.fadd(builder.fmul(number, scale, flags=_FLAGS), minimum, flags=_FLAGS)
-                if target.type.pointee == _SHORT:
-                    value = e.round_to_bfloat16(value)
-                e.store(value, e.at(cell, dim.type(half * _HALF)))
+
+        def expand(first: Any, some: int) -> None:
+            pairs = _load(e, e.at(scales, e.times(first, 2)), ir.VectorType(_SHORT, 2 * some))
+            floats = _floats_of(builder, pairs)
+            for group in range(some):
+                scale, minimum = (_spread(builder, floats, 2 * group + which) for which in range(2))
+                at = builder.add(first, first.type(group))
+                raw = _load(e, e.at(packed, e.times(at, GROUP // CODES)), _BYTES)
+                _expand_group(e, raw, scale, minimum, e.at(target, e.times(at, GROUP)))
+
+        whole = builder.udiv(groups, groups.type(_AT_ONCE))
+        with cgutils.for_range(builder, whole) as loop:
+            expand(e.times(loop.index, _AT_ONCE), _AT_ONCE)
+        done = e.times(whole, _AT_ONCE)
+        with cgutils.for_range(builder, builder.sub(groups, done)) as loop:
+            expand(builder.add(done, loop.index), 1)
         return context.get_dummy_value()
 
     return types.void(codes, _N, _N, _N, _N, target, _N, _N, _N), emit
+
+
+def _expand_group(e: Emitter, raw: Any, scale: Any, minimum: Any, cell: Any) -> None:
+    builder = e.builder
+
+    def of_codes(codes: Any) -> Any:
+        return builder.fadd(builder.fmul(codes, scale, flags=_FLAGS), minimum, flags=_FLAGS)
+
+    if cell.type.pointee == _SHORT:  # there are 16 values, which codes choose from
+        values = e.round_to_bfloat16(of_codes(ir.Constant(_FLOATS, list(map(float, range(_HALF))))))
+        table = builder.bitcast(values, ir.VectorType(_SHORT, _HALF))
+        bits = builder.zext(raw, table.type)
+        low = builder.and_(bits, ir.Constant(bits.type, [15] * _HALF))
+        high = builder.lshr(bits, ir.Constant(bits.type, [4] * _HALF))
+        both = ir.VectorType(_SHORT, GROUP)
+        lanes = ir.Constant(ir.VectorType(INT, GROUP), list(range(GROUP)))
+        codes, table = (builder.shuffle_vector(a, b, lanes) for a, b in ((low, high), (table, table)))
+        kind = ir.FunctionType(both, [both, both])
+        choose = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
+        e.store(builder.call(choose, [table, codes]), cell)
+        return
+    low = builder.and_(raw, ir.Constant(_BYTES, [15] * _HALF))
+    high = builder.lshr(raw, ir.Constant(_BYTES, [4] * _HALF))
+    for half, codes in enumerate((low, high)):
+        numbers = builder.sitofp(builder.zext(codes, _INTS), _FLOATS)
+        e.store(of_codes(numbers), e.at(cell, INT(half * _HALF)))
 
 
 @intrinsic
@@ -104,9 +134,9 @@ def store_groups(typing, row, kv, at, scales_at, dim):
             span = builder.fsub(_reduced(e, "fmax", halves), minimum)
             scale16, scale = _rounded(builder, builder.fdiv(span, FLOAT(_LARGEST_CODE)))
             some = builder.fcmp_ordered(">", scale, FLOAT(0.0))
-            divisor = _spread(builder, builder.select(some, scale, FLOAT(float("inf"))))  # then all codes are 0
+            divisor = _fill(builder, builder.select(some, scale, FLOAT(float("inf"))))  # then all codes are 0
             low, high = (
-                _codes(e, builder.fdiv(builder.fsub(half, _spread(builder, minimum)), divisor)) for half in halves
+                _codes(e, builder.fdiv(builder.fsub(half, _fill(builder, minimum)), divisor)) for half in halves
             )
             packed = builder.or_(low, builder.shl(high, ir.Constant(_BYTES, [4] * _HALF)))
             e.store(packed, e.at(codes, e.times(loop.index, GROUP // CODES)))
@@ -123,20 +153,27 @@ def _load(e: Emitter, pointer: Any, kind: Any) -> Any:
     return e.builder.load(e.builder.bitcast(pointer, kind.as_pointer()), align=1)
 
 
-def _spread(builder: Any, scalar: Any) -> Any:
-    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), scalar, INT(0))
-    return builder.shuffle_vector(first, ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_INTS, [0] * _HALF))
+def _spread(builder: Any, vector: Any, lane: int) -> Any:
+    return builder.shuffle_vector(vector, vector, ir.Constant(_INTS, [lane] * _HALF))
+
+
+def _fill(builder: Any, scalar: Any) -> Any:
+    return _spread(builder, builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), scalar, INT(0)), 0)
 
 
 # --- float16 ------------------------------------------------------------------------------------------------------
 
 
-def _pair_of_floats(builder: Any, pair: Any) -> list[Any]:
-    if not ISA.f16c:
-        return [_float_of(builder, builder.extract_element(pair, INT(index))) for index in range(2)]
-    halves = builder.bitcast(pair, ir.VectorType(ir.HalfType(), 2))
-    floats = builder.fpext(halves, ir.VectorType(FLOAT, 2))
-    return [builder.extract_element(floats, INT(index)) for index in range(2)]
+def _floats_of(builder: Any, halves: Any) -> Any:
+    """A vector of float16s' bits as floats."""
+    count = halves.type.count
+    if ISA.f16c:
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), count)), ir.VectorType(FLOAT, count))
+    floats = ir.Constant(ir.VectorType(FLOAT, count), ir.Undefined)
+    for index in range(count):
+        number = _float_of(builder, builder.extract_element(halves, INT(index)))
+        floats = builder.insert_element(floats, number, INT(index))
+    return floats
 
 
 def _float_of(builder: Any, half: Any) -> Any:
