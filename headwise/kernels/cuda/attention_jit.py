@@ -27,6 +27,8 @@ by their log-sum-exps (FlashDecoding).
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from headwise.kernels.cuda.nibbles_jit import UNIT, as_float16, numbers_of
+
 NEVER = tl.constexpr(1 << 30)
 """A position no query reaches."""
 
@@ -179,20 +181,37 @@ def has_all_blocks(table, first, end):
 
 
 @JITFunction
+def load_packed(
+    codes, scales, at_codes, at_scales, mapped,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Rows in four bits as numbers ``[BLOCK_N, BLOCK_D]``, see `numbers_of`; ``at_*`` are where a row begins."""
+    columns, groups = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_D // 32)
+    some, some_groups = mapped[:, None], mapped[:, None]
+    if HEAD_DIM < BLOCK_D:
+        some, some_groups = some & (columns < HEAD_DIM // 2)[None, :], some & (groups < HEAD_DIM // 32)[None, :]
+    whole: tl.constexpr = WHOLE and HEAD_DIM >= BLOCK_D
+    codes = load_tile(codes + at_codes[:, None] + columns[None, :], some, whole)
+    scales = load_tile(scales + at_scales[:, None] + groups[None, :], some_groups, whole)
+    return numbers_of(codes, scales, DTYPE)
+
+
+@JITFunction
 def attend_tile(
     accumulator, highest, total, queries, positions, tile, earliest, latest, window, sink,
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr, INTERIOR: tl.constexpr, SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
-    CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
+    PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the tile's ``BLOCK_N`` keys and values go into the running state.
 
     ``earliest`` and ``latest`` are the positions of the first and the last query, ``positions`` those of all rows. With
     ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked. Of values the
-    first ``VALUE_D`` elements from ``value`` on are read.
+    first ``VALUE_D`` elements from ``value`` on are read. ``score_scale`` is ``[BLOCK_M]``.
     """
-    dims = tl.arange(0, BLOCK_D)
+    row: tl.constexpr = HEAD_DIM // 2 if PACKED else HEAD_DIM  # numbers in memory, of a key or a value
+    scale_row: tl.constexpr = HEAD_DIM // 32 if PACKED else 1
     within = tl.arange(0, BLOCK_N)
     tokens = tile * BLOCK_N + within
     if BLOCK_SIZE >= BLOCK_N:  # the tile lies within one block: one base, and offsets that no step computes anew
@@ -200,11 +219,10 @@ def attend_tile(
         mapped = tokens <= tl.where(block >= 0, latest, -1)
         base = tl.maximum(block, 0).to(tl.int64) * block_stride
         skipped = tile * BLOCK_N % BLOCK_SIZE
-        key += base + skipped * HEAD_DIM
-        value += base + skipped * HEAD_DIM
-        at_token = within * HEAD_DIM
-        at = at_token[:, None] + dims[None, :]
-        scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + skipped + within
+        key += base + skipped * row
+        value += base + skipped * row
+        at_token = within * row
+        scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + (skipped + within) * scale_row
     else:
         if INTERIOR:
             block = tl.load(table + tokens // BLOCK_SIZE)
@@ -212,27 +230,29 @@ def attend_tile(
             block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
         mapped = block >= 0
         block = tl.maximum(block, 0).to(tl.int64)
-        at_token = block * block_stride + tokens % BLOCK_SIZE * HEAD_DIM
-        at = at_token[:, None] + dims[None, :]
-        scales_at = block * scale_stride + tokens % BLOCK_SIZE
+        at_token = block * block_stride + tokens % BLOCK_SIZE * row
+        scales_at = block * scale_stride + tokens % BLOCK_SIZE * scale_row
     if not INTERIOR:
         mapped = mapped & ((tokens > unseen_before(earliest, window, CHUNKED)) | (tokens < sink))
-    loaded = (dims < HEAD_DIM)[None, :]
-    if not INTERIOR:
-        loaded = mapped[:, None] & loaded if HEAD_DIM != BLOCK_D else mapped[:, None]
-    value_at, value_loaded = at, loaded
-    if VALUE_D != BLOCK_D:
-        value_at, value_loaded = at_token[:, None] + tl.arange(0, VALUE_D)[None, :], mapped[:, None]
 
-    keys = converted(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
+    if PACKED:
+        keys = load_packed(key, key_scale, at_token, scales_at, mapped, HEAD_DIM, BLOCK_D, INTERIOR, queries.dtype)
+    else:
+        dims = tl.arange(0, BLOCK_D)
+        at = at_token[:, None] + dims[None, :]
+        loaded = (dims < HEAD_DIM)[None, :]
+        if not INTERIOR:
+            loaded = mapped[:, None] & loaded if HEAD_DIM != BLOCK_D else mapped[:, None]
+        value_at, value_loaded = at, loaded
+        if VALUE_D != BLOCK_D:
+            value_at, value_loaded = at_token[:, None] + tl.arange(0, VALUE_D)[None, :], mapped[:, None]
+        keys = converted(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if QUANTISED:
         scores *= load_tile(key_scale + scales_at, mapped, INTERIOR)[None, :]
     if SOFTCAP:  # cap * tanh(x) with exp2, which stays finite for any score
-        scores = cap - 2.0 * cap / (tl.exp2(scores * score_scale) + 1.0)
-        exponent_scale = 1.0
-    else:
-        exponent_scale = score_scale
+        scores = cap - 2.0 * cap / (tl.exp2(scores * score_scale[:, None]) + 1.0)
+        score_scale = tl.full(score_scale.shape, 1.0, tl.float32)
 
     if DECODE:
         scores = tl.where(mapped[None, :], scores, float("-inf"))
@@ -243,13 +263,18 @@ def attend_tile(
         visible = (after <= positions[:, None]) & (before > unseen_before(positions, window, CHUNKED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
 
-    new_highest = tl.maximum(highest, tl.max(scores, 1) * exponent_scale)
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * score_scale)
     # A row that has seen nothing yet would compute inf - inf.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp2(scores * exponent_scale - reference[:, None])
+    weights = tl.exp2(scores * score_scale[:, None] - reference[:, None])
     fading = tl.exp2(highest - reference)
     total = total * fading + tl.sum(weights, 1)
-    values = load_tile(value + value_at, value_loaded, INTERIOR and HEAD_DIM == BLOCK_D)
+    if PACKED:
+        values = load_packed(
+            value, value_scale, at_token, scales_at, mapped, HEAD_DIM, VALUE_D, INTERIOR, queries.dtype
+        )  # fmt: skip
+    else:
+        values = load_tile(value + value_at, value_loaded, INTERIOR and HEAD_DIM == BLOCK_D)
     if QUANTISED:
         value_scales = load_tile(value_scale + scales_at, mapped, INTERIOR)
         if queries.dtype == tl.float16:  # weights times scales may be below its range
@@ -276,7 +301,7 @@ def attend(
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    QUANTISED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
+    QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
@@ -338,12 +363,20 @@ def attend(
     real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
     at_query = (query_begin + token).to(tl.int64) * query_stride + head * HEAD_DIM
     queries = tl.load(query + at_query[:, None] + dims[None, :], mask=real, other=0.0)
+    score_scale = tl.full([BLOCK_M], 1.0, tl.float32) * score_scale
+    if PACKED:
+        score_scale /= UNIT
+        if queries.dtype == tl.bfloat16:
+            queries, largest = as_float16(queries)
+            score_scale *= largest
 
     slot_base = slot * (slot_bytes // KV_BYTES)
     scale_base = slot * (slot_bytes // 4)
     table = block_tables + (sequence * groups + group).to(tl.int64) * max_blocks
     if VALUE_D != BLOCK_D:
-        value += part * VALUE_D
+        value += part * (VALUE_D // 2 if PACKED else VALUE_D)
+        if PACKED:
+            value_scale += part * (VALUE_D // 32)
         out += part * VALUE_D
         dims = tl.arange(0, VALUE_D)
         real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
@@ -367,7 +400,7 @@ def attend(
                 offset + first, last, window, sink,
                 key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                 block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, CHUNKED, VALUE_D,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
             )  # fmt: skip
     for step in range(begin, end - skipped):
         step = step + tl.where(step >= skipped_at, skipped, 0)
@@ -376,9 +409,11 @@ def attend(
             offset + first, last, window, sink,
             key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
             block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, CHUNKED, VALUE_D,
+            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
         )  # fmt: skip
 
+    if PACKED:
+        accumulator /= UNIT
     if DECODE:
         if used > 1:
             mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]

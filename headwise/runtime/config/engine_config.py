@@ -194,8 +194,8 @@ class EngineConfig:
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "int4"] = _option(
         "auto",
         "Of cached keys and values; auto is that of the activations. int8 and float8_e4m3fn are quantised, with a "
-        "scale per token and head; int4 with a scale and a minimum per 32 elements, by kernels reference alone. A CPU "
-        "has no float16.",
+        "scale per token and head; int4 with a scale and a minimum per 32 elements, on a CPU by kernels reference "
+        "alone. A CPU has no float16.",
     )
     cuda_graphs: bool = _option(True, "Record decode steps on a GPU as CUDA graphs, which are launched as one.")
     cpu_threads: int = _option(0, "Threads per worker on a CPU; 0 shares the machine's cores between ranks.", 0, 1024)

@@ -36,9 +36,9 @@ class GroupedQueryAttention:
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`: there is no quantised cache for some kernels and sizes of heads."""
-        if serving.kv_dtype == INT4 and serving.kernels != "reference":
+        if serving.kv_dtype == INT4 and serving.device == "cpu" and serving.kernels != "reference":
             raise ConfigError(
-                "kv_dtype int4 is kept by kernels reference alone, on a CPU and slowly: choose these, or kv_dtype int8"
+                "kv_dtype int4 is kept by kernels reference alone on a CPU, slowly: choose these, or kv_dtype int8"
             )
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
