@@ -4,15 +4,8 @@
 consecutive query tokens make the ``BLOCK_M`` rows of its tile, token by token: row ``r`` is token ``r // SHARE`` and
 head ``r % SHARE``. So keys and values are read once for all of them.
 
-**Walk.** Keys come in tiles of ``BLOCK_N`` positions. A windowed head sees two spans, its sinks and its window; the
-walk numbers the tiles of both without a gap, so that one loop serves every head with nothing but its bounds coming from
-the lengths, and its cost does not grow with the context between the spans. There is no branch in that loop, which
-would keep the compiler from overlapping loads with arithmetic: what must not be seen is masked.
-
-        position   0 ...        sink                      window start ...      last query
-        tiles      [ 0 ][ 1 ]                             [ 2 ][ 3 ][ 4 ][ 5 ]
-
-With ``CHUNKED`` a head's window is a chunk: it begins at the last multiple of its length, not that many tokens back.
+**Walk.** See `walk_jit`: one loop over the tiles of both spans that a head sees, without a branch, which would keep the
+compiler from overlapping loads with arithmetic: what must not be seen is masked.
 
 **Masks.** Slots behind the last token and blocks nobody may see can hold NaN, and ``0 * NaN`` is NaN: they are masked
 where they are loaded, keys and values alike. No pointer is made from a block id below 0. Tiles of a prompt that all its
@@ -27,147 +20,24 @@ by their log-sum-exps (FlashDecoding).
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from headwise.kernels.cuda.nibbles_jit import UNIT, as_float16, numbers_of
-
-NEVER = tl.constexpr(1 << 30)
-"""A position no query reaches."""
-
-SEARCHED = tl.constexpr(128)
-"""Sequences looked at at once when a program finds its own."""
+from headwise.kernels.cuda.cached_jit import UNIT, as_exponents, as_float16, load_packed, load_tile, widened
+from headwise.kernels.cuda.walk_jit import (
+    MAX_SPLITS,
+    NEVER,
+    SEARCHED,
+    find_tile,
+    find_unit,
+    split_of,
+    splits_before,
+    unseen_before,
+    walk_of,
+    window_of,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 MERGED = tl.constexpr(16)
 """Splits merged at once."""
-
-MAX_SPLITS = tl.constexpr(128)
-"""Of one sequence, for one head."""
-
-
-# `JITFunction`, not `triton.jit`, which an environment variable turns into something else.
-@JITFunction
-def unseen_before(position, window, CHUNKED: tl.constexpr):
-    """Position in front of a query's window, or with ``CHUNKED`` of its chunk; below 0 if there is none."""
-    if CHUNKED:
-        return position // window * window - 1
-    return position - window
-
-
-@JITFunction
-def walk_of(first, last, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr):
-    """(tiles, tiles of the sink span, first tile of the window span) for queries at positions ``first`` to ``last``."""
-    window_tile = tl.maximum(unseen_before(first, window, CHUNKED) + 1, 0) // BLOCK_N
-    sink_tiles = tl.minimum((sink + BLOCK_N - 1) // BLOCK_N, window_tile)
-    return sink_tiles + last // BLOCK_N + 1 - window_tile, sink_tiles, window_tile
-
-
-@JITFunction
-def window_of(head_window, kv_head):
-    """Tokens the head sees back from its query, without a special case for full attention."""
-    window = tl.load(head_window + kv_head)
-    return tl.where(window > 0, window, NEVER)
-
-
-@JITFunction
-def tiles_of(
-    index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr
-):  # fmt: skip
-    """Tiles that a head sees of each sequence of ``index``; 0 of those that do not decode, or are none."""
-    here = index < batch
-    queries = tl.load(cu_seqlens_q + index + 1, mask=here, other=0) - tl.load(cu_seqlens_q + index, mask=here, other=0)
-    decodes = here & (queries == 1)
-    position = tl.load(seq_lens + index, mask=decodes, other=1) - 1
-    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N, CHUNKED)
-    return tl.where(decodes, tiles, 0)
-
-
-@JITFunction
-def split_of(
-    cu_seqlens_q, seq_lens, batch, window, sink, units,
-    BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
-    """Tiles per split, for all sequences alike: as few as make ``units`` of all a head sees, but as many as pay."""
-    total, longest = 0, 0
-    for at in range(0, batch, SEARCHED):
-        tiles = tiles_of(at + tl.arange(0, SEARCHED), cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED)
-        total += tl.sum(tiles, 0)
-        longest = tl.maximum(longest, tl.max(tiles, 0))
-    most = tl.maximum((total + units - 1) // units, (longest + MAX_SPLITS - 1) // MAX_SPLITS)
-    return tl.maximum(most, MIN_SPLIT_TILES)
-
-
-@JITFunction
-def find_unit(
-    unit, programs, per_split, cu_seqlens_q, seq_lens, batch, window, sink,
-    BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
-    """(sequence, split) of a program's unit of work; a sequence that is none where there is nothing to do.
-
-    Splits of sequences that have several come first, since they are the longest; sequences in one piece are counted
-    from the last program on. So both are found in one pass, and a split's number is its place among partial results.
-    """
-    of_split, splits_before, of_whole, splits_all, whole_all = 0, 0, 0, 0, 0
-    back = programs - 1 - unit
-    for at in range(0, batch, SEARCHED):
-        index = at + tl.arange(0, SEARCHED)
-        tiles = tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED)
-        splits = (tiles + per_split - 1) // per_split
-        whole = (splits == 1).to(tl.int32)
-        splits = tl.where(splits > 1, splits, 0)
-        is_before = (splits_all + tl.cumsum(splits, 0) <= unit) & (index < batch)
-        of_split += tl.sum(is_before.to(tl.int32), 0)
-        splits_before += tl.sum(tl.where(is_before, splits, 0), 0)
-        of_whole += tl.sum(((whole_all + tl.cumsum(whole, 0) <= back) & (index < batch)).to(tl.int32), 0)
-        splits_all += tl.sum(splits, 0)
-        whole_all += tl.sum(whole, 0)
-    sequence = tl.where(unit < splits_all, of_split, of_whole)
-    return sequence, tl.where(unit < splits_all, unit - splits_before, 0)
-
-
-@JITFunction
-def splits_before(
-    sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr
-):  # fmt: skip
-    """Splits of the sequences before this one that have several: where its own begin."""
-    before = 0
-    for at in range(0, sequence, SEARCHED):
-        index = at + tl.arange(0, SEARCHED)
-        tiles = tiles_of(index, cu_seqlens_q, seq_lens, sequence, window, sink, BLOCK_N, CHUNKED)
-        splits = (tiles + per_split - 1) // per_split
-        before += tl.sum(tl.where(splits > 1, splits, 0), 0)
-    return before
-
-
-@JITFunction
-def find_tile(cu_seqlens_q, batch, tile, TOKENS: tl.constexpr):
-    """(sequence, its query token) that the ``tile``-th tile of the batch begins at.
-
-    Sequence ``i`` owns the tiles from ``cu_seqlens_q[i] // TOKENS + i`` on: enough for its tokens whatever their
-    number, and known without a prefix sum. Tiles left over begin behind their sequence's last token.
-    """
-    sequence = -1
-    for at in range(0, batch, SEARCHED):
-        index = at + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens_q + index, mask=index < batch, other=NEVER) // TOKENS + index
-        sequence += tl.sum(((begins <= tile) & (index < batch)).to(tl.int32))
-    begin = tl.load(cu_seqlens_q + sequence) // TOKENS + sequence
-    return sequence, (tile - begin) * TOKENS
-
-
-@JITFunction
-def converted(values, DTYPE: tl.constexpr):
-    """Cached values as numbers of ``DTYPE``; integers by way of float32, from where every conversion exists."""
-    if values.dtype == tl.int8:
-        return values.to(tl.float32).to(DTYPE)
-    return values.to(DTYPE)
-
-
-@JITFunction
-def load_tile(at, mask, WHOLE: tl.constexpr):
-    """What lies there; 0 where the mask says no, unless ``WHOLE`` says that all may be read."""
-    if WHOLE:
-        return tl.load(at)
-    return tl.load(at, mask=mask, other=0.0)
 
 
 @JITFunction
@@ -178,22 +48,6 @@ def has_all_blocks(table, first, end):
         column = at + tl.arange(0, SEARCHED)
         lowest = tl.minimum(lowest, tl.min(tl.load(table + column, mask=column < end, other=0), 0))
     return lowest >= 0
-
-
-@JITFunction
-def load_packed(
-    codes, scales, at_codes, at_scales, mapped,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Rows in four bits as numbers ``[BLOCK_N, BLOCK_D]``, see `numbers_of`; ``at_*`` are where a row begins."""
-    columns, groups = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_D // 32)
-    some, some_groups = mapped[:, None], mapped[:, None]
-    if HEAD_DIM < BLOCK_D:
-        some, some_groups = some & (columns < HEAD_DIM // 2)[None, :], some & (groups < HEAD_DIM // 32)[None, :]
-    whole: tl.constexpr = WHOLE and HEAD_DIM >= BLOCK_D
-    codes = load_tile(codes + at_codes[:, None] + columns[None, :], some, whole)
-    scales = load_tile(scales + at_scales[:, None] + groups[None, :], some_groups, whole)
-    return numbers_of(codes, scales, DTYPE)
 
 
 @JITFunction
@@ -246,7 +100,7 @@ def attend_tile(
         value_at, value_loaded = at, loaded
         if VALUE_D != BLOCK_D:
             value_at, value_loaded = at_token[:, None] + tl.arange(0, VALUE_D)[None, :], mapped[:, None]
-        keys = converted(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
+        keys = widened(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if QUANTISED:
         scores *= load_tile(key_scale + scales_at, mapped, INTERIOR)[None, :]
@@ -263,25 +117,31 @@ def attend_tile(
         visible = (after <= positions[:, None]) & (before > unseen_before(positions, window, CHUNKED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
 
+    if QUANTISED:
+        value_scales = load_tile(value_scale + scales_at, mapped, INTERIOR)
+        if queries.dtype == tl.float16:
+            # Weights times scales may be below its range: they are powers of two that scales are part of, so the
+            # largest is 1. That their sum is of weights alone is made good there.
+            exponents, inverses = as_exponents(value_scales)
+            scores = scores * score_scale[:, None] + exponents[None, :]
+            score_scale = tl.full(score_scale.shape, 1.0, tl.float32)
     new_highest = tl.maximum(highest, tl.max(scores, 1) * score_scale)
     # A row that has seen nothing yet would compute inf - inf.
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
     weights = tl.exp2(scores * score_scale[:, None] - reference[:, None])
     fading = tl.exp2(highest - reference)
-    total = total * fading + tl.sum(weights, 1)
+    if QUANTISED and queries.dtype == tl.float16:
+        total = total * fading + tl.sum(weights * inverses[None, :], 1)
+    else:
+        total = total * fading + tl.sum(weights, 1)
     if PACKED:
         values = load_packed(
             value, value_scale, at_token, scales_at, mapped, HEAD_DIM, VALUE_D, INTERIOR, queries.dtype
         )  # fmt: skip
     else:
-        values = load_tile(value + value_at, value_loaded, INTERIOR and HEAD_DIM == BLOCK_D)
-    if QUANTISED:
-        value_scales = load_tile(value_scale + scales_at, mapped, INTERIOR)
-        if queries.dtype == tl.float16:  # weights times scales may be below its range
-            values = converted(values, tl.float32) * value_scales[:, None]
-        else:
-            weights *= value_scales[None, :]
-    values = converted(values, queries.dtype)
+        values = widened(load_tile(value + value_at, value_loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
+    if QUANTISED and queries.dtype != tl.float16:
+        weights *= value_scales[None, :]
     accumulator = tl.dot(weights.to(values.dtype), values, accumulator * fading[:, None], input_precision="ieee")
     return accumulator, new_highest, total
 
@@ -366,9 +226,9 @@ def attend(
     score_scale = tl.full([BLOCK_M], 1.0, tl.float32) * score_scale
     if PACKED:
         score_scale /= UNIT
-        if queries.dtype == tl.bfloat16:
-            queries, largest = as_float16(queries)
-            score_scale *= largest
+    if (PACKED or QUANTISED) and queries.dtype == tl.bfloat16:
+        queries, largest = as_float16(queries)
+        score_scale *= largest
 
     slot_base = slot * (slot_bytes // KV_BYTES)
     scale_base = slot * (slot_bytes // 4)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.dtypes import numpy_dtype
+
 Word = NDArray[np.uint32]
 """What a 32-bit register holds in each thread."""
 
@@ -31,8 +33,9 @@ def run_inline(
         columns = np.ascontiguousarray(array).reshape(-1, pack).view(np.uint32).T
         for name, column in zip(_numbered(_words(array.dtype, pack), registers), columns, strict=True):
             registers[name] = column
-    for name, target, operands in _instructions(text):
-        registers[target] = _INSTRUCTIONS[name](*(_value(operand, registers) for operand in operands))
+    for name, targets, operands in _instructions(text):
+        found = _INSTRUCTIONS[name](*(_value(operand, registers) for operand in operands))
+        registers.update(zip(targets, [found] if len(targets) == 1 else _split(found), strict=True))
     return [
         np.stack([registers[name] for name in names], axis=-1).view(dtype).reshape(inputs[0].shape)
         for names, dtype in zip(made, outputs, strict=True)
@@ -53,22 +56,31 @@ def _numbered(count: int, registers: dict[str, Word]) -> list[str]:
     return names
 
 
-def _instructions(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """(name, target, operands), one after the other."""
+def _instructions(text: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """(name, targets, operands), one after the other."""
     for line in text.strip().removeprefix("{").removesuffix("}").split(";"):
         name, _, operands = line.strip().partition(" ")
         if not name or name == ".reg":
             continue
         if name not in _INSTRUCTIONS:
             raise ValueError(f"instruction {name!r} is not known: only {', '.join(_INSTRUCTIONS)}")
-        target, *others = (operand.strip() for operand in operands.split(","))
-        yield name, target, others
+        targets, others = operands.strip("{").split("}") if operands.startswith("{") else operands.split(",", 1)
+        yield name, _listed(targets), _listed(others)
+
+
+def _listed(text: str) -> list[str]:
+    return [operand.strip() for operand in text.strip(", ").split(",")]
 
 
 def _value(operand: str, registers: dict[str, Word]) -> Word:
     if operand not in registers:
         return np.array(int(operand, 0), np.uint32)
     return registers[operand]
+
+
+def _split(word: Word) -> list[Word]:
+    """The lower and the upper half of a register, which braces name together."""
+    return [word & np.uint32(0xFFFF), word >> np.uint32(16)]
 
 
 def _permuted(first: Word, second: Word, selector: Word) -> Word:
@@ -89,10 +101,30 @@ def _fused(first: Word, second: Word, addend: Word) -> Word:
     return mixed
 
 
+def _sum(first: Word, second: Word) -> Word:
+    """Of float16, as `_fused`."""
+    return _fused(first, np.array(0x3C003C00, np.uint32), second)  # times 1
+
+
+def _of_e4m3(pair: Word) -> Word:
+    """Two float16 of the float8_e4m3fn in the lower half of a register."""
+    halves: Word = pair.astype(np.uint16).view(numpy_dtype("float8_e4m3fn")).astype(np.float16).view(np.uint32)
+    return halves
+
+
+def _on_floats(step: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> Callable[[Word], Word]:
+    return lambda word: step(word.view(np.float32)).view(np.uint32)
+
+
 _INSTRUCTIONS: dict[str, Callable[..., Word]] = {
     "and.b32": np.bitwise_and,
     "xor.b32": np.bitwise_xor,
     "shl.b32": np.left_shift,
     "prmt.b32": _permuted,
+    "mov.b32": np.positive,
     "fma.rn.f16x2": _fused,
+    "add.f16x2": _sum,
+    "cvt.rn.f16x2.e4m3x2": _of_e4m3,
+    "lg2.approx.ftz.f32": _on_floats(np.log2),
+    "rcp.approx.ftz.f32": _on_floats(np.reciprocal),
 }

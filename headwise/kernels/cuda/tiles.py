@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headwise.cache_controller.dtypes import dtype_bytes, packed_bytes
+from headwise.kernels.gqa import QUANTISED
 from headwise.kernels.nibbles import INT4
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
@@ -33,15 +34,16 @@ _EXACT = {64: Tile(32, 32, 4, 2)}
 _EXACT_WIDE = Tile(16, 16, 4, 2)
 """float32 is multiplied without tensor cores, both operands in registers: larger tiles do not fit there."""
 
-_PACKED = {
+_QUANTISED = {
     32: Tile(64, 64, 4, 3), 64: Tile(64, 32, 4, 3), 96: Tile(64, 64, 8, 2), 128: Tile(64, 64, 8, 2),
     256: Tile(32, 32, 8, 2), 512: Tile(16, 32, 8, 2),
 }  # fmt: skip
-_PACKED_LARGE = {
+_QUANTISED_LARGE = {
     32: Tile(128, 64, 8, 2), 64: Tile(128, 64, 8, 3), 96: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2),
     256: Tile(64, 64, 8, 2), 512: Tile(64, 32, 8, 2, parts=2),
 }  # fmt: skip
-"""Of a prompt over a cache in four bits, by head size: a tile's numbers are all in registers at some time."""
+"""Of a prompt over a quantised cache, by head size: besides what others have in registers, all of a tile's numbers are
+there before they are stored, and two scales for each column."""
 
 
 def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
@@ -56,8 +58,8 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
     is_large = sm >= 90 and SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90
     if q_dtype == "float32":
         tile = _EXACT.get(head_dim, _EXACT_WIDE)
-    elif kv_dtype == INT4:
-        tile = (_PACKED_LARGE if is_large else _PACKED)[head_dim]
+    elif kv_dtype in (*QUANTISED, INT4):
+        tile = (_QUANTISED_LARGE if is_large else _QUANTISED)[head_dim]
     elif head_dim == 512:
         tile = Tile(128, 32, 8, 2, parts=2) if is_large else Tile(32, 32, 8, 2)
     elif sm >= 90:
