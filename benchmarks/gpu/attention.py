@@ -13,6 +13,14 @@ from gpu.peers import FlashInfer, Sdpa, Tensor, Torch, open_peers
 from gpu.rig import Work
 from gpu.spot_check import CLOSE, WrongError, check_step
 
+from headwise.kernels.cuda.attention import OLDEST_SM_E4M3
+from headwise.kernels.gqa import QUANTISED
+from headwise.kernels.nibbles import INT4
+
+E4M3 = "float8_e4m3fn"
+QUANTISED_DTYPES = (*QUANTISED, INT4)
+"""Of caches that are timed beside that of the model's own dtype."""
+
 ROOM = 4
 """Device memory that a comparison takes, over that of the keys and values: gathered, and once more meanwhile."""
 
@@ -36,6 +44,8 @@ def decode(bench: Bench) -> None:
                 _decode_case(bench, peers, batch, context)
     with rows.case("skewed"):
         _skewed_case(bench)
+    with rows.case("quantised"):
+        _quantised_cases(bench)
     rows.state("clocks", bench.rig.clocks())
 
 
@@ -48,6 +58,24 @@ def _skewed_case(bench: Bench) -> None:
     note = f"one of {contexts[1]} tokens among {batch - 1} of {contexts[0]}, {seconds * 1e6:.1f} us"
     note += f", {error:.1e} from NumPy"
     bench.rows.add("skewed_of_bandwidth", step.kv_bytes / seconds / bench.bandwidth, least=0.85, note=note)
+
+
+def _quantised_cases(bench: Bench) -> None:
+    """Caches of fewer bits, of as many tokens: bytes read of bandwidth, and the time against the model's own dtype."""
+    rig, sizes, (batch, context) = bench.rig, bench.sizes, bench.sizes.quantised_at
+    dtypes = [dtype for dtype in QUANTISED_DTYPES if dtype != E4M3 or rig.target.sm >= OLDEST_SM_E4M3]
+    steps = {
+        dtype: decode_step(rig, sizes.attention, batch, context, sizes.block_size, kv_dtype=dtype)
+        for dtype in (sizes.attention.dtype, *dtypes)
+    }
+    errors = {dtype: check_step(rig, step) for dtype, step in steps.items()}
+    seconds = bench.seconds({dtype: step.on(rig) for dtype, step in steps.items()})
+    wide = seconds[sizes.attention.dtype]
+    for dtype in dtypes:
+        note = f"{seconds[dtype] * 1e6:.1f} us, {errors[dtype]:.1e} from NumPy"
+        rate = steps[dtype].kv_bytes / seconds[dtype] / bench.bandwidth
+        bench.rows.add(f"{dtype}_of_bandwidth", rate, least=0.8 if dtype in QUANTISED else None, note=note)
+        bench.rows.add(f"{dtype}_over_own", wide / seconds[dtype], note=f"{sizes.attention.dtype}: {wide * 1e6:.1f} us")
 
 
 def _decode_case(bench: Bench, peers: tuple[Torch | None, FlashInfer | None], batch: int, context: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from gpu.random_bytes import fill, random
+from gpu.random_bytes import fill_blocks, random
 from gpu.rig import Array, Rig, Work
 from gpu.sizes import Heads
 from numpy.typing import NDArray
@@ -65,13 +65,15 @@ def decode_step(
     block_size: int,
     windows: Sequence[Window] = (),
     one_table: bool = False,
+    kv_dtype: str = "",
 ) -> Step:
     """``batch`` sequences of ``context`` tokens, each with its last token as the query.
 
     ``one_table``: all heads share a block table, which holds every block; else there is one for each distinct window,
-    and blocks that no query of its heads sees are not there.
+    and blocks that no query of its heads sees are not there. ``kv_dtype``: of the cache, if not that of ``heads``.
     """
-    return _step(rig, heads, [(1, context)] * batch, block_size, windows, recycled=True, one_table=one_table)
+    sequences = [(1, context)] * batch
+    return _step(rig, heads, sequences, block_size, windows, recycled=True, one_table=one_table, kv_dtype=kv_dtype)
 
 
 def skewed_step(rig: Rig, heads: Heads, batch: int, contexts: tuple[int, int], block_size: int) -> Step:
@@ -106,6 +108,7 @@ def _step(
     windows: Sequence[Window],
     recycled: bool,
     one_table: bool = False,
+    kv_dtype: str = "",
 ) -> Step:
     """``sequences`` are (queries, context), ``windows`` one per KV head. A group for each distinct window.
 
@@ -114,14 +117,14 @@ def _step(
     windows = list(windows) or [FULL_ATTENTION] * heads.kv_heads
     kept = [FULL_ATTENTION] * heads.kv_heads if one_table else windows
     groups, places = list(dict.fromkeys(kept)), places_of(kept)
-    layout = gqa_layout(block_size, max(map(kept.count, groups)), heads.head_dim, heads.dtype)
+    layout = gqa_layout(block_size, max(map(kept.count, groups)), heads.head_dim, kv_dtype or heads.dtype)
     tables = _tables(sequences, groups, block_size, recycled, rig.seed)
-    arena = fill(rig, rig.empty(int(tables.max() + 1) * layout.block_bytes), heads.dtype)
+    arena = fill_blocks(rig, rig.empty(int(tables.max() + 1) * layout.block_bytes), layout)
     queries = np.array([count for count, _ in sequences])
     cu_seqlens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     shape = (int(cu_seqlens[-1]), heads.q_heads, heads.head_dim)
     seen = [_seen(count, context, window) for count, context in sequences for window in windows]
-    token_bytes = 2 * heads.head_dim * numpy_dtype(heads.dtype).itemsize
+    token_bytes = sum(role.token_bytes for role in layout.roles)
     share = heads.q_heads // heads.kv_heads
     return Step(
         query=random(rig, shape, heads.dtype, salt=1),

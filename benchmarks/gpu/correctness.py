@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu.attention import E4M3, QUANTISED_DTYPES
 from gpu.bench import Bench
 from gpu.cases import FULL_ATTENTION, Window, head_table, places_of
 from gpu.checkpoint import MOE, random_models, write_checkpoint
@@ -34,6 +35,7 @@ from headwise.kernels.cuda.kv_write import CudaKvWrite
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.precompile import LatentModel, precompile
 from headwise.kernels.gqa import gqa_layout
+from headwise.kernels.nibbles import INT4
 from headwise.kernels.reference import ReferenceKernels
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.ops.base import TensorOps
@@ -45,6 +47,9 @@ from headwise.runtime.worker.sampler import Draws, sample
 
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 """Relative distance from float64 of results in each dtype."""
+
+OF_STEPS = 1e-2
+"""The same of four bits in float16, see `headwise.kernels.cuda.nibbles_jit`; float32 is exact."""
 
 ROUNDED_DRAWS = 0.05
 """Share of draws that rounding may decide."""
@@ -109,13 +114,15 @@ def _delta_shapes(sizes: Sizes) -> list[DeltaShape]:
 
 
 def _shapes(sizes: Sizes, sm: int, layers: int | None) -> list[AttentionShape]:
-    return list(dict.fromkeys([*_model_shapes(sizes, layers), *(case.shape for case in cases(sizes.long, sm))]))
+    return list(dict.fromkeys([*_model_shapes(sizes, sm, layers), *(case.shape for case in cases(sizes.long, sm))]))
 
 
-def _model_shapes(sizes: Sizes, layers: int | None) -> Iterator[AttentionShape]:
+def _model_shapes(sizes: Sizes, sm: int, layers: int | None) -> Iterator[AttentionShape]:
     """Of the timed sections, and of SmolLM2."""
     heads, block_size = sizes.attention, sizes.block_size
-    yield AttentionShape(heads.q_heads // heads.kv_heads, heads.head_dim, block_size, heads.dtype, heads.dtype)
+    for kv_dtype in (heads.dtype, *QUANTISED_DTYPES):
+        if kv_dtype != E4M3 or sm >= OLDEST_SM_E4M3:
+            yield AttentionShape(heads.q_heads // heads.kv_heads, heads.head_dim, block_size, heads.dtype, kv_dtype)
     for config in random_models(sizes, layers).values():
         share = config["num_attention_heads"] // config["num_key_value_heads"]
         for size in {block_size, sizes.load.block_size}:
@@ -173,11 +180,14 @@ def cases(long: bool, sm: int) -> list[Case]:
         Case("fp32", 3, 64, "float32", "float32", 64, mixed, heads[:3]),
         replace(main, name="int8", kv_dtype="int8"),
         replace(main, name="e4m3", kv_dtype="float8_e4m3fn"),
+        replace(main, name="int4", kv_dtype=INT4),
         Case("bf16_256_softcap", 4, 256, "bfloat16", "bfloat16", 16, mixed, heads[1:2], softcap=30.0),
         Case("bf16_512", 8, 512, "bfloat16", "bfloat16", 64, mixed, heads[:2]),
         replace(main, name="bf16_chunks", chunked=True),
         Case("fp16_mha_int8", 1, 64, "float16", "int8", 64, mixed, heads * 2 if long else heads),
     ]
+    if long:
+        more += [Case("fp16_256_int4", 2, 256, "float16", INT4, 16, mixed, heads[1:3])]
     served = [case for case in more if sm >= OLDEST_SM_E4M3 or case.kv_dtype != "float8_e4m3fn"]
     return served if long else [replace(case, head_dim=32 if case.head_dim > 256 else 64) for case in served]
 
@@ -259,7 +269,11 @@ def check_case(bench: Bench, case: Case, rng: np.random.Generator) -> None:
         inputs.query, inputs.written, inputs.layout, inputs.batch, inputs.heads, scale=scale, softcap=case.softcap,
         out=expected,
     )  # fmt: skip
-    rows.check_error(f"attend_{case.name}", distance(rig.download(out), expected), TOLERANCE[case.dtype])
+    rows.check_error(
+        f"attend_{case.name}",
+        distance(rig.download(out), expected),
+        max(TOLERANCE[case.dtype], OF_STEPS if case.kv_dtype == INT4 else 0),
+    )
 
 
 def to_device(rig: Rig, inputs: Inputs) -> Inputs:

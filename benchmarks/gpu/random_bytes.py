@@ -9,6 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.layout import BlockLayout
+from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of, kv_views, quantise, scale_views
+from headwise.kernels.nibbles import INT4, pack
 
 if TYPE_CHECKING:
     from gpu.rig import Rig
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 Array = Any
 
 RANDOM_BYTES = 32 << 20
+QUANTISED_BLOCKS = 32
 
 
 def fill(rig: Rig, array: Array, dtype: str = "bfloat16", salt: int = 0) -> Array:
@@ -34,6 +38,23 @@ def fill(rig: Rig, array: Array, dtype: str = "bfloat16", salt: int = 0) -> Arra
             rig.copy(part, pool[start : start + part.nbytes])
     rig.synchronize()  # before the pool is freed
     return array
+
+
+def fill_blocks(rig: Rig, arena: Array, layout: BlockLayout) -> Array:
+    """Fill an arena with keys and values of normally distributed numbers; quantised ones are drawn for a few blocks."""
+    dtype, blocks = kv_dtype_of(layout), arena.nbytes // layout.block_bytes
+    if dtype not in (*QUANTISED, INT4):
+        return fill(rig, arena, dtype)
+    drawn, rng = np.zeros(min(blocks, QUANTISED_BLOCKS) * layout.block_bytes, np.uint8), np.random.default_rng(rig.seed)
+    for stored, scales in zip(kv_views(drawn, layout), scale_views(drawn, layout), strict=True):
+        rows = rng.standard_normal((*stored.shape[:-1], head_dim_of(layout)), dtype=np.float32)
+        stored[:], scales[:] = pack(rows) if dtype == INT4 else quantise(rows, dtype)
+    pool = rig.upload(drawn)
+    for at in range(0, arena.nbytes, pool.nbytes):
+        part = arena[at : at + pool.nbytes]
+        rig.copy(part, pool[: part.nbytes])
+    rig.synchronize()  # before the pool is freed
+    return arena
 
 
 @lru_cache(maxsize=4)

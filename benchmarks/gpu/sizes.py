@@ -87,6 +87,7 @@ class Sizes:
     long:        whether inputs of the correctness section have hundreds of tokens
     compiled:    shapes of attention to compile; None is all
     skewed:      (batch, context of all but one, context of that one)
+    quantised_at: (batch, context) of decodes over caches of fewer bits
     fills_card:  bytes of KV from which on a decode has enough to read to keep the card busy
     window:      (window, sink) of the windowed heads in `heads`
     product:     rows and columns of matrices whose product shows what the card computes at best
@@ -107,6 +108,7 @@ class Sizes:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     skewed: tuple[int, int, int]
+    quantised_at: tuple[int, int]
     fills_card: int
     heads_at: tuple[int, int]
     window: tuple[int, int]
@@ -200,6 +202,7 @@ FULL = Sizes(
     batches=(1, 8, 64),
     contexts=(2048, 8192, 32768),
     skewed=(256, 1024, 131072),
+    quantised_at=(64, 8192),
     fills_card=512 << 20,
     heads_at=(8, 32768),
     window=(1024, 64),
@@ -252,6 +255,7 @@ TINY = Sizes(
     batches=(1, 2),
     contexts=(48,),
     skewed=(2, 8, 40),
+    quantised_at=(1, 20),
     fills_card=1,
     heads_at=(1, 40),
     window=(16, 4),

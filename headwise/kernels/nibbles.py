@@ -26,16 +26,16 @@ def pack(rows: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
     A group's range is dealt to 16 codes; elements are rounded half to even, by the scale and the minimum as they are
     stored, in float32. What float16 does not hold is clipped.
     """
-    groups = rows.reshape(*rows.shape[:-1], -1, GROUP).astype(np.float32)
+    groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // GROUP, GROUP).astype(np.float32)
     groups = np.clip(groups, -_LARGEST_FLOAT16, _LARGEST_FLOAT16)
-    minimum = groups.min(axis=-1).astype(np.float16)
+    minimum = (groups.min(axis=-1) + np.float32(0)).astype(np.float16)  # of both zeros the one without a sign
     scale = ((groups.max(axis=-1) - minimum.astype(np.float32)) / _LARGEST_CODE).astype(np.float16)
     above = groups - minimum.astype(np.float32)[..., None]
     steps = np.divide(above, scale.astype(np.float32)[..., None], out=np.zeros_like(above), where=scale[..., None] > 0)
     codes = np.clip(np.rint(steps), 0, _LARGEST_CODE).astype(np.uint8)
     low, high = codes[..., : GROUP // 2], codes[..., GROUP // 2 :]
-    packed = (low | high << 4).reshape(*rows.shape[:-1], -1)
-    return packed, np.stack([np.maximum(scale, np.float16(0)), minimum], axis=-1)
+    packed = (low | high << 4).reshape(*rows.shape[:-1], rows.shape[-1] // 2)
+    return packed, np.stack([np.where(scale > 0, scale, np.float16(0)), minimum], axis=-1)
 
 
 def unpack(packed: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.float32]:

@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.dtypes import packed_bytes
 from headwise.cache_controller.layout import BlockLayout
 from headwise.errors import ConfigError
 from headwise.kernels.base import AttentionBatch, HeadTable
 from headwise.kernels.cuda.launch import Array, TritonLauncher, Variant, address_of
 from headwise.kernels.cuda.tiles import Tile, decode_tile, prefill_tile
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
+from headwise.kernels.nibbles import INT4
 
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
 FLOATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-TRITON_TYPES = {**FLOATS, "int8": "i8", "float8_e4m3fn": "fp8e4nv"}
+TRITON_TYPES = {**FLOATS, "int8": "i8", "float8_e4m3fn": "fp8e4nv", INT4: "u8"}
 OLDEST_SM = 80
 OLDEST_SM_E4M3 = 89
 MOST_KV_HEADS = 256
@@ -304,7 +305,7 @@ def _score_arguments(scale: float, softcap: float) -> dict[str, np.generic]:
 
 ATTEND_SIGNATURE = (
     "query:q", "out:q", "partial:*fp32", "partial_lse:*fp32", "sink_logits:*fp32", "key:kv", "value:kv",
-    "key_scale:*fp32", "value_scale:*fp32", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
+    "key_scale:scale", "value_scale:scale", "cu_seqlens_q:*i32", "seq_lens:*i32", "block_tables:*i32",
     "head_group:*i32", "head_slot:*i32", "head_window:*i32", "head_sink:*i32", "batch:i32", "kv_heads:i32",
     "groups:i32", "max_blocks:i32", "block_bytes:i64", "slot_bytes:i64", "query_stride:i32", "out_stride:i32",
     "score_scale:fp32", "cap:fp32", "units:i32", "fewest_queries:i32",
@@ -314,6 +315,7 @@ MERGE_SIGNATURE = (
     "head_window:*i32", "head_sink:*i32", "batch:i32", "out_stride:i32", "units:i32",
 )  # fmt: skip
 MULTIPLES = ("query", "out", "partial", "key", "value", "block_bytes", "slot_bytes")
+PACKED_MULTIPLES = (*MULTIPLES, "key_scale", "value_scale")
 
 
 def _plan(shape: AttentionShape, sm: int, tuning: Tuning) -> _Plan:
@@ -340,15 +342,17 @@ def _attend_variant(shape: AttentionShape, tile: Tile, tokens: int, **constants:
         "BLOCK_SIZE": shape.block_size,
         "TOKENS": tokens,
         "BLOCK_M": max(tile.rows, _power_of_two(tokens * shape.share)),
-        "KV_BYTES": numpy_dtype(shape.kv_dtype).itemsize,
+        "KV_BYTES": packed_bytes(shape.kv_dtype, 1),
         "SOFTCAP": shape.softcap,
         "SINKS": shape.sink_logits,
         "QUANTISED": shape.kv_dtype in QUANTISED,
+        "PACKED": shape.kv_dtype == INT4,
         "CHUNKED": shape.chunked,
         "VALUE_D": _power_of_two(shape.head_dim) // tile.parts,
     }
     signature = _typed(ATTEND_SIGNATURE, shape)
-    return Variant("attend", signature, tuple(constants.items()), MULTIPLES, tile.warps, tile.stages)
+    multiples = PACKED_MULTIPLES if shape.kv_dtype == INT4 else MULTIPLES
+    return Variant("attend", signature, tuple(constants.items()), multiples, tile.warps, tile.stages)
 
 
 def _head_constants(shape: AttentionShape) -> dict[str, int]:
@@ -356,7 +360,11 @@ def _head_constants(shape: AttentionShape) -> dict[str, int]:
 
 
 def _typed(signature: tuple[str, ...], shape: AttentionShape) -> tuple[tuple[str, str], ...]:
-    pointers = {"q": "*" + TRITON_TYPES[shape.q_dtype], "kv": "*" + TRITON_TYPES[shape.kv_dtype]}
+    pointers = {
+        "q": "*" + TRITON_TYPES[shape.q_dtype],
+        "kv": "*" + TRITON_TYPES[shape.kv_dtype],
+        "scale": "*i32" if shape.kv_dtype == INT4 else "*fp32",
+    }
     pairs = (parameter.split(":") for parameter in signature)
     return tuple((name, pointers.get(type_, type_)) for name, type_ in pairs)
 

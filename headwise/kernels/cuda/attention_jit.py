@@ -4,15 +4,8 @@
 consecutive query tokens make the ``BLOCK_M`` rows of its tile, token by token: row ``r`` is token ``r // SHARE`` and
 head ``r % SHARE``. So keys and values are read once for all of them.
 
-**Walk.** Keys come in tiles of ``BLOCK_N`` positions. A windowed head sees two spans, its sinks and its window; the
-walk numbers the tiles of both without a gap, so that one loop serves every head with nothing but its bounds coming from
-the lengths, and its cost does not grow with the context between the spans. There is no branch in that loop, which
-would keep the compiler from overlapping loads with arithmetic: what must not be seen is masked.
-
-        position   0 ...        sink                      window start ...      last query
-        tiles      [ 0 ][ 1 ]                             [ 2 ][ 3 ][ 4 ][ 5 ]
-
-With ``CHUNKED`` a head's window is a chunk: it begins at the last multiple of its length, not that many tokens back.
+**Walk.** See `walk_jit`: one loop over the tiles of both spans that a head sees, without a branch, which would keep the
+compiler from overlapping loads with arithmetic: what must not be seen is masked.
 
 **Masks.** Slots behind the last token and blocks nobody may see can hold NaN, and ``0 * NaN`` is NaN: they are masked
 where they are loaded, keys and values alike. No pointer is made from a block id below 0. Tiles of a prompt that all its
@@ -27,145 +20,24 @@ by their log-sum-exps (FlashDecoding).
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-NEVER = tl.constexpr(1 << 30)
-"""A position no query reaches."""
-
-SEARCHED = tl.constexpr(128)
-"""Sequences looked at at once when a program finds its own."""
+from headwise.kernels.cuda.cached_jit import UNIT, as_exponents, as_float16, load_packed, load_tile, widened
+from headwise.kernels.cuda.walk_jit import (
+    MAX_SPLITS,
+    NEVER,
+    SEARCHED,
+    find_tile,
+    find_unit,
+    split_of,
+    splits_before,
+    unseen_before,
+    walk_of,
+    window_of,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 MERGED = tl.constexpr(16)
 """Splits merged at once."""
-
-MAX_SPLITS = tl.constexpr(128)
-"""Of one sequence, for one head."""
-
-
-# `JITFunction`, not `triton.jit`, which an environment variable turns into something else.
-@JITFunction
-def unseen_before(position, window, CHUNKED: tl.constexpr):
-    """Position in front of a query's window, or with ``CHUNKED`` of its chunk; below 0 if there is none."""
-    if CHUNKED:
-        return position // window * window - 1
-    return position - window
-
-
-@JITFunction
-def walk_of(first, last, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr):
-    """(tiles, tiles of the sink span, first tile of the window span) for queries at positions ``first`` to ``last``."""
-    window_tile = tl.maximum(unseen_before(first, window, CHUNKED) + 1, 0) // BLOCK_N
-    sink_tiles = tl.minimum((sink + BLOCK_N - 1) // BLOCK_N, window_tile)
-    return sink_tiles + last // BLOCK_N + 1 - window_tile, sink_tiles, window_tile
-
-
-@JITFunction
-def window_of(head_window, kv_head):
-    """Tokens the head sees back from its query, without a special case for full attention."""
-    window = tl.load(head_window + kv_head)
-    return tl.where(window > 0, window, NEVER)
-
-
-@JITFunction
-def tiles_of(
-    index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr
-):  # fmt: skip
-    """Tiles that a head sees of each sequence of ``index``; 0 of those that do not decode, or are none."""
-    here = index < batch
-    queries = tl.load(cu_seqlens_q + index + 1, mask=here, other=0) - tl.load(cu_seqlens_q + index, mask=here, other=0)
-    decodes = here & (queries == 1)
-    position = tl.load(seq_lens + index, mask=decodes, other=1) - 1
-    tiles, _, _ = walk_of(position, position, window, sink, BLOCK_N, CHUNKED)
-    return tl.where(decodes, tiles, 0)
-
-
-@JITFunction
-def split_of(
-    cu_seqlens_q, seq_lens, batch, window, sink, units,
-    BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
-    """Tiles per split, for all sequences alike: as few as make ``units`` of all a head sees, but as many as pay."""
-    total, longest = 0, 0
-    for at in range(0, batch, SEARCHED):
-        tiles = tiles_of(at + tl.arange(0, SEARCHED), cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED)
-        total += tl.sum(tiles, 0)
-        longest = tl.maximum(longest, tl.max(tiles, 0))
-    most = tl.maximum((total + units - 1) // units, (longest + MAX_SPLITS - 1) // MAX_SPLITS)
-    return tl.maximum(most, MIN_SPLIT_TILES)
-
-
-@JITFunction
-def find_unit(
-    unit, programs, per_split, cu_seqlens_q, seq_lens, batch, window, sink,
-    BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
-    """(sequence, split) of a program's unit of work; a sequence that is none where there is nothing to do.
-
-    Splits of sequences that have several come first, since they are the longest; sequences in one piece are counted
-    from the last program on. So both are found in one pass, and a split's number is its place among partial results.
-    """
-    of_split, splits_before, of_whole, splits_all, whole_all = 0, 0, 0, 0, 0
-    back = programs - 1 - unit
-    for at in range(0, batch, SEARCHED):
-        index = at + tl.arange(0, SEARCHED)
-        tiles = tiles_of(index, cu_seqlens_q, seq_lens, batch, window, sink, BLOCK_N, CHUNKED)
-        splits = (tiles + per_split - 1) // per_split
-        whole = (splits == 1).to(tl.int32)
-        splits = tl.where(splits > 1, splits, 0)
-        is_before = (splits_all + tl.cumsum(splits, 0) <= unit) & (index < batch)
-        of_split += tl.sum(is_before.to(tl.int32), 0)
-        splits_before += tl.sum(tl.where(is_before, splits, 0), 0)
-        of_whole += tl.sum(((whole_all + tl.cumsum(whole, 0) <= back) & (index < batch)).to(tl.int32), 0)
-        splits_all += tl.sum(splits, 0)
-        whole_all += tl.sum(whole, 0)
-    sequence = tl.where(unit < splits_all, of_split, of_whole)
-    return sequence, tl.where(unit < splits_all, unit - splits_before, 0)
-
-
-@JITFunction
-def splits_before(
-    sequence, per_split, cu_seqlens_q, seq_lens, window, sink, BLOCK_N: tl.constexpr, CHUNKED: tl.constexpr
-):  # fmt: skip
-    """Splits of the sequences before this one that have several: where its own begin."""
-    before = 0
-    for at in range(0, sequence, SEARCHED):
-        index = at + tl.arange(0, SEARCHED)
-        tiles = tiles_of(index, cu_seqlens_q, seq_lens, sequence, window, sink, BLOCK_N, CHUNKED)
-        splits = (tiles + per_split - 1) // per_split
-        before += tl.sum(tl.where(splits > 1, splits, 0), 0)
-    return before
-
-
-@JITFunction
-def find_tile(cu_seqlens_q, batch, tile, TOKENS: tl.constexpr):
-    """(sequence, its query token) that the ``tile``-th tile of the batch begins at.
-
-    Sequence ``i`` owns the tiles from ``cu_seqlens_q[i] // TOKENS + i`` on: enough for its tokens whatever their
-    number, and known without a prefix sum. Tiles left over begin behind their sequence's last token.
-    """
-    sequence = -1
-    for at in range(0, batch, SEARCHED):
-        index = at + tl.arange(0, SEARCHED)
-        begins = tl.load(cu_seqlens_q + index, mask=index < batch, other=NEVER) // TOKENS + index
-        sequence += tl.sum(((begins <= tile) & (index < batch)).to(tl.int32))
-    begin = tl.load(cu_seqlens_q + sequence) // TOKENS + sequence
-    return sequence, (tile - begin) * TOKENS
-
-
-@JITFunction
-def converted(values, DTYPE: tl.constexpr):
-    """Cached values as numbers of ``DTYPE``; integers by way of float32, from where every conversion exists."""
-    if values.dtype == tl.int8:
-        return values.to(tl.float32).to(DTYPE)
-    return values.to(DTYPE)
-
-
-@JITFunction
-def load_tile(at, mask, WHOLE: tl.constexpr):
-    """What lies there; 0 where the mask says no, unless ``WHOLE`` says that all may be read."""
-    if WHOLE:
-        return tl.load(at)
-    return tl.load(at, mask=mask, other=0.0)
 
 
 @JITFunction
@@ -184,15 +56,16 @@ def attend_tile(
     key, value, key_scale, value_scale, table, block_stride, scale_stride, score_scale, cap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DECODE: tl.constexpr, INTERIOR: tl.constexpr, SOFTCAP: tl.constexpr, QUANTISED: tl.constexpr,
-    CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
+    PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the tile's ``BLOCK_N`` keys and values go into the running state.
 
     ``earliest`` and ``latest`` are the positions of the first and the last query, ``positions`` those of all rows. With
     ``INTERIOR`` every query sees every token of the tile, and its blocks are there: nothing is masked. Of values the
-    first ``VALUE_D`` elements from ``value`` on are read.
+    first ``VALUE_D`` elements from ``value`` on are read. ``score_scale`` is ``[BLOCK_M]``.
     """
-    dims = tl.arange(0, BLOCK_D)
+    row: tl.constexpr = HEAD_DIM // 2 if PACKED else HEAD_DIM  # numbers in memory, of a key or a value
+    scale_row: tl.constexpr = HEAD_DIM // 32 if PACKED else 1
     within = tl.arange(0, BLOCK_N)
     tokens = tile * BLOCK_N + within
     if BLOCK_SIZE >= BLOCK_N:  # the tile lies within one block: one base, and offsets that no step computes anew
@@ -200,11 +73,10 @@ def attend_tile(
         mapped = tokens <= tl.where(block >= 0, latest, -1)
         base = tl.maximum(block, 0).to(tl.int64) * block_stride
         skipped = tile * BLOCK_N % BLOCK_SIZE
-        key += base + skipped * HEAD_DIM
-        value += base + skipped * HEAD_DIM
-        at_token = within * HEAD_DIM
-        at = at_token[:, None] + dims[None, :]
-        scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + skipped + within
+        key += base + skipped * row
+        value += base + skipped * row
+        at_token = within * row
+        scales_at = tl.maximum(block, 0).to(tl.int64) * scale_stride + (skipped + within) * scale_row
     else:
         if INTERIOR:
             block = tl.load(table + tokens // BLOCK_SIZE)
@@ -212,27 +84,29 @@ def attend_tile(
             block = tl.load(table + tokens // BLOCK_SIZE, mask=tokens <= latest, other=-1)
         mapped = block >= 0
         block = tl.maximum(block, 0).to(tl.int64)
-        at_token = block * block_stride + tokens % BLOCK_SIZE * HEAD_DIM
-        at = at_token[:, None] + dims[None, :]
-        scales_at = block * scale_stride + tokens % BLOCK_SIZE
+        at_token = block * block_stride + tokens % BLOCK_SIZE * row
+        scales_at = block * scale_stride + tokens % BLOCK_SIZE * scale_row
     if not INTERIOR:
         mapped = mapped & ((tokens > unseen_before(earliest, window, CHUNKED)) | (tokens < sink))
-    loaded = (dims < HEAD_DIM)[None, :]
-    if not INTERIOR:
-        loaded = mapped[:, None] & loaded if HEAD_DIM != BLOCK_D else mapped[:, None]
-    value_at, value_loaded = at, loaded
-    if VALUE_D != BLOCK_D:
-        value_at, value_loaded = at_token[:, None] + tl.arange(0, VALUE_D)[None, :], mapped[:, None]
 
-    keys = converted(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
+    if PACKED:
+        keys = load_packed(key, key_scale, at_token, scales_at, mapped, HEAD_DIM, BLOCK_D, INTERIOR, queries.dtype)
+    else:
+        dims = tl.arange(0, BLOCK_D)
+        at = at_token[:, None] + dims[None, :]
+        loaded = (dims < HEAD_DIM)[None, :]
+        if not INTERIOR:
+            loaded = mapped[:, None] & loaded if HEAD_DIM != BLOCK_D else mapped[:, None]
+        value_at, value_loaded = at, loaded
+        if VALUE_D != BLOCK_D:
+            value_at, value_loaded = at_token[:, None] + tl.arange(0, VALUE_D)[None, :], mapped[:, None]
+        keys = widened(load_tile(key + at, loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if QUANTISED:
         scores *= load_tile(key_scale + scales_at, mapped, INTERIOR)[None, :]
     if SOFTCAP:  # cap * tanh(x) with exp2, which stays finite for any score
-        scores = cap - 2.0 * cap / (tl.exp2(scores * score_scale) + 1.0)
-        exponent_scale = 1.0
-    else:
-        exponent_scale = score_scale
+        scores = cap - 2.0 * cap / (tl.exp2(scores * score_scale[:, None]) + 1.0)
+        score_scale = tl.full(score_scale.shape, 1.0, tl.float32)
 
     if DECODE:
         scores = tl.where(mapped[None, :], scores, float("-inf"))
@@ -243,20 +117,31 @@ def attend_tile(
         visible = (after <= positions[:, None]) & (before > unseen_before(positions, window, CHUNKED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
 
-    new_highest = tl.maximum(highest, tl.max(scores, 1) * exponent_scale)
-    # A row that has seen nothing yet would compute inf - inf.
-    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp2(scores * exponent_scale - reference[:, None])
-    fading = tl.exp2(highest - reference)
-    total = total * fading + tl.sum(weights, 1)
-    values = load_tile(value + value_at, value_loaded, INTERIOR and HEAD_DIM == BLOCK_D)
     if QUANTISED:
         value_scales = load_tile(value_scale + scales_at, mapped, INTERIOR)
-        if queries.dtype == tl.float16:  # weights times scales may be below its range
-            values = converted(values, tl.float32) * value_scales[:, None]
-        else:
-            weights *= value_scales[None, :]
-    values = converted(values, queries.dtype)
+        if queries.dtype == tl.float16:
+            # Weights times scales may be below its range: they are powers of two that scales are part of, so the
+            # largest is 1. That their sum is of weights alone is made good there.
+            exponents, inverses = as_exponents(value_scales)
+            scores = scores * score_scale[:, None] + exponents[None, :]
+            score_scale = tl.full(score_scale.shape, 1.0, tl.float32)
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * score_scale)
+    # A row that has seen nothing yet would compute inf - inf.
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores * score_scale[:, None] - reference[:, None])
+    fading = tl.exp2(highest - reference)
+    if QUANTISED and queries.dtype == tl.float16:
+        total = total * fading + tl.sum(weights * inverses[None, :], 1)
+    else:
+        total = total * fading + tl.sum(weights, 1)
+    if PACKED:
+        values = load_packed(
+            value, value_scale, at_token, scales_at, mapped, HEAD_DIM, VALUE_D, INTERIOR, queries.dtype
+        )  # fmt: skip
+    else:
+        values = widened(load_tile(value + value_at, value_loaded, INTERIOR and HEAD_DIM == BLOCK_D), queries.dtype)
+    if QUANTISED and queries.dtype != tl.float16:
+        weights *= value_scales[None, :]
     accumulator = tl.dot(weights.to(values.dtype), values, accumulator * fading[:, None], input_precision="ieee")
     return accumulator, new_highest, total
 
@@ -276,7 +161,7 @@ def attend(
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
     KV_BYTES: tl.constexpr, DECODE: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    QUANTISED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
+    QUANTISED: tl.constexpr, PACKED: tl.constexpr, CHUNKED: tl.constexpr, VALUE_D: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows over one KV head.
 
@@ -338,12 +223,20 @@ def attend(
     real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
     at_query = (query_begin + token).to(tl.int64) * query_stride + head * HEAD_DIM
     queries = tl.load(query + at_query[:, None] + dims[None, :], mask=real, other=0.0)
+    score_scale = tl.full([BLOCK_M], 1.0, tl.float32) * score_scale
+    if PACKED:
+        score_scale /= UNIT
+    if (PACKED or QUANTISED) and queries.dtype == tl.bfloat16:
+        queries, largest = as_float16(queries)
+        score_scale *= largest
 
     slot_base = slot * (slot_bytes // KV_BYTES)
     scale_base = slot * (slot_bytes // 4)
     table = block_tables + (sequence * groups + group).to(tl.int64) * max_blocks
     if VALUE_D != BLOCK_D:
-        value += part * VALUE_D
+        value += part * (VALUE_D // 2 if PACKED else VALUE_D)
+        if PACKED:
+            value_scale += part * (VALUE_D // 32)
         out += part * VALUE_D
         dims = tl.arange(0, VALUE_D)
         real = real_row[:, None] & (dims < HEAD_DIM)[None, :]
@@ -367,7 +260,7 @@ def attend(
                 offset + first, last, window, sink,
                 key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
                 block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, CHUNKED, VALUE_D,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, True, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
             )  # fmt: skip
     for step in range(begin, end - skipped):
         step = step + tl.where(step >= skipped_at, skipped, 0)
@@ -376,9 +269,11 @@ def attend(
             offset + first, last, window, sink,
             key + slot_base, value + slot_base, key_scale + scale_base, value_scale + scale_base, table,
             block_bytes // KV_BYTES, block_bytes // 4, score_scale, cap,
-            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, CHUNKED, VALUE_D,
+            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, DECODE, False, SOFTCAP, QUANTISED, PACKED, CHUNKED, VALUE_D,
         )  # fmt: skip
 
+    if PACKED:
+        accumulator /= UNIT
     if DECODE:
         if used > 1:
             mixed = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -10,8 +10,9 @@ of one query, for which it reads the chosen latents one by one from where they l
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from headwise.kernels.cuda.attention_jit import sum_of_parts, window_of
+from headwise.kernels.cuda.attention_jit import sum_of_parts
 from headwise.kernels.cuda.mla_jit import latent_step, load_queries, store_mixed
+from headwise.kernels.cuda.walk_jit import window_of
 
 SEARCHED = tl.constexpr(128)
 """Sequences looked at at once."""

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.runtime.interpreter import FunctionRewriter, InterpretedFunction, TensorHandle
 from triton.runtime.jit import JITFunction
 
+from headwise.kernels.cuda.inline_ptx import run_inline
 from headwise.kernels.cuda.launch import Grid, Variant
 
 DTYPES = {"i32": "int32", "i64": "int64", "fp32": "float32"}
@@ -99,3 +100,20 @@ class _Language:
         if "input_precision" in options:  # NumPy has one, and the interpreter does not know all by name
             options["input_precision"] = "ieee"
         return tl.dot(lhs, rhs, *more, **options)
+
+    @staticmethod
+    def inline_asm_elementwise(
+        text: str, operands: str, inputs: Sequence[Any], dtype: Any, is_pure: bool, pack: int
+    ) -> Any:
+        """All of the inputs' shapes that they have together; ``operands`` and ``is_pure`` are the compiler's."""
+        arrays = np.broadcast_arrays(*(tensor.handle.data for tensor in inputs))
+        types = dtype if isinstance(dtype, tuple) else (dtype,)
+        made = run_inline(
+            tl.core._unwrap_if_constexpr(text),
+            arrays,
+            [np.dtype(str(type_).replace("fp", "float")) for type_ in types],
+            pack,
+        )
+        shape = [tl.block_type(type_, list(arrays[0].shape)) for type_ in types]
+        results = tuple(tl.tensor(TensorHandle(*pair), kind) for *pair, kind in zip(made, types, shape, strict=True))
+        return results if isinstance(dtype, tuple) else results[0]

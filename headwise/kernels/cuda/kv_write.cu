@@ -5,12 +5,13 @@
 // reduced by shuffles.
 //
 // Macros of a variant: HEAD_DIM, a multiple of 16 up to 256, or of 32 up to 512; INPUT, one of F16, BF16, F32; CACHE, the same or one of
-// INT8, E4M3, which store a scale per row.
+// INT8, E4M3, which store a scale per row, or INT4, of whole groups of 32, which stores a scale and a minimum for each.
 
 #include "numbers.cuh"
 #include "sequences.cuh"
 
 constexpr bool QUANTISED = CACHE == INT8 || CACHE == E4M3;
+constexpr bool PACKED = CACHE == INT4;
 constexpr float LARGEST = CACHE == INT8 ? 127.0f : 448.0f;
 
 constexpr int ELEMENTS = HEAD_DIM <= 256 ? 8 : 16;               // of a row, in a lane
@@ -19,9 +20,16 @@ constexpr int GROUP = LANES <= 8 ? 8 : LANES <= 16 ? 16 : 32;    // lanes given 
 constexpr int WORD_ELEMENTS = INPUT == F32 ? 1 : 2;              // in 32 bits
 constexpr int WORDS = ELEMENTS / WORD_ELEMENTS;                  // in a lane
 constexpr int INPUT_ROW = HEAD_DIM * 4 / WORD_ELEMENTS;          // bytes
-constexpr int CACHE_ROW = QUANTISED ? HEAD_DIM : INPUT_ROW;      // bytes
+constexpr int CACHE_ROW = PACKED ? HEAD_DIM / 2 : QUANTISED ? HEAD_DIM : INPUT_ROW;
+constexpr int SCALES_ROW = PACKED ? HEAD_DIM / 32 * 4 : 4;       // of a token
 
-static_assert(QUANTISED || int(CACHE) == int(INPUT), "only quantised caches differ from their input");
+constexpr int SCALED = 32;                                       // elements that share INT4's scale and minimum
+constexpr int HALF = SCALED / 2;                                 // of them: the codes of two share a byte
+constexpr int HALF_LANES = HALF / ELEMENTS;                      // that hold these
+constexpr float LARGEST_F16 = 65504.0f, LARGEST_CODE = 15.0f;
+
+static_assert(QUANTISED || PACKED || int(CACHE) == int(INPUT), "only quantised caches differ from their input");
+static_assert(!PACKED || HEAD_DIM % SCALED == 0, "a row must be whole groups");
 static_assert(HEAD_DIM % (2 * ELEMENTS) == 0 && HEAD_DIM <= WARP * ELEMENTS, "a row must fit a warp");
 
 struct Lane {  // what one lane holds of a row, in the input's numbers
@@ -139,6 +147,61 @@ __device__ __forceinline__ void store_quantised(char* to, const Lane& lane, floa
         reinterpret_cast<uint2*>(to)[i / 2] = uint2{packed[i], packed[i + 1]};
 }
 
+// ---- groups of four-bit codes: what is read is minimum + code * scale ----
+
+struct Packed {  // what one lane holds of a group
+    unsigned codes[ELEMENTS / 4];  // in the lanes of the group's first half: their elements', and those HALF behind
+    unsigned scale, minimum;       // of the group, float16
+};
+
+// Element `i`, as far as float16 holds it.
+__device__ __forceinline__ float clipped(const Lane& lane, int i)
+{
+    return fminf(fmaxf(element(lane, i), -LARGEST_F16), LARGEST_F16);
+}
+
+// All lanes of a warp take part.
+__device__ __forceinline__ Packed packed_of(const Lane& lane)
+{
+    float lowest = clipped(lane, 0), highest = lowest;
+#pragma unroll
+    for (int i = 1; i < ELEMENTS; i++) {
+        lowest = fminf(lowest, clipped(lane, i));
+        highest = fmaxf(highest, clipped(lane, i));
+    }
+#pragma unroll
+    for (int lanes = HALF_LANES; lanes > 0; lanes /= 2) {
+        lowest = fminf(lowest, __shfl_xor_sync(ALL_LANES, lowest, lanes, GROUP));
+        highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, lanes, GROUP));
+    }
+    Packed packed = {};
+    packed.minimum = from_f32<F16>(lowest + 0.0f);  // of both zeros the one without a sign
+    const float minimum = to_f32<F16>(packed.minimum);
+    packed.scale = from_f32<F16>((highest - minimum) / LARGEST_CODE);
+    const float scale = to_f32<F16>(packed.scale);
+    if (!(scale > 0.0f)) packed.scale = 0;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; i++) {
+        const float steps = scale > 0.0f ? (clipped(lane, i) - minimum) / scale : 0.0f;
+        packed.codes[i / 4] |= static_cast<unsigned>(rintf(fminf(fmaxf(steps, 0.0f), LARGEST_CODE))) << i % 4 * 8;
+    }
+#pragma unroll
+    for (int i = 0; i < ELEMENTS / 4; i++)
+        packed.codes[i] |= __shfl_xor_sync(ALL_LANES, packed.codes[i], HALF_LANES, GROUP) << 4;
+    return packed;
+}
+
+// What lane `at` of the row at `to`, whose scales and minima are at `scales`, has to store of it.
+__device__ __forceinline__ void store_packed(char* to, char* scales, const Packed& packed, int at)
+{
+    const int group = at / (2 * HALF_LANES), within = at % (2 * HALF_LANES);
+    if (within >= HALF_LANES) return;
+    uint2* codes = reinterpret_cast<uint2*>(to + group * HALF + within * ELEMENTS);
+#pragma unroll
+    for (int i = 0; i < ELEMENTS / 4; i += 2) codes[i / 2] = uint2{packed.codes[i], packed.codes[i + 1]};
+    if (within == 0) reinterpret_cast<unsigned*>(scales)[group] = packed.scale | packed.minimum << 16;
+}
+
 // query, key, value:  [tokens, heads, HEAD_DIM]; their strides are bytes from token to token
 // cosines, sines:     [tokens, HEAD_DIM / 2], or null: nothing is rotated. Queries are only there to be rotated.
 // arena, layout:      see BlockLayout; *_at are byte offsets of the roles within a slot
@@ -184,6 +247,8 @@ extern "C" __global__ void write_kv(
             const float largest = largest_magnitude(lane);
             if (largest > 0.0f) scale = largest / LARGEST;
         }
+        Packed packed = {};
+        if constexpr (PACKED) packed = packed_of(lane);
         if (!here) continue;
         if (is_query) {
             store(query + token * query_stride + within, lane);
@@ -192,13 +257,15 @@ extern "C" __global__ void write_kv(
         const int block = table[head_groups[head] * table_stride];
         if (block < 0) continue;
         char* slot = arena + block * block_bytes + head_slots[head] * slot_bytes;
-        char* to = slot + (is_value ? value_at : 0) + offset * CACHE_ROW + at * (CACHE_ROW / LANES);
-        if constexpr (QUANTISED) {
-            store_quantised(to, lane, scale);
-            float* scales = reinterpret_cast<float*>(slot + (is_value ? value_scale_at : key_scale_at));
-            if (at == 0) scales[offset] = scale;
+        char* to = slot + (is_value ? value_at : 0) + offset * CACHE_ROW;
+        char* scales = slot + (is_value ? value_scale_at : key_scale_at) + offset * SCALES_ROW;
+        if constexpr (PACKED) {
+            store_packed(to, scales, packed, at);
+        } else if constexpr (QUANTISED) {
+            store_quantised(to + at * ELEMENTS, lane, scale);
+            if (at == 0) *reinterpret_cast<float*>(scales) = scale;
         } else {
-            store(to, lane);
+            store(to + at * (CACHE_ROW / LANES), lane);
         }
     }
 }

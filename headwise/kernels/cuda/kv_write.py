@@ -15,11 +15,16 @@ from headwise.kernels.cuda.attention import HEAD_DIMS
 from headwise.kernels.cuda.launch import Kernel, address_of
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.gqa import QUANTISED, head_dim_of, kv_dtype_of
+from headwise.kernels.nibbles import INT4
 
 Array = Any
 
-NUMBERS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "int8": "INT8", "float8_e4m3fn": "E4M3"}
+FLOATS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+NUMBERS = {**FLOATS, "int8": "INT8", "float8_e4m3fn": "E4M3", INT4: "INT4"}
 """What `kv_write.cu` calls each dtype."""
+
+SCALED = (*QUANTISED, INT4)
+"""The dtypes that a cache may have whatever its input has."""
 
 SOURCE, KERNEL = "kv_write.cu", "write_kv"
 THREADS = 128
@@ -159,10 +164,10 @@ def variant_of(layout: BlockLayout, input_dtype: np.dtype[Any]) -> Defines:
         raise ConfigError(
             f"head size {head_dim} is not supported on a GPU: choose one of {', '.join(map(str, HEAD_DIMS))}"
         )
-    if given not in NUMBERS or given in QUANTISED or cache not in (given, *QUANTISED):
+    if given not in FLOATS or cache not in (given, *SCALED):
         raise ConfigError(
             f"keys and values of {given} cannot be kept as {cache} on a GPU: give float16, bfloat16 or float32, and "
-            f"keep them so or as {' or '.join(QUANTISED)}"
+            f"keep them so or as {' or '.join(SCALED)}"
         )
     if layout.alignment % VECTOR_BYTES:
         raise ConfigError(f"blocks aligned to {layout.alignment} bytes: a GPU needs a multiple of {VECTOR_BYTES}")
@@ -172,8 +177,8 @@ def variant_of(layout: BlockLayout, input_dtype: np.dtype[Any]) -> Defines:
 def all_variants(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[Defines]:
     """The macros of every variant of `kv_write.cu`, to compile them ahead."""
     for head_dim in head_dims:
-        for given in ("float16", "bfloat16", "float32"):
-            for cache in (given, *QUANTISED):
+        for given in FLOATS:
+            for cache in (given, *SCALED):
                 yield {"HEAD_DIM": head_dim, "INPUT": NUMBERS[given], "CACHE": NUMBERS[cache]}
 
 

@@ -5,8 +5,8 @@ query tokens with ``HEADS`` heads each, row ``r`` being token ``r // HEADS`` and
 two products, with the compressed part of latents and with the rotated one; what weights sum up is the compressed part,
 which lies in shared memory already.
 
-Walk, masks, softmax and splits are those of `attention_jit`. A step of the softmax is the same for tokens that lie in a
-row and for ones that an indexer chose.
+Walk, masks, softmax and splits are those of `walk_jit` and `attention_jit`. A step of the softmax is the same for
+tokens that lie in a row and for ones that an indexer chose.
 
 Latents in int8 are rows of integers with a scale each, ``compressed | coarse | fine``, see
 `headwise.kernels.mla_quantised`: the rotated part is ``16 * coarse + fine``, and each of the two is multiplied exactly.
@@ -17,7 +17,8 @@ Latents in int8 are rows of integers with a scale each, ``compressed | coarse | 
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from headwise.kernels.cuda.attention_jit import NEVER, converted, find_tile, find_unit, split_of, walk_of, window_of
+from headwise.kernels.cuda.cached_jit import converted
+from headwise.kernels.cuda.walk_jit import NEVER, find_tile, find_unit, split_of, walk_of, window_of
 
 COARSE = tl.constexpr(16.0)
 """Fine units in a coarse one."""

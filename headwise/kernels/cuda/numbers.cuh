@@ -1,6 +1,6 @@
 // Numbers of two bytes, and four, in registers.
 
-enum Number { F16, BF16, F32, INT8, E4M3 };
+enum Number { F16, BF16, F32, INT8, E4M3, INT4 };
 
 #ifdef __CUDACC__
 __device__ __forceinline__ float f16_to_f32(unsigned short bits)

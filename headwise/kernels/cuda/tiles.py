@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.cache_controller.dtypes import dtype_bytes, packed_bytes
+from headwise.kernels.gqa import QUANTISED
+from headwise.kernels.nibbles import INT4
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
 """Shared memory one block may have, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
@@ -32,6 +34,17 @@ _EXACT = {64: Tile(32, 32, 4, 2)}
 _EXACT_WIDE = Tile(16, 16, 4, 2)
 """float32 is multiplied without tensor cores, both operands in registers: larger tiles do not fit there."""
 
+_QUANTISED = {
+    32: Tile(64, 64, 4, 3), 64: Tile(64, 32, 4, 3), 96: Tile(64, 64, 8, 2), 128: Tile(64, 64, 8, 2),
+    256: Tile(32, 32, 8, 2), 512: Tile(16, 32, 8, 2),
+}  # fmt: skip
+_QUANTISED_LARGE = {
+    32: Tile(128, 64, 8, 2), 64: Tile(128, 64, 8, 3), 96: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2),
+    256: Tile(64, 64, 8, 2), 512: Tile(64, 32, 8, 2, parts=2),
+}  # fmt: skip
+"""Of a prompt over a quantised cache, by head size: besides what others have in registers, all of a tile's numbers are
+there before they are stored, and two scales for each column."""
+
 
 def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
     """Large, so that every key read serves many rows, as far as registers go.
@@ -45,6 +58,8 @@ def prefill_tile(head_dim: int, q_dtype: str, kv_dtype: str, sm: int) -> Tile:
     is_large = sm >= 90 and SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90) == SHARED_BYTES_FROM_90
     if q_dtype == "float32":
         tile = _EXACT.get(head_dim, _EXACT_WIDE)
+    elif kv_dtype in (*QUANTISED, INT4):
+        tile = (_QUANTISED_LARGE if is_large else _QUANTISED)[head_dim]
     elif head_dim == 512:
         tile = Tile(128, 32, 8, 2, parts=2) if is_large else Tile(32, 32, 8, 2)
     elif sm >= 90:
@@ -84,10 +99,10 @@ def _fitting(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str, sm: int) ->
 def _shared_bytes(tile: Tile, head_dim: int, q_dtype: str, kv_dtype: str) -> int:
     """About what the compiler takes: queries, keys and values in flight, and one tile of each converted."""
     dims = 1 << (head_dim - 1).bit_length()
-    q_bytes, kv_bytes = numpy_dtype(q_dtype).itemsize, numpy_dtype(kv_dtype).itemsize
+    q_bytes = dtype_bytes(q_dtype)
     pair = dims + dims // tile.parts  # elements of a key and a value
     converted = 0 if kv_dtype == q_dtype else tile.keys * pair * q_bytes
-    return tile.rows * dims * q_bytes + tile.stages * tile.keys * pair * kv_bytes + converted
+    return tile.rows * dims * q_bytes + tile.stages * packed_bytes(kv_dtype, tile.keys * pair) + converted
 
 
 def latent_tile(heads: int, q_dtype: str, kv_dtype: str, sm: int, is_decode: bool) -> Tile:

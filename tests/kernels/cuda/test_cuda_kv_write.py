@@ -30,6 +30,8 @@ VARIANTS = [
     ("float32", "int8", 64),
     ("bfloat16", "bfloat16", 512),
     ("float16", "int8", 512),
+    ("bfloat16", "int4", 96),
+    ("float32", "int4", 512),
 ]
 
 

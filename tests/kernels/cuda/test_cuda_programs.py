@@ -34,8 +34,8 @@ def test_the_kv_write_reads_and_writes_whole_vectors_without_spills(sm: int, def
     compiled = compile_source("kv_write.cu", defines, sm)
     assert spilled(compiled) == []
     assert accesses(compiled, "ld") - {"s32"} == {"v4.u32", "v4.f32", "u32"}  # rows; angles; numbers of the batch
-    quantised = {"v2.u32", "f32"} if defines["CACHE"] in ("INT8", "E4M3") else set()  # rows of bytes; scales
-    assert accesses(compiled, "st") == {"v4.u32"} | quantised
+    scaled = {"INT8": {"v2.u32", "f32"}, "E4M3": {"v2.u32", "f32"}, "INT4": {"v2.u32", "u32"}}  # rows; scales
+    assert accesses(compiled, "st") == {"v4.u32"} | scaled.get(str(defines["CACHE"]), set())
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 256, 512])

@@ -234,10 +234,20 @@ def count_draws(gpu: EmulatedGpu) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"dtype": "float16", "kv_dtype": "int8"}])
-def test_narrow_numbers_give_nearly_the_same_logits(model: Path, libraries: Path, changes: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"dtype": "bfloat16"}, "float32"),
+        ({"dtype": "float16", "kv_dtype": "int8"}, "float32"),
+        ({"dtype": "bfloat16", "kv_dtype": "int4"}, "int4"),
+    ],
+)
+def test_narrow_numbers_give_nearly_the_same_logits(
+    model: Path, libraries: Path, changes: dict[str, str], kept: str
+) -> None:
+    """``kept``: the dtype of the cache that they are compared with."""
     wanted = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
-    wide = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")
+    wide = configuration(model, device="cpu", tensor_ops="numpy", kernels="reference", kv_dtype=kept)
     with LocalEngine(wide) as engine:
         expected = engine.generate([PROMPT], wanted)[0]
     with LocalEngine(

@@ -14,7 +14,6 @@ from headwise.kernels.cuda.attention import AttentionShape, check_supported
 from headwise.kernels.cuda.kernels import CudaKernels
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.gqa import QUANTISED, gqa_layout
-from headwise.kernels.nibbles import INT4
 from headwise.kernels.select import make_kernels
 from headwise.runtime.models.attention.base import CachedAttention, LayerCache, Serving
 from headwise.runtime.models.base import ModelConfig, Rotation
@@ -36,8 +35,6 @@ class GroupedQueryAttention:
 
     def check(self, serving: Serving) -> None:
         """See `AttentionVariant.check`: there is no quantised cache for some kernels and sizes of heads."""
-        if serving.kv_dtype == INT4 and serving.device != "cpu":
-            raise ConfigError("kv_dtype int4 is kept on a CPU alone: choose kv_dtype int8")
         if serving.device != "cpu" or serving.kernels == "reference" or serving.kv_dtype not in QUANTISED:
             return
         dims = sorted({self.config.heads_of(layer).head_dim for layer in range(self.config.num_layers)})
