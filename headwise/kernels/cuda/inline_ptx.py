@@ -31,8 +31,7 @@ def run_inline(
     made = [_numbered(count, registers) for count in (_words(dtype, pack) for dtype in outputs)]
     for array in inputs:
         columns = np.ascontiguousarray(array).reshape(-1, pack).view(np.uint32).T
-        for name, column in zip(_numbered(_words(array.dtype, pack), registers), columns, strict=True):
-            registers[name] = column
+        registers.update(zip(_numbered(_words(array.dtype, pack), registers), columns, strict=True))
     for name, targets, operands in _instructions(text):
         found = _INSTRUCTIONS[name](*(_value(operand, registers) for operand in operands))
         registers.update(zip(targets, [found] if len(targets) == 1 else _split(found), strict=True))
