@@ -41,6 +41,14 @@ class HeadTable:
 
 
 @dataclass(frozen=True)
+class HostLengths:
+    """The lengths of an `AttentionBatch` in the host's memory."""
+
+    cu_seqlens_q: Array
+    seq_lens: Array
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """One step's sequences. All arrays are int32.
 
@@ -53,6 +61,7 @@ class AttentionBatch:
     groups:       number of head groups
     max_query_len: no sequence has more query rows than this, if the host knows it; 1 promises decode only. Kernels
                   on a device choose their grid by it without looking at the arrays.
+    on_host:      the lengths of a step that is no graph, where the arrays are on a device
     """
 
     cu_seqlens_q: Array
@@ -60,6 +69,7 @@ class AttentionBatch:
     block_tables: Array
     groups: int
     max_query_len: int | None = None
+    on_host: HostLengths | None = None
 
 
 class AttentionKernels(Protocol):

@@ -13,7 +13,9 @@ Which one is taken, and for which sequences, is the implementation's choice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from headwise.cache_controller.layout import BlockLayout
 from headwise.kernels.base import Array, AttentionBatch, HeadTable
@@ -29,6 +31,23 @@ class UpProjections:
 
     key: Array
     value: Array
+
+
+def saves_arithmetic(up: UpProjections, queries: Any, contexts: Any, expansion_cost: float) -> bool:
+    """Whether the expanded form is less arithmetic for sequences of so many ``queries`` and tokens of ``contexts``.
+
+    Products with up-projections are of the whole context there. In the absorbed form they are of queries, whose
+    products with a token are longer.
+
+    queries, contexts: int64 arrays ``[sequences]``, or numbers
+    expansion_cost:    of a number that is expanded, in those of a product
+    """
+    _, plain, rank = up.key.shape
+    value_dim = up.value.shape[2]
+    projecting = rank * (plain + value_dim)
+    saved = 2 * rank - plain - value_dim  # of each query's product with a key and a value
+    expanding = expansion_cost * contexts * projecting
+    return bool(np.sum(expanding) < np.sum(queries * (projecting + contexts * saved)))
 
 
 class LatentKernels(Protocol):

@@ -21,7 +21,7 @@ from headwise.kernels.cpu.attention_pass import HEAD_DIM_STEP
 from headwise.kernels.cpu.sharing import share_out
 from headwise.kernels.gqa import gqa_layout
 from headwise.kernels.mla import Index, has_scales, load_latents, store_latents
-from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.mla_base import UpProjections, saves_arithmetic
 from headwise.kernels.mla_quantised import stretch_queries
 
 EXPANDED_QUERIES = 32
@@ -208,11 +208,7 @@ class _Span:
         """Whether that is less arithmetic: products with up-projections are of queries, or of the whole context."""
         if self.blocks is None or self.context > MOST_EXPANDED:
             return False
-        _, plain, rank = up.key.shape
-        value_dim = up.value.shape[2]
-        projecting = rank * (plain + value_dim)
-        saved = 2 * rank - plain - value_dim  # of each query's product with a key and a value
-        return bool(EXPANSION_COST * self.context * projecting < self.queries * (projecting + self.context * saved))
+        return saves_arithmetic(up, self.queries, self.context, EXPANSION_COST)
 
     def latents(self, arena: NDArray[np.uint8], layout: BlockLayout, heads: HeadTable, width: int) -> Floats:
         """All of the sequence's, ``[context, width]``."""

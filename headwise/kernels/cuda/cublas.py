@@ -111,7 +111,8 @@ class Cublas:
     def products_of_heads(self, x: Array, weights: Array, out: Array) -> None:
         """``out [T, H, N] = x [T, H, K] @ weights [H, K, N]``, head by head, all of one dtype.
 
-        ``weights`` are C-contiguous; of ``x`` and ``out`` each head's numbers lie side by side. No array is empty.
+        ``weights`` are C-contiguous, or transposed matrices that are; of ``x`` and ``out`` each head's numbers lie side
+        by side, and ``x`` may be the same for all heads. No array is empty.
 
         Raises:
             ValueError: the arrays do not belong together, or cannot be read.
@@ -121,7 +122,8 @@ class Cublas:
         belong = weights.shape == (heads, inner, width) and out.shape == (tokens, heads, width)
         if (
             number is None
-            or not (belong and x.dtype == weights.dtype == out.dtype and weights.flags.c_contiguous)
+            or not (belong and x.dtype == weights.dtype == out.dtype)
+            or not (weights.flags.c_contiguous or weights.transpose(0, 2, 1).flags.c_contiguous)
             or x.strides[2] != x.itemsize
             or out.strides[2] != out.itemsize
         ):
@@ -132,9 +134,10 @@ class Cublas:
         self._use(self._current_stream())
         size = x.itemsize
         (x_row, x_head), (out_row, out_head) = ((a.strides[0] // size, a.strides[1] // size) for a in (x, out))
+        operation, leading = (_AS_IT_IS, width) if weights.flags.c_contiguous else (_TRANSPOSED, inner)
         status = self._library.cublasGemmStridedBatchedEx(
-            self._handle, _AS_IT_IS, _AS_IT_IS, width, tokens, inner, ctypes.addressof(self._one),
-            address_of(weights), number, width, inner * width, address_of(x), number, max(x_row, inner), x_head,
+            self._handle, operation, _AS_IT_IS, width, tokens, inner, ctypes.addressof(self._one),
+            address_of(weights), number, leading, inner * width, address_of(x), number, max(x_row, inner), x_head,
             ctypes.addressof(self._zero), address_of(out), number, max(out_row, width), out_head, heads,
             _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip

@@ -1,18 +1,22 @@
-"""The kernels of latent attention (MLA) on a GPU: write and attention, in the absorbed form."""
+"""The kernels of latent attention (MLA) on a GPU: write, and attention in the absorbed or the expanded form."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.cache_controller.layout import BlockLayout
-from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
+from headwise.kernels.cuda.expanded import ExpandedLatents, ExpandedShape
 from headwise.kernels.cuda.latents import CudaLatentWrite
 from headwise.kernels.cuda.launch import Array
 from headwise.kernels.cuda.mla import LatentShape, TritonLatents
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.mla import has_scales, latent_width
-from headwise.kernels.mla_base import UpProjections
+from headwise.kernels.mla_base import UpProjections, saves_arithmetic
 
 ABSORBED_BYTES = 256 << 20
 """Of absorbed queries at a time, and as many of what comes of them, unless those of one tile's heads are more."""
@@ -28,7 +32,8 @@ class CudaLatentKernels:
     """`RotatingLatentKernels` on device arrays; all calls only enqueue, on the current stream.
 
     Queries, latents and up-projections are of one dtype, float16, bfloat16 or float32, and so is the cache, unless it
-    is int8. Queries may have gaps between tokens. Whatever a batch is, it is attended to in the absorbed form.
+    is int8. Queries may have gaps between tokens. Prompts are attended to in the expanded form where the host knows
+    their lengths and that is less arithmetic for all of a step's together; all else is in the absorbed one.
     """
 
     name = "cuda"
@@ -36,6 +41,7 @@ class CudaLatentKernels:
     def __init__(self, parts: GpuParts) -> None:
         self._empty, self._multiply_heads = parts.empty, parts.multiply_heads
         self._latents = TritonLatents(parts.launcher, parts.allocate)
+        self._expanded = ExpandedLatents(parts)
         self._write = CudaLatentWrite(parts.programs)
 
     def prepare(self, layout: BlockLayout, heads: int, rank: int, rotated: int, dtype: str) -> None:
@@ -47,6 +53,13 @@ class CudaLatentKernels:
         shape = LatentShape.of(layout, heads, rank, rotated, dtype)
         self._latents.prepare([shape])
         self._write.prepare(layout, numpy_dtype(dtype))
+
+    def prepare_expanded(
+        self, layout: BlockLayout, heads: int, rank: int, rotated: int, plain: int, value_dim: int, dtype: str
+    ) -> None:
+        """The same for prompts of heads of such sizes."""
+        shape = LatentShape.of(layout, heads, rank, rotated, dtype)
+        self._expanded.prepare(ExpandedShape(shape, plain, value_dim))
 
     def write_latent(
         self, latent: Array, arena: Array, layout: BlockLayout, batch: AttentionBatch, heads: HeadTable
@@ -85,10 +98,17 @@ class CudaLatentKernels:
     ) -> None:
         """See `LatentKernels.attend_latent`. A visible token whose block is ``-1`` is treated as not visible."""
 
-        def attend(absorbed: Array, some: Array, shape: LatentShape, mixed: Array) -> None:
-            self._latents.attend(absorbed, some, shape, arena, layout, batch, heads, scale=scale, out=mixed)
+        known, rows, others = batch.on_host, slice(0, len(query)), batch
+        expands = known is not None and is_worth_expanding(known, up)
+        if known is not None and expands:
+            rows, others = rows_that_decode(known), replace(batch, max_query_len=1)
 
-        self.attend_absorbed(query, up, layout, out, attend)
+        def attend(absorbed: Array, some: Array, shape: LatentShape, mixed: Array) -> None:
+            self._latents.attend(absorbed, some, shape, arena, layout, others, heads, scale=scale, out=mixed)
+
+        self.attend_absorbed(query, up, layout, out, attend, rows)
+        if expands:  # behind it, which writes to the rows of prompts between those that decode
+            self._expanded.attend(query, up, arena, layout, batch, heads, scale=scale, out=out)
 
     def attend_absorbed(
         self,
@@ -97,10 +117,15 @@ class CudaLatentKernels:
         layout: BlockLayout,
         out: Array,
         attend: Callable[[Array, Array, LatentShape, Array], None],
+        rows: slice | None = None,
     ) -> None:
-        """``out`` by what ``attend(absorbed, query, shape, mixed)`` makes of some heads' queries at a time."""
+        """``out`` by what ``attend(absorbed, query, shape, mixed)`` makes of some heads' queries at a time.
+
+        rows: nobody is attended to outside of them; by default all are somebody's
+        """
         check_fit(query, up, out)
-        if not query.shape[0]:
+        rows = slice(0, len(query)) if rows is None else rows
+        if rows.start == rows.stop:
             return
         (tokens, heads, size), (_, plain, rank) = query.shape, up.key.shape
         of_head = max(1, tokens * rank * query.itemsize)
@@ -109,9 +134,29 @@ class CudaLatentKernels:
         for first in range(0, heads, each):
             some = slice(first, min(first + each, heads))
             absorbed, mixed = (self._empty((tokens, some.stop - first, rank), query.dtype) for _ in range(2))
-            self._multiply_heads(query[:, some, :plain], up.key[some], absorbed)
+            self._multiply_heads(query[rows, some, :plain], up.key[some], absorbed[rows])
             attend(absorbed, query[:, some], shape, mixed)
-            self._multiply_heads(mixed, up.value[some], out[:, some])
+            self._multiply_heads(mixed[rows], up.value[some], out[rows, some])
+
+
+EXPANSION_COST = 1.0
+"""Of a number that is expanded, in those of a product: cuBLAS writes it and the attention reads it, once each."""
+
+
+def is_worth_expanding(lengths: HostLengths, up: UpProjections) -> bool:
+    """Whether a step's prompts together are less arithmetic in the expanded form."""
+    queries = np.diff(lengths.cu_seqlens_q).astype(np.int64)
+    prompts = queries > 1
+    contexts = lengths.seq_lens[prompts].astype(np.int64)
+    return bool(prompts.any()) and saves_arithmetic(up, queries[prompts], contexts, EXPANSION_COST)
+
+
+def rows_that_decode(lengths: HostLengths) -> slice:
+    """The rows from the first sequence with one query to the last."""
+    alone = np.flatnonzero(np.diff(lengths.cu_seqlens_q) == 1)
+    if not len(alone):
+        return slice(0, 0)
+    return slice(int(lengths.cu_seqlens_q[alone[0]]), int(lengths.cu_seqlens_q[alone[-1] + 1]))
 
 
 def check_fit(query: Array, up: UpProjections, out: Array) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.block_tables import TableShape
 from headwise.cache_controller.cache_controller import CacheController
 from headwise.errors import EngineDiedError, first_line
-from headwise.kernels.base import AttentionBatch, HeadTable
+from headwise.kernels.base import AttentionBatch, HeadTable, HostLengths
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard, read_model_card, with_pool
 from headwise.runtime.config.threads import threads_per_worker
@@ -421,7 +421,8 @@ class ModelWorker:
         self._last.fill(tokens, begins, rows)
         tables = self._cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
-        step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()))
+        known = HostLengths(cu_seqlens, seq_lens)
+        step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()), known)
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
         return self._model.forward(tokens, places, _PagedAttention(self, step), given)
 

@@ -19,6 +19,7 @@ from support.latent_scene import LatentCase, LatentScene
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
+from headwise.kernels.base import HostLengths
 from headwise.kernels.dsa import index_view
 from headwise.kernels.dsa_base import IndexKeys, IndexQueries
 from headwise.kernels.dsa_reference import best
@@ -31,11 +32,13 @@ pytest.importorskip("triton")
 
 from support.gpu.interpreted_latents import gpu_parts, indexed_kernels, latent_kernels
 
-from headwise.kernels.cuda import dsa, indexer, latents, mla
+from headwise.kernels.cuda import dsa, expanded, indexer, latents, mla
 from headwise.kernels.cuda.cubins import Target, compile_variant
 from headwise.kernels.cuda.dsa import IndexShape
+from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.mla import LatentShape, check_latents
 from headwise.kernels.cuda.mla_kernels import CudaLatentKernels
+from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, of infinities that are meant
 
@@ -84,6 +87,57 @@ def test_splits_of_unlike_lengths_are_merged(make: Callable[..., LatentCase]) ->
         assert_right(case, kernels)
     launched = dict(kernels._latents.launcher.launched)
     assert launched.keys() & {"merge_splits", "merge_chosen"}
+
+
+def attend_knowing(scene: LatentScene, kernels: CudaLatentKernels) -> np.ndarray:
+    """As `LatentScene.attend`, where the host knows lengths."""
+    known = HostLengths(scene.batch.cu_seqlens_q.copy(), scene.batch.seq_lens.copy())
+    scene.batch = replace(scene.batch, on_host=known, max_query_len=max(scene.case.query_lens))
+    return scene.attend(kernels)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("case", [
+    LatentCase((1, 40, 0, 30, 1), (60, 40, 9, 75, 33), block_size=16),
+    LatentCase((50,), (50,), policy=(20, 5), block_size=4, heads=2, plain=24, value_dim=20),
+])  # fmt: skip
+def test_prompts_are_attended_to_in_the_expanded_form_piece_by_piece(case: LatentCase, dtype: str) -> None:
+    scene, kernels = LatentScene(replace(case, dtype=dtype)), latent_kernels()
+    kernels._expanded.piece = 32
+    scene.write(kernels)
+    np.testing.assert_allclose(attend_knowing(scene, kernels), scene.expected(), rtol=0, atol=1e-4)
+    launched = [name for name, _ in kernels._latents.launcher.launched]
+    assert launched.count("attend_expanded") == sum(
+        -(-length // 32) for length, queries in zip(case.seq_lens, case.query_lens, strict=True) if queries > 1
+    )
+    assert launched.count("attend_latents") == (1 in case.query_lens), "those that decode stay in the absorbed form"
+
+
+def test_heads_are_expanded_some_at_a_time_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.kernels.cuda.expanded.PIECE_BYTES", 2 * 64 * (8 + 12) * 4 + 2 * 40 * 14 * 4)
+    scene, kernels = LatentScene(LatentCase((40,), (64,), heads=5)), latent_kernels()
+    scene.write(kernels)
+    np.testing.assert_allclose(attend_knowing(scene, kernels), scene.expected(), rtol=0, atol=1e-4)
+    assert [name for name, _ in kernels._latents.launcher.launched].count("attend_expanded") == 3
+
+
+def test_a_few_queries_of_a_long_context_stay_in_the_absorbed_form() -> None:
+    scene, kernels = LatentScene(LatentCase((2,), (70,))), latent_kernels()
+    scene.write(kernels)
+    np.testing.assert_allclose(attend_knowing(scene, kernels), scene.expected(), rtol=0, atol=1e-4)
+    assert "attend_expanded" not in dict(kernels._latents.launcher.launched)
+
+
+@pytest.mark.parametrize(
+    "sm", [pytest.param(80, marks=pytest.mark.soak), 90, pytest.param(100, marks=pytest.mark.soak)]
+)
+def test_prompts_in_the_expanded_form_keep_all_in_registers(sm: int) -> None:
+    shape = ExpandedShape(LatentShape(16, 512, 64, 64, "bfloat16", "bfloat16"), 128, 128)
+    gather, attend = expanded.variants_of(shape, sm)
+    compiled = compile_variant(attend, Target(sm, 12))
+    assert compiled.spilled_bytes == 0
+    assert compiled.shared_bytes <= SHARED_BYTES.get(sm, SHARED_BYTES_FROM_90)
+    assert compile_variant(gather, Target(sm, 12)).spilled_bytes == 0
 
 
 @pytest.mark.soak

@@ -56,7 +56,9 @@ class IndexedLatentAttention(LatentAttention):
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> CudaIndexedKernels:
         kernels, mla = CudaIndexedKernels(parts), self.mla
-        kernels.prepare(layouts[0], self.config.num_heads // tp_size, mla.rank, mla.rotated, dtype)
+        sizes = layouts[0], self.config.num_heads // tp_size, mla.rank, mla.rotated
+        kernels.prepare(*sizes, dtype)
+        kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
         kernels.prepare_index(layouts[0], self.indexer.heads, self.indexer.head_dim, dtype)
         return kernels
 

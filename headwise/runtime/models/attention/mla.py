@@ -62,7 +62,9 @@ class LatentAttention:
         self, parts: GpuParts, layouts: Sequence[BlockLayout], tp_size: int, dtype: str
     ) -> CudaLatentKernels:
         kernels, mla = CudaLatentKernels(parts), self.mla
-        kernels.prepare(layouts[0], self.config.num_heads // tp_size, mla.rank, mla.rotated, dtype)
+        sizes = layouts[0], self.config.num_heads // tp_size, mla.rank, mla.rotated
+        kernels.prepare(*sizes, dtype)
+        kernels.prepare_expanded(*sizes, mla.plain, mla.value_dim, dtype)
         return kernels
 
     def over_cache(self, ops: TensorOps, kernels: Any) -> CachedAttention:
