@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.engine.loaded_model import GREEDY, MODELS
@@ -12,6 +13,8 @@ from support.reference import answers, assert_same
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
 from headwise import EngineConfig, LocalEngine
+from headwise.kernels.base import AttentionBatch, HostLengths
+from headwise.kernels.cuda.expanded import ExpandedLatents
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
@@ -24,6 +27,19 @@ PROMPTS = {"qwen3.5": 2, "llama4": 4}
 """Longer ones of the one take long, and `tests/kernels` has them; the other's last is longer than a chunk."""
 
 
+@pytest.fixture
+def expanded(monkeypatch: pytest.MonkeyPatch) -> list[HostLengths]:
+    """The lengths of steps whose prompts are attended to in the expanded form."""
+    seen, attend = [], ExpandedLatents.attend
+
+    def watched(self: ExpandedLatents, *given: Any, **more: Any) -> None:
+        seen.append(next(each.on_host for each in given if isinstance(each, AttentionBatch)))
+        attend(self, *given, **more)
+
+    monkeypatch.setattr(ExpandedLatents, "attend", watched)
+    return seen
+
+
 @pytest.mark.parametrize(
     ("model", "prompts", "tokens"),
     [
@@ -34,7 +50,9 @@ PROMPTS = {"qwen3.5": 2, "llama4": 4}
         ),
     ],
 )
-def test_greedy_tokens_of_several_prompts_at_once(model: str, prompts: int, tokens: int) -> None:
+def test_greedy_tokens_of_several_prompts_at_once(
+    model: str, prompts: int, tokens: int, expanded: list[HostLengths]
+) -> None:
     wanted = sorted(answers(model), key=lambda answer: len(answer.prompt_ids))[:prompts]
     directory = str(checkpoint(model)) if model in TINY_CONFIGS else model
     config = EngineConfig(model=directory, device="cuda", dtype="float32", kv_cache="64MiB", max_model_len=256)
@@ -42,6 +60,7 @@ def test_greedy_tokens_of_several_prompts_at_once(model: str, prompts: int, toke
         results = engine.generate([answer.prompt_ids for answer in wanted], replace(GREEDY, max_tokens=tokens))
     for answer, result in zip(wanted, results, strict=True):
         assert_same(answer.first(tokens), result.token_ids)
+    assert bool(expanded) == (model in ("deepseek-v2", "deepseek-v3")), "prompts of latent attention are expanded"
 
 
 @pytest.mark.soak

@@ -17,6 +17,7 @@ from headwise.kernels.cuda import (
     block_tables,
     dsa,
     elementwise,
+    expanded,
     experts,
     indexer,
     kv_write,
@@ -32,6 +33,7 @@ from headwise.kernels.cuda.cubins import CubinCache, Target
 from headwise.kernels.cuda.delta import DeltaShape
 from headwise.kernels.cuda.delta import variants_of as delta_variants
 from headwise.kernels.cuda.dsa import IndexShape
+from headwise.kernels.cuda.expanded import ExpandedShape
 from headwise.kernels.cuda.experts import ExpertShape
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
@@ -46,14 +48,17 @@ from headwise.kernels.mla import latent_layout
 
 @dataclass(frozen=True)
 class LatentModel:
-    """Latent attention, with an indexer or without."""
+    """Latent attention, with an indexer or without. plain, value: numbers of a head, see `ExpandedShape`"""
 
     latents: LatentShape
+    plain: int = 128
+    value: int = 128
     index: IndexShape | None = None
 
     def variants(self, sm: int) -> tuple[Variant, ...]:
         """The Triton kernels that it launches. Raises ConfigError: the indexer is not supported."""
-        own = mla.variants_of(self.latents, sm)
+        prompts = ExpandedShape(self.latents, self.plain, self.value)
+        own = mla.variants_of(self.latents, sm) + expanded.variants_of(prompts, sm)
         if self.index is None:
             return own
         dsa.check_index(self.index)
@@ -167,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     latent = parser.add_argument_group("latent attention", "of a model that has it, in place of KV heads")
     latent.add_argument("--latent-rank", type=int, help="'kv_lora_rank'; --q-heads are those of one rank")
     latent.add_argument("--latent-rotated", type=int, default=64, help="'qk_rope_head_dim' (default: 64)")
+    latent.add_argument("--latent-plain", type=int, default=128, help="'qk_nope_head_dim' (default: 128)")
+    latent.add_argument("--latent-value", type=int, default=128, help="'v_head_dim' (default: 128)")
     latent.add_argument("--index-heads", type=int, help="'index_n_heads', of a model with an indexer")
     latent.add_argument("--index-dim", type=int, default=128, help="'index_head_dim' (default: 128)")
     mixture = parser.add_argument_group("mixture of experts", "of a model that has one")
@@ -228,7 +235,8 @@ def _latents(options: argparse.Namespace) -> Iterator[LatentModel]:
     shape = LatentShape(
         options.q_heads, options.latent_rank, options.latent_rotated, block_size, dtype, options.kv_dtype or dtype
     )
-    yield LatentModel(shape, None if heads is None else IndexShape(heads, options.index_dim, block_size, dtype))
+    index = None if heads is None else IndexShape(heads, options.index_dim, block_size, dtype)
+    yield LatentModel(shape, options.latent_plain, options.latent_value, index)
 
 
 def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:

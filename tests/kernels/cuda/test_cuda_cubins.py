@@ -348,7 +348,8 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *latents])
     made_of = {Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()}
     assert made_of - {*sources, *more} == {
-        "attend_latents", "score_tokens", "attend_chosen", "merge_chosen", "latents", "indexer",
+        "attend_latents", "score_tokens", "attend_chosen", "merge_chosen", "latents", "indexer", "gather_latents",
+        "attend_expanded",
     }  # fmt: skip
     with pytest.raises(SystemExit, match="give --kv-heads and --head-dim, or --latent-rank"):
         precompile.main([str(tmp_path), "--q-heads", "16"])
