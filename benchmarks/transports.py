@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from headwise.kernels.select import make_run_copy
 from headwise.transfer.connectors.base import ExportAddress, Reader, Runs
 from headwise.transfer.connectors.names import MOONCAKE, NIXL, SHARED_MEMORY, TCP, TRANSPORTS
-from headwise.transfer.connectors.select import PeerAccess, open_exports, open_readers
+from headwise.transfer.connectors.select import Memories, PeerAccess, open_exports, open_readers
 from headwise.transfer.host_memory import HostArena
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ def own(pipe: Any, arena_bytes: int, names: Sequence[str]) -> None:
     """The other process: an arena, its exports, and a plain socket that sends as many bytes as it is asked for."""
     arena = HostArena(arena_bytes, is_shared=True)
     arena.array[:] = 1
-    exports = open_exports(names, PeerAccess(), arena, b"", make_run_copy("numba", 1))
+    exports = open_exports(names, PeerAccess(), Memories(arena), b"", make_run_copy("numba", 1))
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(([export.address.encode() for export in exports], server.getsockname()[1]))
         connection, _ = server.accept()

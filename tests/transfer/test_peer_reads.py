@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.simulated_streams import SimulatedClock, SimulatedStream
 
 from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
+from headwise.cache_controller.memories import HOST
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.kernels.block_copy import reference_run_copy
@@ -99,7 +100,7 @@ class Simulated:
 
 def rows(*pairs: tuple[int, int], group: int = 0) -> np.ndarray:
     """(its host block, ours), of one group of both."""
-    return np.array([(group, theirs, group, ours) for theirs, ours in pairs], dtype=np.int32).reshape(-1, 4)
+    return np.array([(group, theirs, group, ours, HOST) for theirs, ours in pairs], dtype=np.int32).reshape(-1, 5)
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def lose() -> None:
     ],
 )
 def test_rows_that_make_no_sense_are_missed_and_write_nothing(simulated, wrong) -> None:
-    simulated.reads.fetch(simulated.exports, np.array(wrong, dtype=np.int32))
+    simulated.reads.fetch(simulated.exports, np.array([(*row, HOST) for row in wrong], dtype=np.int32))
     simulated.reads.drain(WAIT_S)
     assert simulated.told() == {"missed": sorted({row[3] for row in wrong})}
     assert not simulated.arena.any()

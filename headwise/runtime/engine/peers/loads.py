@@ -1,4 +1,4 @@
-"""Waiting requests' prefixes on their way from other engines' hosts to this one's.
+"""Waiting requests' prefixes on their way from other engines to this one's host.
 
     begin      room is made on the host, and the engine that the hint names is asked for a lease
     leased     what it holds for us is ordered from the workers, as it is told
@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 from headwise.cache_controller.arrivals import Arrival, Arrivals, Fetch
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.head_exchange import HeadExchange
+from headwise.cache_controller.memories import DEVICE
 from headwise.errors import ConfigError, first_line
 from headwise.runtime.engine.peers.base import Peers
+from headwise.runtime.engine.peers.devices import OtherDevices
 from headwise.runtime.engine.peers.lending import LEASE_BYTES, NO_GRANT
 from headwise.runtime.engine.peers.load import Load, OwnerGroups, Piece, is_sane
 from headwise.runtime.engine.peers.parts import Part, Parts
@@ -96,6 +98,7 @@ class _Waiting:
 class PeerLoads:
     """exchange:  with engines of so many ranks. Raises ValueError or `ConfigError` if there is none with such engines
     timeout_s: longest that a request waits without news, and that an owner is believed to be there without a word
+    node:      where all workers can read devices' memory; empty: nowhere
     """
 
     def __init__(
@@ -105,16 +108,17 @@ class PeerLoads:
         peers: Peers,
         exchange: Callable[[int], HeadExchange],
         timeout_s: float,
+        node: str = "",
     ) -> None:
         self.counts = PeerCounts()
         self._cache, self._arrivals, self._peers, self._exchange = cache, arrivals, peers, exchange
-        self._timeout_s = timeout_s
+        self._timeout_s, self._devices = timeout_s, OtherDevices(node)
         self._owners: dict[int, OwnerGroups | None] = {}  # by ranks; None: blocks cannot be exchanged with those
         self._parts = Parts(cache, arrivals)
         self._loads: dict[bytes, Load] = {}
         self._load_of: dict[Arrival, Load] = {}
         self._waiting: dict[str, _Waiting] = {}
-        self._orders: list[tuple[tuple[tuple[bytes, ...], ...], list[tuple[int, int, int, int]]]] = []
+        self._orders: list[tuple[tuple[tuple[bytes, ...], ...], list[tuple[int, ...]]]] = []
 
     @property
     def held(self) -> list[Sequence]:
@@ -179,7 +183,7 @@ class PeerLoads:
         waiting.asked += int(np.count_nonzero(part.wanted))
         if arrivals:
             wanted = waiting.owner.of_ours(_places(arrivals, len(path), groups))
-            ask = AskLease(secrets.token_bytes(LEASE_BYTES), hint.epoch, b"", wanted)
+            ask = self._question(hint.engine, hint.epoch, b"", wanted, now)
             if hint.prefills:
                 ask = replace(ask, prompt=_prompt_of(waiting.sequence, len(path) * self._cache.block_size))
             else:
@@ -198,7 +202,7 @@ class PeerLoads:
         fetch, arrivals = self._arrivals.expect(self, path, wanted, 0)
         if arrivals:
             wanted = owner.of_ours(_places(arrivals, len(path), self._parts.num_groups))
-            ask = AskLease(secrets.token_bytes(LEASE_BYTES), epoch, b"".join(path), wanted)
+            ask = self._question(engine, epoch, b"".join(path), wanted, now)
             self._ask(engine, owner, ask, arrivals, now)
         return fetch
 
@@ -219,6 +223,11 @@ class PeerLoads:
     def _next_part(self, waiting: _Waiting) -> Part | None:
         next_part = self._parts.to_compute if waiting.hint.prefills else self._parts.to_fetch
         return next_part(waiting.path, waiting.asked, self.room, waiting.owner.most)
+
+    def _question(self, engine: str, epoch: int, hashes: bytes, wanted: NDArray[np.bool_], now: float) -> AskLease:
+        return AskLease(
+            secrets.token_bytes(LEASE_BYTES), epoch, hashes, wanted, node=self._devices.node_for(engine, now)
+        )
 
     def _ask(
         self,
@@ -339,7 +348,12 @@ class PeerLoads:
             return
         self.counts.leased_blocks += len(leased)
         load.ordered.update(arrival for arrival, _ in leased)
-        rows = [(theirs, block, arrival.group, arrival.block) for arrival, parts in leased for theirs, block in parts]
+        rows: list[tuple[int, ...]] = [
+            (theirs, block, arrival.group, arrival.block, memory)
+            for arrival, parts in leased
+            for theirs, block, memory in parts
+        ]
+        load.on_device.update(arrival for arrival, parts in leased if any(part[2] == DEVICE for part in parts))
         self._orders.append((exports, rows))
 
     def _go_on(self, load: Load) -> None:
@@ -364,7 +378,10 @@ class PeerLoads:
         for arrival in came:
             self._load_of[arrival].copied.append(arrival)
         for arrival in missed:
-            self._load_of[arrival].failed.append(arrival)
+            load = self._load_of[arrival]
+            load.failed.append(arrival)
+            if arrival in load.on_device:
+                self._devices.lost(load.engine)
         for load in loads:
             load.ordered.difference_update(load.copied, load.failed)
             self._go_on(load)
