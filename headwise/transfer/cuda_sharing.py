@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwise.kernels.cuda.copy_driver import Addresses, CupyCopyDriver
+from headwise.kernels.cuda.launch import address_of
 from headwise.transfer.connectors.base import Runs
 from headwise.transfer.connectors.cuda_ipc import SharedPart
 
@@ -45,7 +46,7 @@ class CudaSharing:
 
     def share(self, arena: Any) -> SharedPart:
         """See `DeviceSharing.share`."""
-        address = int(arena.data.ptr)
+        address = address_of(arena)
         with self._device:
             base = self._allocation_of(address)
             return SharedPart(bytes(self._runtime.ipcGetMemHandle(base)), address - base)

@@ -3,8 +3,8 @@
     owner's device arena  ==the reader's GPU: over NVLink or PCIe, then PCIe==>  reader's host arena
 
 The owner does nothing for it but to say once, over a socket that only processes of its user get an answer from, which
-memory that is (`Door`). The socket stays connected: a reader unmaps the memory when its owner hangs up (to sleep, at its
-end), as CUDA demands before it is freed, and when its owner dies, whose memory the driver keeps until then.
+memory that is (`Door`). The socket stays connected: a reader unmaps the memory when its owner hangs up, which CUDA asks
+for before that is freed (to sleep, at the end), and when its owner dies, whose memory the driver keeps until then.
 
 What is read is no longer what was asked for once the owner's engine has given a block to somebody else, or is no more:
 leases tell, as with every connector.

@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from support.gpu.host_cupy import HostArray, MemoryPointer, UnownedMemory
+from numpy.typing import NDArray
 
 from headwise.transfer.cuda_sharing import CudaSharing
 
@@ -46,19 +46,18 @@ class HostGpu:
 
     # ---- memory ----
 
-    def empty(self, num_bytes: int) -> HostArray:
+    def empty(self, num_bytes: int) -> NDArray[np.uint8]:
         """A flat array within an allocation of its own, which `free` frees."""
         name = secrets.token_hex(16)
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(fd, OFFSET + num_bytes)
         memory = mmap.mmap(fd, OFFSET + num_bytes)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._allocations[base] = fd, name, memory
-        pointer = MemoryPointer(UnownedMemory(base + OFFSET, num_bytes, memory), 0)
-        return HostArray((num_bytes,), np.dtype(np.uint8), pointer)
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        self._allocations[whole.ctypes.data] = fd, name, memory
+        return whole[OFFSET:]
 
-    def free(self, array: HostArray) -> None:
-        os.close(self._allocations.pop(array.data.ptr - OFFSET)[0])
+    def free(self, array: NDArray[np.uint8]) -> None:
+        os.close(self._allocations.pop(array.ctypes.data - OFFSET)[0])
 
     def allocation_of(self, address: int) -> int:
         """See `headwise.transfer.cuda_sharing.allocation_of`."""
