@@ -56,6 +56,11 @@ class HostGpu:
         self._allocations[whole.ctypes.data] = fd, name, memory
         return whole[OFFSET:]
 
+    def upload(self, content: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        array = self.empty(content.size)
+        array[:] = content
+        return array
+
     def free(self, array: NDArray[np.uint8]) -> None:
         os.close(self._allocations.pop(array.ctypes.data - OFFSET)[0])
 
