@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -37,29 +38,34 @@ class CudaSharing:
     def __init__(self, device: int, allocation_of: Callable[[int], int] = allocation_of) -> None:
         import cupy
 
-        self._runtime = cupy.cuda.runtime
-        self._device = cupy.cuda.Device(device)
+        self._cuda, self._number = cupy.cuda, device
         self._allocation_of = allocation_of
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._copies = CupyCopyDriver()
+
+    @property
+    def _device(self) -> AbstractContextManager[Any]:
+        """Makes the GPU that of this thread: several use it, and one such object is for one of them."""
+        device: AbstractContextManager[Any] = self._cuda.Device(self._number)
+        return device
 
     def share(self, arena: Any) -> SharedPart:
         """See `DeviceSharing.share`."""
         address = address_of(arena)
         with self._device:
             base = self._allocation_of(address)
-            return SharedPart(bytes(self._runtime.ipcGetMemHandle(base)), address - base)
+            return SharedPart(bytes(self._cuda.runtime.ipcGetMemHandle(base)), address - base)
 
     def open(self, handle: bytes) -> int:
         """See `DeviceSharing.open`. Also of a GPU that this process does not see; peer access comes with it."""
         with self._device:
-            return int(self._runtime.ipcOpenMemHandle(handle))
+            return int(self._cuda.runtime.ipcOpenMemHandle(handle))
 
     def close(self, address: int) -> None:
         """See `DeviceSharing.close`."""
         with self._device:
-            self._runtime.ipcCloseMemHandle(address)
+            self._cuda.runtime.ipcCloseMemHandle(address)
 
     def read(self, address: int, runs: Runs, arena: NDArray[np.uint8]) -> None:
         """See `DeviceSharing.read`."""
