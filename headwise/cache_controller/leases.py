@@ -83,7 +83,7 @@ class LeaseStats:
     given, refused:  leases
     expired:         leases whose reader fell silent
     leased_blocks:   blocks that were leased
-    device_blocks:   those of them that were read on the device
+    device_blocks:   those of them that were on the device
     """
 
     leases: int

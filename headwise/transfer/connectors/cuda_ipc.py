@@ -88,7 +88,10 @@ class CudaIpcExport:
     def attach(self, arena: Any | None) -> None:
         """Let this arena be read from now on; None: there is none, and what there was is about to be freed."""
         if arena is not None:
-            self._door.open(self._offer(arena))
+            try:
+                self._door.open(self._offer(arena))
+            except Exception as error:  # CuPy's own kind: readers find nothing, and take what is on the host
+                log.warning("other engines cannot read this worker's device: %s", first_line(error))
         elif not self._door.shut(LET_GO_S):
             log.warning("some engine has this worker's device memory mapped still: the driver frees it after that")
 

@@ -145,6 +145,13 @@ def test_there_is_a_most_of_readers_and_a_place_is_free_again_when_one_has_gone(
     late.close()
 
 
-def test_memory_that_cannot_be_shared_has_no_export(gpu) -> None:
+def test_memory_that_cannot_be_shared_has_no_export_and_one_that_comes_later_is_not_read(
+    gpu, export, reader, caplog
+) -> None:
+    export.attach(None)
+    export.attach(HostGpu().empty(NUM_BYTES))
+    assert "other engines cannot read this worker's device: the driver knows no allocation" in caplog.text
+    with pytest.raises(PeerLostError, match="it shares nothing now"):
+        read(reader, export.address)
     with pytest.raises(OSError, match="the driver knows no allocation"):
         CudaIpcExport(HostGpu().empty(64), b"id", host_sharing(gpu))
