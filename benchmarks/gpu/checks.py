@@ -83,6 +83,7 @@ SECTIONS = {
     "delta": Section("gpu.delta", "delta", 30),
     "latents": Section("gpu.latents", "latents", 40),
     "copies": Section("gpu.copies", "copies", 60),
+    "ipc": Section("gpu.ipc", "ipc", 40),
     "model": Section("gpu.model", "model", 70),
     "moe": Section("gpu.model", "moe", 70),
     "published": Section("gpu.serving", "published", 70),

@@ -33,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support.gpu.cuda_shim import LIBRARIES, ShimPrograms
 from support.gpu.emulated_gpu import EmulatedGpu
 from support.gpu.host_driver import HostDriver
+from support.gpu.host_ipc import HostGpu as HostGpu
+from support.gpu.host_ipc import host_sharing as host_sharing
 
 
 class AtOnceDriver(HostDriver):

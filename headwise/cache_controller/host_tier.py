@@ -22,6 +22,7 @@ from headwise.cache_controller.eviction import Blocks, EvictionPolicy, RecycledF
 from headwise.cache_controller.kv_events import KVEvents
 from headwise.cache_controller.leases import Leases
 from headwise.cache_controller.radix_tree import NOWHERE, Nodes, RadixTree
+from headwise.cache_controller.settling import Settling
 from headwise.cache_controller.storage_tier import StorageTier
 from headwise.cache_controller.tiers import HostTierStats, NoStorage, Storage
 
@@ -57,7 +58,8 @@ class HostTier:
     threshold:  uses of a block after which it is copied
     storage:    where blocks that reached the host go from there
     arrivals:   what is on its way to the host from elsewhere than the device
-    leases:     what other engines are reading from it
+    leases:     what other engines are reading from it, and from the device
+    settling:   which blocks of the device they may
     """
 
     is_there = True
@@ -78,7 +80,8 @@ class HostTier:
         self.pool = BlockPool(config.num_blocks, self._on_evict, eviction)
         timeout_s = config.storage_timeout_s
         self.arrivals = Arrivals(tree, self.pool, events)
-        self.leases = Leases(tree, self.pool, self.store, lambda: bool(self._backlog))
+        self.settling = Settling(tree.device)
+        self.leases = Leases(tree, self.pool, device, self.settling, self.store, lambda: bool(self._backlog))
         self.storage: Storage = NoStorage()
         if timeout_s is not None:
             self.storage = StorageTier(tree, self.pool, self.arrivals, events, timeout_s)
@@ -108,7 +111,7 @@ class HostTier:
     @property
     def has_work(self) -> bool:
         """Whether a step should be sent for the sake of the copies alone."""
-        return bool(self._storing or self._loads)
+        return bool(self._storing or self._loads) or self.settling.has_work
 
     @property
     def num_returning(self) -> int:
@@ -198,6 +201,14 @@ class HostTier:
         """``int32 [m, 2]`` (device block, host block) to start with the next step."""
         stores, self._stores = self._stores, []
         return np.concatenate(stores) if stores else np.empty((0, 2), dtype=np.int32)
+
+    def take_mark(self, step_id: int) -> bool:
+        """See `Host.take_mark`."""
+        return self.settling.take_mark(step_id)
+
+    def settled(self, step_id: int) -> None:
+        """See `Host.settled`."""
+        self.settling.settled(step_id)
 
     def stored(self, host_blocks: Sequence[int], failed: Sequence[int] = ()) -> None:
         """Copies are complete, or ``failed``: nothing may be known of those."""

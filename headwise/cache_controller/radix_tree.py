@@ -75,6 +75,11 @@ class Residency:
         self._generation[blocks] = self._attached
         self._attached += 1
 
+    @property
+    def num_generations(self) -> int:
+        """All generations so far are below that number."""
+        return self._attached
+
     def generations(self, blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """Per block a number that changes whenever it comes to hold something; `NOWHERE` if it holds nothing.
 

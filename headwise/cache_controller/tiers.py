@@ -180,6 +180,12 @@ class Host(Protocol):
     def take_stores(self) -> Blocks:
         """``int32 [m, 2]`` (device block, host block) to start with the next step."""
 
+    def take_mark(self, step_id: int) -> bool:
+        """Whether workers are to tell when the device is through with all steps before ``step_id``."""
+
+    def settled(self, step_id: int) -> None:
+        """The device is through with all steps before that one, by its mark; 0: with none that had one."""
+
     def stored(self, host_blocks: Sequence[int], failed: Sequence[int] = ()) -> None:
         """Copies are complete, or ``failed``: nothing may be known of those."""
 
@@ -283,6 +289,12 @@ class NoHost:
 
     def take_stores(self) -> Blocks:
         return _NO_STORES
+
+    def take_mark(self, step_id: int) -> bool:
+        return False
+
+    def settled(self, step_id: int) -> None:
+        pass
 
     def stored(self, host_blocks: Sequence[int], failed: Sequence[int] = ()) -> None:
         pass

@@ -1,4 +1,4 @@
-"""One worker's reads of other workers' host arenas, in the background: an owner may be slow, gone or hung."""
+"""One worker's reads of other workers' arenas, in the background: an owner may be slow, gone or hung."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PeerBlocks:
 
 @dataclass(eq=False)
 class _Batch:
-    """Blocks of one read. rows: ``int32 [m, 4]`` (its group, its host block, our group, our host block)"""
+    """Blocks of one read. rows: ``int32 [m, 5]`` (its group, its block, our group, our host block, its memory)"""
 
     exports: Exports
     rows: NDArray[np.int32]
@@ -104,7 +104,7 @@ class PeerReads:
         self._logged: set[str] = set()
 
     def fetch(self, exports: Exports, blocks: NDArray[np.int32]) -> None:
-        """Start to fill host blocks: ``blocks [m, 4]`` (its group, its host block, our group, our host block).
+        """Start to fill host blocks: ``blocks [m, 5]`` (its group, its block, our group, our host block, its memory).
 
         Returns at once. A block of ours may be in several rows, one for each group of the owner's that it is filled
         from; it is there once all are copied. Blocks come in the order in which they are first named.
@@ -112,8 +112,8 @@ class PeerReads:
         Raises:
             ValueError: ``blocks`` are of another shape.
         """
-        if blocks.ndim != 2 or blocks.shape[1] != 4:
-            raise ValueError(f"blocks {list(blocks.shape)}: give (its group, its host block, our group, ours) each")
+        if blocks.ndim != 2 or blocks.shape[1] != 5:
+            raise ValueError(f"blocks {list(blocks.shape)}: give (its group, block, our group, block, its memory) each")
         ours, first, which = np.unique(blocks[:, 3], return_index=True, return_inverse=True)
         place = np.argsort(np.argsort(first))[which]  # of each row's block, in the order in which they are named
         rows = blocks[np.argsort(place, kind="stable")].astype(np.int32)
@@ -161,8 +161,8 @@ class PeerReads:
         deadline = self._clock() + self._timeout_s
         try:
             exchange = self._exchange(len(batch.exports))
-            for owner_rank, runs in runs_of(exchange, self._blocks.rank, batch.rows).items():
-                self._read_rank(batch.exports[owner_rank], runs, deadline)
+            for (owner_rank, memory), runs in runs_of(exchange, self._blocks.rank, batch.rows).items():
+                self._read_rank(batch.exports[owner_rank], memory, runs, deadline)
             batch.is_read = True
         except PeerLostError as error:
             self._log("blocks of another engine did not come: %s", error)
@@ -181,13 +181,13 @@ class PeerReads:
             raise PeerLostError(known)
         return known
 
-    def _read_rank(self, exports: tuple[bytes, ...], runs: Runs, deadline: float) -> None:
-        """Read from one rank, in the first way that works. Raises `PeerLostError` if none does."""
+    def _read_rank(self, exports: tuple[bytes, ...], memory: int, runs: Runs, deadline: float) -> None:
+        """Read from a memory of one rank, in the first way that works. Raises `PeerLostError` if none does."""
         why = "its engine has no transport that this one has"
         for encoded in exports:
             address = ExportAddress.decode(encoded)
             reader = self._readers.get(address.transport)
-            if reader is None or not reader.reaches(address):
+            if address.memory != memory or reader is None or not reader.reaches(address):
                 continue
             if address.identity != self._blocks.identity:
                 raise PeerLostError("they are of another model, or kept in another way, than this engine's")
@@ -224,21 +224,26 @@ class PeerReads:
             reader.close()
 
 
-def runs_of(exchange: HeadExchange, rank: int, rows: NDArray[np.int32]) -> dict[int, Runs]:
-    """What our ``rank`` reads of each of the owner's ranks to fill the blocks of ``rows``, as of `PeerReads.fetch`.
+def runs_of(exchange: HeadExchange, rank: int, rows: NDArray[np.int32]) -> dict[tuple[int, int], Runs]:
+    """What our ``rank`` reads of each of the owner's ranks and their memories to fill the blocks of ``rows``, as of
+    `PeerReads.fetch`.
 
     Raises:
         ValueError: rows that do not fill a block of ours, or fill it from groups that have nothing for it.
     """
     _check_complete(exchange.needs, rows)
-    runs: dict[int, list[Runs]] = {}
-    for group, owner_group, owner_rank, first, to, count in exchange.pieces(rank).tolist():
-        of_piece = rows[(rows[:, 0] == owner_group) & (rows[:, 2] == group)].astype(np.int64)
-        sources = of_piece[:, 1] * exchange.owner_block_bytes + first
-        targets = of_piece[:, 3] * exchange.block_bytes + to
-        runs.setdefault(owner_rank, []).append(np.column_stack([sources, targets, np.full_like(sources, count)]))
-    joined = {owner_rank: np.concatenate(parts) for owner_rank, parts in runs.items()}
-    return {owner_rank: merged(parts) for owner_rank, parts in joined.items() if len(parts)}
+    runs: dict[tuple[int, int], list[Runs]] = {}
+    pieces = exchange.pieces(rank).tolist()
+    for memory in np.unique(rows[:, 4]).tolist():
+        there = rows[rows[:, 4] == memory]
+        for group, owner_group, owner_rank, first, to, count in pieces:
+            of_piece = there[(there[:, 0] == owner_group) & (there[:, 2] == group)].astype(np.int64)
+            sources = of_piece[:, 1] * exchange.owner_block_bytes + first
+            targets = of_piece[:, 3] * exchange.block_bytes + to
+            parts = np.column_stack([sources, targets, np.full_like(sources, count)])
+            runs.setdefault((owner_rank, memory), []).append(parts)
+    joined = {where: np.concatenate(parts) for where, parts in runs.items()}
+    return {where: merged(parts) for where, parts in joined.items() if len(parts)}
 
 
 def _check_complete(needs: NDArray[np.bool_], rows: NDArray[np.int32]) -> None:

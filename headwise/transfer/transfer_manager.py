@@ -75,6 +75,8 @@ class TransferManager:
         self._clock = clock
         self._layers = LayerDoneCounter(input_stream, len(self._ranges), load_timeout_s)
         self._stores: deque[tuple[NDArray[np.int32], Event]] = deque()
+        self._marks: deque[tuple[int, Event]] = deque()
+        self._settled = 0
         self._loaded, self._stored = TransferTotals(), TransferTotals()
 
     # ---- host to device ----
@@ -164,6 +166,18 @@ class TransferManager:
                 log.warning("the store of %d blocks to the host failed: %s", len(pairs), first_line(error))
         return FinishedStores(np.concatenate(complete), np.concatenate(failed))
 
+    # ---- what the device is through with ----
+
+    def mark(self, number: int) -> None:
+        """Have `settled` say, by this number, when the device is through with all that it was given before."""
+        self._marks.append((number, self._output.submit(_nothing)))
+
+    def settled(self) -> int:
+        """The latest mark that the device has come to; 0: none yet. Never waits."""
+        while self._marks and self._marks[0][1].done:
+            self._settled, _ = self._marks.popleft()
+        return self._settled
+
     # ---- both ----
 
     def attach_device(self, device_arena: Any | None) -> None:
@@ -186,7 +200,8 @@ class TransferManager:
         for load in self._layers.loads:
             if not load.settle(max(0.0, deadline - self._clock())):
                 return False
-        return not self._stores or ends_by(self._stores[-1][1], max(0.0, deadline - self._clock()))
+        last = [events[-1][1] for events in (self._stores, self._marks) if events]
+        return all(ends_by(event, max(0.0, deadline - self._clock())) for event in last)
 
     def load_stats(self) -> TransferStats:
         """Statistics of loads, as of the last `finish_loads`."""
@@ -202,6 +217,10 @@ class TransferManager:
         self._layers.submit_all()
         self._input.close()
         self._output.close()
+
+
+def _nothing() -> None:
+    """A piece of work."""
 
 
 def _check_arenas(layout: BlockLayout, layer_ranges: NDArray[np.int64], device_arena: Any, host_arena: Any) -> None:

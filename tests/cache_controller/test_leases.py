@@ -7,6 +7,7 @@ from support.cached_sequences import BLOCK, hashes_of, manager, serve
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.host_tier import HostConfig
 from headwise.cache_controller.leases import MAX_LEASES, Lease, Leases
+from headwise.cache_controller.memories import DEVICE, HOST
 
 PATH = hashes_of(range(4 * BLOCK))
 ALL = np.ones((4, 1), dtype=np.bool_)
@@ -127,3 +128,36 @@ def test_a_lease_that_grows_waits_for_what_is_not_known_yet(cache) -> None:
     leases.grown(b"a")
     assert leases.advance(2.0) == [(lease, 4)]
     assert lease.is_all
+
+
+def test_a_reader_of_the_device_gets_what_is_settled_there_and_holds_none_of_it(cache) -> None:
+    leases, settling = cache.host.leases, cache.host.settling
+    lease = ask(leases, reads_device=True)
+    assert columns(lease) == [0, 1], "the host's; whether kernels still write the others nobody knows"
+    assert settling.has_work
+    assert cache.host.take_mark(7)
+    assert not cache.host.take_mark(8)
+    cache.host.settled(6)
+    assert leases.advance(1.0) == []
+    cache.host.settled(7)
+    assert leases.advance(2.0) == [(lease, 2)]
+    assert lease.blocks[:, [0, 3]].tolist() == [[0, HOST], [1, HOST], [2, DEVICE], [3, DEVICE]]
+    assert lease.is_all
+    assert (cache.pool.num_held, len(cache.host.take_stores()), settling.has_work) == (0, 0, False)
+    again = ask(leases, b"b", reads_device=True)
+    assert len(again.blocks) == 4, "it is known to be settled"
+
+    cache.pool.allocate(cache.pool.num_available)
+    assert not leases.end(b"a", lease.grant), "who needs a block takes it"
+    assert not leases.end(b"b", again.grant)
+    cache.host.check_integrity()
+
+
+def test_a_lease_of_device_blocks_that_nobody_took_has_held(cache) -> None:
+    leases = cache.host.leases
+    lease = ask(leases, reads_device=True)
+    cache.host.take_mark(1)
+    cache.host.settled(1)
+    leases.advance(1.0)
+    cache.pool.allocate(cache.pool.num_available - 4)
+    assert leases.end(b"a", lease.grant), "of what is cached the least recent go first"

@@ -1,4 +1,4 @@
-"""An owner of a host arena in a process of its own, to be stopped and killed while it is read."""
+"""An owner of arenas in a process of its own, to be stopped and killed while they are read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.gpu.host_ipc import HostGpu, host_sharing
+from support.waiting import eventually
 
 from headwise.kernels.select import make_run_copy
 from headwise.sockets.curve import ServerKeys
 from headwise.transfer.connectors.base import ExportAddress
-from headwise.transfer.connectors.select import PeerAccess, open_exports
+from headwise.transfer.connectors.select import Memories, PeerAccess, open_exports
 from headwise.transfer.host_memory import HostArena
 
 IDENTITY = b"a model"
@@ -26,10 +29,10 @@ def content(num_bytes: int, seed: int) -> np.ndarray:
 
 
 class PeerOwner:
-    """A process with an arena of ``num_bytes`` that it exports.
+    """A process with arenas of ``num_bytes``, on its host and on a GPU, that it exports.
 
     addresses: by transport
-    content:   of the arena
+    content:   of both
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class PeerOwner:
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
+        eventually(lambda: all(") T " in stat.read_text() for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")))
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -67,12 +71,16 @@ class PeerOwner:
 
 def _own(pipe: Any, num_bytes: int, transports: Sequence[str], keys: ServerKeys | None, seed: int) -> None:
     arena = HostArena(num_bytes, is_shared=True)
-    arena.array[:] = content(num_bytes, seed)
-    exports = open_exports(transports, PeerAccess(accepts=keys), arena, IDENTITY, make_run_copy("reference", 1))
+    gpu = HostGpu()
+    on_device = gpu.empty(num_bytes)
+    arena.array[:] = on_device[:] = content(num_bytes, seed)
+    memories = Memories(arena, on_device, host_sharing(gpu))
+    exports = open_exports(transports, PeerAccess(accepts=keys), memories, IDENTITY, make_run_copy("reference", 1))
     pipe.send([export.address.encode() for export in exports])
     pipe.recv()
     for export in exports:
         export.close()
     arena.close()
+    gpu.free(on_device)
     pipe.send("closed")
     pipe.recv()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.simulated_streams import SimulatedClock, SimulatedStream
 
 from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
+from headwise.cache_controller.memories import DEVICE, HOST
 from headwise.cache_controller.planner import plan_head_groups
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.kernels.block_copy import reference_run_copy
@@ -39,10 +40,12 @@ class Owners:
         self.fail: Callable[[ExportAddress], None] = lambda address: None
         self.is_closed = False
 
-    def export(self, arena: np.ndarray, transport: str = "memory", identity: bytes = b"id") -> bytes:
+    def export(
+        self, arena: np.ndarray, transport: str = "memory", identity: bytes = b"id", memory: int = HOST
+    ) -> bytes:
         location = b"%d" % len(self.arenas)
         self.arenas[location] = arena
-        return ExportAddress(transport, "here", location, identity, arena.size).encode()
+        return ExportAddress(transport, "here", location, identity, arena.size, memory).encode()
 
     def reaches(self, address: ExportAddress) -> bool:
         return address.node == "here"
@@ -99,7 +102,7 @@ class Simulated:
 
 def rows(*pairs: tuple[int, int], group: int = 0) -> np.ndarray:
     """(its host block, ours), of one group of both."""
-    return np.array([(group, theirs, group, ours) for theirs, ours in pairs], dtype=np.int32).reshape(-1, 4)
+    return np.array([(group, theirs, group, ours, HOST) for theirs, ours in pairs], dtype=np.int32).reshape(-1, 5)
 
 
 @pytest.fixture
@@ -136,6 +139,23 @@ def test_a_block_that_is_filled_from_two_ranks_is_there_when_both_have_come() ->
     assert simulated.told() == {"missed": [7]}
 
 
+def test_blocks_are_read_in_the_memory_that_they_are_in_or_not_at_all(simulated) -> None:
+    on_device = 255 - simulated.sources[0]
+    by_host, by_device = simulated.exports[0][0], simulated.owners.export(on_device, memory=DEVICE)
+    mixed = rows((3, 5), (3, 6))
+    mixed[1, 4] = DEVICE
+    simulated.reads.fetch(((by_device, by_host),), mixed)
+    assert simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"fetched": [5, 6]}
+    assert (simulated.content(5) == simulated.sources[0].reshape(BLOCKS, -1)[3]).all()
+    assert (simulated.content(6) == on_device.reshape(BLOCKS, -1)[3]).all()
+
+    mixed[:, 3] = 7, 8
+    simulated.reads.fetch(((by_host,),), mixed)
+    assert simulated.reads.drain(WAIT_S)
+    assert simulated.told() == {"missed": [7, 8]}, "an owner without an export of its device"
+
+
 def lose() -> None:
     raise PeerLostError("it is gone")
 
@@ -155,7 +175,7 @@ def lose() -> None:
     ],
 )
 def test_rows_that_make_no_sense_are_missed_and_write_nothing(simulated, wrong) -> None:
-    simulated.reads.fetch(simulated.exports, np.array(wrong, dtype=np.int32))
+    simulated.reads.fetch(simulated.exports, np.array([(*row, HOST) for row in wrong], dtype=np.int32))
     simulated.reads.drain(WAIT_S)
     assert simulated.told() == {"missed": sorted({row[3] for row in wrong})}
     assert not simulated.arena.any()

@@ -347,6 +347,18 @@ def test_a_store_runs_while_a_load_stands_still_and_the_other_way_round(threads)
     assert copies.manager.finished_stores().complete.tolist() == [[1, 0]]
 
 
+def test_a_mark_is_told_once_all_that_was_stored_before_is_over(slow, clock):
+    slow.manager.store(int32((3, 4)))
+    slow.manager.mark(7)
+    slow.manager.mark(9)
+    seen = []
+    for _ in range(4):
+        seen.append(slow.manager.settled())
+        clock.advance(1.0)
+    assert seen == [0, 0, 7, 9]
+    assert slow.manager.drain(WAIT_S)
+
+
 def test_drain_says_whether_all_is_over(slow):
     slow.manager.load(int32((0, 5, 2)))
     slow.manager.store(int32((1, 0)))

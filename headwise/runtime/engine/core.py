@@ -36,6 +36,7 @@ from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.messages import AskLease, EngineLoad, Offer
 from headwise.runtime.protocol.prompt_items import check_embeds, embed_bytes
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
+from headwise.transfer.connectors.base import node_of_devices
 from headwise.transfer.stats import TransferStats
 
 MAX_HELD_EMBED_BYTES = 1 << 30
@@ -84,7 +85,7 @@ class EngineCore:
             checkpoint_tokens=config.checkpoint_tokens,
             host=_host_config(config, card),
         )
-        self._peer_loads = _peer_loads(self.cache, peers, partial(exchange, config, card), config.load_timeout_s)
+        self._peer_loads = _peer_loads(config, self.cache, executor, peers, partial(exchange, config, card))
         self._lending = _lending(config, self.cache, executor, peers)
         self._taking = _taking(config, self.cache, self._peer_loads, peers)
         self._peers = peers
@@ -433,12 +434,17 @@ class EngineCore:
 
 
 def _peer_loads(
-    cache: CacheManager, peers: Peers | None, exchange: Callable[[int], HeadExchange], timeout_s: float
+    config: EngineConfig,
+    cache: CacheManager,
+    executor: Executor,
+    peers: Peers | None,
+    exchange: Callable[[int], HeadExchange],
 ) -> PeerLoads | None:
     host = cache.host
     if peers is None or not isinstance(host, HostTier):
         return None
-    return PeerLoads(cache, host.arrivals, peers, exchange, timeout_s)
+    node = node_of_devices(executor.exports)
+    return PeerLoads(cache, host.arrivals, peers, exchange, config.load_timeout_s, node)
 
 
 def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peers: Peers | None) -> Lending | None:

@@ -32,7 +32,7 @@ class TierCopies:
     @property
     def is_busy(self) -> bool:
         """Whether copies between tiers are on their way."""
-        return self._host.is_busy or self._storage.has_work or self._has_peer_loads
+        return self._host.is_busy or self.needs_step
 
     @property
     def needs_step(self) -> bool:
@@ -58,7 +58,7 @@ class TierCopies:
             return NOTHING_IN, NOTHING_OUT
         return (
             SwapIn(host.take_loads(step_id), storage.take_fetches(), self._take_peer_fetches()),
-            SwapOut(host.take_stores(), storage.take_puts(), storage.take_deletes()),
+            SwapOut(host.take_stores(), storage.take_puts(), storage.take_deletes(), host.take_mark(step_id)),
         )
 
     def _take_peer_fetches(self) -> tuple[PeerFetch, ...]:
@@ -78,6 +78,7 @@ class TierCopies:
             raise EngineDiedError(f"nothing is known of the blocks that step {batch.step_id} loaded")
         self._measure(report, prefill_token_s)
         self._host.stored(report.stored.tolist(), report.not_stored.tolist())
+        self._host.settled(report.settled)
         self._host.arrived(report.fetched.tolist(), report.missed.tolist())
         self._storage.put_done(report.put.tolist(), report.not_put.tolist())
         return self._cache.loads_done(batch.step_id, _NO_BLOCKS if report.not_loaded is None else report.not_loaded)

@@ -33,7 +33,7 @@ class PeerFetch:
     """Host blocks to fill from those that another engine has leased to this one.
 
     exports: where each rank of that engine can be read: encoded `ExportAddress`es, by rank
-    blocks:  ``[m, 4]`` (its group, its host block, our group, our host block)
+    blocks:  ``[m, 5]`` (its group, its block, our group, our host block, in which of its memories its block is)
     """
 
     exports: tuple[tuple[bytes, ...], ...]
@@ -61,11 +61,13 @@ class SwapOut:
     stores:  ``[m, 2]`` (device block, host block), beside the step
     puts:    host blocks to write to storage, in the background
     deletes: hashes of token blocks to delete from storage, of all groups, after the puts; nothing is reported of them
+    mark:    say when the device is through with all steps before this one: see `CopyReport.settled`
     """
 
     stores: Blocks = field(default_factory=lambda: _NO_STORES)
     puts: NamedBlocks = NO_BLOCKS
     deletes: tuple[bytes, ...] = ()
+    mark: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class CopyReport:
     missed:     host blocks that storage had nothing for
     put:        host blocks that are in storage now
     not_put:    host blocks that could not be written to storage
+    settled:    the latest step with a mark for which the device is through with all before it; 0: none yet
     transfers:  what the worker has copied since it started, by direction: load, store, fetch, put, peer; empty if
                 nothing since the last report
     """
@@ -91,6 +94,7 @@ class CopyReport:
     missed: Blocks = field(default_factory=lambda: _NO_BLOCKS)
     put: Blocks = field(default_factory=lambda: _NO_BLOCKS)
     not_put: Blocks = field(default_factory=lambda: _NO_BLOCKS)
+    settled: int = 0
     transfers: dict[str, TransferStats] = field(default_factory=dict)
 
 
@@ -116,6 +120,7 @@ class MergedReports:
             missed=missed,
             put=put,
             not_put=not_put,
+            settled=min(report.settled for report in reports),
             transfers=reports[0].transfers,
         )
 

@@ -336,7 +336,7 @@ class Directory:
 @register
 @dataclass(frozen=True)
 class AskLease:
-    """Let the sender read blocks from the receiver's host. Said again until it is answered.
+    """Let the sender read blocks from the receiver's host or device. Said again until it is answered.
 
     secret: of the deployment; without it nothing is leased
     lease:  16 random bytes, never used twice
@@ -345,6 +345,7 @@ class AskLease:
     wanted: ``bool [blocks, groups]``, which blocks of the path are meant, by the receiver's groups
     prompt: is to be computed, and its blocks leased as they come: those of its first ``len(wanted)`` columns. Its
             sampling does not matter, for nothing is sampled that anybody hears of. When the lease ends, so does it
+    node:   where all of the sender's workers can read GPUs' memory; empty: they cannot
     """
 
     lease: bytes
@@ -353,16 +354,17 @@ class AskLease:
     wanted: NDArray[np.bool_]
     secret: str = ""
     prompt: GenerateRequest | None = None
+    node: str = ""
 
 
 @register
 @dataclass(frozen=True)
 class Leased:
-    """These blocks are held for the reader until it ends the lease, or is silent for `load_timeout_s`.
+    """These blocks may be read until the reader ends the lease, or is silent for `load_timeout_s`.
 
     grant:   no other lease of this epoch has had it: a lease of the same name with another one is not the same
     first:   how many blocks of the lease were told before
-    blocks:  ``int32 [m, 3]`` (column of the path, group, host block), those after the ``first``
+    blocks:  ``int32 [m, 4]`` (column of the path, group, block, in which memory it is), those after the ``first``
     exports: where each rank is read: encoded `ExportAddress`es, by rank
     is_all:  no more will be leased
     """

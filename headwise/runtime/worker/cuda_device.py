@@ -30,6 +30,7 @@ from headwise.runtime.ops.select import make_gpu_ops
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
+from headwise.transfer.cuda_sharing import CudaSharing
 from headwise.transfer.cuda_stream import ComputeStream, CudaStream
 from headwise.transfer.host_memory import HostArena, numa_node_of_gpu
 
@@ -107,6 +108,9 @@ class CudaDevice:
 
     def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
         return HostArena(num_bytes, numa_node=numa_node_of_gpu(GPU), pin=True, is_shared=is_shared)
+
+    def sharing(self) -> CudaSharing:
+        return CudaSharing(GPU)
 
 
 def _weight_bytes(config: EngineConfig, card: ModelCard, model_dir: Path) -> int:

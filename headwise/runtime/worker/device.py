@@ -22,6 +22,7 @@ from headwise.runtime.ops.select import make_ops
 from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import HostLastSampled, LastSampled
 from headwise.transfer.base import Stream
+from headwise.transfer.connectors.cuda_ipc import DeviceSharing
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import HostArena
 
@@ -81,6 +82,9 @@ class Device(Protocol):
     def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
         """Host memory that the device reads and writes as fast as it can. is_shared: see `HostArena`"""
 
+    def sharing(self) -> DeviceSharing | None:
+        """How other processes of this node read the device's memory; None where it has none of its own."""
+
 
 class CpuDevice:
     """`Device` on ``threads`` cores."""
@@ -119,6 +123,9 @@ class CpuDevice:
 
     def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
         return HostArena(num_bytes, is_shared=is_shared)
+
+    def sharing(self) -> None:
+        return None
 
 
 def resolve_device(config: EngineConfig, gpus: int) -> EngineConfig:

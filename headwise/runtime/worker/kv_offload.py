@@ -23,7 +23,7 @@ from headwise.runtime.worker.peer_parts import PeerParts
 from headwise.storage.backends.base import BlockStorage
 from headwise.transfer.base import Stream
 from headwise.transfer.connectors.names import SHARED_MEMORY
-from headwise.transfer.connectors.select import PeerAccess, choose_transports
+from headwise.transfer.connectors.select import Memories, PeerAccess, choose_transports
 from headwise.transfer.cpu_stream import CpuStream
 from headwise.transfer.host_memory import check_host_memory
 from headwise.transfer.stats import TransferStats
@@ -61,7 +61,8 @@ class KVOffload:
         background: Callable[[str], Stream] = CpuStream,
         peers: PeerAccess | None = None,
     ) -> None:
-        transports = [] if peers is None or config.without_peer_loads else transports_of(config)
+        sharing = None if peers is None or config.without_peer_loads else device.sharing()
+        transports = [] if peers is None or config.without_peer_loads else transports_of(config, sharing is not None)
         num_bytes = card.spec.num_host_blocks * card.layout.block_bytes
         shares = {"is_shared": True} if SHARED_MEMORY in transports else {}
         self._arena = device.host_arena(num_bytes, **shares)
@@ -88,7 +89,8 @@ class KVOffload:
             if self._storage is not None
             else None
         )
-        self._peers = PeerParts(config, card, rank, transports, peers or PeerAccess(), self._arena, background)
+        memories = Memories(self._arena, device_arena, sharing)
+        self._peers = PeerParts(config, card, rank, transports, peers or PeerAccess(), memories, background)
         self._num_groups = len(card.plan.groups)
         self._reported: dict[str, TransferStats] = {}
 
@@ -97,6 +99,8 @@ class KVOffload:
         swap_in, swap_out = batch.cache_swap_metadata, batch.cache_evict_metadata
         self._manager.load(swap_in.loads)
         self._manager.store(swap_out.stores)
+        if swap_out.mark:
+            self._manager.mark(batch.step_id)
         if self._storage_manager is not None:
             self._storage_manager.put(swap_out.puts.blocks, swap_out.puts.hashes)
             self._storage_manager.delete(swap_out.deletes, self._num_groups)
@@ -106,7 +110,7 @@ class KVOffload:
 
     @property
     def exports(self) -> tuple[bytes, ...]:
-        """Where other engines' workers read this rank's host blocks: encoded `ExportAddress`es, the best first."""
+        """Where other engines' workers read this rank's blocks: encoded `ExportAddress`es, the best first."""
         return tuple(export.address.encode() for export in self._peers.exports)
 
     @property
@@ -122,6 +126,7 @@ class KVOffload:
     def attach_device(self, device_arena: Any | None) -> None:
         """Copy between the host and another device arena from now on; None: there is none for a while."""
         self._manager.attach_device(device_arena)
+        self._peers.attach_device(device_arena)
 
     def wait_layer(self, layer: int) -> None:
         """Wait until a layer's part of the loads is there, or given up: the step goes on, as other ranks do."""
@@ -155,6 +160,7 @@ class KVOffload:
             report,
             fetched=np.concatenate([report.fetched, from_peers.fetched]),
             missed=np.concatenate([report.missed, from_peers.missed]),
+            settled=self._manager.settled(),
             transfers=self._news(),
         )
 
@@ -190,9 +196,10 @@ class KVOffload:
         self._arena.close()
 
 
-def transports_of(config: EngineConfig) -> list[str]:
-    """Raises `ConfigError` if one that is named is not installed."""
-    return choose_transports(config.peer_transports, config.is_encrypted and not config.peer_plain)
+def transports_of(config: EngineConfig, shares_device: bool) -> list[str]:
+    """Raises `ConfigError` if one that is named is not installed, or not for this device."""
+    must_encrypt = config.is_encrypted and not config.peer_plain
+    return choose_transports(config.peer_transports, must_encrypt, shares_device=shares_device)
 
 
 def check_host_cache(config: EngineConfig, card: ModelCard) -> None:

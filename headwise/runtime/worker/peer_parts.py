@@ -1,8 +1,9 @@
-"""What a worker needs to read other engines' host caches, and to have its own part of one read by them."""
+"""What a worker needs to read other engines' caches, and to have its own part of one read by them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from headwise.kernels.select import make_run_copy
 from headwise.runtime.config.engine_config import EngineConfig
@@ -10,8 +11,8 @@ from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.peer_blocks import exchange_with, identity_of_blocks
 from headwise.transfer.base import Stream
 from headwise.transfer.connectors.base import Export
-from headwise.transfer.connectors.select import PeerAccess, open_exports, open_readers
-from headwise.transfer.host_memory import HostArena
+from headwise.transfer.connectors.cuda_ipc import CudaIpcExport
+from headwise.transfer.connectors.select import Memories, PeerAccess, open_exports, open_readers
 from headwise.transfer.peer_reads import PeerBlocks, PeerReads
 
 COPY_THREADS = 1
@@ -19,7 +20,7 @@ COPY_THREADS = 1
 
 
 class PeerParts:
-    """The exports of one rank's host arena, and its reads of others.
+    """The exports of one rank's arenas, and its reads of others.
 
     transports: names of those that may be used; none: nobody reads, and what is asked for is missed
     """
@@ -31,7 +32,7 @@ class PeerParts:
         rank: int,
         transports: Sequence[str],
         access: PeerAccess,
-        arena: HostArena,
+        memories: Memories,
         background: Callable[[str], Stream],
     ) -> None:
         self.transports = transports
@@ -42,14 +43,20 @@ class PeerParts:
             card.layout.block_bytes,
             lambda tp_size: exchange_with(config, card, tp_size),
         )
-        self.exports: list[Export] = open_exports(transports, access, arena, blocks.identity, copy)
+        self.exports: list[Export] = open_exports(transports, access, memories, blocks.identity, copy)
         self.reads = PeerReads(
-            open_readers(transports, access, copy),
+            open_readers(transports, access, copy, memories.sharing),
             blocks,
-            arena.array,
+            memories.host.array,
             stream=background("headwise-peer"),
             timeout_s=config.load_timeout_s,
         )
+
+    def attach_device(self, arena: Any | None) -> None:
+        """Let another device arena be read; None: that there was is about to be freed."""
+        for export in self.exports:
+            if isinstance(export, CudaIpcExport):
+                export.attach(arena)
 
     def close(self, timeout_s: float) -> None:
         """Read no more, and be read no more. The last call."""

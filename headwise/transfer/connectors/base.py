@@ -1,6 +1,6 @@
-"""The contract of the connectors: one worker reads runs of bytes of another worker's host arena.
+"""The contract of the connectors: one worker reads runs of bytes of an arena of another worker.
 
-    owner     Export  makes the rank's host arena readable, and has an address to hand on
+    owner     Export  makes the rank's arena, on host or device, readable, and has an address to hand on
     receiver  Reader  copies runs of bytes from an address into its own host arena
 
 Whether the bytes are still those of the blocks that were asked for, no connector knows: the owner's engine holds blocks
@@ -12,6 +12,7 @@ where the receiver still holds blocks for them, or nowhere.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,13 +21,14 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.memories import DEVICE, HOST
 from headwise.errors import HeadwiseError
 from headwise.kernels.block_copy import bad_run, outside
 
 Runs = NDArray[np.int64]
 """``int64 [n, 3]``: (first byte in the owner's arena, first byte in ours, bytes)."""
 
-_VERSION = 1
+_VERSION = 2
 MAX_ADDRESS_BYTES = 4096
 
 
@@ -36,13 +38,14 @@ class PeerLostError(HeadwiseError):
 
 @dataclass(frozen=True)
 class ExportAddress:
-    """Where a rank's host arena is read.
+    """Where an arena of a rank is read.
 
     transport:   name of the connector
     node:        `this_node` of the owner: what is shared there is reached there alone
     location:    what the connector needs to find it, opaque to all others. May hold a key: not for logs
     identity:    what the arena's blocks are: model, layout, precision; not the TP rank and size
     arena_bytes: of the arena
+    memory:      `HOST` or `DEVICE`, whose arena it is
     """
 
     transport: str
@@ -50,6 +53,7 @@ class ExportAddress:
     location: bytes = field(repr=False)
     identity: bytes
     arena_bytes: int
+    memory: int = HOST
 
     def encode(self) -> bytes:
         return bytes(msgpack.packb((_VERSION, *astuple(self))))
@@ -57,14 +61,31 @@ class ExportAddress:
     @classmethod
     def decode(cls, data: bytes) -> ExportAddress:
         """Raises `PeerLostError` for what is no address of this version."""
-        values = unpack(data, [int, str, str, bytes, bytes, int])
-        if values is None or values[0] != _VERSION or values[-1] < 0:
+        values = unpack(data, [int, str, str, bytes, bytes, int, int])
+        if values is None or values[0] != _VERSION or values[5] < 0 or values[6] not in (HOST, DEVICE):
             raise PeerLostError(f"{len(data)} bytes are no address of an arena, as of version {_VERSION}")
         return cls(*values[1:])
 
 
+def node_of_devices(exports: Sequence[Sequence[bytes]]) -> str:
+    """The node on which all ranks' devices can be read, given the encoded addresses of each rank; empty: not of all."""
+    nodes = {_node_of_device(of_rank) for of_rank in exports}
+    return nodes.pop() if len(nodes) == 1 else ""
+
+
+def _node_of_device(of_rank: Sequence[bytes]) -> str:
+    for encoded in of_rank:
+        try:
+            address = ExportAddress.decode(encoded)
+        except PeerLostError:
+            continue
+        if address.memory == DEVICE:
+            return address.node
+    return ""
+
+
 class Export(Protocol):
-    """The owner's side. One rank may have several, for readers that are near and far."""
+    """The owner's side. One rank may have several, for both memories, and readers that are near and far."""
 
     @property
     def address(self) -> ExportAddress: ...

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from headwise.errors import ConfigError
 
-SHARED_MEMORY, NIXL, MOONCAKE, TCP = "shared_memory", "nixl", "mooncake", "tcp"
+CUDA_IPC, SHARED_MEMORY, NIXL, MOONCAKE, TCP = "cuda_ipc", "shared_memory", "nixl", "mooncake", "tcp"
 
-TRANSPORTS = (SHARED_MEMORY, NIXL, MOONCAKE, TCP)
+TRANSPORTS = (CUDA_IPC, SHARED_MEMORY, NIXL, MOONCAKE, TCP)
 """Those that there are, the best first."""
+OF_DEVICES = (CUDA_IPC,)
+"""Those that read what is on a GPU; all others read hosts."""
 BY_LIBRARIES = (NIXL, MOONCAKE)
 """Those of other packages, for RDMA. They neither encrypt nor authenticate."""
 
@@ -24,6 +26,11 @@ def parse_transports(text: str) -> tuple[str, ...]:
     for name in names:
         if name not in TRANSPORTS:
             raise ConfigError(f"peer_transports has {name!r:.40}: choose auto, none, or some of {','.join(TRANSPORTS)}")
+    if all(name in OF_DEVICES for name in names):
+        raise ConfigError(
+            f"peer_transports {text}: it reads what is on GPUs alone; name one for host caches, too, such as "
+            f"{text},{SHARED_MEMORY}"
+        )
     return tuple(name for name in TRANSPORTS if name in names)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headwise.errors import ConfigError, first_line
 from headwise.kernels.block_copy import RunCopy
 from headwise.sockets.curve import ClientKeys, ServerKeys
-from headwise.transfer.connectors import mooncake, nixl, shared_memory, tcp
+from headwise.transfer.connectors import cuda_ipc, mooncake, nixl, shared_memory, tcp
 from headwise.transfer.connectors import names as transports
 from headwise.transfer.connectors.base import Export, Reader
 from headwise.transfer.host_memory import HostArena
@@ -36,6 +36,15 @@ class PeerAccess:
     keys: ClientKeys | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True)
+class Memories:
+    """A worker's arenas. sharing: how other processes read the device's; None: they cannot, and it is of no matter"""
+
+    host: HostArena
+    device: Any = None
+    sharing: cuda_ipc.DeviceSharing | None = None
+
+
 _LOAD: dict[str, Callable[[], object]] = {transports.NIXL: nixl.load, transports.MOONCAKE: mooncake.load}
 _REMEDY = {
     transports.NIXL: "pip install --no-deps nixl-cu12",
@@ -43,16 +52,25 @@ _REMEDY = {
 }
 
 
-def choose_transports(text: str, must_encrypt: bool, has_rdma: Callable[[], bool] = transports.has_rdma) -> list[str]:
+def choose_transports(
+    text: str, must_encrypt: bool, has_rdma: Callable[[], bool] = transports.has_rdma, *, shares_device: bool = False
+) -> list[str]:
     """The transports that ``peer_transports`` means on this machine, the best first; says in one log line why.
 
-    must_encrypt: auto leaves out those that do not
+    must_encrypt:  auto leaves out those that do not
+    shares_device: whether the worker's device has memory that other processes can read
 
-    Raises `ConfigError` if one that is named is not installed.
+    Raises `ConfigError` if one that is named is not installed, or not for this device.
     """
     chosen, why = [], []
     for name in transports.parse_transports(text):
-        reason = "" if name not in _LOAD else _reason_against(name, text == "auto", must_encrypt, has_rdma)
+        reason = ""
+        if name in _LOAD:
+            reason = _reason_against(name, text == "auto", must_encrypt, has_rdma)
+        elif name in transports.OF_DEVICES and not shares_device:
+            reason = "no GPU"
+            if text != "auto":
+                raise ConfigError(f"peer_transports {name}: for device cuda, and this worker's is not; leave it out")
         if reason:
             why.append(f"{name}: {reason}")
         else:
@@ -83,10 +101,12 @@ def _reason_against(name: str, is_auto: bool, must_encrypt: bool, has_rdma: Call
 
 
 def open_exports(
-    names: Sequence[str], access: PeerAccess, arena: HostArena, identity: bytes, copy: RunCopy
+    names: Sequence[str], access: PeerAccess, memories: Memories, identity: bytes, copy: RunCopy
 ) -> list[Export]:
     """Those of the transports called ``names`` that can be made here, in that order."""
+    arena = memories.host
     ways: dict[str, Callable[[], Export]] = {
+        transports.CUDA_IPC: lambda: cuda_ipc.CudaIpcExport(memories.device, identity, _sharing(memories.sharing)),
         transports.SHARED_MEMORY: lambda: shared_memory.SharedMemoryExport(arena, identity),
         transports.NIXL: lambda: nixl.NixlExport(arena.array, identity, access.ports),
         transports.MOONCAKE: lambda: mooncake.MooncakeExport(arena.array, identity, access.host, access.ports),
@@ -95,9 +115,12 @@ def open_exports(
     return list(_made("export", names, ways).values())
 
 
-def open_readers(names: Sequence[str], access: PeerAccess, copy: RunCopy) -> dict[str, Reader]:
+def open_readers(
+    names: Sequence[str], access: PeerAccess, copy: RunCopy, sharing: cuda_ipc.DeviceSharing | None = None
+) -> dict[str, Reader]:
     """Those of the transports called ``names`` that can be made here, by name."""
     ways: dict[str, Callable[[], Reader]] = {
+        transports.CUDA_IPC: lambda: cuda_ipc.CudaIpcReader(_sharing(sharing)),
         transports.SHARED_MEMORY: lambda: shared_memory.SharedMemoryReader(copy),
         transports.NIXL: lambda: nixl.open_reader(copy, access.ports),
         transports.MOONCAKE: lambda: mooncake.open_reader(copy, access.host, access.ports),
@@ -112,5 +135,12 @@ def _made(what: str, names: Sequence[str], ways: dict[str, Callable[[], T]]) -> 
         try:
             made[name] = ways[name]()
         except Exception as error:  # a package that is not there, memory that cannot be shared, no free port
-            log.warning("goes on without %s to %s host caches: %s", name, what, first_line(error))
+            memory = "device" if name in transports.OF_DEVICES else "host"
+            log.warning("goes on without %s to %s %s caches: %s", name, what, memory, first_line(error))
     return made
+
+
+def _sharing(sharing: cuda_ipc.DeviceSharing | None) -> cuda_ipc.DeviceSharing:
+    if sharing is None:
+        raise ValueError("this worker has no GPU")
+    return sharing

@@ -14,9 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import select
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgpack
@@ -25,6 +23,7 @@ from numpy.typing import NDArray
 
 from headwise.kernels.block_copy import RunCopy
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, check_runs, this_node, unpack
+from headwise.transfer.connectors.endings import Endings
 from headwise.transfer.connectors.names import SHARED_MEMORY
 from headwise.transfer.host_memory import POPULATE_BYTES, HostArena
 
@@ -71,7 +70,7 @@ class SharedMemoryReader:
         self._node = this_node()
         self._libc = ctypes.CDLL(None)
         self._arenas: dict[bytes, _Mapped] = {}  # by location
-        self._deaths = _Deaths(lambda location: self._arenas.pop(location, None))
+        self._deaths = Endings(lambda location: self._arenas.pop(location, None))
 
     def reaches(self, address: ExportAddress) -> bool:
         """See `Reader.reaches`."""
@@ -94,7 +93,7 @@ class SharedMemoryReader:
         try:
             # While it is watched, the number is given to no other process that we would not notice: the name is
             # looked at later.
-            self._deaths.watch(location.pid, address.location)
+            self._deaths.watch(address.location, os.pidfd_open(location.pid))
             mapped = _open(location, address.arena_bytes)
         except OSError as error:
             self._deaths.forget(address.location)
@@ -160,70 +159,3 @@ class _Mapped:
             return os.stat(self.path).st_ino == self.inode
         except OSError:
             return False
-
-
-class _Deaths:
-    """A thread that tells, by ``died``, which of the watched processes have ended: what is mapped of one keeps its
-    memory, which the process that takes its place may need.
-    """
-
-    def __init__(self, died: Callable[[bytes], object]) -> None:
-        self._died = died
-        self._watched: dict[bytes, int] = {}  # descriptors of processes
-        self._unwatched: list[int] = []  # to be closed once no `poll` has them
-        self._lock = threading.Lock()
-        self._wake_read, self._wake_write = os.pipe()
-        self._is_open = True
-        self._thread: threading.Thread | None = None
-
-    def watch(self, pid: int, location: bytes) -> None:
-        """Raises `OSError` if there is no such process."""
-        fd = os.pidfd_open(pid)
-        with self._lock:
-            self._unwatch(location)
-            self._watched[location] = fd
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="headwise-peer-deaths", daemon=True)
-            self._thread.start()
-        os.write(self._wake_write, b"+")
-
-    def forget(self, location: bytes) -> None:
-        with self._lock:
-            self._unwatch(location)
-
-    def _unwatch(self, location: bytes) -> None:
-        fd = self._watched.pop(location, None)
-        if fd is not None:
-            self._unwatched.append(fd)
-
-    def close(self) -> None:
-        self._is_open = False
-        if self._thread is not None:
-            os.write(self._wake_write, b"-")
-            self._thread.join()
-        for fd in (*self._watched.values(), *self._unwatched, self._wake_read, self._wake_write):
-            os.close(fd)
-
-    def _run(self) -> None:
-        while self._is_open:
-            with self._lock:
-                for fd in self._unwatched:
-                    os.close(fd)
-                self._unwatched = []
-                watched = {fd: location for location, fd in self._watched.items()}
-            poll = select.poll()
-            for fd in (self._wake_read, *watched):
-                poll.register(fd, select.POLLIN)
-            for fd, _ in poll.poll():
-                if fd == self._wake_read:
-                    os.read(fd, 512)
-                else:
-                    self._tell(watched[fd], fd)
-
-    def _tell(self, location: bytes, fd: int) -> None:
-        with self._lock:
-            is_watched = self._watched.get(location) == fd
-            if is_watched:
-                self._unwatch(location)
-        if is_watched:
-            self._died(location)

@@ -12,6 +12,7 @@ from support.engine.simulated_model import SimulatedDevice
 from support.engine.simulation import simulated_card
 from support.waiting import eventually
 
+from headwise.cache_controller.memories import HOST
 from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.peer_blocks import exchange_with, identity_of_blocks
@@ -86,7 +87,7 @@ class Rank:
 
 
 def rows(*blocks: tuple[int, int], group: int = 0) -> np.ndarray:
-    return np.array([(group, theirs, group, ours) for theirs, ours in blocks], dtype=np.int32)
+    return np.array([(group, theirs, group, ours, HOST) for theirs, ours in blocks], dtype=np.int32)
 
 
 @pytest.fixture(params=["auto", "shared_memory", "tcp"])

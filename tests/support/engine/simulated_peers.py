@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.engine.simulated_engine import BLOCK, LetterTokenizer
 from support.engine.simulation import SimulatedExecutor, of_rank, simulated_card
 
 from headwise.cache_controller.head_exchange import Arrangement, HeadExchange
+from headwise.cache_controller.memories import DEVICE, HOST
 from headwise.cache_controller.policy import HeadPolicy
 from headwise.errors import HeadwiseError
 from headwise.runtime.config.engine_config import EngineConfig
@@ -27,6 +29,7 @@ from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.copies import CopyReport, MergedReports, PeerFetch
 from headwise.runtime.protocol.messages import Taken
 from headwise.runtime.protocol.request import GenerationResult
+from headwise.transfer.connectors.base import ExportAddress
 from headwise.transfer.peer_reads import runs_of
 
 TICK_S = 0.05
@@ -36,7 +39,8 @@ TIMEOUT_S = 3.0
 @dataclass
 class WireFaults:
     """lose, double: shares of the messages; delay: most ticks that one takes; lose_bytes, hang: shares of the copies
-    that fail, and that take `HANG_TICKS` ticks; delay_bytes: most ticks that a copy takes"""
+    that fail, and that take `HANG_TICKS` ticks; delay_bytes: most ticks that a copy takes; lose_devices: whether
+    what is on devices cannot be read"""
 
     lose: float = 0.0
     double: float = 0.0
@@ -44,6 +48,7 @@ class WireFaults:
     delay_bytes: int = 1
     lose_bytes: float = 0.0
     hang: float = 0.0
+    lose_devices: bool = False
 
 
 HANG_TICKS = 200
@@ -58,18 +63,26 @@ class ReadingExecutor:
 
     def __init__(self, network: Network, name: str, card: ModelCard, exchange: Callable[[int], HeadExchange]) -> None:
         self.ranks = [SimulatedExecutor(of_rank(card, rank)) for rank in range(card.plan.tp_size)]
-        self.exports = tuple((f"{name}/{rank}".encode(),) for rank in range(card.plan.tp_size))
+        nodes = network.nodes_of_devices
+        self.exports = tuple(
+            tuple(
+                ExportAddress("simulated", nodes.get(name[0], name), f"{name}/{rank}".encode(), b"", 1, memory).encode()
+                for memory in ((HOST, DEVICE) if name[0] in nodes else (HOST,))
+            )
+            for rank in range(card.plan.tp_size)
+        )
         self._network, self._exchange = network, exchange
         self._merged = MergedReports(len(self.ranks))
         self._queue: deque[BatchRequest] = deque()
         self._reads: list[tuple[int, int, PeerFetch]] = []  # when it is over, our rank, one block of ours
-        for (address,), arena in zip(self.exports, self.host_arenas, strict=True):
-            network.arenas[address] = arena
+        for addresses, rank in zip(self.exports, self.ranks, strict=True):
+            arenas = partial(host_arena, rank), partial(device_arena, rank)
+            network.arenas |= dict(zip(addresses, arenas, strict=False))
 
     @property
     def host_arenas(self) -> list[np.ndarray]:
         """Flat, by rank."""
-        return [rank._copies._arena.array for rank in self.ranks]
+        return [host_arena(rank) for rank in self.ranks]
 
     def poison(self, blocks: np.ndarray) -> None:
         for rank in self.ranks:
@@ -126,14 +139,28 @@ class ReadingExecutor:
     def _read(self, fetch: PeerFetch, rank: int) -> bool:
         """Fill this rank's part of one block; whether it came."""
         arena = self.host_arenas[rank]
-        if self._network.random.random() < self._network.faults.lose_bytes:
+        on_device = (fetch.blocks[:, 4] == DEVICE).any()
+        lost = self._network.random.random() < self._network.faults.lose_bytes
+        is_asleep = any(self._network.arenas[of_rank[-1]]() is None for of_rank in fetch.exports)
+        if lost or (on_device and (is_asleep or self._network.faults.lose_devices)):
             self.ranks[rank].poison_host(fetch.blocks[:1, 3])
             return False
-        for owner_rank, runs in runs_of(self._exchange(len(fetch.exports)), rank, fetch.blocks).items():
-            source = self._network.arenas[fetch.exports[owner_rank][0]]
+        for (owner_rank, memory), runs in runs_of(self._exchange(len(fetch.exports)), rank, fetch.blocks).items():
+            source = self._network.arenas[fetch.exports[owner_rank][memory]]()
             for first, to, count in runs.tolist():
                 arena[to : to + count] = source[first : first + count]
         return True
+
+
+def host_arena(rank: SimulatedExecutor) -> np.ndarray:
+    arena: np.ndarray = rank._copies._arena.array
+    return arena
+
+
+def device_arena(rank: SimulatedExecutor) -> np.ndarray | None:
+    """None while it is asleep."""
+    cache = getattr(rank.worker, "_cache", None)
+    return None if cache is None else cache.arena.view(np.uint8).reshape(-1)
 
 
 class Node:
@@ -226,17 +253,19 @@ class Network:
     """Some engines, their wire and their time: a tick for each `turn`.
 
     ranks:    of each engine; of those with more than one, heads are grouped by ``grouping``
+    nodes:    where workers read each other's devices, by engine; others' devices nobody reads
     """
 
     def __init__(
         self, names: Sequence[str], policies: Sequence[HeadPolicy], *, seed: int = 0, faults: WireFaults | None = None,
-        ranks: Sequence[int] = (), grouping: str = "auto", **options: Any,
+        ranks: Sequence[int] = (), grouping: str = "auto", nodes: dict[str, str] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.random = Random(seed)
         self.faults = faults or WireFaults()
         self.ticks = 0
+        self.nodes_of_devices = nodes or {}
         self.sent: list[Any] = []
-        self.arenas: dict[bytes, np.ndarray] = {}
+        self.arenas: dict[bytes, Callable[[], Any]] = {}  # by address; asleep there is none
         self.arrangements: dict[int, Arrangement] = {}  # by ranks
         self.nodes: dict[str, Node] = {}
         self._under_way: list[tuple[int, str, bytes | None, Any]] = []
@@ -278,6 +307,8 @@ class Network:
         """An engine loses its workers, and what they had: its memory may be read still, and holds nothing."""
         node = self.nodes[name]
         node.core.fail_all("killed")
-        for arena in node.executor.host_arenas:
-            arena.view(np.int32)[:] = HOST_POISON
+        for rank in node.executor.ranks:
+            for arena in (host_arena(rank), device_arena(rank)):
+                if arena is not None:
+                    arena.view(np.int32)[:] = HOST_POISON
         node.start()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from support.gpu.cuda_shim import ShimPrograms
 from support.gpu.host_cublas import HostCublas, aligned
 from support.gpu.host_driver import HostDriver
+from support.gpu.host_ipc import HostGpu, host_sharing
 from support.late_fetch import LateFetch
 
 from headwise.cache_controller.block_tables import TableShape
@@ -40,10 +41,12 @@ from headwise.runtime.worker.device_sampler import DeviceSampler
 from headwise.runtime.worker.last_sampled import DeviceLastSampled
 from headwise.transfer.base import Stream
 from headwise.transfer.cpu_stream import CpuStream
+from headwise.transfer.cuda_sharing import CudaSharing
 from headwise.transfer.host_memory import HostArena
 
 STREAM = 0x5000
 NO_BLOCK = 0x7F000000
+LARGE_BYTES = 1 << 20
 
 
 class EmulatedOps(GpuOps):
@@ -58,6 +61,12 @@ class EmulatedOps(GpuOps):
         super().__init__(np, numpy_dtype(dtype), programs, launcher, weights_dtype, threads=64)
         self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
         self._is_recorded = False
+        self.allocate: Callable[[int], NDArray[np.uint8]] | None = None
+
+    def empty_bytes(self, num_bytes: int) -> NDArray[Any]:
+        if self.allocate is None or num_bytes < LARGE_BYTES:
+            return super().empty_bytes(num_bytes)
+        return self.allocate(num_bytes)
 
     def matmul(self, x: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
         out = np.empty((x.shape[0], weight.shape[1]), self.dtype)
@@ -120,16 +129,22 @@ class FixedUpload:
 
 
 class EmulatedGpu:
-    """`Device` with what a GPU computes, in ``dtype``. libraries: where the shim builds its own."""
+    """`Device` with what a GPU computes, in ``dtype``.
+
+    libraries: where the shim builds its own
+    gpu:       whose memory other processes can read, arenas and all that is as large
+    """
 
     name = "emulated GPU"
 
-    def __init__(self, libraries: Path, dtype: str, weights_dtype: str = "auto") -> None:
-        self._dtype, self._libraries = dtype, libraries
+    def __init__(self, libraries: Path, dtype: str, weights_dtype: str = "auto", gpu: HostGpu | None = None) -> None:
+        self._dtype, self._libraries, self._gpu = dtype, libraries, gpu
         programs = SerialPrograms(libraries)
         self._tables = PoisonedTables(programs, threads=64)
         self._step_tokens = CudaStepTokens(programs, threads=64)
         self.ops = EmulatedOps(dtype, programs, weights_dtype)
+        if gpu is not None:
+            self.ops.allocate = gpu.empty
         self.sampler = DeviceSampler(self.ops, programs, numpy_dtype(dtype), threads=64)
         launcher = InterpreterLauncher(sm=90, sms=1)
         self.parts = GpuParts(launcher, programs, poisoned, poisoned_array, self.ops.multiply_heads)
@@ -161,6 +176,9 @@ class EmulatedGpu:
 
     def host_arena(self, num_bytes: int, is_shared: bool = False) -> HostArena:
         return HostArena(num_bytes, is_shared=is_shared)
+
+    def sharing(self) -> CudaSharing | None:
+        return None if self._gpu is None else host_sharing(self._gpu)
 
 
 class PoisonedTables(CudaBlockTables):

@@ -15,6 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+from support.gpu.host_ipc import HostGpu, host_sharing
 from support.peer_owner import IDENTITY, PeerOwner
 from support.waiting import PATIENCE_S, eventually
 
@@ -24,7 +25,7 @@ from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secre
 from headwise.transfer.connectors import mooncake, nixl, tcp
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Reader, check_runs, this_node
 from headwise.transfer.connectors.names import TRANSPORTS, check_plain, has_rdma, parse_transports
-from headwise.transfer.connectors.select import PeerAccess, choose_transports, open_exports, open_readers
+from headwise.transfer.connectors.select import Memories, PeerAccess, choose_transports, open_exports, open_readers
 from headwise.transfer.connectors.shared_memory import SharedMemoryExport
 from headwise.transfer.connectors.staged import MAX_STAGINGS, StagedReader
 from headwise.transfer.host_memory import HostArena
@@ -72,7 +73,8 @@ def reader(transport: str) -> Iterator[Reader]:
 
 
 def make_reader(transport: str, keys: ClientKeys | None = None) -> Reader:
-    return open_readers([transport], PeerAccess(keys=keys), make_run_copy("numba", 1))[transport]
+    sharing = host_sharing(HostGpu())
+    return open_readers([transport], PeerAccess(keys=keys), make_run_copy("numba", 1), sharing)[transport]
 
 
 def runs(*rows: tuple[int, int, int]) -> np.ndarray:
@@ -210,7 +212,13 @@ def test_an_arena_that_is_smaller_than_its_address_says_is_another_one(shared_ow
 
 
 def test_an_address_of_nothing_is_lost(transport, reader) -> None:
-    for location in (b"", b"\x93\x01", msgpack.packb((1, 2)), msgpack.packb(("tcp://127.0.0.1:1;x", bytes(16)))):
+    for location in (
+        b"",
+        b"\x93\x01",
+        msgpack.packb((1, 2)),
+        msgpack.packb(("tcp://127.0.0.1:1;x", bytes(16))),
+        msgpack.packb(("x",)),
+    ):
         address = ExportAddress(transport, this_node(), location, IDENTITY, 64)
         with pytest.raises(PeerLostError):
             reader.read(address, runs((0, 0, 9)), np.zeros(9, np.uint8), PATIENCE_S)
@@ -219,11 +227,20 @@ def test_an_address_of_nothing_is_lost(transport, reader) -> None:
 # ---- owners that stand still ----
 
 
-def test_memory_of_an_owner_that_stands_still_is_read_all_the_same() -> None:
-    owner, reader = PeerOwner(NUM_BYTES, ["shared_memory"]), make_reader("shared_memory")
+@pytest.mark.parametrize(("name", "is_known"), [("shared_memory", False), ("cuda_ipc", True)])
+def test_memory_of_an_owner_that_stands_still_is_read_all_the_same(name, is_known) -> None:
+    """On a GPU once it is mapped: where it is, the owner must have said."""
+    owner, reader = PeerOwner(NUM_BYTES, [name]), make_reader(name)
     arena = np.zeros(NUM_BYTES, np.uint8)
+    if is_known:
+        reader.read(owner.addresses[name], runs((0, 0, 9)), arena, PATIENCE_S)
     owner.stop()
-    reader.read(owner.addresses["shared_memory"], runs((0, 0, NUM_BYTES)), arena, SHORT_S)
+    if is_known:
+        other = make_reader(name)
+        with pytest.raises(PeerLostError, match="did not answer in time"):
+            other.read(owner.addresses[name], runs((0, 0, 9)), arena, SHORT_S)
+        other.close()
+    reader.read(owner.addresses[name], runs((0, 0, NUM_BYTES)), arena, SHORT_S)
     assert (arena == owner.content).all()
     reader.close()
     owner.kill()
@@ -382,9 +399,10 @@ def test_what_is_mapped_can_neither_shrink_nor_be_written_to() -> None:
     arena.close()
 
 
-def test_the_memory_of_an_owner_that_died_is_let_go_of_without_being_asked() -> None:
-    owner, reader = PeerOwner(NUM_BYTES, ["shared_memory"]), make_reader("shared_memory")
-    reader.read(owner.addresses["shared_memory"], runs((0, 0, 9)), np.zeros(9, np.uint8), SHORT_S)
+@pytest.mark.parametrize("name", ["shared_memory", "cuda_ipc"])
+def test_the_memory_of_an_owner_that_died_is_let_go_of_without_being_asked(name) -> None:
+    owner, reader = PeerOwner(NUM_BYTES, [name]), make_reader(name)
+    reader.read(owner.addresses[name], runs((0, 0, 9)), np.zeros(9, np.uint8), PATIENCE_S)
     assert len(reader._arenas) == 1
     owner.kill()
     eventually(lambda: not reader._arenas)
@@ -393,7 +411,8 @@ def test_the_memory_of_an_owner_that_died_is_let_go_of_without_being_asked() -> 
 
 def test_a_private_arena_has_no_export_and_the_worker_goes_on_with_what_there_is(caplog) -> None:
     arena = HostArena(1 << 16)
-    exports = open_exports(["shared_memory", "tcp"], PeerAccess(), arena, IDENTITY, make_run_copy("reference", 1))
+    copy = make_run_copy("reference", 1)
+    exports = open_exports(["shared_memory", "tcp"], PeerAccess(), Memories(arena), IDENTITY, copy)
     assert [export.address.transport for export in exports] == ["tcp"]
     assert "goes on without shared_memory to export host caches: the host arena is private" in caplog.text
     for export in exports:
@@ -532,8 +551,10 @@ def test_an_address_survives_its_way_and_nothing_else_is_one() -> None:
     address = ExportAddress("tcp", "node", b"secret place", IDENTITY, 1 << 40)
     assert ExportAddress.decode(address.encode()) == address
     assert "secret" not in repr(address)
-    bad = [b"", b"x", msgpack.packb((1, "tcp", "node", b"", b"")), msgpack.packb((2, "tcp", "node", b"", b"", 1))]
-    bad += [msgpack.packb((1, "tcp", "node", b"", b"", -1)), msgpack.packb((1, "tcp", "node", "", b"", 1))]
+    parts = (2, "tcp", "node", b"", b"", 1, 0)
+    assert ExportAddress.decode(msgpack.packb(parts)).arena_bytes == 1
+    bad = [b"", b"x", msgpack.packb(parts[:-1]), msgpack.packb((1, *parts[1:])), msgpack.packb((*parts[:5], -1, 0))]
+    bad += [msgpack.packb((*parts[:3], "", *parts[4:])), msgpack.packb((*parts[:6], 2))]
     bad += [address.encode() + b"x", bytes(5000)]
     for data in bad:
         with pytest.raises(PeerLostError, match="no address"):
@@ -549,17 +570,24 @@ def test_transports_are_named_and_the_best_comes_first() -> None:
     assert parse_transports("auto") == TRANSPORTS
     assert parse_transports("none") == ()
     assert parse_transports("tcp, shared_memory") == ("shared_memory", "tcp")
-    with pytest.raises(ConfigError, match=r"peer_transports has 'rdma': choose auto, none, or some of shared_memory"):
+    with pytest.raises(ConfigError, match=r"peer_transports has 'rdma': choose auto, none, or some of cuda_ipc"):
+        parse_transports("tcp,rdma")
+    with pytest.raises(ConfigError, match="peer_transports cuda_ipc: it reads what is on GPUs alone"):
+        parse_transports("cuda_ipc")
+    with pytest.raises(ConfigError, match="peer_transports has"):
         parse_transports("tcp,rdma")
 
 
 def test_what_needs_rdma_or_is_not_encrypted_is_chosen_only_where_it_was_asked_for(caplog) -> None:
     caplog.set_level("INFO")
     assert choose_transports("auto", False, lambda: False) == ["shared_memory", "tcp"]
-    assert "peers are read by shared_memory,tcp (peer_transports auto; no nixl: no RDMA device; no moo" in caplog.text
+    assert "read by shared_memory,tcp (peer_transports auto; no cuda_ipc: no GPU; no nixl: no RDMA dev" in caplog.text
     assert choose_transports("auto", True, lambda: True) == ["shared_memory", "tcp"]
     assert "no nixl: not encrypted" in caplog.text
     assert choose_transports("none", False) == []
+    assert choose_transports("auto", True, lambda: False, shares_device=True) == ["cuda_ipc", "shared_memory", "tcp"]
+    with pytest.raises(ConfigError, match="peer_transports cuda_ipc: for device cuda, and this worker's is not"):
+        choose_transports("cuda_ipc,tcp", False)
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("nixl", "--no-deps nixl-cu12"), ("mooncake", r"headwise\[mooncake\]")])

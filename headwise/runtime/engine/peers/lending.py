@@ -1,4 +1,4 @@
-"""The owner's side of leases: answers engines that want to read blocks of this one's host."""
+"""The owner's side of leases: answers engines that want to read blocks of this one's host and device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headwise.errors import InvalidRequestError
 from headwise.runtime.engine.peers.base import LeaseAsk, Peers
 from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
 from headwise.storage.index.messages import HASH_BYTES
+from headwise.transfer.connectors.base import node_of_devices
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ NO_GRANT = 0
 
 
 class Lending:
-    """exports:   where each rank's host is read; none: nothing is leased
+    """exports:   where each rank is read; none: nothing is leased
     timeout_s:  of silence after which a lease ends
     num_groups: head groups of a block table
     max_blocks: columns of one
@@ -40,6 +41,7 @@ class Lending:
         max_blocks: int,
     ) -> None:
         self._leases, self._peers, self._exports = leases, peers, exports
+        self._node = node_of_devices(exports)
         self._timeout_s = timeout_s
         self._num_groups, self._max_blocks = num_groups, max_blocks
         self._readers: dict[bytes, tuple[bytes, int]] = {}  # by lease: who reads it, and the epoch that it said
@@ -74,7 +76,9 @@ class Lending:
         """Lease what is wanted of a path, and what of it is yet to be computed; say so, or that nothing is leased."""
         lease = None
         if self._exports and self._is_of_this_cache(path, message.wanted):
-            lease = self._leases.ask(message.lease, path, message.wanted, now + self._timeout_s, is_growing)
+            reads_device = bool(message.node) and message.node == self._node
+            until = now + self._timeout_s
+            lease = self._leases.ask(message.lease, path, message.wanted, until, is_growing, reads_device)
         if lease is None:
             self.refuse(reader, message)
             return

@@ -17,8 +17,8 @@ from headwise.runtime.protocol.messages import AskLease, Leased
 MAX_RANKS, MAX_EXPORTS, MAX_EXPORT_BYTES = 1024, 8, 4096
 """What an owner may have: ranks, addresses of each, bytes of an address."""
 
-Piece = tuple[int, int]
-"""A group of the owner's, and its block."""
+Piece = tuple[int, int, int]
+"""A group of the owner's, its block, and in which of the owner's memories that is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +62,9 @@ class Load:
 
     ask:     the question, as often as it is asked
     waits:   for the owner to lease all pieces of them, by column and group
-    pieces:  what was leased of those: its block, by the owner's group
+    pieces:  what was leased of those, by the owner's group
     ordered: being copied
+    on_device: those that are read on the owner's device, in part at least
     copied, failed: by all workers, or not by one of them
     grant:   of the lease; None: not heard yet
     heard:   blocks of the lease that the owner has told of
@@ -79,8 +80,9 @@ class Load:
     say_at: float
     waits: dict[tuple[int, int], Arrival]
     is_part: bool = False
-    pieces: dict[Arrival, dict[int, int]] = field(default_factory=dict)
+    pieces: dict[Arrival, dict[int, Piece]] = field(default_factory=dict)
     ordered: set[Arrival] = field(default_factory=set)
+    on_device: set[Arrival] = field(default_factory=set)
     copied: list[Arrival] = field(default_factory=list)
     failed: list[Arrival] = field(default_factory=list)
     grant: int | None = None
@@ -109,20 +111,20 @@ class Load:
     def arrivals(self) -> list[Arrival]:
         return [*self.waits.values(), *self.ordered, *self.copied, *self.failed]
 
-    def leased(self, blocks: Iterable[tuple[int, int, int]]) -> list[tuple[Arrival, list[Piece]]]:
-        """Take in what the owner holds for us, (column, its group, its block) each; what is leased with all its pieces
-        now, and so waits no more."""
+    def leased(self, blocks: Iterable[tuple[int, int, int, int]]) -> list[tuple[Arrival, list[Piece]]]:
+        """Take in what the owner leases to us, (column, its group, its block, its memory) each; what is leased with all
+        its pieces now, and so waits no more."""
         whole = []
-        for column, theirs, block in blocks:
+        for column, theirs, block, memory in blocks:
             for group in self.owner.takers.get(theirs, ()):
                 arrival = self.waits.get((column, group))
                 if arrival is None:
                     continue
                 pieces = self.pieces.setdefault(arrival, {})
-                pieces.setdefault(theirs, block)
+                pieces.setdefault(theirs, (theirs, block, memory))
                 if len(pieces) == self.owner.num_pieces[group]:
                     del self.waits[column, group]
-                    whole.append((arrival, list(self.pieces.pop(arrival).items())))
+                    whole.append((arrival, list(self.pieces.pop(arrival).values())))
         return whole
 
 
@@ -133,7 +135,7 @@ def is_sane(answer: Leased, ranks: int) -> bool:
     return (
         answer.first >= 0
         and blocks.ndim == 2
-        and blocks.shape[1] == 3
+        and blocks.shape[1] == 4
         and len(answer.exports) <= MAX_RANKS
         and (len(answer.exports) == ranks or not len(blocks))
         and all(

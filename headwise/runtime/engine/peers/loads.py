@@ -1,4 +1,4 @@
-"""Waiting requests' prefixes on their way from other engines' hosts to this one's.
+"""Waiting requests' prefixes on their way from other engines to this one's host.
 
     begin      room is made on the host, and the engine that the hint names is asked for a lease
     leased     what it holds for us is ordered from the workers, as it is told
@@ -15,7 +15,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,17 @@ from numpy.typing import NDArray
 from headwise.cache_controller.arrivals import Arrival, Arrivals, Fetch
 from headwise.cache_controller.cache_manager import CacheManager
 from headwise.cache_controller.head_exchange import HeadExchange
+from headwise.cache_controller.memories import DEVICE
 from headwise.errors import ConfigError, first_line
 from headwise.runtime.engine.peers.base import Peers
+from headwise.runtime.engine.peers.devices import OtherDevices
 from headwise.runtime.engine.peers.lending import LEASE_BYTES, NO_GRANT
 from headwise.runtime.engine.peers.load import Load, OwnerGroups, Piece, is_sane
 from headwise.runtime.engine.peers.parts import Part, Parts
+from headwise.runtime.engine.peers.waiting import Waiting, prompt_of
 from headwise.runtime.engine.sequence import Sequence
 from headwise.runtime.protocol.copies import PeerFetch
 from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
-from headwise.runtime.protocol.request import GenerateRequest, PeerHint, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -68,34 +70,10 @@ class PeerCounts:
     given_up: int = 0
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """A sequence that is held back, and until when at most.
-
-    owner: the groups of the engine that its hint names
-    path:  what that engine may have of it
-    fetch: of the part that is under way
-    asked: blocks of this part and those before
-    load:  by which an owner computes its prompt, if one does
-    """
-
-    sequence: Sequence
-    hint: PeerHint
-    owner: OwnerGroups
-    path: tuple[bytes, ...]
-    fetch: Fetch = field(default_factory=lambda: Fetch(0))
-    until: float = 0.0
-    asked: int = 0
-    load: Load | None = None
-
-    def is_over(self, now: float) -> bool:
-        is_computed = self.load is not None and not self.load.is_over
-        return not self.fetch.left or (now > self.until and not is_computed)
-
-
 class PeerLoads:
     """exchange:  with engines of so many ranks. Raises ValueError or `ConfigError` if there is none with such engines
     timeout_s: longest that a request waits without news, and that an owner is believed to be there without a word
+    node:      where all workers can read devices' memory; empty: nowhere
     """
 
     def __init__(
@@ -105,16 +83,17 @@ class PeerLoads:
         peers: Peers,
         exchange: Callable[[int], HeadExchange],
         timeout_s: float,
+        node: str = "",
     ) -> None:
         self.counts = PeerCounts()
         self._cache, self._arrivals, self._peers, self._exchange = cache, arrivals, peers, exchange
-        self._timeout_s = timeout_s
+        self._timeout_s, self._devices = timeout_s, OtherDevices(node)
         self._owners: dict[int, OwnerGroups | None] = {}  # by ranks; None: blocks cannot be exchanged with those
         self._parts = Parts(cache, arrivals)
         self._loads: dict[bytes, Load] = {}
         self._load_of: dict[Arrival, Load] = {}
-        self._waiting: dict[str, _Waiting] = {}
-        self._orders: list[tuple[tuple[tuple[bytes, ...], ...], list[tuple[int, int, int, int]]]] = []
+        self._waiting: dict[str, Waiting] = {}
+        self._orders: list[tuple[tuple[tuple[bytes, ...], ...], list[tuple[int, ...]]]] = []
 
     @property
     def held(self) -> list[Sequence]:
@@ -146,7 +125,7 @@ class PeerLoads:
             self.counts.unknown_hints += 1
             return False
         servable = min(sequence.servable, max(0, hint.tokens))
-        waiting = _Waiting(sequence, hint, owner, tuple(sequence.block_hashes(servable, self._cache.block_size)))
+        waiting = Waiting(sequence, hint, owner, tuple(sequence.block_hashes(servable, self._cache.block_size)))
         if not self._ask_more(waiting, now):
             return False
         self._waiting[sequence.id] = waiting
@@ -165,7 +144,7 @@ class PeerLoads:
                 self._owners[ranks] = None
         return self._owners[ranks]
 
-    def _ask_more(self, waiting: _Waiting, now: float) -> bool:
+    def _ask_more(self, waiting: Waiting, now: float) -> bool:
         """Ask for the next part of what a sequence lacks; False: there is none, or it is not worth it, or not now."""
         hint, groups = waiting.hint, self._parts.num_groups
         part = self._next_part(waiting)
@@ -179,9 +158,9 @@ class PeerLoads:
         waiting.asked += int(np.count_nonzero(part.wanted))
         if arrivals:
             wanted = waiting.owner.of_ours(_places(arrivals, len(path), groups))
-            ask = AskLease(secrets.token_bytes(LEASE_BYTES), hint.epoch, b"", wanted)
+            ask = self._question(hint.engine, hint.epoch, b"", wanted, now)
             if hint.prefills:
-                ask = replace(ask, prompt=_prompt_of(waiting.sequence, len(path) * self._cache.block_size))
+                ask = replace(ask, prompt=prompt_of(waiting.sequence, len(path) * self._cache.block_size))
             else:
                 ask = replace(ask, hashes=b"".join(path))
             self._ask(hint.engine, waiting.owner, ask, arrivals, now, is_part=not part.is_all)
@@ -198,7 +177,7 @@ class PeerLoads:
         fetch, arrivals = self._arrivals.expect(self, path, wanted, 0)
         if arrivals:
             wanted = owner.of_ours(_places(arrivals, len(path), self._parts.num_groups))
-            ask = AskLease(secrets.token_bytes(LEASE_BYTES), epoch, b"".join(path), wanted)
+            ask = self._question(engine, epoch, b"".join(path), wanted, now)
             self._ask(engine, owner, ask, arrivals, now)
         return fetch
 
@@ -216,9 +195,14 @@ class PeerLoads:
         """Blocks that may be asked for now."""
         return self._arrivals.room(len(self._load_of))
 
-    def _next_part(self, waiting: _Waiting) -> Part | None:
+    def _next_part(self, waiting: Waiting) -> Part | None:
         next_part = self._parts.to_compute if waiting.hint.prefills else self._parts.to_fetch
         return next_part(waiting.path, waiting.asked, self.room, waiting.owner.most)
+
+    def _question(self, engine: str, epoch: int, hashes: bytes, wanted: NDArray[np.bool_], now: float) -> AskLease:
+        return AskLease(
+            secrets.token_bytes(LEASE_BYTES), epoch, hashes, wanted, node=self._devices.node_for(engine, now)
+        )
 
     def _ask(
         self,
@@ -254,7 +238,7 @@ class PeerLoads:
             del self._waiting[waiting.sequence.id]
         return [waiting.sequence for waiting in over]
 
-    def _goes_on(self, waiting: _Waiting, now: float) -> bool:
+    def _goes_on(self, waiting: Waiting, now: float) -> bool:
         """Ask for the next part, if all of this one has come; whether there is one."""
         has_come = not waiting.fetch.left and not waiting.fetch.missed
         is_known = self._peers.knows(waiting.hint.engine, waiting.hint.epoch)
@@ -339,7 +323,12 @@ class PeerLoads:
             return
         self.counts.leased_blocks += len(leased)
         load.ordered.update(arrival for arrival, _ in leased)
-        rows = [(theirs, block, arrival.group, arrival.block) for arrival, parts in leased for theirs, block in parts]
+        rows: list[tuple[int, ...]] = [
+            (theirs, block, arrival.group, arrival.block, memory)
+            for arrival, parts in leased
+            for theirs, block, memory in parts
+        ]
+        load.on_device.update(arrival for arrival, parts in leased if any(part[2] == DEVICE for part in parts))
         self._orders.append((exports, rows))
 
     def _go_on(self, load: Load) -> None:
@@ -364,7 +353,10 @@ class PeerLoads:
         for arrival in came:
             self._load_of[arrival].copied.append(arrival)
         for arrival in missed:
-            self._load_of[arrival].failed.append(arrival)
+            load = self._load_of[arrival]
+            load.failed.append(arrival)
+            if arrival in load.on_device:
+                self._devices.lost(load.engine)
         for load in loads:
             load.ordered.difference_update(load.copied, load.failed)
             self._go_on(load)
@@ -410,19 +402,3 @@ def _places(arrivals: Items[Arrival], columns: int, groups: int) -> NDArray[np.b
     for arrival in arrivals:
         places[arrival.column, arrival.group] = True
     return places
-
-
-def _prompt_of(sequence: Sequence, tokens: int) -> GenerateRequest:
-    """The first of a sequence's tokens, as a prompt: up to the end of an item that begins among them."""
-    request = sequence.request
-    extra_keys = tuple(key for key in request.extra_keys if key[0] < tokens)
-    return replace(
-        request,
-        prompt_token_ids=sequence.tokens(0, max([tokens, *(end for _, end, _ in extra_keys)])),
-        extra_keys=extra_keys,
-        embeds=tuple(each for each in request.embeds if each.start < tokens),
-        sampling=SamplingParams(),
-        output_token_ids=(),
-        prompt_told=0,
-        peer=None,
-    )

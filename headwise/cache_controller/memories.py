@@ -1,0 +1,3 @@
+"""In which memory of an engine a leased block lies."""
+
+HOST, DEVICE = 0, 1

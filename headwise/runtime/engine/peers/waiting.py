@@ -1,0 +1,51 @@
+"""Requests that wait for blocks of other engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from headwise.cache_controller.arrivals import Fetch
+from headwise.runtime.engine.peers.load import Load, OwnerGroups
+from headwise.runtime.engine.sequence import Sequence
+from headwise.runtime.protocol.request import GenerateRequest, PeerHint, SamplingParams
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A sequence that is held back, and until when at most.
+
+    owner: the groups of the engine that its hint names
+    path:  what that engine may have of it
+    fetch: of the part that is under way
+    asked: blocks of this part and those before
+    load:  by which an owner computes its prompt, if one does
+    """
+
+    sequence: Sequence
+    hint: PeerHint
+    owner: OwnerGroups
+    path: tuple[bytes, ...]
+    fetch: Fetch = field(default_factory=lambda: Fetch(0))
+    until: float = 0.0
+    asked: int = 0
+    load: Load | None = None
+
+    def is_over(self, now: float) -> bool:
+        is_computed = self.load is not None and not self.load.is_over
+        return not self.fetch.left or (now > self.until and not is_computed)
+
+
+def prompt_of(sequence: Sequence, tokens: int) -> GenerateRequest:
+    """The first of a sequence's tokens, as a prompt: up to the end of an item that begins among them."""
+    request = sequence.request
+    extra_keys = tuple(key for key in request.extra_keys if key[0] < tokens)
+    return replace(
+        request,
+        prompt_token_ids=sequence.tokens(0, max([tokens, *(end for _, end, _ in extra_keys)])),
+        extra_keys=extra_keys,
+        embeds=tuple(each for each in request.embeds if each.start < tokens),
+        sampling=SamplingParams(),
+        output_token_ids=(),
+        prompt_told=0,
+        peer=None,
+    )
