@@ -345,6 +345,8 @@ def libraries() -> Path:
     return LIBRARIES
 
 
+FEW_GRAPHS = {"max_num_seqs": 4, "max_model_len": 120, "prefill_graphs": 24, "kv_cache": "1MiB", "tp_size": 2}
+"""Recording runs all of them."""
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 
 
@@ -387,11 +389,11 @@ def two_ranks(
 def test_two_ranks_say_what_one_says(
     nccl: HostNccl, model: Path, libraries: Path, expected: Callable[[str], list[list[int]]], dtype: str, graphs: bool
 ) -> None:
-    config = configuration(model, device="cuda", dtype=dtype, tp_size=2, cuda_graphs=graphs)
+    config = configuration(model, device="cuda", dtype=dtype, cuda_graphs=graphs, **FEW_GRAPHS)
     engine, _, worker = two_ranks(nccl, libraries, config)
     assert "collectives=nccl" in worker.describe()
     assert answers(engine) == expected(dtype)
-    assert worker.captured == ([8, 8] if graphs else [0, 0])
+    assert worker.captured == ([3, 3] if graphs else [0, 0])
     assert {launched[0] for launched in nccl.log[0]} == ({"eager", "recorded", "graph"} if graphs else {"eager"})
     reduced = [[launched for launched in nccl.log[rank] if launched[1] == "allReduce"] for rank in range(2)]
     assert reduced[0] == reduced[1]
@@ -465,7 +467,7 @@ def test_where_one_rank_cannot_record_all_run_without_graphs(
     caplog: pytest.LogCaptureFixture,
     unable: int,
 ) -> None:
-    config = configuration(model, device="cuda", dtype="float32", tp_size=2)
+    config = configuration(model, device="cuda", dtype="float32", **FEW_GRAPHS)
     engine, _, worker = two_ranks(nccl, libraries, config, unable=unable)
     assert answers(engine) == expected("float32")
     assert worker.captured == [0, 0]
@@ -473,8 +475,8 @@ def test_where_one_rank_cannot_record_all_run_without_graphs(
     assert {record.message for record in caplog.records} >= {
         "decode steps run without CUDA graphs, but for none: out of memory",
         "decode steps run without CUDA graphs, but for none: they cannot be recorded on another rank",
-        "prefill of 64 tokens and less runs without CUDA graphs: out of memory",
-        "prefill of 64 tokens and less runs without CUDA graphs: they cannot be recorded on another rank",
+        "prefill of 24 tokens and less runs without CUDA graphs: out of memory",
+        "prefill of 24 tokens and less runs without CUDA graphs: they cannot be recorded on another rank",
     }
 
 

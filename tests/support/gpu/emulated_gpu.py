@@ -68,6 +68,9 @@ class EmulatedOps(GpuOps):
     def multiply_heads(self, x: NDArray[Any], weights: NDArray[Any], out: NDArray[Any]) -> None:
         self._cublas.products_of_heads(x, weights, out)
 
+    def empty_like(self, array: NDArray[Any], shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        return poisoned_array(array.shape if shape is None else shape, array.dtype)
+
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
         assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
         return array.copy()
