@@ -94,8 +94,10 @@ class DecodeGraphs:
         """Record steps of all shapes, the largest first, or as many as can be on every rank."""
         nobody = np.zeros(0, np.int32)
         shape = self._tables.shape
-        for rows in reversed(all_sizes(padded_rows, shape.max_rows)):
-            for columns in reversed(all_sizes(self._width, shape.max_blocks)):
+        batches, widths = all_sizes(padded_rows, shape.max_rows), all_sizes(self._width, shape.max_blocks)
+        log.info("recording decode steps of %d batch sizes and %d widths as CUDA graphs", len(batches), len(widths))
+        for rows in reversed(batches):
+            for columns in reversed(widths):
                 replay = self._capture(self._work(columns, *self._uploaded(rows, nobody, nobody, nobody, nobody)))
                 if replay is None:
                     return

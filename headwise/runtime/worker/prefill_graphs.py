@@ -54,7 +54,7 @@ class _CuttingAttention:
         self._ops, self._attention, self._padding = ops, attention, padding
         self._cuts, self._cut = cuts, cut
 
-    def __call__(self, layer: int, *projected: Any, **named: Any) -> Tensor:
+    def __call__(self, layer: int, *projected: Any) -> Tensor:
         out = self._attention.result_of(*projected)
         kept = _each_array(projected, self._ops.borrowed)
         self._cuts.append(_Cut(layer, kept, self._ops.borrowed(out)))
@@ -150,18 +150,18 @@ class PrefillGraphs:
         """Record the pieces of ``model`` for all numbers of tokens, or as many as can be on every rank."""
         self._layers = model.config.num_layers
         sizes = all_sizes(padded_tokens, self._most)
+        log.info("recording prefill of %d sizes, up to %d tokens, as CUDA graphs", len(sizes), sizes[-1])
         # One for all: graphs read where it wrote when they were recorded.
         upload = self._ops.step_upload(capacity=2 * sizes[-1] + 3 * self._sequences + 1)
         for tokens in reversed(sizes):  # the largest first: see `CapturingOps`
-            graphs, trouble = StepGraphs(tokens, self._sequences, upload), "they cannot be recorded on another rank"
-            is_recorded = False
+            graphs, trouble = StepGraphs(tokens, self._sequences, upload), ""
             try:
                 graphs.record(self._ops, model, attention)
-                is_recorded = True
             except Exception as error:  # CuPy's own kinds
                 trouble = first_line(error)
-            if not self._all_ranks(is_recorded):
-                log.warning("prefill of %d tokens and less runs without CUDA graphs: %s", tokens, trouble)
+            if not self._all_ranks(not trouble):
+                why = trouble or "they cannot be recorded on another rank"
+                log.warning("prefill of %d tokens and less runs without CUDA graphs: %s", tokens, why)
                 return
             self._recorded.insert(0, graphs)
 
