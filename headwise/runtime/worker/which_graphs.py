@@ -12,7 +12,7 @@ from headwise.runtime.worker.prefill_graphs import PrefillGraphs
 def without_graphs(config: EngineConfig, ops: TensorOps, collectives: Collectives, has_experts: bool) -> str:
     """Why no step is a graph, which must be nothing but launches; empty: steps are."""
     reasons = {
-        "none on a CPU": not config.on_gpu,
+        "on a CPU": not config.on_gpu,
         "cuda_graphs is off": not config.cuda_graphs,
         f"tensors of {ops.name} cannot be recorded": not isinstance(ops, CapturingOps),
         "ranks reduce through host memory": not collectives.captures,
