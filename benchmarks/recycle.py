@@ -215,7 +215,7 @@ def show_setting(setting: Setting) -> None:
         f"\n{engine.model}: {setting.requests} requests at once, {setting.input_tokens} tokens in and "
         f"{setting.output_tokens} out; memory of {setting.whole:g} whole requests.\n{len(policies)} head groups, "
         f"{sum(not p.is_full for p in policies)} with a window of {', '.join(windows)}; blocks of {engine.block_size} "
-        f"tokens, {engine.max_batched_tokens} tokens a step",
+        f"tokens, {engine.most_batched_tokens} tokens a step",
         flush=True,
     )
 

@@ -27,7 +27,7 @@ BATCHED_TOKENS = 8192
 
 
 def model(bench: Bench) -> None:
-    """Decode steps of a random Llama-3.2-1B against their memory traffic, with and without CUDA graphs."""
+    """Steps of a random Llama-3.2-1B, with and without CUDA graphs: decode against its memory traffic, and prefill."""
     sizes, rig = bench.sizes, bench.rig
     config = random_models(sizes, bench.options.layers)[LLAMA]
     directory = write_checkpoint(rig.work / LLAMA, config)
@@ -48,6 +48,7 @@ def model(bench: Bench) -> None:
                 tokens[name] = [
                     _decode(bench, opened, config, name, batch, bandwidth) for batch in sizes.decode_batches
                 ]
+                _prefill(bench, opened, config, name)
                 captured = opened.captured_graphs
                 bench.rows.check(f"{name}_recorded", graphs == (captured > 0), f"{captured} graphs")
     if len(tokens) == 2:
@@ -121,6 +122,17 @@ def _decode(
     note = f"{seconds * 1e3:.2f} ms a step, {traffic / 1e9:.2f} GB, {batch / seconds:.0f} tokens/s"
     bench.rows.add(f"{name}_b{batch}_of_bandwidth", traffic / bandwidth / seconds, note=note)
     return [opened.tokens[request] for request in ids]
+
+
+def _prefill(bench: Bench, opened: Serving, config: Mapping[str, Any], name: str) -> None:
+    """Time of prompts, each alone."""
+    for tokens in bench.sizes.prefills:
+        times = []
+        for prompt in random_prompts(bench.sizes.rounds, tokens, config["vocab_size"], seed=tokens):
+            times.append(opened.until_first_tokens(opened.submit([prompt], 1)))
+            opened.finish()
+        note = f"until the first token, the best of {len(times)}"
+        bench.rows.add(f"{name}_prefill_{tokens}", min(times) * 1e3, "ms", note=note)
 
 
 # ---- real weights ----

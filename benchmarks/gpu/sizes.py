@@ -93,7 +93,8 @@ class Sizes:
     product:     rows and columns of matrices whose product shows what the card computes at best
     decode_context, decode_batches, decode_steps: of the whole model's decode
     most_repeats: calls of one layer's attention that stand for a layer of a forward pass, at most
-    warm_steps:  of decode before the clock starts: the first of a batch size load kernels and record graphs
+    warm_steps:  of decode before the clock starts: the first of a batch size load kernels
+    prefills:    tokens of prompts that are computed alone, by graphs and without
     ttft, tbt:   prompt tokens; (batch, context, steps of a round)
     recycled:    window fields of the model in `recycling`
     """
@@ -118,6 +119,7 @@ class Sizes:
     delta: DeltaNet
     most_repeats: int
     warm_steps: int
+    prefills: tuple[int, ...]
     llama: dict[str, Any]
     ernie: dict[str, Any]
     moe: dict[str, Any]
@@ -212,6 +214,7 @@ FULL = Sizes(
     delta=DeltaNet(16, 2, 128, batches=(1, 8, 64, 256), prompts=(4096, 16384)),  # Qwen3-Next-80B's
     most_repeats=64,
     warm_steps=6,
+    prefills=(16, 128, 512, 1024),
     llama=LLAMA_1B,
     ernie=ERNIE_LIKE,
     moe=ERNIE_MOE,
@@ -265,6 +268,7 @@ TINY = Sizes(
     delta=DeltaNet(1, 2, 16, batches=(1, 2), prompts=(20,)),
     most_repeats=1,
     warm_steps=1,
+    prefills=(20,),
     llama={**LLAMA_1B, **_TINY_HEADS, "num_hidden_layers": 1},
     ernie={**ERNIE_LIKE, **_TINY_HEADS, "num_hidden_layers": 1, "window_size": 16, "sink_size": 4},
     moe={

@@ -141,15 +141,15 @@ class SimulatedEngine:
             kept_policies(plan, engine.recycling),
             block_size=engine.block_size,
             num_blocks=int(kv_bytes // layout.block_bytes),
-            max_rows=engine.max_num_seqs,
+            max_rows=engine.most_seqs,
             max_blocks=-(-longest // engine.block_size) + 1,
             step_tokens=engine.tokens_in_flight,
             prefix_caching=engine.prefix_caching,
         )
         self.resources = ResourceManager(
             self.cache,
-            max_rows=engine.max_num_seqs,
-            max_batched_tokens=engine.max_batched_tokens,
+            max_rows=engine.most_seqs,
+            max_batched_tokens=engine.most_batched_tokens,
             prefill_chunk=engine.prefill_chunk,
         )
         self.now = 0.0

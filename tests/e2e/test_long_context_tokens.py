@@ -35,7 +35,7 @@ def assert_windows_are_bounded(run: Run) -> None:
     assert any(not policy.is_full for policy in plan.policies)
     for policy, held in zip(plan.policies, run.executor.most_held.tolist(), strict=True):
         if not policy.is_full:
-            most = policy.sink + policy.window + config.max_batched_tokens
+            most = policy.sink + policy.window + config.most_batched_tokens
             assert 0 < held <= -(-most // config.block_size), (policy, held)
 
 

@@ -197,7 +197,16 @@ class EngineConfig:
         "Of cached keys and values; auto is that of the activations. int8 and float8_e4m3fn are quantised, with a "
         "scale per token and head; int4 with a scale and a minimum per 32 elements. A CPU has no float16.",
     )
-    cuda_graphs: bool = _option(True, "Record decode steps on a GPU as CUDA graphs, which are launched as one.")
+    cuda_graphs: bool = _option(
+        True, "Record steps on a GPU as CUDA graphs at start: a decode step as one, prefill as one for each layer."
+    )
+    prefill_graphs: int = _option(
+        1024,
+        "Most tokens of a step that runs by prefill's graphs, padded to one of a few sizes: of larger ones the GPU "
+        "takes longer than the host. 0: none does.",
+        0,
+        65536,
+    )
     cpu_threads: int = _option(0, "Threads per worker on a CPU; 0 shares the machine's cores between ranks.", 0, 1024)
     block_size: int = _option(64, "Tokens per cache block.", 1, 4096)
     kv_cache: str = _option(
@@ -276,11 +285,12 @@ class EngineConfig:
         "Give a window head's blocks back once no query can see them; off: when the request ends, to compare.",
     )
     max_model_len: int = _option(0, "Most tokens of a sequence, prompt and output; 0 is the model's own limit.", 0)
-    max_num_seqs: int = _option(64, "Most sequences in one step.", 1, 65536)
+    max_num_seqs: int = _option(0, "Most sequences in one step; 0: 256 on a GPU, 64 on a CPU.", 0, 65536)
     max_batched_tokens: int = _option(
-        512,
-        "Token budget of a step, and of one prompt in all steps in flight: longer ones are computed in chunks.",
-        1,
+        0,
+        "Token budget of a step, and of one prompt in all steps in flight: longer ones are computed in chunks. 0: 8192 "
+        "on a GPU, 512 on a CPU.",
+        0,
     )
     max_queued: int = _option(4096, "Most requests waiting in the scheduler, and in an engine; more are refused.", 1)
     tokenizer_processes: int = _option(
@@ -579,9 +589,19 @@ class EngineConfig:
         return 2 if self.async_scheduling else 1
 
     @property
+    def most_seqs(self) -> int:
+        """Most sequences in one step."""
+        return self.max_num_seqs or (256 if self.on_gpu else 64)
+
+    @property
+    def most_batched_tokens(self) -> int:
+        """Token budget of a step."""
+        return self.max_batched_tokens or (8192 if self.on_gpu else 512)
+
+    @property
     def prefill_chunk(self) -> int:
         """Most tokens of one sequence in a step: a prompt's chunks in flight are no more than a step's budget."""
-        return -(-self.max_batched_tokens // self.steps_in_flight)
+        return -(-self.most_batched_tokens // self.steps_in_flight)
 
     @property
     def tokens_in_flight(self) -> int:

@@ -298,7 +298,7 @@ def _cache_spec(config: EngineConfig, layout: BlockLayout, max_tokens: int) -> C
             f"host_cache {config.host_cache} does not hold one block of {layout.block_bytes} bytes: give at least a "
             "hundred times that, or 0 for none"
         )
-    return CacheSpec(0, config.max_num_seqs, -(-max_tokens // config.block_size), host_blocks)
+    return CacheSpec(0, config.most_seqs, -(-max_tokens // config.block_size), host_blocks)
 
 
 def _weights(raw_config: bytes, directory: Path, config: EngineConfig, progress: Progress | None = None) -> str:

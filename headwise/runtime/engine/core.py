@@ -92,7 +92,7 @@ class EngineCore:
         self.resources = ResourceManager(
             self.cache,
             max_rows=card.spec.max_rows,
-            max_batched_tokens=config.max_batched_tokens,
+            max_batched_tokens=config.most_batched_tokens,
             prefill_chunk=config.prefill_chunk,
             prefetcher=_prefetcher(config, self.cache, lookup),
             peer_loads=self._peer_loads,

@@ -296,6 +296,13 @@ class PackingOps(TensorOps, Protocol):
         """
 
 
+Cut = Callable[[], None]
+"""Called where one graph is to end and the next one to begin."""
+
+Between = Callable[[int], None]
+"""Called behind each graph but the last one, with its number."""
+
+
 @runtime_checkable
 class CapturingOps(TensorOps, Protocol):
     """Operations of a GPU that can record work, and launch it again as one (CUDA graphs).
@@ -308,6 +315,19 @@ class CapturingOps(TensorOps, Protocol):
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
         """Record ``work``. Returns a function that repeats it in one launch, in the same memory and the same results.
 
-        ``work`` must only enqueue, and must have been called before, so that all it needs is compiled and loaded. All
-        recorded work shares one pool of memory: the arrays that a function returned are valid until the next one runs.
+        ``work`` must only enqueue, and do no harm: it may be run once before, so that all it needs is compiled and
+        loaded. All recorded work shares one pool of memory: the arrays that a function returned are valid until the
+        next one runs.
         """
+
+    def capture_pieces(
+        self, work: Callable[[Cut], Sequence[KernelArray]]
+    ) -> Callable[[Between], Sequence[KernelArray]]:
+        """The same of work that says where it is to be cut into pieces, each of which is one launch.
+
+        What is between two pieces is enqueued anew each time, by the function that is called there. Arrays that it
+        reads or writes must be in use at the cut; it is to know them by `borrowed`.
+        """
+
+    def borrowed(self, array: KernelArray) -> KernelArray:
+        """The same array, which does not keep its memory from others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,8 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.cublas import Cublas
 from headwise.kernels.cuda.launch import TritonLauncher
 from headwise.kernels.cuda.programs import Programs
-from headwise.runtime.ops.base import Fetch, KernelArray, StepUpload
+from headwise.runtime.ops.base import Between, Cut, Fetch, KernelArray, StepUpload
+from headwise.runtime.ops.cuda_graphs import CudaGraphs, borrowed
 from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.pinned_fetch import PinnedFetch
 from headwise.runtime.ops.step_upload import PinnedUpload
@@ -39,10 +39,7 @@ class CupyOps(GpuOps):
 
     def __init__(self, dtype: str, programs: Programs, launcher: TritonLauncher, weights_dtype: str = "auto") -> None:
         super().__init__(cupy, numpy_dtype(dtype), programs, launcher, weights_dtype)
-        # Graphs have a memory pool of their own, since a graph uses the addresses that it was captured with. They share
-        # it: they run one after the other, and one's results are read before the next begins.
-        self._graph_blocks: list[Any] = []
-        self._graph_memory = cupy.cuda.MemoryPool(partial(_kept_block, self._graph_blocks))
+        self._graphs = CudaGraphs()
         self._cublas = Cublas(partial(cupy.empty, dtype="uint8"))  # no cycle: memory goes with the last reference
 
     def tensor(self, array: NDArray[Any]) -> Any:
@@ -69,22 +66,15 @@ class CupyOps(GpuOps):
         return PinnedUpload(capacity)
 
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
-        stream = cupy.cuda.get_current_stream()
-        with cupy.cuda.using_allocator(self._graph_memory.malloc):
-            stream.begin_capture()
-            try:
-                results = [_borrowed(array) for array in work()]
-            except BaseException:
-                with contextlib.suppress(Exception):  # the capture is void already
-                    stream.end_capture()
-                raise
-            graph = stream.end_capture()
+        return partial(self._graphs.record(lambda cut: work()), _never)
 
-        def replay() -> Sequence[KernelArray]:
-            graph.launch()
-            return results
+    def capture_pieces(
+        self, work: Callable[[Cut], Sequence[KernelArray]]
+    ) -> Callable[[Between], Sequence[KernelArray]]:
+        return self._graphs.record(work)
 
-        return replay
+    def borrowed(self, array: Any) -> Any:
+        return borrowed(array)
 
     def host(self, array: Any) -> NDArray[Any]:
         values: NDArray[Any] = cupy.asnumpy(array)
@@ -94,23 +84,12 @@ class CupyOps(GpuOps):
         return PinnedFetch(array)
 
     def give_back_memory(self) -> None:
-        self._graph_memory.free_all_blocks()
-        self._graph_blocks.clear()
+        self._graphs.give_back()
         cupy.get_default_memory_pool().free_all_blocks()
 
     def numpy(self, tensor: Any) -> NDArray[Any]:
         return self.host(self._wide(tensor))
 
 
-def _borrowed(array: Any) -> Any:
-    """The same array, but it does not keep its memory: the pool may give that to others."""
-    memory = cupy.cuda.UnownedMemory(array.data.ptr, array.nbytes, None, array.device.id)
-    return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
-
-
-def _kept_block(blocks: list[Any], num_bytes: int) -> Any:
-    """Device memory for a pool, which ``blocks`` keeps alive: a pool gives back what is free when memory is short, but
-    captured graphs still use that whenever they are launched."""
-    block = cupy.cuda.MemoryPointer(cupy.cuda.Memory(num_bytes), 0)
-    blocks.append(block)
-    return block
+def _never(number: int) -> None:
+    """What is between the pieces of work that is not cut."""

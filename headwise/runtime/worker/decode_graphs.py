@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: the hundreds of launches of a step become one.
 
-A graph is recorded for one batch size and one width of the block tables; batches are padded up to it. What changes from
-step to step (tokens, positions, lengths, rows of the block tables) is in a buffer at fixed addresses; the tables are
-gathered by the graph, so that blocks that were loaded, recycled or allocated meanwhile are found without a new one.
+A graph is recorded for one batch size and one width of the block tables, all of them at start; batches are padded up
+to it. What changes from step to step (tokens, positions, lengths, rows of the block tables) is in a buffer at fixed
+addresses; the tables are gathered by the graph, so that blocks that were loaded, recycled or allocated meanwhile are
+found without a new one.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from headwise.errors import first_line
 from headwise.kernels.base import AttentionBatch
 from headwise.runtime.ops.base import CapturingOps, KernelArray, Tensor
 from headwise.runtime.worker.last_sampled import LastSampled
+from headwise.runtime.worker.padding import all_sizes, padded
 
 log = logging.getLogger(__name__)
 
 FINE_ROWS, ROWS_STEP = 8, 8
-"""Batch sizes up to the first are padded to powers of two, larger ones to multiples of the second."""
+"""Batch sizes up to the first are padded to powers of two, larger ones to multiples of the second, and where these are
+less than an eighth of them, to multiples of an eighth of a power of two."""
 
-MIN_COLUMNS = 16
-"""Of block tables; wider ones are padded to powers of two."""
+MIN_COLUMNS, COLUMNS_FACTOR = 16, 4
+"""Of block tables; wider ones are padded to as many times that. What is not reached costs nothing but its place."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,8 @@ Compute = Callable[[KernelArray, KernelArray, AttentionBatch], Scored]
 """From token ids, positions and the batch; only enqueues."""
 
 
-class _Bucket:
-    """One padded shape of decode steps."""
-
-    def __init__(self) -> None:
-        self.replay: Callable[[], Scored] | None = None
-        self.uses = 0
-
-
 class DecodeGraphs:
-    """Runs decode steps: the first of a shape as it is, which loads what it needs, later ones as a graph.
+    """Runs decode steps, as graphs once they are recorded.
 
     compute:   a step's forward pass
     tables:    the worker's, changed between steps only, on the stream that steps run on
@@ -86,15 +81,27 @@ class DecodeGraphs:
         all_ranks: Callable[[bool], bool] = bool,
     ) -> None:
         self._ops, self._compute, self._tables, self._last, self._all_ranks = ops, compute, tables, last, all_ranks
-        self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._replays: dict[tuple[int, int], Callable[[], Scored]] = {}
         # One for all shapes, none of which it has to grow for: graphs read where it wrote when they were recorded.
         self._upload = ops.step_upload(capacity=5 * padded_rows(tables.shape.max_rows) + 1)
-        self._may_capture = True
 
     @property
     def captured(self) -> int:
         """Graphs that there are."""
-        return sum(bucket.replay is not None for bucket in self._buckets.values())
+        return len(self._replays)
+
+    def record(self) -> None:
+        """Record steps of all shapes, the largest first, or as many as can be on every rank."""
+        nobody = np.zeros(0, np.int32)
+        shape = self._tables.shape
+        batches, widths = all_sizes(padded_rows, shape.max_rows), all_sizes(self._width, shape.max_blocks)
+        log.info("recording decode steps of %d batch sizes and %d widths as CUDA graphs", len(batches), len(widths))
+        for rows in reversed(batches):
+            for columns in reversed(widths):
+                replay = self._capture(self._work(columns, *self._uploaded(rows, nobody, nobody, nobody, nobody)))
+                if replay is None:
+                    return
+                self._replays[rows, columns] = replay
 
     def step(
         self,
@@ -107,14 +114,17 @@ class DecodeGraphs:
 
         The first ``batch`` rows of what comes of it are the sequences'. It is valid until the next step.
         """
-        batch = len(token_ids)
-        rows = padded_rows(batch)
-        columns = padded_columns(self._tables.shape.columns(int(seq_lens.max())))
-        starts = np.minimum(np.arange(rows + 1, dtype=np.int32), np.int32(batch))
-        padded = (_padded(array, rows) for array in (token_ids, positions, seq_lens, table_rows))
-        arrays = self._upload(starts, *padded)
-        bucket = self._buckets.setdefault((rows, columns), _Bucket())
-        return self._run(bucket, self._work(columns, *arrays))
+        rows = padded_rows(len(token_ids))
+        columns = self._width(self._tables.shape.columns(int(seq_lens.max())))
+        arrays = self._uploaded(rows, token_ids, positions, seq_lens, table_rows)
+        return self._replays.get((rows, columns), self._work(columns, *arrays))()
+
+    def _width(self, columns: int) -> int:
+        return min(padded_columns(columns), max(MIN_COLUMNS, self._tables.shape.max_blocks))
+
+    def _uploaded(self, rows: int, *arrays: NDArray[np.int32]) -> Sequence[KernelArray]:
+        starts = np.minimum(np.arange(rows + 1, dtype=np.int32), np.int32(len(arrays[0])))
+        return self._upload(starts, *(padded(array, rows) for array in arrays))
 
     def _work(
         self,
@@ -136,13 +146,6 @@ class DecodeGraphs:
 
         return work
 
-    def _run(self, bucket: _Bucket, compute: Callable[[], Scored]) -> Scored:
-        bucket.uses += 1
-        if bucket.replay is None and bucket.uses == 2 and self._may_capture:
-            bucket.replay = self._capture(compute)
-            self._may_capture = bucket.replay is not None
-        return compute() if bucket.replay is None else bucket.replay()
-
     def _capture(self, compute: Callable[[], Scored]) -> Callable[[], Scored] | None:
         """A graph of the step; None if it cannot be recorded on every rank: steps are right without, too."""
         replay, trouble = None, "they cannot be recorded on another rank"
@@ -152,7 +155,8 @@ class DecodeGraphs:
             trouble = first_line(error)
         if self._all_ranks(replay is not None) and replay is not None:
             return lambda: Scored.of(replay())
-        log.warning("decode steps run without CUDA graphs: %s", trouble)
+        which = f"those of {self.captured} shapes" if self._replays else "none"
+        log.warning("decode steps run without CUDA graphs, but for %s: %s", which, trouble)
         return None
 
 
@@ -160,15 +164,13 @@ def padded_rows(batch: int) -> int:
     """The batch size that a batch is padded to."""
     if batch <= FINE_ROWS:
         return 1 << (batch - 1).bit_length()
-    return -(-batch // ROWS_STEP) * ROWS_STEP
+    step = max(ROWS_STEP, (1 << (batch - 1).bit_length()) // 8)
+    return -(-batch // step) * step
 
 
 def padded_columns(columns: int) -> int:
-    """The width that block tables are padded to."""
-    return max(MIN_COLUMNS, 1 << (columns - 1).bit_length())
-
-
-def _padded(array: NDArray[np.int32], length: int) -> NDArray[np.int32]:
-    padded = np.zeros(length, dtype=np.int32)
-    padded[: len(array)] = array
-    return padded
+    """The width that block tables are padded to, where they are as wide."""
+    width = MIN_COLUMNS
+    while width < columns:
+        width *= COLUMNS_FACTOR
+    return width

@@ -44,8 +44,10 @@ from headwise.runtime.worker.last_sampled import NO_TOKEN
 from headwise.runtime.worker.logit_editor import LogitEditor
 from headwise.runtime.worker.model_loading import load_model
 from headwise.runtime.worker.next_tokens import Chosen, NextTokens
+from headwise.runtime.worker.prefill_graphs import PrefillGraphs, StepGraphs
 from headwise.runtime.worker.prompt_scorer import PromptScorer
 from headwise.runtime.worker.sampler import NOT_FINITE
+from headwise.runtime.worker.which_graphs import told_graphs, without_graphs
 from headwise.transfer.connectors.select import PeerAccess
 
 _NO_UPDATE: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
@@ -142,6 +144,7 @@ class ModelWorker:
             self._model = self._load_model()
         self._guides = Guides(lambda: Vocabulary(Tokenizer.from_directory(model_dir), self.card.config.vocab_size))
         self._graphs: DecodeGraphs | None = None
+        self._prefill: PrefillGraphs | None = None
         self._copies: KVOffload | None = None
         self._is_asleep = False
         self._before: RunningStep | None = None
@@ -179,7 +182,8 @@ class ModelWorker:
             f"groups={len(plan.groups)} slots={plan.slots_text} "
             f"blocks={spec.num_blocks} x {self.card.layout.block_bytes} bytes "
             f"host_blocks={spec.num_host_blocks} storage={self._config.storage or 'none'} "
-            f"peers={'none' if self._copies is None else self._copies.transports}"
+            f"peers={'none' if self._copies is None else self._copies.transports} "
+            f"graphs={told_graphs(self._graphs, self._prefill) or self._without_graphs()}"
         )
 
     def initialize_cache(self) -> None:
@@ -188,8 +192,11 @@ class ModelWorker:
         with self._device.current():
             if not self.card.spec.num_blocks:
                 self.card = with_pool(self.card, self._config, self._measure_pool())
+            if self._prefill is None:
+                self._record_prefill()
             self._allocate_arena()
             self._warm_up()
+            self._record_decode()
             if self.card.spec.num_host_blocks:
                 where = self.rank, self._device, self._cache.arena
                 peers = {} if self._peers is None else {"peers": self._peers}
@@ -206,12 +213,14 @@ class ModelWorker:
         return () if self._copies is None else self._copies.exports
 
     def _measure_pool(self) -> int:
-        """Bytes for the pool: what the largest step leaves of the device, on the rank that has the least."""
+        """Bytes for the pool: what the largest step and graphs leave of the device, on the rank that has the least."""
         self._allocate_arena()
-        tokens = min(self._config.max_batched_tokens, self.card.max_model_len)
+        tokens = min(self._config.most_batched_tokens, self.card.max_model_len)
         batch = _trial(tokens, _NO_UPDATE)  # without blocks: none is written or read
-        rows = np.arange(min(self._config.max_num_seqs, tokens))
+        rows = np.arange(min(self._config.most_seqs, tokens))
         self._model.logits(self._ops.take_rows(self._forward(batch), rows))
+        self._record_prefill()  # these stay; the others are over no blocks, and those to come are as large
+        self._record_decode()
         spare = np.array([[self._device.spare_bytes() >> 20]], dtype=np.float32)  # MiB: exact up to 16 TiB
         self._let_go_of_cache()  # its tables are made anew beside the pool
         gathered = self._comm.gather(spare)
@@ -228,16 +237,28 @@ class ModelWorker:
         self._graphs = self._make_graphs()
         editor = LogitEditor(card.config.vocab_size, self._guides)
         self._tokens = NextTokens(self._ops, self._comm, self._collectives, self._last, self._device.sampler, editor)
-        self._prompts = PromptScorer(self._ops, self._config.max_num_seqs)
+        self._prompts = PromptScorer(self._ops, self._config.most_seqs)
 
     def _make_graphs(self) -> DecodeGraphs | None:
-        """Graphs over this model and arena, where a step is nothing but launches."""
-        ops = self._ops
-        if not (self._config.cuda_graphs and self._collectives.captures and isinstance(ops, CapturingOps)):
+        """Graphs over this model and arena, where steps can be graphs."""
+        if self._without_graphs() or not isinstance(self._ops, CapturingOps):
             return None
-        if self.card.config.moe is not None and not ops.captures_experts:
-            return None
-        return DecodeGraphs(ops, self._score, self._cache.tables, self._last, self._is_so_on_all_ranks)
+        return DecodeGraphs(self._ops, self._score, self._cache.tables, self._last, self._is_so_on_all_ranks)
+
+    def _without_graphs(self) -> str:
+        return without_graphs(self._config, self._ops, self._collectives, self.card.config.moe is not None)
+
+    def _record_decode(self) -> None:
+        if self._graphs is not None:
+            self._graphs.record()
+
+    def _record_prefill(self) -> None:
+        """Record prefill over this model, which needs no cache."""
+        most = min(self._config.prefill_graphs, self._config.most_batched_tokens)
+        if self._without_graphs() or not most or not isinstance(self._ops, CapturingOps):
+            return
+        self._prefill = PrefillGraphs(self._ops, most, self.card.spec.max_rows, self._is_so_on_all_ranks)
+        self._prefill.record(self._model, self._attention)
 
     def _is_so_on_all_ranks(self, is_so: bool) -> bool:
         not_so = self._comm.all_reduce(np.array([not is_so], dtype=np.float32))
@@ -286,6 +307,7 @@ class ModelWorker:
         if self._copies is not None:
             self._copies.attach_device(None)
         self._is_asleep = True
+        self._prefill = None
         self._let_go_of_cache()
         del self._model
         self._ops.give_back_memory()
@@ -297,9 +319,11 @@ class ModelWorker:
     def _wake(self) -> None:
         """Load the weights again, and start with an empty arena."""
         self._model = self._load_model()
+        self._record_prefill()
         self._allocate_arena()
         self._is_asleep = False
         self._warm_up()
+        self._record_decode()
         if self._copies is not None:
             self._copies.attach_device(self._cache.arena)
 
@@ -414,27 +438,40 @@ class ModelWorker:
         return Scored(scores, None if scores is None else self._ops.greedy(scores))
 
     def _forward(self, batch: BatchRequest) -> Tensor:
+        """Hidden states of the step's tokens."""
         seq_lens = batch.starts + batch.query_lens
         positions, cu_seqlens = _positions(batch)
+        graphs = self._graphs_of(batch, len(positions))
+        upload = self._upload if graphs is None else graphs.upload
         inputs = self._last.inputs(batch)
-        tokens, places, begins, lengths, rows = self._upload(inputs, positions, cu_seqlens, seq_lens, batch.rows)
+        tokens, places, begins, lengths, rows = upload(inputs, positions, cu_seqlens, seq_lens, batch.rows)
         self._last.fill(tokens, begins, rows)
         tables = self._cache.tables
         gathered = tables.gather(rows, lengths, tables.shape.columns(int(seq_lens.max())))
         known = HostLengths(cu_seqlens, seq_lens)
         step = AttentionBatch(begins, lengths, gathered, tables.shape.groups, int(batch.query_lens.max()), known)
+        if graphs is not None:
+            return graphs.forward(lambda *asked: self.attend(step, *asked))[: len(positions)]
         given = None if batch.embeds is None else (batch.embeds.rows, batch.embeds.values)
         return self._model.forward(tokens, places, _PagedAttention(self, step), given)
 
-    def attend(self, layer: int, step: AttentionBatch, projected: Sequence[Any]) -> Tensor:
-        """A layer's attention over the cache, to which it writes what the step adds."""
-        cache = self._cache
-        return self._attention(
-            LayerCache(
-                cache.arena, self.card.layouts[layer], step, self._heads[layer], lambda: self._wait_layer(layer)
-            ),
-            *projected,
+    def _graphs_of(self, batch: BatchRequest, tokens: int) -> StepGraphs | None:
+        """Those that a step runs by, if it has no embeddings, which come from the host."""
+        return None if self._prefill is None or batch.embeds is not None else self._prefill.of(tokens)
+
+    def attend(
+        self, step: AttentionBatch, layer: int, projected: Sequence[Any], out: KernelArray | None = None
+    ) -> Tensor:
+        """A layer's attention over the cache, to which it writes what the step adds. out: see `LayerCache`"""
+        cache = LayerCache(
+            self._cache.arena,
+            self.card.layouts[layer],
+            step,
+            self._heads[layer],
+            lambda: self._wait_layer(layer),
+            out,
         )
+        return self._attention(cache, *projected)
 
     def _wait_layer(self, layer: int) -> None:
         if self._copies is not None:
@@ -456,7 +493,7 @@ class _PagedAttention:
         self._step = step
 
     def __call__(self, layer: int, *projected: Any) -> Tensor:
-        return self._worker.attend(layer, self._step, projected)
+        return self._worker.attend(self._step, layer, projected)
 
     def paged(self) -> PagedCache | None:
         return self._worker.paged_cache(self._step)

@@ -30,6 +30,7 @@ from headwise.kernels.cuda.packed import PackedMatrix
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.logit_edits import LogitEdits
+from headwise.runtime.worker.prefill_graphs import StepGraphs
 from headwise.runtime.worker.sampler import NOT_FINITE, Draws
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
@@ -49,23 +50,44 @@ def test_tokens_are_those_of_a_cpu(model: Path, libraries: Path) -> None:
     expected = answers(LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")))
     assert expected[-1][1] > 0, "a prefix is served from the cache"
     gpu = LocalEngine(configuration(model, device="cuda", dtype="float32"), EmulatedGpu(libraries, "float32"))
+    steps = steps_in_pieces(gpu)
     assert answers(gpu) == expected
+    assert steps[0] == (64, [32, 9, 23]), "a chunk of the longest prompt, and two others"
+    assert any(tokens > sum(queries) and min(queries) == 1 < max(queries) for tokens, queries in steps), "mixed, padded"
+    assert gpu._worker._prefill.sizes == [16, 24, 32, 48, 64]
+    assert "graphs=8 of decode steps" in gpu._worker.describe()
+    assert "15 of 5 sizes of prefill, from 16 to 64 tokens" in gpu._worker.describe()
     card = gpu._worker.card
     assert card.spec.num_blocks == gpu._worker._device.spare_bytes() // card.layout.block_bytes, "the pool is measured"
     assert gpu.core.card.spec == card.spec
-    assert gpu._worker._graphs is not None
-    assert gpu._worker._graphs.captured >= 2, "batches of 1 and of 3, padded to 4"
 
 
-def test_experts_are_chosen_on_the_device_and_decode_steps_with_them_are_graphs(
-    tmp_path: Path, libraries: Path
-) -> None:
+def test_experts_are_chosen_on_the_device_and_steps_with_them_are_graphs(tmp_path: Path, libraries: Path) -> None:
     model = write_moe_model(tmp_path)
     expected = answers(LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")))
     gpu = LocalEngine(configuration(model, device="cuda", dtype="float32"), EmulatedGpu(libraries, "float32"))
+    steps = steps_in_pieces(gpu)
     assert answers(gpu) == expected
-    assert gpu._worker._graphs is not None
-    assert gpu._worker._graphs.captured >= 2, "of one sequence, and of three padded to four"
+    assert any(tokens > sum(queries) for tokens, queries in steps), "padding asks nothing of experts"
+
+
+def steps_in_pieces(engine: LocalEngine) -> list[tuple[int, list[int]]]:
+    """Of the steps that run by prefill's graphs from now on: padded tokens, and tokens of each sequence."""
+    found: list[tuple[int, list[int]]] = []
+    assert engine._worker._prefill is not None
+    for graphs in engine._worker._prefill._recorded:
+        watch(graphs, found)
+    return found
+
+
+def watch(graphs: StepGraphs, found: list[tuple[int, list[int]]]) -> None:
+    real = graphs.upload
+
+    def upload(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        found.append((graphs.tokens, np.diff(arrays[2]).tolist()))
+        return real(*arrays)
+
+    graphs.upload = upload  # type: ignore[method-assign]
 
 
 def test_codes_of_4_bits_are_computed_from_by_decodes_and_by_prompts(tmp_path: Path, libraries: Path) -> None:
@@ -111,11 +133,24 @@ def test_blocks_come_back_from_the_host(model: Path, libraries: Path) -> None:
     with LocalEngine(configuration(model, device="cuda", dtype="float32", **tiers), gpu) as engine:
         first = engine.generate([PROMPT], greedy)[0]
         assert engine.reset_cache("device") > 0
+        seen, copies = ["load"], engine._worker._copies
+        tell(seen, "piece", gpu.ops, "add_rms_norm")
+        tell(seen, "wait", copies, "wait_layer")
+        steps = steps_in_pieces(engine)
         again = engine.generate([PROMPT], greedy)[0]
+        layer = ["wait", "piece", "piece"]
+        assert seen[: 1 + 2 * len(layer)] == ["load", *layer, *layer], "layer by layer, each before its attention"
+        assert steps[0] == (16, [6])
         assert again.token_ids == first.token_ids
         assert again.usage is not None
         assert again.usage.cached_tokens >= 56
         assert engine.stats()["transfers"]["load"]["bytes"] > 0
+
+
+def tell(seen: list[str], name: str, owner: Any, method: str) -> None:
+    """Note each call of an object's method by a name."""
+    real = getattr(owner, method)
+    setattr(owner, method, lambda *arguments: seen.append(name) or real(*arguments))
 
 
 def test_a_decode_step_sends_numbers_of_its_sequences_and_of_new_blocks_however_long_the_context(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu.cuda_shim import LIBRARIES
-from support.gpu.emulated_gpu import EmulatedGpu, SerialPrograms
+from support.gpu.emulated_gpu import EmulatedGpu, EmulatedOps, SerialPrograms
 from support.gpu.host_nccl import HostNccl, NcclError, host_cupy_with, way
 from support.gpu.tiny_engine import PROMPT, SHORT_PROMPTS, configuration, lose_numbers, tokens_and_errors, write_model
 from support.waiting import PATIENCE_S
@@ -33,6 +33,7 @@ from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Grid, Variant
 from headwise.runtime.client import local_engine as local
 from headwise.runtime.config.model_card import ModelCard
+from headwise.runtime.ops.base import Between, Cut
 from headwise.runtime.protocol.batch import BatchRequest, StepResult
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.protocol.running_step import RunningStep
@@ -246,6 +247,7 @@ class RankGpu(EmulatedGpu):
         super().__init__(libraries, dtype)
         self._nccl = nccl
         self.ops.name, self.ops.capture = "cupy", self.record  # type: ignore[method-assign]
+        self.ops.capture_pieces = self.record_pieces  # type: ignore[method-assign]
         self.parts = replace(self.parts, launcher=SerialLauncher(sm=90, sms=1), programs=SerialPrograms(libraries))
 
     def check(self, card: ModelCard, model_dir: Path) -> None:
@@ -261,6 +263,28 @@ class RankGpu(EmulatedGpu):
                 return work()
 
         return replay
+
+    def record_pieces(self, work: Callable[[Cut], Any]) -> Callable[[Between], Any]:
+        with way(self._nccl, "recorded"):
+            work(lambda: None)
+        replay = EmulatedOps.capture_pieces(self.ops, work)
+
+        def launched(between: Between) -> Any:
+            with way(self._nccl, "graph"):
+                return replay(between)
+
+        return launched
+
+    def forget_to_record(self) -> None:
+        """Fail in the middle of each recording."""
+
+        def record_half(work: Callable[..., Any]) -> None:
+            with way(self._nccl, "recorded"):
+                work()
+            raise MemoryError("out of memory")
+
+        self.ops.capture = record_half  # type: ignore[method-assign, assignment]
+        self.ops.capture_pieces = lambda work: record_half(lambda: work(lambda: None))  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -321,6 +345,8 @@ def libraries() -> Path:
     return LIBRARIES
 
 
+FEW_GRAPHS = {"max_num_seqs": 4, "max_model_len": 120, "prefill_graphs": 24, "kv_cache": "1MiB", "tp_size": 2}
+"""Recording runs all of them."""
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 
 
@@ -341,11 +367,13 @@ def expected(model: Path, libraries: Path) -> Callable[[str], list[list[int]]]:
 
 
 def two_ranks(
-    nccl: HostNccl, libraries: Path | None, config: EngineConfig, gpus: int = 2
+    nccl: HostNccl, libraries: Path | None, config: EngineConfig, gpus: int = 2, unable: int | None = None
 ) -> tuple[LocalEngine, list[RankGpu], RanksAsThreads]:
-    """``libraries``: of emulated GPUs; None: the ranks compute on the configured device."""
+    """``libraries``: of emulated GPUs; None: the ranks compute on the configured device. unable: to record, a rank"""
     ranks = Ranks(nccl, 2, gpus)
     devices = [] if libraries is None else [RankGpu(nccl, libraries, config.dtype_name) for _ in range(2)]
+    if unable is not None:
+        devices[unable].forget_to_record()
     made: list[RanksAsThreads] = []
 
     def make(config: EngineConfig, model_dir: Path, *others: Any) -> RanksAsThreads:
@@ -361,11 +389,11 @@ def two_ranks(
 def test_two_ranks_say_what_one_says(
     nccl: HostNccl, model: Path, libraries: Path, expected: Callable[[str], list[list[int]]], dtype: str, graphs: bool
 ) -> None:
-    config = configuration(model, device="cuda", dtype=dtype, tp_size=2, cuda_graphs=graphs)
+    config = configuration(model, device="cuda", dtype=dtype, cuda_graphs=graphs, **FEW_GRAPHS)
     engine, _, worker = two_ranks(nccl, libraries, config)
     assert "collectives=nccl" in worker.describe()
     assert answers(engine) == expected(dtype)
-    assert worker.captured == ([1, 1] if graphs else [0, 0])
+    assert worker.captured == ([3, 3] if graphs else [0, 0])
     assert {launched[0] for launched in nccl.log[0]} == ({"eager", "recorded", "graph"} if graphs else {"eager"})
     reduced = [[launched for launched in nccl.log[rank] if launched[1] == "allReduce"] for rank in range(2)]
     assert reduced[0] == reduced[1]
@@ -439,20 +467,16 @@ def test_where_one_rank_cannot_record_all_run_without_graphs(
     caplog: pytest.LogCaptureFixture,
     unable: int,
 ) -> None:
-    def record_half(work: Callable[[], Any]) -> None:
-        with way(nccl, "recorded"):
-            work()
-        raise MemoryError("out of memory")
-
-    config = configuration(model, device="cuda", dtype="float32", tp_size=2)
-    engine, devices, worker = two_ranks(nccl, libraries, config)
-    devices[unable].ops.capture = record_half  # type: ignore[method-assign, assignment]
+    config = configuration(model, device="cuda", dtype="float32", **FEW_GRAPHS)
+    engine, _, worker = two_ranks(nccl, libraries, config, unable=unable)
     assert answers(engine) == expected("float32")
     assert worker.captured == [0, 0]
     assert {launched[0] for launched in nccl.log[1 - unable]} == {"eager", "recorded"}
     assert {record.message for record in caplog.records} >= {
-        "decode steps run without CUDA graphs: out of memory",
-        "decode steps run without CUDA graphs: they cannot be recorded on another rank",
+        "decode steps run without CUDA graphs, but for none: out of memory",
+        "decode steps run without CUDA graphs, but for none: they cannot be recorded on another rank",
+        "prefill of 24 tokens and less runs without CUDA graphs: out of memory",
+        "prefill of 24 tokens and less runs without CUDA graphs: they cannot be recorded on another rank",
     }
 
 

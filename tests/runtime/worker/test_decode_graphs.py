@@ -29,18 +29,18 @@ SHAPE = TableShape(max_rows=64, groups=GROUPS, max_blocks=500, block_size=4)
 
 
 class Ops:
-    """As much of `TensorOps` as graphs need; counts what was recorded and replayed."""
+    """As much of `TensorOps` as graphs need; counts what was recorded and replayed. Fails after so many, if at all."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, after: int = 0) -> None:
         self.captured = self.replayed = self.uploads = 0
-        self._error = error
+        self._error, self._after = error, after
 
     def step_upload(self, capacity: int) -> FixedUpload:
         self.uploads += 1
         return FixedUpload(capacity)
 
     def capture(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        if self._error is not None:
+        if self._error is not None and self.captured == self._after:
             raise self._error
         self.captured += 1
 
@@ -83,7 +83,9 @@ class Tables(HostBlockTables):
 
 
 def graphs_of(ops: Any, model: Model | None = None, *more: Any) -> DecodeGraphs:
-    return DecodeGraphs(ops, model or Model(), Tables(), HostLastSampled(SHAPE.max_rows), *more)
+    graphs = DecodeGraphs(ops, model or Model(), Tables(), HostLastSampled(SHAPE.max_rows), *more)
+    graphs.record()
+    return graphs
 
 
 def step(graphs: DecodeGraphs, batch: int, columns: int, first: int = 10, last_row: int = 63) -> Scored:
@@ -93,12 +95,15 @@ def step(graphs: DecodeGraphs, batch: int, columns: int, first: int = 10, last_r
     return graphs.step(tokens, seq_lens - 1, seq_lens, np.arange(last_row, last_row - batch, -1, dtype=np.int32))
 
 
-@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (64, 64)])
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (64, 64), (65, 80), (129, 160), (225, 256)],
+)
 def test_batches_are_padded_to_few_sizes(batch: int, rows: int) -> None:
     assert padded_rows(batch) == rows
 
 
-@pytest.mark.parametrize(("columns", "width"), [(1, 16), (16, 16), (17, 32), (500, 512)])
+@pytest.mark.parametrize(("columns", "width"), [(1, 16), (16, 16), (17, 64), (500, 1024)])
 def test_tables_are_padded_to_few_widths(columns: int, width: int) -> None:
     assert padded_columns(columns) == width
 
@@ -113,18 +118,20 @@ def test_padding_has_no_queries_no_tokens_and_no_blocks() -> None:
     assert (tables[3] == Tables.BEYOND).all()
 
 
-def test_a_shape_is_recorded_at_its_second_use_and_replayed_with_what_is_new() -> None:
+BATCHES, WIDTHS = (1, 2, 4, *range(8, 65, 8)), (16, 64, 256, 500)
+
+
+def test_all_shapes_are_recorded_at_start_the_largest_first_and_replayed_with_what_is_new() -> None:
     ops, model = Ops(), Model()
     graphs = graphs_of(ops, model)
+    assert ops.captured == graphs.captured == len(BATCHES) * len(WIDTHS)
+    assert list(graphs._replays) == [(rows, columns) for rows in BATCHES[::-1] for columns in WIDTHS[::-1]]
     for first in (10, 20, 30):
         assert step(graphs, 3, 5, first).scores[:3, 0].tolist() == [first, first + 1, first + 2]
-    assert (ops.captured, ops.replayed, graphs.captured) == (1, 2, 1)
-    step(graphs, 4, 9)  # padded alike
-    assert (ops.captured, ops.replayed) == (1, 3)
     step(graphs, 4, 17)
-    step(graphs, 5, 17)
-    assert ops.captured == 1, "other shapes, used once each"
-    assert model.shapes[-2:] == [(4, 8, 32), (8, 16, 32)]
+    step(graphs, 64, 500)
+    assert (ops.captured, ops.replayed) == (graphs.captured, 5)
+    assert model.shapes[-2:] == [(4, 8, 64), (64, 128, 500)]
 
 
 def test_all_shapes_share_a_buffer_and_graphs_find_what_is_new_in_it() -> None:
@@ -135,40 +142,41 @@ def test_all_shapes_share_a_buffer_and_graphs_find_what_is_new_in_it() -> None:
             found = step(graphs, batch, columns, first, last_row=63 - first % 7 * (batch < 50))
             assert found.scores[0, 0] == first
             assert found.likeliest[1][0, 0] == 1000 * (63 - first % 7 * (batch < 50))
-    assert graphs.captured == 5
+    assert ops.replayed == 24
     assert ops.uploads == 1
 
 
 def test_graphs_gather_what_the_tables_say_when_they_are_launched() -> None:
-    ops = Ops()
-    graphs = graphs_of(ops)
+    graphs = graphs_of(Ops())
     for block in (5, 6, 7, 8):
         graphs._tables.apply(np.array([[63, 1, 2, block]], np.int32))
         assert step(graphs, 1, 4).likeliest[1][1, 2] == block
-    assert ops.replayed == 3
 
 
-def test_where_nothing_can_be_recorded_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    graphs = graphs_of(Ops(RuntimeError("not while capturing")))
-    with caplog.at_level(logging.WARNING):
-        for batch in (1, 1, 1, 2, 2):
+def test_where_not_all_can_be_recorded_the_other_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    for recorded in (0, 5):
+        ops = Ops(RuntimeError("out of memory"), recorded)
+        with caplog.at_level(logging.WARNING):
+            graphs = graphs_of(ops)
+        for batch in (1, 64):
             assert step(graphs, batch, 3).scores[0, 0] == 10
+        assert (graphs.captured, ops.replayed) == (recorded, int(recorded > 0))
     assert [record.message for record in caplog.records] == [
-        "decode steps run without CUDA graphs: not while capturing"
+        "decode steps run without CUDA graphs, but for none: out of memory",
+        "decode steps run without CUDA graphs, but for those of 5 shapes: out of memory",
     ]
-    assert graphs.captured == 0
 
 
 def test_a_graph_that_another_rank_cannot_record_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     ops, asked = Ops(), []
-    graphs = graphs_of(ops, Model(), lambda is_so: bool(asked.append(is_so)))
     with caplog.at_level(logging.WARNING):
-        for batch in (1, 1, 1, 2, 2):
-            assert step(graphs, batch, 3).scores[0, 0] == 10
+        graphs = graphs_of(ops, Model(), lambda is_so: bool(asked.append(is_so)))
+    for batch in (1, 1, 1, 2, 64):
+        assert step(graphs, batch, 3).scores[0, 0] == 10
     assert asked == [True]
     assert (ops.captured, ops.replayed, graphs.captured) == (1, 0, 0)
     assert [record.message for record in caplog.records] == [
-        "decode steps run without CUDA graphs: they cannot be recorded on another rank"
+        "decode steps run without CUDA graphs, but for none: they cannot be recorded on another rank"
     ]
 
 
@@ -212,6 +220,10 @@ class FakeMemory:
         self.made.add(self)
 
 
+SPAN = 64
+"""Bytes behind an array's first that the fakes let one read: parts of a larger one end behind their own size."""
+
+
 class DeviceArray(np.ndarray):
     """NumPy's, that tells its place as CuPy's does."""
 
@@ -248,23 +260,31 @@ def cupy_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     cupy = ModuleType("cupy")
     cupy.empty, cupy.asarray, cupy.dot = empty, asarray, dot  # type: ignore[attr-defined]
-    cupy.ndarray = lambda shape, dtype, at: np.frombuffer(at.mem, dtype).reshape(shape)  # type: ignore[attr-defined]
+    cupy.ndarray = lambda shape, dtype, at, *strides: np.ndarray(shape, dtype, at.mem, 0, *strides)  # type: ignore[attr-defined]
     cupy.get_default_memory_pool = FakePool  # type: ignore[attr-defined]
     cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         MemoryPool=FakePool,
         Memory=FakeMemory,
         MemoryPointer=lambda memory, offset: SimpleNamespace(mem=memory),
-        UnownedMemory=lambda address, size, owner, gpu: (ctypes.c_uint8 * size).from_address(address),
+        UnownedMemory=lambda address, size, owner, gpu: (ctypes.c_uint8 * SPAN).from_address(address),
         get_current_stream=lambda: stream,
         using_allocator=using_allocator,
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupyx", ModuleType("cupyx"))
     monkeypatch.setattr(cublas, "_library", HostCublas)
-    for name in ("headwise.runtime.ops.cupy_ops", "headwise.runtime.ops.step_upload"):
+    for name in (
+        "headwise.runtime.ops.cupy_ops",
+        "headwise.runtime.ops.cuda_graphs",
+        "headwise.runtime.ops.step_upload",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield log
-    for name in ("headwise.runtime.ops.cupy_ops", "headwise.runtime.ops.step_upload"):
+    for name in (
+        "headwise.runtime.ops.cupy_ops",
+        "headwise.runtime.ops.cuda_graphs",
+        "headwise.runtime.ops.step_upload",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -279,7 +299,7 @@ def test_a_graph_is_recorded_from_memory_of_its_own_and_launched(
 ) -> None:
     ops, made = cupy_ops(monkeypatch), [aligned(16).view(np.float16).reshape(2, 4).view(DeviceArray)]
     replay = ops.capture(lambda: cupy_log.append("work") or made)
-    assert cupy_log == ["allocate by FakePool.malloc", "begin", "work", "end", "allocate as before"]
+    assert cupy_log == ["work", "allocate by FakePool.malloc", "begin", "work", "end", "allocate as before"]
     cupy_log.clear()
     made[0][:] = 7
     owner = weakref.ref(made[0])
@@ -290,9 +310,33 @@ def test_a_graph_is_recorded_from_memory_of_its_own_and_launched(
     assert owner() is None, "what comes of a graph does not keep its memory from the next one"
 
 
+def test_work_in_pieces_is_a_graph_for_each_with_what_is_between_them_anew(
+    cupy_log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, rows = cupy_ops(monkeypatch), [aligned(SPAN).view(np.float16).reshape(2, 16).view(DeviceArray)]
+
+    def work(cut: Callable[[], None]) -> list[np.ndarray]:
+        cupy_log.append("first")
+        cut()
+        cupy_log.append("second")
+        cut()
+        return rows
+
+    replay = ops.capture_pieces(work)
+    assert cupy_log[:2] == ["first", "second"], "as it is, to load what it needs"
+    assert cupy_log[3:-1] == ["begin", "first", "end", "begin", "second", "end", "begin", "end"]
+    cupy_log.clear()
+    (found,) = replay(lambda number: cupy_log.append(f"between {number}"))
+    assert cupy_log == ["launch", "between 0", "launch", "between 1", "launch"]
+    rows[0][:] = np.arange(32, dtype=np.float16).reshape(2, 16)
+    np.testing.assert_array_equal(found, rows[0])
+    np.testing.assert_array_equal(ops.borrowed(rows[0][:, 4:8]), [[4, 5, 6, 7], [20, 21, 22, 23]])
+
+
 def test_a_recording_that_fails_is_ended(cupy_log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = iter([False, True])
     with pytest.raises(ZeroDivisionError):
-        cupy_ops(monkeypatch).capture(lambda: 1 // 0)
+        cupy_ops(monkeypatch).capture(lambda: 1 // 0 if next(fails) else [])
     assert cupy_log[1:3] == ["begin", "end"]
 
 
@@ -310,8 +354,8 @@ def test_memory_that_graphs_compute_with_is_kept_where_memory_is_short(
     cupy_log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops = cupy_ops(monkeypatch)
-    ops._graph_memory.malloc(100)
-    ops._graph_memory.free_all_blocks()
+    ops._graphs._memory.malloc(100)
+    ops._graphs._memory.free_all_blocks()
     assert len(FakeMemory.made) == 1
     ops.give_back_memory()
     assert len(FakeMemory.made) == 0

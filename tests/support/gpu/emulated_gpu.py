@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.models.attention.select import attention_of
-from headwise.runtime.ops.base import KernelArray, StepUpload
+from headwise.runtime.ops.base import Between, Cut, KernelArray, StepUpload
 from headwise.runtime.ops.comm import Collectives, Communicator, host_collectives
 from headwise.runtime.ops.gpu_ops import GpuOps
 from headwise.runtime.ops.numpy_ops import NumpyOps
@@ -76,6 +77,9 @@ class EmulatedOps(GpuOps):
     def multiply_heads(self, x: NDArray[Any], weights: NDArray[Any], out: NDArray[Any]) -> None:
         self._cublas.products_of_heads(x, weights, out)
 
+    def empty_like(self, array: NDArray[Any], shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        return poisoned_array(array.shape if shape is None else shape, array.dtype)
+
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
         assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
         return array.copy()
@@ -100,14 +104,32 @@ class EmulatedOps(GpuOps):
         return upload
 
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
-        def replay() -> Sequence[KernelArray]:
-            self._is_recorded = True
-            try:
-                return work()
-            finally:
+        return lambda: self._again(work)
+
+    def capture_pieces(
+        self, work: Callable[[Cut], Sequence[KernelArray]]
+    ) -> Callable[[Between], Sequence[KernelArray]]:
+        def replay(between: Between) -> Sequence[KernelArray]:
+            numbers = count()
+
+            def cut() -> None:
                 self._is_recorded = False
+                between(next(numbers))
+                self._is_recorded = True
+
+            return self._again(lambda: work(cut))
 
         return replay
+
+    def _again(self, work: Callable[[], Sequence[KernelArray]]) -> Sequence[KernelArray]:
+        self._is_recorded = True
+        try:
+            return work()
+        finally:
+            self._is_recorded = False
+
+    def borrowed(self, array: NDArray[Any]) -> NDArray[Any]:
+        return array
 
 
 class FixedUpload:

@@ -95,5 +95,5 @@ def tokens_and_errors(engine: LocalEngine, params: SamplingParams) -> list[tuple
 
 
 def configuration(model: Path, **changes: object) -> EngineConfig:
-    values = {"model": str(model), "block_size": 8, "max_batched_tokens": 64, **changes}
+    values = {"model": str(model), "block_size": 8, "max_batched_tokens": 64, "max_num_seqs": 8, **changes}
     return EngineConfig.from_dict(values)

@@ -31,6 +31,7 @@ class LayerCache:
     layout: of blocks of the layer's members
     heads: where the rank's members of the layer lie
     wait:  to be called once the step's own tokens are written, before any are read: others may still be on their way
+    out:   what attention sees goes there; None: to an array of its own
     """
 
     arena: KernelArray
@@ -38,16 +39,24 @@ class LayerCache:
     batch: AttentionBatch
     heads: HeadTable
     wait: Callable[[], None]
+    out: KernelArray | None = None
 
 
 class CachedAttention(Protocol):
-    """A variant's attention over a paged cache."""
+    """A variant's attention over a paged cache.
+
+    Rows of what is projected that are behind the batch's last token are padding: none of it is written, and anything
+    may come of it.
+    """
 
     def __call__(self, cache: LayerCache, *projected: Any) -> Tensor:
         """Write what is kept of the step's tokens, wait, and attend: ``[T, q_heads, size of a head's values]``.
 
         ``projected`` is what the model's layer made of its input.
         """
+
+    def result_of(self, *projected: Any) -> KernelArray:
+        """An uninitialised array for what comes of ``projected``: a `LayerCache.out`."""
 
 
 @dataclass(frozen=True)

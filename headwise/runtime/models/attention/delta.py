@@ -111,17 +111,25 @@ class MixedOverCache:
         if not isinstance(first, DeltaProjected):
             return self._others(cache, *projected)
         cache.wait()  # states are read first
-        return self._ops.from_kernel_array(self._delta(cache, first.numbers, first.weights))
+        seen = self.result_of(first) if cache.out is None else cache.out
+        self._delta(cache, first.numbers, first.weights, seen)
+        return self._ops.from_kernel_array(seen)
 
-    def _delta(self, cache: LayerCache, numbers: KernelArray, weights: DeltaWeights) -> KernelArray:
+    def result_of(self, *projected: Any) -> KernelArray:
+        """See `CachedAttention.result_of`."""
+        first = projected[0]
+        if not isinstance(first, DeltaProjected):
+            return self._others.result_of(*projected)
+        values = first.weights.speed.size * first.weights.norm.size  # of all heads
+        return self._ops.empty_like(first.numbers, (first.numbers.shape[0], values))
+
+    def _delta(self, cache: LayerCache, numbers: KernelArray, weights: DeltaWeights, out: KernelArray) -> None:
         where = cache.arena, cache.layout, cache.batch, cache.heads
-        sizes, tokens = sizes_of(cache.layout), numbers.shape[0]
-        key_heads, share = weights.speed.shape
         if isinstance(self._kernels, ProjectedDeltaKernels):
-            out = self._ops.empty_like(numbers, (tokens, key_heads * share * sizes.value_dim))
             self._kernels.attend_projected(numbers, weights, *where, out=out)
-            return out
+            return
+        sizes, tokens = sizes_of(cache.layout), numbers.shape[0]
         inputs, gates = inputs_of(numbers, weights, sizes)
-        seen = self._ops.empty_like(numbers, (tokens, key_heads, share, sizes.value_dim))
+        seen = self._ops.empty_like(numbers, (tokens, *weights.speed.shape, sizes.value_dim))
         self._kernels.attend_delta(inputs, *where, out=seen)
-        return gated_norm(seen.reshape(gates.shape), gates, weights).reshape(tokens, -1)
+        out[...] = gated_norm(seen.reshape(gates.shape), gates, weights).reshape(tokens, -1)

@@ -104,7 +104,7 @@ class IndexedLatentOverCache:
 
         The first ``rotated`` numbers of keys, and of each head of ``index.query``, are rotated here, these in place.
         """
-        ops, mla = self._ops, self._mla
+        mla = self._mla
         queries = self._latents.written(cache, query, compressed, shared, rotation)
         where = cache.arena, cache.layout, cache.batch, cache.heads
         if self._rotating is None:
@@ -116,9 +116,13 @@ class IndexedLatentOverCache:
             cosines, sines = rotation
             self._rotating.write_index_rope(index, keys, cosines, sines, *where)
         cache.wait()
-        out = ops.empty_like(queries, (*queries.shape[:2], mla.value_dim))
-        self._kernels.attend_chosen(queries, up, index, *where, scale=self._scale, out=out)
-        return ops.from_kernel_array(out)
+        seen = self.result_of(queries) if cache.out is None else cache.out
+        self._kernels.attend_chosen(queries, up, index, *where, scale=self._scale, out=seen)
+        return self._ops.from_kernel_array(seen)
+
+    def result_of(self, *projected: Any) -> KernelArray:
+        """See `CachedAttention.result_of`."""
+        return self._latents.result_of(*projected)
 
 
 def _layer_norm(keys: IndexKeys) -> KernelArray:

@@ -125,12 +125,16 @@ class GroupedQueryOverCache:
             cosines, sines = rotation
             self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
         cache.wait()
-        out = ops.empty_like(queries)
+        seen = self.result_of(queries) if cache.out is None else cache.out
         self._kernels.attend(
-            queries, cache.arena, cache.layout, *self.seen(cache), scale=self._scale, softcap=self._softcap, out=out,
+            queries, cache.arena, cache.layout, *self.seen(cache), scale=self._scale, softcap=self._softcap, out=seen,
             sink_logits=sink_logits,
         )  # fmt: skip
-        return ops.from_kernel_array(out)
+        return ops.from_kernel_array(seen)
+
+    def result_of(self, *projected: Any) -> KernelArray:
+        """See `CachedAttention.result_of`."""
+        return self._ops.empty_like(self._ops.kernel_array(projected[0]))
 
     def seen(self, cache: LayerCache) -> tuple[AttentionBatch, HeadTable]:
         """What the kernels attend to for this layer."""

@@ -1,0 +1,193 @@
+"""What a prefill step on a GPU asks of the host: calls that enqueue something, and the Python around them, a layer.
+
+    python benchmarks/step_launches.py [--quick]
+
+The worker, its kernels' host halves and its graphs are the real ones, on NumPy arrays; what they enqueue is counted,
+and not run. So times, of this process alone, are those of our own Python here: on a GPU each call into CuPy and the
+driver adds its own, and so do allocations. A layer's share is the difference between models of 4 and 12 layers.
+`graphs` is how steps run by default, `launches` with `prefill_graphs: 0`; mixed steps have a sequence that decodes
+beside each that is computed. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from gpu.checkpoint import LLAMA, MOE, random_models, write_checkpoint
+from gpu.sizes import TINY
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.gpu.cuda_shim import LIBRARIES
+from support.gpu.emulated_gpu import STREAM, EmulatedGpu, EmulatedOps
+from support.gpu.host_cublas import aligned
+
+from headwise.cache_controller.dtypes import numpy_dtype
+from headwise.kernels.cuda.block_tables import CudaBlockTables
+from headwise.kernels.cuda.cublas import Cublas
+from headwise.kernels.cuda.launch import Grid, Kernel, Variant
+from headwise.kernels.cuda.parts import GpuParts
+from headwise.kernels.cuda.programs import Defines
+from headwise.kernels.cuda.step_tokens import CudaStepTokens
+from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.ops.base import Between, Cut, KernelArray
+from headwise.runtime.ops.comm import SingleRank
+from headwise.runtime.ops.gpu_ops import GpuOps
+from headwise.runtime.protocol.batch import BatchRequest
+from headwise.runtime.worker.worker import ModelWorker
+
+TOKENS, SEQUENCES = 256, 4
+FEW, MANY = 4, 12
+"""Layers of the two models."""
+
+
+class Counted:
+    """`Programs`, `TritonLauncher` and cuBLAS in one, which count what they are asked to enqueue."""
+
+    sm, sms = 90, 132
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def __call__(self, source: str, defines: Defines) -> Counted:
+        return self
+
+    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        def launch(grid: Grid, arguments: Sequence[np.generic]) -> None:
+            self.calls[name] += 1
+
+        return launch
+
+    def prepare(self, variant: Variant) -> None:
+        pass
+
+    def launch(self, variant: Variant, grid: Grid, arguments: Sequence[np.generic]) -> None:
+        self.calls[variant.kernel] += 1
+
+    def cublas(self) -> SimpleNamespace:
+        def function(name: str) -> Callable[..., int]:
+            def call(*arguments: Any) -> int:
+                self.calls[name] += name.startswith("cublasGemm")
+                return 0
+
+            return call
+
+        names = ("Create_v2", "Destroy_v2", "SetStream_v2", "SetWorkspace_v2", "GemmEx", "GemmStridedBatchedEx")
+        made = {f"cublas{name}": function(f"cublas{name}") for name in (*names, "GetStatusString")}
+        return SimpleNamespace(**made)
+
+
+class CountedOps(EmulatedOps):
+    """Graphs are recorded by running their work once, and are a call each."""
+
+    empty_like = GpuOps.empty_like
+
+    def __init__(self, dtype: str, counted: Counted) -> None:
+        GpuOps.__init__(self, np, numpy_dtype(dtype), counted, counted)
+        self._cublas, self._is_recorded = Cublas(aligned, counted.cublas(), lambda: STREAM), False
+        self._counted = counted
+
+    def capture_pieces(
+        self, work: Callable[[Cut], Sequence[KernelArray]]
+    ) -> Callable[[Between], Sequence[KernelArray]]:
+        cuts: list[None] = []
+        results = work(lambda: cuts.append(None))
+
+        def replay(between: Between) -> Sequence[KernelArray]:
+            for number in range(len(cuts)):
+                self._counted.calls["graph"] += 1
+                between(number)
+            self._counted.calls["graph"] += 1
+            return results
+
+        return replay
+
+
+class CountedGpu(EmulatedGpu):
+    def __init__(self, dtype: str) -> None:
+        self._dtype, self._libraries, self.counted = dtype, LIBRARIES, Counted()
+        counted: Any = self.counted
+        self.ops, self.sampler = CountedOps(dtype, counted), None
+        self._tables, self._step_tokens = CudaBlockTables(counted), CudaStepTokens(counted)
+        self.parts = GpuParts(counted, counted, aligned, np.empty, self.ops.multiply_heads)
+
+
+def step(tokens: int, sequences: int, *, mixed: bool) -> BatchRequest:
+    """Of ``sequences`` that share ``tokens``; and as many that decode."""
+    counts = [tokens // sequences] * sequences + [1] * (sequences if mixed else 0)
+    starts = [0] * sequences + [300] * (len(counts) - sequences)
+    return BatchRequest(
+        step_id=1,
+        rows=np.arange(len(counts), dtype=np.int32),
+        starts=np.array(starts, np.int32),
+        query_lens=np.array(counts, np.int32),
+        token_ids=np.zeros(sum(counts), np.int32),
+        sample=np.zeros(len(counts), np.bool_),
+        table_updates=np.empty((0, 4), np.int32),
+    )
+
+
+def cost(directory: Path, graphs: int, batch: BatchRequest, rounds: int) -> tuple[Counter[str], float]:
+    """Calls of a step, and seconds of this process."""
+    config = EngineConfig(
+        model=str(directory), device="cuda", dtype="bfloat16", kv_cache="64MiB", block_size=16, prefill_graphs=graphs,
+        max_model_len=1024,
+    )  # fmt: skip
+    gpu = CountedGpu("bfloat16")
+    worker = ModelWorker(config, directory, 0, SingleRank(), gpu)
+    worker.initialize_cache()
+    worker.execute(batch)
+    gpu.counted.calls.clear()
+    worker.execute(batch)
+    calls, times = gpu.counted.calls.copy(), []
+    for _ in range(rounds):
+        began = time.process_time()
+        worker.execute(batch)
+        times.append(time.process_time() - began)
+    return calls, statistics.median(times)
+
+
+def of_layer(
+    directories: Sequence[Path], graphs: int, batch: BatchRequest, rounds: int
+) -> tuple[dict[str, float], float]:
+    """Calls, and seconds, that each layer adds to a step."""
+    (few, short), (many, long) = (cost(directory, graphs, batch, rounds) for directory in directories)
+    added = MANY - FEW
+    return {call: (many[call] - few[call]) / added for call in many if many[call] > few[call]}, (long - short) / added
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args(arguments).quick
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as place:
+        for model in (LLAMA,) if quick else (LLAMA, MOE):
+            shape, directories = random_models(TINY, None)[model], []
+            for layers in (FEW, MANY):
+                described = {**shape, "num_hidden_layers": layers}
+                directories.append(write_checkpoint(Path(place) / f"{model}-{layers}", described))
+            for mixed in (False, True):
+                batch, kind = step(TOKENS, SEQUENCES, mixed=mixed), "mixed" if mixed else "prefill"
+                for name, graphs in (("launches", 0), ("graphs", 1024)):
+                    calls, seconds = of_layer(directories, graphs, batch, rounds=3 if quick else 300)
+                    told = ", ".join(f"{count:g} {call}" for call, count in calls.items())
+                    print(f"{model:<6} {kind:<8} {name:<9} {seconds * 1e6:>4.0f} us  {sum(calls.values()):g}: {told}")
+                    figures[f"{model}_{kind}_{name}_calls"] = sum(calls.values())
+                    figures[f"{model}_{kind}_{name}_us"] = seconds * 1e6
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Prefill in pieces: what is padded, what is recorded, and what attention is asked between the pieces."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gpu.emulated_gpu import FixedUpload
+
+from headwise.runtime.worker.padding import all_sizes
+from headwise.runtime.worker.prefill_graphs import PrefillGraphs, padded_tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(1, 16), (17, 24), (33, 48), (129, 192), (256, 256), (257, 320), (513, 640), (1000, 1024)]
+)
+def test_steps_are_padded_to_few_sizes(tokens: int, size: int) -> None:
+    assert padded_tokens(tokens) == size
+
+
+def test_sizes_are_few_and_padding_of_large_steps_is_a_quarter_at_most() -> None:
+    assert len(all_sizes(padded_tokens, 1024)) == 17
+    assert max(padded_tokens(tokens) / tokens for tokens in range(257, 8193)) < 1.25
+
+
+@dataclass(frozen=True)
+class Asked:
+    """As variants project it: arrays and numbers, within a tuple."""
+
+    numbers: np.ndarray
+    eps: float
+
+
+class Attention:
+    """As much of `CachedAttention` as recording needs."""
+
+    def result_of(self, *projected: Any) -> np.ndarray:
+        return np.full_like(projected[0], -1)
+
+
+class Model:
+    """Adds up, over two layers, its input and what attention says."""
+
+    config = SimpleNamespace(num_layers=2)
+
+    def forward(self, tokens: np.ndarray, positions: np.ndarray, attention: Any) -> np.ndarray:
+        x = tokens * 1000 + positions
+        for layer in range(2):
+            x = x + attention(layer, x, (Asked(x, 0.5),), None)
+        return np.append(x, attention.tokens())
+
+
+class Ops:
+    """Records by noting what there is. One for all, fails from a size on, if at all."""
+
+    def __init__(self, fails_below: int = 0) -> None:
+        self.fails_below, self.borrows, self.sizes, self.uploads = fails_below, 0, [], 0
+
+    def step_upload(self, capacity: int) -> FixedUpload:
+        self.uploads += 1
+        return FixedUpload(capacity)
+
+    def kernel_array(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    from_kernel_array = kernel_array
+
+    def borrowed(self, array: np.ndarray) -> np.ndarray:
+        self.borrows += 1
+        return array
+
+    def capture_pieces(self, work: Any) -> Any:
+        self.sizes.append(len(work(lambda: None)[0]) - 1)
+        if self.sizes[-1] < self.fails_below:
+            raise RuntimeError("out of memory")
+
+        def replay(between: Any) -> Any:
+            numbers = iter(range(2))
+            return work(lambda: between(next(numbers)))
+
+        return replay
+
+
+def recorded(ops: Ops, most: int = 48, **more: Any) -> PrefillGraphs:
+    graphs = PrefillGraphs(ops, most, 3, **more)  # type: ignore[arg-type]
+    graphs.record(Model(), Attention())  # type: ignore[arg-type]
+    return graphs
+
+
+def test_attention_fills_what_the_next_piece_reads_and_padding_begins_behind_the_last_sequence() -> None:
+    ops, asked = Ops(), []
+    every = recorded(ops)
+    assert (ops.sizes, every.sizes, every.captured, ops.uploads) == ([48, 32, 24, 16], [16, 24, 32, 48], 12, 1)
+
+    def attend(layer: int, projected: Any, out: np.ndarray) -> None:
+        asked.append((layer, projected[1][0].eps, projected[2], len(out)))
+        out[:20] = projected[1][0].numbers[:20]
+
+    for first in (5, 6):
+        graphs = every.of(20)
+        begins, tokens = np.array([0, 13, 20], np.int32), np.full(20, first, np.int32)
+        told = graphs.upload(tokens, tokens + 1, begins, np.array([13, 9], np.int32), np.array([2, 0], np.int32))
+        assert [array.tolist() for array in told[2:]] == [[0, 13, 20], [13, 9], [2, 0]]
+        hidden = graphs.forward(attend)
+        assert hidden[:20].tolist() == [4 * (1001 * first + 1)] * 20
+        assert hidden[20:].tolist() == [-2] * 4 + [20]
+    assert asked == [(0, 0.5, None, 24), (1, 0.5, None, 24)] * 2
+    assert ops.borrows > 0
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_what_cannot_be_recorded_on_every_rank_runs_without(caplog: pytest.LogCaptureFixture, other: bool) -> None:
+    votes: list[bool] = []
+
+    def all_ranks(is_so: bool) -> bool:
+        votes.append(is_so)
+        return is_so and not (other and len(votes) == 3)
+
+    with caplog.at_level(logging.WARNING):
+        every = recorded(Ops(0 if other else 32), all_ranks=all_ranks)
+    assert every.sizes == [32, 48]
+    assert votes == [True, True, other]
+    assert every.of(24) is None, "the next size would be mostly padding"
+    assert every.of(49) is None
+    assert every.of(25) is not None
+    why = "they cannot be recorded on another rank" if other else "out of memory"
+    assert caplog.messages == [f"prefill of 24 tokens and less runs without CUDA graphs: {why}"]
