@@ -23,11 +23,7 @@ struct Scores {
 
     __device__ __forceinline__ int vectors() const { return (lead + vocab + ELEMENTS - 1) / ELEMENTS; }
 
-    // There is one zero only.
-    __device__ __forceinline__ float logit(float score) const
-    {
-        return (cap == 0.0f ? score : cap * tanhf(score / cap)) + 0.0f;
-    }
+    __device__ __forceinline__ float capped(float score) const { return cap * tanhf(score / cap); }
 
     // Calls `see(token, logit)` for the tokens of a vector, in their order.
     template <class See>
@@ -41,18 +37,17 @@ struct Scores {
                 if (token + i < 0 || token + i >= vocab) continue;
                 const float score = NUMBER == F32 ? reinterpret_cast<const float*>(from)[i]
                                                   : to_f32<NUMBER>(reinterpret_cast<const unsigned short*>(from)[i]);
-                see(token + i, logit(score));
+                see(token + i, (cap == 0.0f ? score : capped(score)) + 0.0f);
             }
             return;
         }
-        const Floats scores = widened(load(from));
-        if (cap == 0.0f) {
+        Floats scores = widened(load(from));
+        if (cap != 0.0f) {
 #pragma unroll
-            for (int i = 0; i < ELEMENTS; i++) see(token + i, scores.at[i] + 0.0f);
-            return;
+            for (int i = 0; i < ELEMENTS; i++) scores.at[i] = capped(scores.at[i]);
         }
 #pragma unroll
-        for (int i = 0; i < ELEMENTS; i++) see(token + i, logit(scores.at[i]));
+        for (int i = 0; i < ELEMENTS; i++) see(token + i, scores.at[i] + 0.0f);  // there is one zero only
     }
 
     // NaN is above all. What is equal for all numbers of the dtype is cut off.

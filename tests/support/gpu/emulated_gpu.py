@@ -57,7 +57,7 @@ class EmulatedOps(GpuOps):
         launcher = InterpreterLauncher(sm=90, sms=1)
         super().__init__(np, numpy_dtype(dtype), programs, launcher, weights_dtype, threads=64)
         self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
-        self._is_recorded = False
+        self.is_recorded = False
 
     def matmul(self, x: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
         out = np.empty((x.shape[0], weight.shape[1]), self.dtype)
@@ -68,11 +68,11 @@ class EmulatedOps(GpuOps):
         self._cublas.products_of_heads(x, weights, out)
 
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
-        assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
+        assert not self.is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
         return array.copy()
 
     def host(self, array: NDArray[Any]) -> NDArray[Any]:
-        assert not self._is_recorded, "the current stream is capturing, so D2H transfers are disallowed"
+        assert not self.is_recorded, "the current stream is capturing, so D2H transfers are disallowed"
         return array.copy()
 
     def fetch(self, array: NDArray[Any]) -> LateFetch:
@@ -85,18 +85,18 @@ class EmulatedOps(GpuOps):
         fixed = FixedUpload(capacity)
 
         def upload(*arrays: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-            assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
+            assert not self.is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
             return fixed(*arrays)
 
         return upload
 
     def capture(self, work: Callable[[], Sequence[KernelArray]]) -> Callable[[], Sequence[KernelArray]]:
         def replay() -> Sequence[KernelArray]:
-            self._is_recorded = True
+            self.is_recorded = True
             try:
                 return work()
             finally:
-                self._is_recorded = False
+                self.is_recorded = False
 
         return replay
 
