@@ -76,11 +76,9 @@ __device__ __forceinline__ Place place_of(const Place& at, Mass above, Mass ties
 __device__ __forceinline__ bool is_last_part(unsigned* arrived)
 {
     __shared__ bool is_last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) is_last = arrives_last(arrived);
     __syncthreads();
-    __threadfence();
     return is_last;
 }
 
@@ -113,18 +111,25 @@ struct Bins {
 };
 
 // Adds the part's tokens that weigh anything to the row's histogram; `bin_of` a key is -1 for those that it is not about.
+// What weighs less than `light` is added to the bin 0 without more ado.
 template <class BinOf>
 __device__ __forceinline__ void fill(
-    Histogram& histogram, const Scores& scores, const Weights& weights, bool has_counts, const BinOf& bin_of)
+    Histogram& histogram, const Scores& scores, const Weights& weights, bool has_counts, Mass light, const BinOf& bin_of)
 {
     __shared__ Bins bins;
+    Mass all_light = 0;
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) bins.low[bin] = bins.high[bin] = bins.counts[bin] = 0;
     __syncthreads();
     walk(scores, [&](int, float logit) {
         const int bin = bin_of(scores.key(logit));
         const Mass mass = bin < 0 ? 0 : weights(logit);
-        if (mass) bins.add(bin, mass, has_counts);
+        if (mass < light) all_light += mass;
+        else if (mass) bins.add(bin, mass, has_counts);
     });
+    if (light) {
+        all_light = sum_of_warp(all_light);
+        if (threadIdx.x % WARP == 0) bins.add(0, all_light, false);
+    }
     __syncthreads();
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
         const Mass mass = static_cast<Mass>(bins.high[bin]) << 32 | bins.low[bin];
@@ -137,7 +142,7 @@ __device__ __forceinline__ void fill(
 // Of tokens: those above some key, or all.
 struct Above {
     Mass mass;
-    Mass count;
+    unsigned count;
 };
 
 __device__ __forceinline__ Above sum(const Histogram& histogram)
@@ -146,7 +151,7 @@ __device__ __forceinline__ Above sum(const Histogram& histogram)
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) {
         own.mass += __ldcg(histogram.masses + bin), own.count += __ldcg(histogram.counts + bin);
     }
-    return Above{prefix_of(own.mass).all, prefix_of(own.count).all};
+    return Above{prefix_of(own.mass).all, static_cast<unsigned>(prefix_of(own.count).all)};
 }
 
 struct Crossing {
@@ -169,8 +174,10 @@ __device__ __forceinline__ Crossing crossing(const Histogram& histogram, bool by
     above.mass += prefix_of(own.mass).before, above.count += prefix_of(own.count).before;
     Mass reached = by_count ? above.count : above.mass;
     if (reached < wanted && wanted - reached <= (by_count ? own.count : own.mass)) {
+#pragma unroll 1
         for (int bin = end - 1; bin >= begin; bin--) {
-            const Mass mass = __ldcg(histogram.masses + bin), count = __ldcg(histogram.counts + bin);
+            const Mass mass = __ldcg(histogram.masses + bin);
+            const unsigned count = __ldcg(histogram.counts + bin);
             reached += by_count ? count : mass;
             if (reached >= wanted) {
                 found = Crossing{bin, above};

@@ -18,7 +18,7 @@ struct Row {
     double top_p;
     unsigned long long seed, position;
     float inverse_temperature;
-    float log_min_p;  // -inf: no min-p
+    float log_min_p;
     int top_k;        // 0: all
     int unused;
 };
@@ -38,12 +38,14 @@ struct Search {
     Mass wanted;          // of tokens or weight, with those above the range
     unsigned low, high;   // keys, in whose range the threshold is
     unsigned largest;     // key
+    unsigned floor;       // a key: the threshold is no less
     int draws, phase;
 };
 
 struct Scratch {
     Histogram all, range;
     Mass above[MOST_CHUNKS], ties[MOST_CHUNKS];  // by chunk: what tokens above the key weigh, how many have it
+    unsigned largest[MOST_CHUNKS];               // key
     Mass of_parts[MOST_PARTS];
     Search search;
     unsigned arrived;
@@ -65,6 +67,32 @@ __device__ __forceinline__ Weights weights_of(const Scores& logits, const Row& r
 __device__ __forceinline__ bool has_top_k(const Row& row, int vocab) { return 1 < row.top_k && row.top_k < vocab; }
 
 // ---- thresholds ----
+
+// A key that as many tokens have, or a larger one, as warps have any: the least of `largest [chunks]`, what each has. By
+// a warp; 0 if `wanted` tokens are more than that.
+__device__ __forceinline__ unsigned floor_of(const Scores& logits, const unsigned* largest, int wanted)
+{
+    const int size = chunk_size(logits), chunks = (logits.vectors() + size - 1) / size;
+    if (wanted > chunks) return 0;
+    unsigned least = 0xffffffffu;
+    for (int chunk = threadIdx.x % WARP; chunk < chunks; chunk += WARP) {
+        const unsigned key = __ldcg(largest + chunk);
+        least = key < least ? key : least;
+    }
+#pragma unroll
+    for (int across = WARP / 2; across > 0; across /= 2) {
+        const unsigned other = __shfl_xor_sync(ALL_LANES, least, across);
+        least = other < least ? other : least;
+    }
+    return least;
+}
+
+// Tokens that weigh less than this are not among those that have top_p of the weight: all of them have less than half of
+// the rest together, since the likeliest one weighs UNITS.
+__device__ __forceinline__ Mass light_of(double top_p, int vocab)
+{
+    return static_cast<Mass>((1.0 - top_p) * (UNITS / 2) / vocab);
+}
 
 // Looks for the threshold of `phase` among all keys. wanted: of tokens or weight, no more than there is
 __device__ __forceinline__ void begin(
@@ -129,13 +157,15 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) survey(
         clear(own.all, blockIdx.x, gridDim.x);
         clear(own.range, blockIdx.x, gridDim.x);
     }
-    const Mass first = first_of_row(logits, own.of_parts, &own.arrived);
-    if (!first || threadIdx.x > 0) return;
+    const Mass first = first_of_row(logits, own.of_parts, &own.arrived, own.largest);
+    if (!first) return;
+    const unsigned floor = has_top_k(row, vocab) ? floor_of(logits, own.largest, row.top_k) : 0;
+    if (threadIdx.x > 0) return;
     const unsigned largest = first >> 32;
     const bool is_finite = MINUS_INFINITY_KEY >> logits.shift < largest && largest < INFINITY_KEY >> logits.shift;
     tokens[blockIdx.y] = token_of(first), best[blockIdx.y] = logits.logit_of(largest);
     Search search = {};
-    search.largest = largest, search.draws = is_finite && row.top_k != 1;
+    search.largest = largest, search.floor = floor, search.draws = is_finite && row.top_k != 1;
     search.phase = !search.draws || !searches ? DONE : has_top_k(row, vocab) ? TOP_K : TOP_P;
     own.search = search;
 }
@@ -149,12 +179,12 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) bin_all(
     if (before.phase == DONE) return;
     const Scores logits = scores_of_row(scores + blockIdx.y * row_stride, cap, vocab);
     const Weights weights = weights_of(logits, row, before);
-    const auto bin_of = [&](unsigned key) { return bin_of_whole(key << logits.shift); };
-    fill(own.all, logits, weights, before.phase == TOP_K, bin_of);
+    const auto bin_of = [&](unsigned key) { return key < before.floor ? -1 : bin_of_whole(key << logits.shift); };
+    fill(own.all, logits, weights, before.phase == TOP_K, before.phase == TOP_P ? light_of(row.top_p, vocab) : 0, bin_of);
     if (!is_last_part(&own.arrived)) return;
     Search search = before;
     const Above total = sum(own.all);
-    if (search.phase == TOP_K && row.top_k < total.count) begin(search, TOP_K, row.top_k, own.all, logits);
+    if (search.phase == TOP_K && row.top_k <= total.count) begin(search, TOP_K, row.top_k, own.all, logits);
     else begin_top_p(search, row, total.mass, own.all, logits);
     if (threadIdx.x == 0) own.search = search;
 }
@@ -171,10 +201,10 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) bin_range(
     const int step = step_of(before.low, before.high);
     const unsigned low = before.low, most = before.high - before.low;
     const auto bin_of = [&](unsigned key) { return key - low <= most ? static_cast<int>((key - low) >> step) : -1; };
-    fill(own.range, logits, weights, before.phase == TOP_K, bin_of);
+    fill(own.range, logits, weights, before.phase == TOP_K, 0, bin_of);
     if (!is_last_part(&own.arrived)) return;
     Search search = own.search;  // again: it need not stay in registers
-    go_on(search, row, own, logits, weights);
+    go_on(search, row, own, logits, weights_of(logits, row, search));
     __syncthreads();  // all have read the histogram
     clear(own.range, 0, 1);
     if (threadIdx.x == 0) own.search = search;

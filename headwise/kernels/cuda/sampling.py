@@ -36,7 +36,10 @@ ROW = np.dtype(
         ("unused", np.int32),
     ]
 )
-"""How a row of scores draws, as `sampling.cu` reads it. No min-p is -inf; top_k 0 keeps all, and 1 is greedy."""
+"""How a row of scores draws, as `sampling.cu` reads it. top_k 0 keeps all, and 1 is greedy."""
+
+LEAST_LOG = -30.6
+"""Of a weight that is anything in units of 2**-44, and a bit less: what is beyond it is not computed."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def rows_of(
     greedy = temperature == 0
     with np.errstate(divide="ignore", over="ignore"):
         inverse = 1 / np.where(greedy, 1.0, temperature)
-        rows["log_min_p"] = np.log(min_p)
+        rows["log_min_p"] = np.maximum(np.log(min_p), LEAST_LOG)
     # Not infinite: the likeliest token's distance from itself, 0, stays 0.
     rows["inverse_temperature"] = np.minimum(inverse, float(np.finfo(np.float32).max))
     rows["top_k"] = np.where(greedy, 1, top_k)

@@ -80,11 +80,17 @@ struct Span {
     int begin, end;
 };
 
+// Of a warp: so many vectors, but for the last ones.
+__device__ __forceinline__ int chunk_size(const Scores& scores)
+{
+    const int chunks = gridDim.x * (blockDim.x / WARP);
+    return (scores.vectors() + chunks - 1) / chunks;
+}
+
 // What warp `chunk % warps` of the part `chunk / warps` has of the row.
 __device__ __forceinline__ Span span_of(const Scores& scores, int chunk)
 {
-    const int vectors = scores.vectors(), chunks = gridDim.x * (blockDim.x / WARP);
-    const int size = (vectors + chunks - 1) / chunks;
+    const int vectors = scores.vectors(), size = chunk_size(scores);
     return Span{smaller(chunk * size, vectors), smaller(chunk * size + size, vectors)};
 }
 
@@ -96,10 +102,14 @@ __device__ __forceinline__ void walk(const Scores& scores, const See& see)
     for (int vector = span.begin + threadIdx.x % WARP; vector < span.end; vector += WARP) scores.visit(vector, see);
 }
 
-// Counts a part, by one of its threads; whether it is the last of the row. `arrived` is 0 before and after.
+// Counts a part, by one of its threads, behind a barrier; whether it is the last of the row. Then what all parts wrote
+// before can be read past the first cache. `arrived` is 0 before and after.
 __device__ __forceinline__ bool arrives_last(unsigned* arrived)
 {
-    return atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
+    __threadfence();
+    const bool is_last = atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
+    __threadfence();
+    return is_last;
 }
 
 // ---- the likeliest token ----
@@ -131,11 +141,13 @@ __device__ __forceinline__ Mass largest_of_warp(Mass rank)
 
 // The largest rank of the row, for the first warp of the part that is done last; for all other threads 0.
 //
-// of_parts: [parts], of the row; arrived: the row's, see `arrives_last`
-__device__ __forceinline__ Mass first_of_row(const Scores& scores, Mass* of_parts, unsigned* arrived)
+// of_parts:  [parts], of the row; arrived: the row's, see `arrives_last`
+// of_chunks: [chunks], the largest key that each warp has, for that last one to read; or null
+__device__ __forceinline__ Mass first_of_row(
+    const Scores& scores, Mass* of_parts, unsigned* arrived, unsigned* of_chunks = nullptr)
 {
     __shared__ Mass of_warps[WARP];
-    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     unsigned best = 0;  // less than any key
     int first = 0;
     walk(scores, [&](int token, float logit) {
@@ -143,16 +155,17 @@ __device__ __forceinline__ Mass first_of_row(const Scores& scores, Mass* of_part
         if (key > best) best = key, first = token;
     });
     Mass largest = largest_of_warp(best ? ranked(best, first) : 0);
-    if (lane == 0) of_warps[threadIdx.x / WARP] = largest;
+    if (lane == 0) {
+        of_warps[warp] = largest;
+        if (of_chunks) of_chunks[blockIdx.x * warps + warp] = largest >> 32;
+    }
     __syncthreads();
-    if (threadIdx.x >= WARP) return 0;
+    if (warp > 0) return 0;
     largest = largest_of_warp(lane < warps ? of_warps[lane] : 0);
     bool is_last = false;
     if (lane == 0) {
         of_parts[blockIdx.x] = largest;
-        __threadfence();
         is_last = arrives_last(arrived);
-        __threadfence();
     }
     if (!__shfl_sync(ALL_LANES, static_cast<int>(is_last), 0)) return 0;
     return largest_of_warp(lane < gridDim.x ? __ldcg(of_parts + lane) : 0);
