@@ -110,21 +110,22 @@ struct Bins {
     }
 };
 
-// Adds the part's tokens that weigh anything to the row's histogram; `bin_of` a key is -1 for those that it is not about.
-// What weighs less than `light` is added to the bin 0 without more ado.
-template <class BinOf>
+// Adds the part's tokens that weigh anything to the row's histogram: those whose keys are `among` it, each to `bin_of`
+// its key. What weighs less than `light` is added to the bin 0 without more ado.
+template <class Among, class BinOf>
 __device__ __forceinline__ void fill(
-    Histogram& histogram, const Scores& scores, const Weights& weights, bool has_counts, Mass light, const BinOf& bin_of)
+    Histogram& histogram, const Scores& scores, const Weights& weights, bool has_counts, Mass light, const Among& among,
+    const BinOf& bin_of)
 {
     __shared__ Bins bins;
     Mass all_light = 0;
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) bins.low[bin] = bins.high[bin] = bins.counts[bin] = 0;
     __syncthreads();
     walk(scores, [&](int, float logit) {
-        const int bin = bin_of(scores.key(logit));
-        const Mass mass = bin < 0 ? 0 : weights(logit);
+        const unsigned key = scores.key(logit);
+        const Mass mass = among(key) ? weights(logit) : 0;
         if (mass < light) all_light += mass;
-        else if (mass) bins.add(bin, mass, has_counts);
+        else if (mass) bins.add(bin_of(key), mass, has_counts);
     });
     if (light) {
         all_light = sum_of_warp(all_light);

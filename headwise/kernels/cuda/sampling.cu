@@ -179,8 +179,10 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) bin_all(
     if (before.phase == DONE) return;
     const Scores logits = scores_of_row(scores + blockIdx.y * row_stride, cap, vocab);
     const Weights weights = weights_of(logits, row, before);
-    const auto bin_of = [&](unsigned key) { return key < before.floor ? -1 : bin_of_whole(key << logits.shift); };
-    fill(own.all, logits, weights, before.phase == TOP_K, before.phase == TOP_P ? light_of(row.top_p, vocab) : 0, bin_of);
+    const Mass light = before.phase == TOP_P ? light_of(row.top_p, vocab) : 0;
+    fill(own.all, logits, weights, before.phase == TOP_K, light,
+         [&](unsigned key) { return key >= before.floor; },
+         [&](unsigned key) { return bin_of_whole(key << logits.shift); });
     if (!is_last_part(&own.arrived)) return;
     Search search = before;
     const Above total = sum(own.all);
@@ -200,8 +202,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) bin_range(
     const Weights weights = weights_of(logits, row, before);
     const int step = step_of(before.low, before.high);
     const unsigned low = before.low, most = before.high - before.low;
-    const auto bin_of = [&](unsigned key) { return key - low <= most ? static_cast<int>((key - low) >> step) : -1; };
-    fill(own.range, logits, weights, before.phase == TOP_K, 0, bin_of);
+    fill(own.range, logits, weights, before.phase == TOP_K, 0,
+         [&](unsigned key) { return key - low <= most; },
+         [&](unsigned key) { return static_cast<int>((key - low) >> step); });
     if (!is_last_part(&own.arrived)) return;
     Search search = own.search;  // again: it need not stay in registers
     go_on(search, row, own, logits, weights_of(logits, row, search));

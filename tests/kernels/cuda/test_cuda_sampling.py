@@ -154,7 +154,7 @@ def test_tokens_are_those_of_the_sampler_on_the_host(
 def test_draws_follow_the_distribution(shim: ShimPrograms) -> None:
     """More of them than a launch has rows."""
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05, 0.0]) + 1e-300).astype(np.float32)
-    count = MOST_ROWS + 100
+    count = MOST_ROWS + 40
     tokens, _ = drawn(shim, np.tile(logits, (count, 1)), [SamplingParams()] * count, [11] * count, list(range(count)))
     draws = Draws([SamplingParams()] * count, np.full(count, 11, np.uint64), np.arange(count))
     expected = sample(np.tile(logits, (count, 1)), draws)
@@ -230,9 +230,14 @@ def test_what_does_not_fit_is_refused(shim: ShimPrograms) -> None:
         CudaSampling(shim, np.dtype(np.float64), SCRATCH)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sm", TARGETS)
-def test_it_compiles_without_spills_to_wide_loads_for_two_blocks_of_16_warps(dtype: str, sm: int) -> None:
+ONE_OF_EACH = zip(TARGETS, ("float32", "bfloat16", "float16"), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("sm", "dtype"),
+    [*ONE_OF_EACH, *(pytest.param(sm, dtype, marks=pytest.mark.soak) for sm in TARGETS for dtype in DTYPES)],
+)
+def test_it_compiles_without_spills_to_wide_loads_for_two_blocks_of_16_warps(sm: int, dtype: str) -> None:
     compiled = machine_code(SOURCE, variant_of(numpy_dtype(dtype)), sm)
     assert spilled(compiled) == []
     assert {"v4.u32", "v4.f32"} & accesses(compiled, "ld")
