@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,8 +51,7 @@ class GpuOps(ArrayOps):
         self._weights_dtype = weights_dtype
         self._packed = CudaPacked(launcher, self.xp.empty)
         self._experts = CudaExperts(launcher, programs, self.xp.empty)
-        zeros = partial(self.xp.zeros, dtype=np.uint8)
-        self._likeliest = CudaLikeliest(programs, dtype, zeros, threads)
+        self._likeliest = CudaLikeliest(programs, dtype, lambda size: xp.zeros(size, np.uint8), threads)
         self._kernels = CudaElementwise(programs)
         self._kernels.prepare(dtype)
 
