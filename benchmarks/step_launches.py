@@ -95,7 +95,7 @@ class CountedOps(EmulatedOps):
 
     def __init__(self, dtype: str, counted: Counted) -> None:
         GpuOps.__init__(self, np, numpy_dtype(dtype), counted, counted)
-        self._cublas, self._is_recorded = Cublas(aligned, counted.cublas(), lambda: STREAM), False
+        self._cublas, self.is_recorded = Cublas(aligned, counted.cublas(), lambda: STREAM), False
         self._counted = counted
 
     def capture_pieces(

@@ -105,7 +105,7 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[int, str, Variant]]:
     for heads in options.latents:
         latents = LatentShape(heads, 512, 64, options.block_size, "bfloat16", options.kv_dtype)
         index = IndexShape(64, 128, options.block_size, "bfloat16") if options.kv_dtype == "bfloat16" else None
-        named = zip(LATENT_KERNELS, LatentModel(latents, index).variants(options.sm), strict=False)
+        named = zip(LATENT_KERNELS, LatentModel(latents, index=index).variants(options.sm), strict=False)
         yield from ((heads, name, variant) for name, variant in named if name)
     for head_dim in () if options.latents else options.head_dim:
         shape = AttentionShape(options.share, head_dim, options.block_size, "bfloat16", options.kv_dtype)

@@ -18,12 +18,16 @@ from gpu.engine import Serving, engine_config, greedy, random_prompts, serving, 
 from gpu.sizes import FULL
 
 from headwise.cache_controller.dtypes import numpy_dtype
-from headwise.kernels.cuda.sampling import THREADS, CudaSampling, rows_of
+from headwise.kernels.cuda.likeliest import THREADS, CudaLikeliest
+from headwise.kernels.cuda.sampling import SCRATCH_BYTES, CudaSampling, rows_of, thresholds_of
 from headwise.runtime.client.local_engine import LocalEngine
 from headwise.runtime.config.engine_config import EngineConfig
 
 BATCHED_TOKENS = 8192
 """Token budget of a step: prompts are computed in few."""
+
+MOST_DRAW_US = 60.0
+"""For 64 rows of 128k scores with top-k, top-p or both."""
 
 
 def model(bench: Bench) -> None:
@@ -80,25 +84,34 @@ def moe(bench: Bench) -> None:
 
 
 def _sampling(bench: Bench, rows: int, vocab: int) -> None:
-    """Time of drawing a token for each of ``rows`` of scores."""
+    """Time of choosing a token for each of ``rows`` of scores: greedy, drawn, and by top-k, top-p and both."""
     rng = np.random.default_rng(bench.rig.seed)
     device = bench.rig.device(EngineConfig(device="cuda", cache_dir=str(bench.rig.work)))
-    ops, columns, ways = device.ops, np.ones(rows), {"top_p": (0, 0.9), "top_k_top_p": (50, 0.9), "plain": (0, 1.0)}
+    ops, columns = device.ops, np.ones(rows)
+    ways = {"plain": (0, 1.0), "top_k": (50, 1.0), "top_p": (0, 0.9), "top_k_top_p": (50, 0.9)}
+    threads = THREADS if bench.sizes.long else 64
     with device.current():
-        kernel = CudaSampling(bench.rig.programs, numpy_dtype("bfloat16"), THREADS if bench.sizes.long else 64)
+        dtype, scratch = numpy_dtype("bfloat16"), ops.upload(np.zeros(SCRATCH_BYTES // 4, np.int32))
+        kernels = CudaSampling(bench.rig.programs, dtype, scratch, threads)
+        likeliest = CudaLikeliest(
+            bench.rig.programs, dtype, lambda count: ops.upload(np.zeros(count, np.uint8)), threads
+        )
         scores = ops.tensor(3 * rng.standard_normal((rows, vocab), dtype=np.float32))
-        drawn = ops.empty_bytes(8 * rows).view(np.int32)
+        chosen = ops.empty_bytes(8 * rows).view(np.int32)
+        tokens, best = chosen[:rows], chosen[rows:].view(np.float32)
 
         def draw(top_k: int, top_p: float) -> Callable[[], object]:
             seeds, places = np.arange(rows, dtype=np.uint64), np.arange(rows)
             told = rows_of(0.8 * columns, np.full(rows, top_k, np.int32), top_p * columns, 0 * columns, seeds, places)
-            table = ops.upload(told.view(np.uint8))
-            return lambda: kernel.draw(scores, table, 0.0, drawn[:rows], drawn[rows:].view(np.float32))
+            table, thresholds = ops.upload(told.view(np.uint8)), thresholds_of(told)
+            return lambda: kernels.draw(scores, table, thresholds, 0.0, tokens, best)
 
-        works = {name: draw(*values) for name, values in ways.items()}
-        works["greedy"] = lambda: kernel.likeliest(scores, drawn[:rows], drawn[rows:].view(np.float32))
+        works: dict[str, Callable[[], object]] = {name: draw(*values) for name, values in ways.items()}
+        works["greedy"] = lambda: likeliest(scores, tokens, best)
         for name, seconds in bench.seconds(works).items():
-            bench.rows.add(f"draw_{name}", seconds * 1e6, "us", note=f"{rows} rows of {vocab} bfloat16 scores")
+            most = MOST_DRAW_US if bench.sizes.long and name.startswith("top") else None
+            note = f"{rows} rows of {vocab} bfloat16 scores"
+            bench.rows.add(f"draw_{name}", seconds * 1e6, "us", most=most, note=note)
 
 
 def _output_tokens(bench: Bench, batch: int) -> int:

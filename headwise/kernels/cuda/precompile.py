@@ -22,6 +22,7 @@ from headwise.kernels.cuda import (
     indexer,
     kv_write,
     latents,
+    likeliest,
     logit_edits,
     mla,
     packed,
@@ -129,6 +130,7 @@ def _programs(shape: AttentionShape) -> Iterator[tuple[str, Defines]]:
 def _any_programs(dtype: np.dtype[Any]) -> Iterator[tuple[str, Defines]]:
     """Those of models of any attention."""
     yield elementwise.SOURCE, elementwise.variant_of(dtype)
+    yield likeliest.SOURCE, elementwise.variant_of(dtype)
     yield sampling.SOURCE, elementwise.variant_of(dtype)
     yield logit_edits.SOURCE, elementwise.variant_of(dtype)
     if dtype != np.float32:  # of edited logits

@@ -1,133 +1,29 @@
 // Draws a token for each row of scores: temperature, top-k, min-p and top-p, then one number of a counter-based
-// generator, all as `headwise/runtime/worker/sampler.py` has it. A block, a row.
+// generator, all as `headwise/runtime/worker/sampler.py` has it. The kernels follow one another: `survey`, and where rows
+// have a threshold to search for `bin_all` and `bin_range` as often as that takes, then `draw`.
 //
 // Weights are integers, in units of 2^-44 of the likeliest token's, so their sums do not depend on the order in which
-// they are added up. Nothing is sorted: a threshold is found two bits at a time, by sums over the tokens above it.
+// they are added up. Nothing is sorted: a threshold is found by a histogram over all keys, then over those of the bin in
+// which it lies, until a bin is one key. The last part of a row that is done reads the histogram.
 //
 // Macro of a variant: NUMBER, one of F16, BF16, F32, the dtype of scores.
 
 #include "numbers.cuh"
-
-typedef unsigned long long Mass;  // of tokens: how many they are, or what they weigh
-
-constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr int WARP = 32;
-constexpr float UNITS = 0x1p44f;  // of the likeliest token's weight; 2^19 tokens of it are less than 2^64
-constexpr unsigned NAN_KEY = 0xffffffffu, INFINITY_KEY = 0xff800000u, MINUS_INFINITY_KEY = 0x007fffffu;
+#include "vectors.cuh"
+#include "scores.cuh"
+#include "histograms.cuh"
 
 // How a row draws.
 struct Row {
     double top_p;
     unsigned long long seed, position;
     float inverse_temperature;
-    float log_min_p;  // -inf: no min-p
+    float log_min_p;
     int top_k;        // 0: all
     int unused;
 };
 
-// ---- scores ----
-
-struct Scores {
-    const char* row;
-    float cap;  // 0: none
-    int vocab, shift;
-
-    __device__ __forceinline__ float operator[](int token) const
-    {
-        const float score = NUMBER == F32 ? reinterpret_cast<const float*>(row)[token]
-                                          : to_f32<NUMBER>(reinterpret_cast<const unsigned short*>(row)[token]);
-        return (cap == 0.0f ? score : cap * tanhf(score / cap)) + 0.0f;  // there is one zero only
-    }
-
-    // In the order of logits, NaN above all. What is equal for all numbers of the dtype is cut off.
-    __device__ __forceinline__ unsigned key(float logit) const
-    {
-        if (logit != logit) return NAN_KEY >> shift;
-        const unsigned bits = __float_as_uint(logit);
-        return (bits >> 31 ? ~bits : bits | 0x80000000u) >> shift;
-    }
-
-    __device__ __forceinline__ float logit_of(unsigned key) const
-    {
-        if (key == NAN_KEY >> shift) return __uint_as_float(0x7fc00000u);
-        const unsigned whole = key << shift;
-        return __uint_as_float(whole >> 31 ? whole & 0x7fffffffu : ~(whole | ((1u << shift) - 1)));
-    }
-};
-
-__device__ __forceinline__ Scores scores_of_row(const char* row, float cap, int vocab)
-{
-    return Scores{row, cap, vocab, cap != 0.0f || NUMBER == F32 ? 0 : NUMBER == BF16 ? 16 : 13};
-}
-
-// ---- sums over the block ----
-
-__device__ __forceinline__ Mass sum_over_warp(Mass mass)
-{
-#pragma unroll
-    for (int across = WARP / 2; across > 0; across /= 2) {
-        const unsigned low = __shfl_xor_sync(ALL_LANES, static_cast<unsigned>(mass), across);
-        const unsigned high = __shfl_xor_sync(ALL_LANES, static_cast<unsigned>(mass >> 32), across);
-        mass += static_cast<Mass>(high) << 32 | low;
-    }
-    return mass;
-}
-
-template <int COUNT>
-__device__ __forceinline__ void sum_over_block(Mass (&sums)[COUNT])
-{
-    __shared__ Mass of_warps[COUNT][WARP];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    __syncthreads();  // all have read what was here before
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        const Mass sum = sum_over_warp(sums[i]);
-        if (lane == 0) of_warps[i][warp] = sum;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) sums[i] = sum_over_warp(lane < warps ? of_warps[i][lane] : 0);
-}
-
-// ---- the likeliest token ----
-
-// A key and a token as one number: the first of the tokens with the largest key has the largest.
-__device__ __forceinline__ Mass ranked(unsigned key, int token)
-{
-    return static_cast<Mass>(key) << 32 | (0xffffffffu - token);
-}
-
-__device__ __forceinline__ int token_of(Mass rank) { return 0xffffffffu - static_cast<unsigned>(rank); }
-
-__device__ __forceinline__ Mass largest_of_warp(Mass rank)
-{
-#pragma unroll
-    for (int across = WARP / 2; across > 0; across /= 2) {
-        const unsigned low = __shfl_xor_sync(ALL_LANES, static_cast<unsigned>(rank), across);
-        const unsigned high = __shfl_xor_sync(ALL_LANES, static_cast<unsigned>(rank >> 32), across);
-        const Mass other = static_cast<Mass>(high) << 32 | low;
-        rank = rank < other ? other : rank;
-    }
-    return rank;
-}
-
-__device__ __forceinline__ Mass first_of_row(const Scores& scores)
-{
-    __shared__ Mass of_warps[WARP];
-    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
-    Mass largest = 0;
-#pragma unroll 4
-    for (int token = threadIdx.x; token < scores.vocab; token += blockDim.x) {
-        const Mass rank = ranked(scores.key(scores[token]), token);
-        largest = largest < rank ? rank : largest;
-    }
-    largest = largest_of_warp(largest);
-    if (lane == 0) of_warps[threadIdx.x / WARP] = largest;
-    __syncthreads();
-    return largest_of_warp(lane < warps ? of_warps[lane] : 0);
-}
-
-// ---- filters ----
+enum Phase { DONE, TOP_K, TOP_P };  // what a row's threshold is searched for
 
 // The tokens that are left: those above a key, and the first of those that have it.
 struct Kept {
@@ -135,157 +31,245 @@ struct Kept {
     Mass tied;
 };
 
-struct Weights {
-    float largest, inverse_temperature, log_min_p;
-
-    __device__ __forceinline__ Mass operator()(float logit) const
-    {
-        const float scaled = (logit - largest) * inverse_temperature;
-        return scaled >= log_min_p ? static_cast<Mass>(expf(scaled) * UNITS) : 0;
-    }
+// Where a row is.
+struct Search {
+    Kept kept;            // by the phases before
+    Above above;          // the range
+    Mass wanted;          // of tokens or weight, with those above the range
+    unsigned low, high;   // keys, in whose range the threshold is
+    unsigned largest;     // key
+    unsigned floor;       // a key: the threshold is no less
+    int draws, phase;
 };
 
-struct Ones {
-    __device__ __forceinline__ Mass operator()(float) const { return 1; }
+struct Scratch {
+    Histogram all, range;
+    Mass above[MOST_CHUNKS], ties[MOST_CHUNKS];  // by chunk: what tokens above the key weigh, how many have it
+    unsigned largest[MOST_CHUNKS];               // key
+    Mass of_parts[MOST_PARTS];
+    Search search;
+    unsigned arrived;
 };
 
-// Keeps the fewest of the likeliest tokens that have the mass `wanted` together, of those in `kept`, which have it.
-// A token's mass is what `measure` says of its logit. Returns the mass of those above the new key.
-template <class Measure>
-__device__ __forceinline__ Mass narrow(const Scores& scores, const Measure& measure, Mass wanted, Kept& kept)
+constexpr int SCRATCH_BYTES = 1 << 16;  // from row to row
+static_assert(sizeof(Scratch) <= SCRATCH_BYTES, "the host allocates as much");
+
+__device__ __forceinline__ Scratch& scratch_of_row(char* scratch)
 {
-    const Mass tied = kept.tied ? kept.tied * measure(scores.logit_of(kept.key)) : 0;
-    unsigned found = 0;  // the largest key so far which tokens of that mass have, or are above
-    Mass above = 0;
-    for (int digit = (31 - scores.shift) & ~1; digit >= 0; digit -= 2) {
-        const unsigned step = 1u << digit;
-        Mass reached[3] = {0, 0, 0};  // by the keys from found + step, 2 * step, 3 * step on
-#pragma unroll 4
-        for (int token = threadIdx.x; token < scores.vocab; token += blockDim.x) {
-            const float logit = scores[token];
-            const unsigned key = scores.key(logit);
-            if (key < found + step || key <= kept.key) continue;
-            const Mass mass = measure(logit);
-            reached[0] += mass;
-            if (key >= found + 2 * step) reached[1] += mass;
-            if (key >= found + 3 * step) reached[2] += mass;
-        }
-        sum_over_block(reached);
-        unsigned steps = 0;
+    return *reinterpret_cast<Scratch*>(scratch + blockIdx.y * SCRATCH_BYTES);
+}
+
+__device__ __forceinline__ Weights weights_of(const Scores& logits, const Row& row, const Search& search)
+{
+    return Weights{logits.logit_of(search.largest), row.inverse_temperature, row.log_min_p};
+}
+
+__device__ __forceinline__ bool has_top_k(const Row& row, int vocab) { return 1 < row.top_k && row.top_k < vocab; }
+
+// ---- thresholds ----
+
+// A key that as many tokens have, or a larger one, as warps have any: the least of `largest [chunks]`, what each has. By
+// a warp; 0 if `wanted` tokens are more than that.
+__device__ __forceinline__ unsigned floor_of(const Scores& logits, const unsigned* largest, int wanted)
+{
+    const int size = chunk_size(logits), chunks = (logits.vectors() + size - 1) / size;
+    if (wanted > chunks) return 0;
+    unsigned least = 0xffffffffu;
+    for (int chunk = threadIdx.x % WARP; chunk < chunks; chunk += WARP) {
+        const unsigned key = __ldcg(largest + chunk);
+        least = key < least ? key : least;
+    }
 #pragma unroll
-        for (int i = 2; i >= 0; i--) {
-            if (found + (i + 1) * step <= kept.key) reached[i] += tied;
-            if (reached[i] < wanted) above = reached[i];
-            else steps++;
-        }
-        found += steps * step;
+    for (int across = WARP / 2; across > 0; across /= 2) {
+        const unsigned other = __shfl_xor_sync(ALL_LANES, least, across);
+        least = other < least ? other : least;
     }
-    const Mass each = measure(scores.logit_of(found));
-    kept = {found, (wanted - above + each - 1) / each};
-    return above;
+    return least;
 }
 
-// ---- the draw ----
-
-// The 53 bits of Philox 4x64-10 (Salmon, Moraes, Dror, Shaw, SC 2011) with the seed as its key and the position as the
-// second word of its counter, in the upper bits of the word.
-__device__ __forceinline__ unsigned long long number_of(unsigned long long seed, unsigned long long position)
+// Tokens that weigh less than this are not among those that have top_p of the weight: all of them have less than half of
+// the rest together, since the likeliest one weighs UNITS.
+__device__ __forceinline__ Mass light_of(double top_p, int vocab)
 {
-    unsigned long long counter[4] = {1, position, 0, 0}, key[2] = {seed, 0};
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        const unsigned long long first = counter[0], third = counter[2];
-        counter[0] = __umul64hi(0xca5a826395121157ull, third) ^ counter[1] ^ key[0];
-        counter[1] = 0xca5a826395121157ull * third;
-        counter[2] = __umul64hi(0xd2e7470ee14c6c93ull, first) ^ counter[3] ^ key[1];
-        counter[3] = 0xd2e7470ee14c6c93ull * first;
-        key[0] += 0x9e3779b97f4a7c15ull, key[1] += 0xbb67ae8584caa73bull;
-    }
-    return counter[0] & ~0x7ffull;
+    return static_cast<Mass>((1.0 - top_p) * (UNITS / 2) / vocab);
 }
 
-// The first token at which the weights of those kept, added up in the order of tokens, are more than `target`.
-__device__ __forceinline__ int token_at(const Scores& scores, const Weights& weights, Kept kept, Mass target)
+// Looks for the threshold of `phase` among all keys. wanted: of tokens or weight, no more than there is
+__device__ __forceinline__ void begin(
+    Search& search, Phase phase, Mass wanted, const Histogram& all, const Scores& logits)
 {
-    __shared__ Mass of_warps[2][WARP];  // what tokens above the key weigh, and how many have it
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    const Mass each = kept.tied ? weights(scores.logit_of(kept.key)) : 0;
-    int begin = 0, end = scores.vocab;
-    while (end - begin > WARP) {  // a part for each warp; on with the one in which it is
-        const int part = ((end - begin + warps - 1) / warps + WARP - 1) / WARP * WARP;
-        const int from = begin + warp * part, to = from + part < end ? from + part : end;
-        Mass above = 0, ties = 0;
-#pragma unroll 4
-        for (int token = from + lane; token < to; token += WARP) {
-            const float logit = scores[token];
-            const unsigned key = scores.key(logit);
-            if (key > kept.key) above += weights(logit);
-            if (key == kept.key) ties++;
-        }
-        above = sum_over_warp(above), ties = sum_over_warp(ties);
-        __syncthreads();  // all have read what was here before
-        if (lane == 0) of_warps[0][warp] = above, of_warps[1][warp] = ties;
-        __syncthreads();
-        for (int i = 0; i < warps; i++) {
-            const Mass tied = of_warps[1][i] < kept.tied ? of_warps[1][i] : kept.tied;
-            const Mass mass = of_warps[0][i] + tied * each;
-            if (target < mass) break;
-            target -= mass, kept.tied -= tied, begin += part;
-        }
-        end = begin + part < end ? begin + part : end;
-    }
-    for (int token = begin; token < end; token++) {
-        const float logit = scores[token];
-        const unsigned key = scores.key(logit);
-        const bool is_tied = key == kept.key && kept.tied > 0;
-        const Mass mass = key > kept.key ? weights(logit) : is_tied ? each : 0;
-        if (target < mass) return token;
-        target -= mass, kept.tied -= is_tied;
-    }
-    return end - 1;  // not reached: the target is less than all weights
+    search.phase = phase, search.wanted = wanted;
+    const Crossing at = crossing(all, phase == TOP_K, wanted, Above{0, 0});
+    search.above = at.above, search.low = low_of_bin(at.bin) >> logits.shift;
+    search.high = (low_of_bin(at.bin + 1) - 1) >> logits.shift;
 }
 
+// Top-p, if the row has it, of tokens that weigh `total`.
+__device__ __forceinline__ void begin_top_p(
+    Search& search, const Row& row, Mass total, const Histogram& all, const Scores& logits)
+{
+    if (row.top_p >= 1.0) {
+        search.phase = DONE;
+        return;
+    }
+    const Mass wanted = smaller(static_cast<Mass>(ceil(row.top_p * static_cast<double>(total))), total);
+    begin(search, TOP_P, wanted ? wanted : 1, all, logits);
+}
+
+// On with the bin of the range's histogram in which the threshold is; if that is one key, it is found.
+__device__ __forceinline__ void go_on(
+    Search& search, const Row& row, const Scratch& scratch, const Scores& logits, const Weights& weights)
+{
+    const int step = step_of(search.low, search.high);
+    const Crossing at = crossing(scratch.range, search.phase == TOP_K, search.wanted, search.above);
+    search.low += static_cast<unsigned>(at.bin) << step, search.above = at.above;
+    const unsigned last = search.low + ((1u << step) - 1);
+    search.high = last < search.high ? last : search.high;
+    if (step > 0) return;
+    const Mass each = weights(logits.logit_of(search.low));
+    if (search.phase == TOP_P) {
+        search.kept = Kept{search.low, (search.wanted - at.above.mass + each - 1) / each};
+        search.phase = DONE;
+    } else {
+        search.kept = Kept{search.low, search.wanted - at.above.count};
+        begin_top_p(search, row, at.above.mass + search.kept.tied * each, scratch.all, logits);
+    }
+}
+
+// ---- kernels ----
+//
 // scores:  [rows, vocab], at most 2^19 tokens; the stride is bytes from row to row
 // cap:     of logits, cap * tanh(score / cap); 0 for none
-// tokens:  [rows]
+// scratch: [rows, SCRATCH_BYTES], zeros before the first of all launches; for these kernels alone
+// grid:    parts of a row, at most MOST_PARTS, and rows; blocks of 2 to 16 warps
+
+// tokens:  [rows], the likeliest ones
 // best:    [rows], the largest logit, or NaN where there is one; if it is not finite, the token is the likeliest
-// grid:    the rows, by blocks of 2 to 32 warps
-extern "C" __global__ void __launch_bounds__(WARP * WARP, 1) draw(
-    const char* scores, const Row* rows, int* tokens, float* best, long long row_stride, int vocab, float cap)
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) survey(
+    const char* scores, const Row* rows, int* tokens, float* best, char* scratch, long long row_stride, int vocab,
+    float cap)
 {
-    const Row row = rows[blockIdx.x];
-    const Scores logits = scores_of_row(scores + blockIdx.x * row_stride, cap, vocab);
-    const Mass first = first_of_row(logits);
+    const Row& row = rows[blockIdx.y];
+    Scratch& own = scratch_of_row(scratch);
+    const Scores logits = scores_of_row(scores + blockIdx.y * row_stride, cap, vocab);
+    const bool searches = row.top_k != 1 && (has_top_k(row, vocab) || row.top_p < 1.0);
+    if (searches) {
+        clear(own.all, blockIdx.x, gridDim.x);
+        clear(own.range, blockIdx.x, gridDim.x);
+    }
+    const Mass first = first_of_row(logits, own.of_parts, &own.arrived, own.largest);
+    if (!first) return;
+    const unsigned floor = has_top_k(row, vocab) ? floor_of(logits, own.largest, row.top_k) : 0;
+    if (threadIdx.x > 0) return;
     const unsigned largest = first >> 32;
     const bool is_finite = MINUS_INFINITY_KEY >> logits.shift < largest && largest < INFINITY_KEY >> logits.shift;
-    int token = token_of(first);
-    if (is_finite && row.top_k != 1) {
-        const Weights weights{logits.logit_of(largest), row.inverse_temperature, row.log_min_p};
-        Kept kept{0, 0};
-        if (0 < row.top_k && row.top_k < vocab) narrow(logits, Ones{}, row.top_k, kept);
-        Mass total[1] = {0};
-#pragma unroll 4
-        for (int at = threadIdx.x; at < vocab; at += blockDim.x) {
-            const float logit = logits[at];
-            if (logits.key(logit) > kept.key) total[0] += weights(logit);
-        }
-        sum_over_block(total);
-        if (kept.tied) total[0] += kept.tied * weights(logits.logit_of(kept.key));
-        if (row.top_p < 1.0) {
-            const Mass wanted = static_cast<Mass>(ceil(row.top_p * static_cast<double>(total[0])));
-            const Mass above = narrow(logits, weights, wanted < total[0] ? wanted : total[0], kept);
-            total[0] = above + kept.tied * weights(logits.logit_of(kept.key));
-        }
-        token = token_at(logits, weights, kept, __umul64hi(number_of(row.seed, row.position), total[0]));
-    }
-    if (threadIdx.x == 0) tokens[blockIdx.x] = token, best[blockIdx.x] = logits.logit_of(largest);
+    tokens[blockIdx.y] = token_of(first), best[blockIdx.y] = logits.logit_of(largest);
+    Search search = {};
+    search.largest = largest, search.floor = floor, search.draws = is_finite && row.top_k != 1;
+    search.phase = !search.draws || !searches ? DONE : has_top_k(row, vocab) ? TOP_K : TOP_P;
+    own.search = search;
 }
 
-// As draw, of the likeliest tokens.
-extern "C" __global__ void __launch_bounds__(WARP * WARP, 1) likeliest(
-    const char* scores, int* tokens, float* best, long long row_stride, int vocab)
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) bin_all(
+    const char* scores, const Row* rows, char* scratch, long long row_stride, int vocab, float cap)
 {
-    const Scores logits = scores_of_row(scores + blockIdx.x * row_stride, 0.0f, vocab);
-    const Mass first = first_of_row(logits);
-    if (threadIdx.x == 0) tokens[blockIdx.x] = token_of(first), best[blockIdx.x] = logits.logit_of(first >> 32);
+    const Row& row = rows[blockIdx.y];
+    Scratch& own = scratch_of_row(scratch);
+    const Search before = own.search;
+    if (before.phase == DONE) return;
+    const Scores logits = scores_of_row(scores + blockIdx.y * row_stride, cap, vocab);
+    const Weights weights = weights_of(logits, row, before);
+    const Mass light = before.phase == TOP_P ? light_of(row.top_p, vocab) : 0;
+    fill(own.all, logits, weights, before.phase == TOP_K, light,
+         [&](unsigned key) { return key >= before.floor; },
+         [&](unsigned key) { return bin_of_whole(key << logits.shift); });
+    if (!is_last_part(&own.arrived)) return;
+    Search search = before;
+    const Above total = sum(own.all);
+    if (search.phase == TOP_K && row.top_k <= total.count) begin(search, TOP_K, row.top_k, own.all, logits);
+    else begin_top_p(search, row, total.mass, own.all, logits);
+    if (threadIdx.x == 0) own.search = search;
+}
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) bin_range(
+    const char* scores, const Row* rows, char* scratch, long long row_stride, int vocab, float cap)
+{
+    const Row& row = rows[blockIdx.y];
+    Scratch& own = scratch_of_row(scratch);
+    const Search before = own.search;
+    if (before.phase == DONE) return;
+    const Scores logits = scores_of_row(scores + blockIdx.y * row_stride, cap, vocab);
+    const Weights weights = weights_of(logits, row, before);
+    const int step = step_of(before.low, before.high);
+    const unsigned low = before.low, most = before.high - before.low;
+    fill(own.range, logits, weights, before.phase == TOP_K, 0,
+         [&](unsigned key) { return key - low <= most; },
+         [&](unsigned key) { return static_cast<int>((key - low) >> step); });
+    if (!is_last_part(&own.arrived)) return;
+    Search search = own.search;  // again: it need not stay in registers
+    go_on(search, row, own, logits, weights_of(logits, row, search));
+    __syncthreads();  // all have read the histogram
+    clear(own.range, 0, 1);
+    if (threadIdx.x == 0) own.search = search;
+}
+
+// tokens:  of rows that draw
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 2) draw(
+    const char* scores, const Row* rows, int* tokens, char* scratch, long long row_stride, int vocab, float cap)
+{
+    const Row& row = rows[blockIdx.y];
+    Scratch& own = scratch_of_row(scratch);
+    const Search search = own.search;
+    if (!search.draws) return;
+    const Kept kept = search.kept;
+    const Scores logits = scores_of_row(scores + blockIdx.y * row_stride, cap, vocab);
+    const Weights weights = weights_of(logits, row, search);
+    const int warps = blockDim.x / WARP;
+    Mass above = 0;
+    unsigned ties = 0;
+    walk(logits, [&](int, float logit) {
+        const unsigned key = logits.key(logit);
+        if (key > kept.key) above += weights(logit);
+        ties += key == kept.key;
+    });
+    const Mass of_warp = sum_of_warp(above), ties_of_warp = sum_of_warp(ties);
+    if (threadIdx.x % WARP == 0) {
+        const int chunk = blockIdx.x * warps + threadIdx.x / WARP;
+        own.above[chunk] = of_warp, own.ties[chunk] = ties_of_warp;
+    }
+    if (!is_last_part(&own.arrived)) return;
+
+    // The chunk, then the thread of this block, then its token, at which the weights added up are more than the target.
+    const Mass each = kept.tied ? weights(logits.logit_of(kept.key)) : 0;
+    const bool has_chunk = threadIdx.x < gridDim.x * warps;
+    above = has_chunk ? __ldcg(own.above + threadIdx.x) : 0;
+    const Mass total = prefix_of(above).all + kept.tied * each;
+    Place at = {0, __umul64hi(number_of(row.seed, row.position), total), kept.tied};
+    at = place_of(at, above, has_chunk ? __ldcg(own.ties + threadIdx.x) : 0, each);
+
+    const Span span = span_of(logits, at.thread);
+    const int share = (span.end - span.begin + blockDim.x - 1) / blockDim.x;
+    const int from = smaller(span.begin + static_cast<int>(threadIdx.x) * share, span.end);
+    const int to = smaller(from + share, span.end);
+    above = 0, ties = 0;
+    for (int vector = from; vector < to; vector++) {
+        logits.visit(vector, [&](int, float logit) {
+            const unsigned key = logits.key(logit);
+            if (key > kept.key) above += weights(logit);
+            ties += key == kept.key;
+        });
+    }
+    at = place_of(at, above, ties, each);
+    if (threadIdx.x != at.thread) return;
+    int drawn = -1;
+    for (int vector = from; vector < to && drawn < 0; vector++) {
+        logits.visit(vector, [&](int token, float logit) {
+            const unsigned key = logits.key(logit);
+            const bool is_tied = key == kept.key && at.tied > 0;
+            const Mass mass = key > kept.key ? weights(logit) : is_tied ? each : 0;
+            if (drawn < 0 && at.target < mass) drawn = token;
+            at.target -= mass, at.tied -= is_tied;
+        });
+    }
+    tokens[blockIdx.y] = drawn;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,20 @@ from numpy.typing import NDArray
 
 from headwise.kernels.cuda.elementwise import variant_of
 from headwise.kernels.cuda.launch import Kernel, address_of
+from headwise.kernels.cuda.likeliest import PART_TOKENS, THREADS, is_in_rows, launches_of, parts_of
 from headwise.kernels.cuda.programs import Programs
 
 Array = Any
 
 SOURCE = "sampling.cu"
-THREADS = 1024
 MOST_TOKENS = 2**19
 """Of a vocabulary: more of them could weigh more than 64 bits hold."""
+
+MOST_ROWS = 128
+"""Of a launch: for so many there is memory."""
+
+SCRATCH_BYTES = MOST_ROWS << 16
+"""What the kernels keep of rows."""
 
 ROW = np.dtype(
     [
@@ -29,56 +36,72 @@ ROW = np.dtype(
         ("unused", np.int32),
     ]
 )
-"""How a row of scores draws, as `sampling.cu` reads it. No min-p is -inf; top_k 0 keeps all, and 1 is greedy."""
+"""How a row of scores draws, as `sampling.cu` reads it. top_k 0 keeps all, and 1 is greedy."""
+
+LEAST_LOG = -30.6
+"""Of a weight that is anything in units of 2**-44, and a bit less: what is beyond it is not computed."""
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    survey: Kernel
+    bin_all: Kernel
+    bin_range: Kernel
+    draw: Kernel
 
 
 class CudaSampling:
-    """Tokens out of scores of ``dtype`` on the device, on the current stream. What is launched depends on shapes alone.
+    """Tokens out of scores of ``dtype`` on the device, on the current stream.
 
-    threads: of a block, 2 to 32 warps
+    What is launched depends on shapes, and on how many thresholds a row has at most.
+
+    scratch:     `SCRATCH_BYTES` of zeros on the device, which others of this class may share on one stream
+    threads:     of a block, 2 to 16 warps
+    part_tokens: see `parts_of`
 
     Raises:
         ConfigError: there is no kernel for ``dtype``.
     """
 
-    def __init__(self, programs: Programs, dtype: np.dtype[Any], threads: int = THREADS) -> None:
-        self._dtype = dtype
+    def __init__(
+        self,
+        programs: Programs,
+        dtype: np.dtype[Any],
+        scratch: Array,
+        threads: int = THREADS,
+        part_tokens: int = PART_TOKENS,
+    ) -> None:
+        self._dtype, self._scratch, self._part_tokens = dtype, scratch, part_tokens
         program = programs(SOURCE, variant_of(dtype))
-        self._draw: Kernel = program.kernel("draw", threads)
-        self._likeliest: Kernel = program.kernel("likeliest", threads)
+        self._kernels = _Kernels(*(program.kernel(name, threads) for name in _Kernels.__annotations__))
 
     def takes(self, scores: Array) -> bool:
-        """Whether the other methods can: of its dtype, the vocabulary not too large, each row in one piece."""
-        itemsize = self._dtype.itemsize
-        return bool(scores.dtype == self._dtype and scores.shape[1] <= MOST_TOKENS and scores.strides[1] == itemsize)
+        """Whether `draw` can: of its dtype, the vocabulary not too large, each row in one piece."""
+        return is_in_rows(scores, self._dtype) and scores.shape[1] <= MOST_TOKENS
 
-    def draw(self, scores: Array, rows: Array, cap: float, tokens: Array, best: Array) -> None:
+    def draw(self, scores: Array, rows: Array, thresholds: int, cap: float, tokens: Array, best: Array) -> None:
         """Draw for each row of ``scores [rows, vocab]`` that `takes` accepts.
 
-        rows:   C-contiguous, of as many bytes as there are `ROW`
-        cap:    logits are ``cap * tanh(scores / cap)``; 0 for none
-        tokens: int32 ``[rows]``, what is drawn
-        best:   float32 ``[rows]``, each row's largest logit, or NaN; where it is not finite, its token is told
+        rows:       C-contiguous, of as many bytes as there are `ROW`
+        thresholds: as `thresholds_of` says of them
+        cap:        logits are ``cap * tanh(scores / cap)``; 0 for none
+        tokens:     int32 ``[rows]``, what is drawn
+        best:       float32 ``[rows]``, each row's largest logit, or NaN; where it is not finite, its token is told
         """
-        count, vocab = scores.shape
-        self._draw(
-            (count, 1, 1),
-            (
-                *(np.uint64(address_of(array)) for array in (scores, rows, tokens, best)),
-                np.int64(scores.strides[0]), np.int32(vocab), np.float32(cap),
-            ),
-        )  # fmt: skip
-
-    def likeliest(self, scores: Array, tokens: Array, best: Array) -> None:
-        """The likeliest token of each row, the first of equals, or its first NaN, as `draw` gives them."""
-        count, vocab = scores.shape
-        self._likeliest(
-            (count, 1, 1),
-            (
-                *(np.uint64(address_of(array)) for array in (scores, tokens, best)),
-                np.int64(scores.strides[0]), np.int32(vocab),
-            ),
-        )  # fmt: skip
+        vocab, kernels = scores.shape[1], self._kernels
+        shape = np.int64(scores.strides[0]), np.int32(vocab), np.float32(cap)
+        refined = thresholds * (3 if cap or self._dtype.itemsize == 4 else 2)
+        for some in launches_of(len(scores), MOST_ROWS):
+            rows_here = some.stop - some.start
+            grid = parts_of((rows_here, vocab), self._part_tokens), rows_here, 1
+            scored, drawn, largest = (np.uint64(address_of(array[some])) for array in (scores, tokens, best))
+            told, kept = np.uint64(address_of(rows) + some.start * ROW.itemsize), np.uint64(address_of(self._scratch))
+            kernels.survey(grid, (scored, told, drawn, largest, kept, *shape))
+            if thresholds:
+                kernels.bin_all(grid, (scored, told, kept, *shape))
+            for _ in range(refined):
+                kernels.bin_range(grid, (scored, told, kept, *shape))
+            kernels.draw(grid, (scored, told, drawn, kept, *shape))
 
 
 def rows_of(
@@ -94,9 +117,15 @@ def rows_of(
     greedy = temperature == 0
     with np.errstate(divide="ignore", over="ignore"):
         inverse = 1 / np.where(greedy, 1.0, temperature)
-        rows["log_min_p"] = np.log(min_p)
+        rows["log_min_p"] = np.maximum(np.log(min_p), LEAST_LOG)
     # Not infinite: the likeliest token's distance from itself, 0, stays 0.
     rows["inverse_temperature"] = np.minimum(inverse, float(np.finfo(np.float32).max))
     rows["top_k"] = np.where(greedy, 1, top_k)
     rows["top_p"], rows["seed"], rows["position"] = top_p, seed, position
     return rows
+
+
+def thresholds_of(rows: NDArray[np.void]) -> int:
+    """The most that one of these `ROW`s has to search for: of top-k, of top-p, 0 to 2."""
+    drawn = rows[rows["top_k"] != 1]
+    return int(((drawn["top_k"] > 0).astype(int) + (drawn["top_p"] < 1)).max(initial=0))

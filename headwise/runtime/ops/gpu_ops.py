@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from headwise.kernels.cuda.elementwise import CudaElementwise
 from headwise.kernels.cuda.experts import CudaExperts, StackedExperts
 from headwise.kernels.cuda.launch import TritonLauncher, address_of
+from headwise.kernels.cuda.likeliest import THREADS, CudaLikeliest
 from headwise.kernels.cuda.packed import FEW_ROWS, CudaPacked, PackedMatrix, pack
 from headwise.kernels.cuda.programs import Programs
-from headwise.kernels.cuda.sampling import THREADS, CudaSampling
 from headwise.runtime.ops.array_ops import Array, ArrayOps
 from headwise.runtime.ops.base import GatedWeights, Mixture
 from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32, quantise_int8
@@ -25,7 +25,7 @@ _ALIGNED_ELEMENTS = 16
 
 
 class GpuOps(ArrayOps):
-    """`ArrayOps` with the kernels of `CudaElementwise` and `CudaSampling`, for arrays that these take.
+    """`ArrayOps` with the kernels of `CudaElementwise` and `CudaLikeliest`, for arrays that these take.
 
     Raises:
         ConfigError: there are no kernels for ``dtype``.
@@ -45,13 +45,13 @@ class GpuOps(ArrayOps):
         """
         weights_dtype: of weights in memory: int8 (a scale for each group), int4 or gguf (quantised as in the
                        checkpoint or the GGUF file; what is not quantised there is of ``dtype``), else ``dtype``
-        threads:       of a thread block that searches a row of logits; see `CudaSampling`
+        threads:       of a thread block that searches a row of logits; see `CudaLikeliest`
         """
         super().__init__(xp, dtype)
         self._weights_dtype = weights_dtype
         self._packed = CudaPacked(launcher, self.xp.empty)
         self._experts = CudaExperts(launcher, programs, self.xp.empty)
-        self._sampling = CudaSampling(programs, dtype, threads)
+        self._likeliest = CudaLikeliest(programs, dtype, lambda size: xp.zeros(size, np.uint8), threads)
         self._kernels = CudaElementwise(programs)
         self._kernels.prepare(dtype)
 
@@ -124,10 +124,10 @@ class GpuOps(ArrayOps):
         return out if self._kernels.sigmoid_mul(x, gate, out) else super().sigmoid_mul(x, gate)
 
     def greedy(self, logits: Array) -> tuple[Array, Array]:
-        if not self._sampling.takes(logits):
+        if not self._likeliest.takes(logits):
             return super().greedy(logits)
         tokens, best = (self.xp.empty(len(logits), dtype) for dtype in (np.int32, np.float32))
-        self._sampling.likeliest(logits, tokens, best)
+        self._likeliest(logits, tokens, best)
         return tokens, best
 
     @abstractmethod

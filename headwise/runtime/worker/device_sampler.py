@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.kernels.cuda import likeliest, logit_edits
 from headwise.kernels.cuda.logit_edits import CudaLogitEdits
 from headwise.kernels.cuda.programs import Programs
-from headwise.kernels.cuda.sampling import THREADS, CudaSampling, rows_of
+from headwise.kernels.cuda.sampling import SCRATCH_BYTES, CudaSampling, rows_of, thresholds_of
 from headwise.runtime.ops.base import KernelArray, Tensor, TensorOps
 from headwise.runtime.worker.logit_edits import LogitEdits
 from headwise.runtime.worker.sampler import Draws
@@ -18,12 +19,15 @@ from headwise.runtime.worker.sampler import Draws
 class DeviceSampler:
     """`sampler.sample` on a GPU. Where rounding decides, it may draw a neighbour of what a host would."""
 
-    def __init__(self, ops: TensorOps, programs: Programs, dtype: np.dtype[Any], threads: int = THREADS) -> None:
-        """dtype: of scores; threads: of a block, see `CudaSampling`. Raises `ConfigError`: no kernel is for them."""
+    def __init__(self, ops: TensorOps, programs: Programs, dtype: np.dtype[Any], threads: int | None = None) -> None:
+        """dtype: of scores; threads: of a block, if not as many as the kernels want. Raises `ConfigError`: no kernel is
+        for them."""
         self._ops = ops
-        self._scores = CudaSampling(programs, dtype, threads)
-        self._logits = CudaSampling(programs, np.dtype(np.float32), threads)
-        self._edits = CudaLogitEdits(programs, dtype, threads)
+        scratch = ops.upload(np.zeros(SCRATCH_BYTES // 4, np.int32))
+        of_draws = threads or likeliest.THREADS
+        self._scores = CudaSampling(programs, dtype, scratch, of_draws)
+        self._logits = CudaSampling(programs, np.dtype(np.float32), scratch, of_draws)
+        self._edits = CudaLogitEdits(programs, dtype, threads or logit_edits.THREADS)
         self._upload, self._upload_edits = ops.step_upload(), ops.step_upload()
 
     def draw(
@@ -42,10 +46,11 @@ class DeviceSampler:
         if edits is not None:
             array, kernel, cap = self._edited(array, cap, edits), self._logits, 0.0
         count = len(draws.params)
-        (rows,) = self._upload(_rows(draws).view(np.int32))
+        told = _rows(draws)
+        (rows,) = self._upload(told.view(np.int32))
         drawn = self._ops.empty_bytes(8 * count)
         tokens, best = drawn[: 4 * count].view(np.int32), drawn[4 * count :].view(np.float32)
-        kernel.draw(array, rows, cap, tokens, best)
+        kernel.draw(array, rows, thresholds_of(told), cap, tokens, best)
         return tokens, best
 
     def _edited(self, scores: KernelArray, cap: float, edits: LogitEdits) -> KernelArray:

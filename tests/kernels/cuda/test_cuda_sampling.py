@@ -9,18 +9,46 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.gpu.cuda_shim import ShimPrograms
-from support.gpu.machine_code import TARGETS, machine_code, spilled
+from support.gpu.machine_code import TARGETS, accesses, machine_code, spilled
 
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.elementwise import variant_of
-from headwise.kernels.cuda.sampling import MOST_TOKENS, SOURCE, CudaSampling, rows_of
-from headwise.runtime.ops.numpy_ops import NumpyOps
+from headwise.kernels.cuda.launch import Kernel
+from headwise.kernels.cuda.programs import Defines
+from headwise.kernels.cuda.sampling import (
+    MOST_ROWS,
+    MOST_TOKENS,
+    SCRATCH_BYTES,
+    SOURCE,
+    CudaSampling,
+    rows_of,
+    thresholds_of,
+)
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.sampler import Draws, filtered, sample, uniform
 
 DTYPES = ("float16", "bfloat16", "float32")
-examples = settings(max_examples=25, suppress_health_check=list(HealthCheck))
+SCRATCH = np.zeros(SCRATCH_BYTES // 8, np.uint64)
+"""Of all draws here: each leaves it as the next one needs it."""
+
+examples = settings(max_examples=12, suppress_health_check=list(HealthCheck))
+
+
+class Launched:
+    """`Programs` of kernels that only tell how they are launched."""
+
+    def __init__(self) -> None:
+        self._grids: list[tuple[int, int, int]] = []
+
+    def __call__(self, source: str, defines: Defines) -> Launched:
+        return self
+
+    def kernel(self, name: str, threads: int, shared_bytes: int = 0) -> Kernel:
+        return lambda grid, arguments: self._grids.append(grid)
+
+    def grids(self) -> list[tuple[int, int, int]]:
+        return self._grids
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +64,19 @@ def drawn(
     positions: list[int],
     threads: int = 64,
     cap: float = 0.0,
+    part_tokens: int = 100,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the kernel draws, and the largest logits that it tells of."""
-    rows = rows_of(
+    rows = table_of(params, seeds, positions)
+    tokens, best = np.full(len(scores), -1, np.int32), np.zeros(len(scores), np.float32)
+    sampling = CudaSampling(shim, scores.dtype, SCRATCH, threads, part_tokens)
+    assert sampling.takes(scores)
+    sampling.draw(scores, rows, thresholds_of(rows), cap, tokens, best)
+    return tokens, best
+
+
+def table_of(params: list[SamplingParams], seeds: list[int], positions: list[int]) -> np.ndarray:
+    return rows_of(
         np.array([p.temperature for p in params]),
         np.array([p.top_k for p in params], np.int32),
         np.array([p.top_p for p in params]),
@@ -46,11 +84,6 @@ def drawn(
         np.array(seeds, np.uint64),
         np.array(positions, np.int64),
     )
-    tokens, best = np.full(len(scores), -1, np.int32), np.zeros(len(scores), np.float32)
-    sampling = CudaSampling(shim, scores.dtype, threads)
-    assert sampling.takes(scores)
-    sampling.draw(scores, rows, cap, tokens, best)
-    return tokens, best
 
 
 def is_a_close_call(logits: np.ndarray, params: SamplingParams, number: float, token: int) -> bool:
@@ -73,7 +106,7 @@ def is_a_close_call(logits: np.ndarray, params: SamplingParams, number: float, t
 
 params_strategy = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 3.0]),
+    temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 3.0, 100.0]),
     top_k=st.sampled_from([0, 0, 1, 2, 7, 60, 10_000]),
     top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.1, 1e-9]),
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
@@ -86,24 +119,29 @@ params_strategy = st.builds(
     params=st.lists(params_strategy, min_size=1, max_size=3),
     seed=st.integers(0, 2**32),
     vocab=st.integers(1, 700),
-    threads=st.sampled_from([64, 96, 256]),
+    threads=st.sampled_from([64, 96]),
+    part_tokens=st.sampled_from([10, 90, 1000]),
     backwards=st.booleans(),
+    spread=st.sampled_from([1e-3, 4.0, 4.0, 300.0]),
     ties=st.booleans(),
+    masked=st.sampled_from([0.1, 0.1, 1.0]),
     cap=st.sampled_from([0.0, 0.0, 5.0]),
 )
 def test_tokens_are_those_of_the_sampler_on_the_host(
-    shim: ShimPrograms, dtype: str, params: list, seed: int, vocab: int, threads: int, backwards: bool, ties: bool, cap
-) -> None:
+    shim: ShimPrograms, dtype: str, params: list, seed: int, vocab: int, threads: int, part_tokens: int,
+    backwards: bool, spread: float, ties: bool, masked: float, cap: float,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
-    wide = rng.standard_normal((len(params), vocab + 3)) * 4
+    spread = min(spread, 4.0) if cap else spread  # where a cap makes logits alike, they are as tanh is rounded
+    wide = rng.standard_normal((len(params), vocab + 3)) * spread
     wide = (np.rint(wide) if ties else wide).astype(numpy_dtype(dtype))
-    wide[rng.random(wide.shape) < 0.1] = -np.inf
-    wide[:, 0] = -0.0
-    scores = wide[:, :vocab]  # with gaps between rows
+    wide[rng.random(wide.shape) < masked] = -np.inf
+    scores = wide[:, seed % 4 : seed % 4 + vocab]  # at any place within 16 bytes, with others' scores around
+    scores[:, -1] = -0.0
     seeds = rng.integers(0, 2**63, len(params)).tolist()
     positions = rng.integers(0, 100_000, len(params)).tolist()
     shim.backwards = backwards
-    tokens, best = drawn(shim, scores, params, seeds, positions, threads, cap)
+    tokens, best = drawn(shim, scores, params, seeds, positions, threads, cap, part_tokens)
     logits = scores.astype(np.float32)
     logits = np.float32(cap) * np.tanh(logits / np.float32(cap)) if cap else logits
     expected = sample(logits, Draws(params, np.array(seeds, np.uint64), np.array(positions, np.int64)))
@@ -113,9 +151,10 @@ def test_tokens_are_those_of_the_sampler_on_the_host(
         assert is_a_close_call(logits[row], params[row], uniform(seeds[row], positions[row]), int(tokens[row]))
 
 
-def test_a_thousand_draws_follow_the_distribution(shim: ShimPrograms) -> None:
+def test_draws_follow_the_distribution(shim: ShimPrograms) -> None:
+    """More of them than a launch has rows."""
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05, 0.0]) + 1e-300).astype(np.float32)
-    count = 1000
+    count = MOST_ROWS + 40
     tokens, _ = drawn(shim, np.tile(logits, (count, 1)), [SamplingParams()] * count, [11] * count, list(range(count)))
     draws = Draws([SamplingParams()] * count, np.full(count, 11, np.uint64), np.arange(count))
     expected = sample(np.tile(logits, (count, 1)), draws)
@@ -130,31 +169,28 @@ def test_a_row_that_is_not_finite_is_told_and_others_draw(shim: ShimPrograms, dt
     scores[1, 37] = bad
     scores[2, :] = -np.inf
     scores[0, 5] = 9
-    tokens, best = drawn(shim, scores, [SamplingParams(temperature=1e-30)] * 3, [1, 2, 3], [4, 5, 6])
+    params = [SamplingParams(temperature=1e-30, top_p=0.9)] * 3
+    tokens, best = drawn(shim, scores, params, [1, 2, 3], [4, 5, 6], part_tokens=30)
     assert tokens[0] == 5
     assert best[0] == 9
     np.testing.assert_array_equal(best[1:], [abs(bad), -np.inf])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@examples
-@given(seed=st.integers(0, 2**32), vocab=st.integers(1, 700), threads=st.sampled_from([64, 96, 256]))
-def test_the_likeliest_token_is_the_first_of_equals_or_the_first_nan(
-    shim: ShimPrograms, dtype: str, seed: int, vocab: int, threads: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    scores = np.rint(rng.standard_normal((4, vocab)) * 2).astype(numpy_dtype(dtype))
-    scores[1, rng.random(vocab) < 0.1] = np.nan
-    scores[2] = -np.inf
-    scores[3] = np.where(rng.random(vocab) < 0.5, -0.0, 0.0)
-    tokens, best = np.full(4, -1, np.int32), np.zeros(4, np.float32)
-    CudaSampling(shim, scores.dtype, threads).likeliest(scores, tokens, best)
-    expected, largest = NumpyOps(dtype).greedy(scores)
-    np.testing.assert_array_equal(tokens, expected)
-    np.testing.assert_array_equal(best, largest)
+def test_thresholds_among_keys_of_every_size_are_found(shim: ShimPrograms) -> None:
+    """Numbers from subnormal ones to a hundred; the smallest of them weigh the same, but have an order."""
+    rng = np.random.default_rng(4)
+    bits = rng.integers(0, 0x42C80000, 400, dtype=np.uint32) | rng.integers(0, 2, 400, dtype=np.uint32) << 31
+    wide, narrow = bits.view(np.float32), bits.view(np.float32) * np.float32(1e-40)
+    params = [SamplingParams(temperature=100, top_k=k, top_p=p) for k, p in ((3, 1), (150, 1), (399, 1), (300, 0.4))]
+    tokens, _ = drawn(shim, np.stack([wide] * 3 + [narrow] * 4), [*params[:3], *params], list(range(7)), [9] * 7)
+    expected = sample(np.stack([wide] * 3), Draws(params[:3], np.arange(3, dtype=np.uint64), np.full(3, 9)))
+    likeliest = np.argsort(-narrow, kind="stable")
+    for seed, kept in ((3, 3), (4, 150), (5, 399), (6, 120)):
+        expected = np.append(expected, np.sort(likeliest[:kept])[int(uniform(seed, 9) * kept)])
+    assert tokens.tolist() == expected.tolist()
 
 
-def test_a_vocabulary_of_real_size_draws_as_on_the_host(shim: ShimPrograms) -> None:
+def test_a_vocabulary_of_real_size_draws_as_on_the_host_however_it_is_cut(shim: ShimPrograms) -> None:
     rng = np.random.default_rng(2)
     scores = (rng.standard_normal((4, 50_257)) * 3).astype(np.float32)
     params = [
@@ -163,26 +199,48 @@ def test_a_vocabulary_of_real_size_draws_as_on_the_host(shim: ShimPrograms) -> N
         SamplingParams(top_k=50, top_p=0.95),
         SamplingParams(temperature=1.5, top_k=1000, min_p=0.001),
     ]
-    tokens, _ = drawn(shim, scores, params, [1, 2, 3, 4], [10, 20, 30, 40], threads=1024)
     expected = sample(scores, Draws(params, np.arange(1, 5, dtype=np.uint64), np.arange(10, 50, 10)))
-    assert tokens.tolist() == expected.tolist()
+    for threads, part_tokens in ((64, 60_000), (512, 8192)):
+        tokens, _ = drawn(shim, scores, params, [1, 2, 3, 4], [10, 20, 30, 40], threads, part_tokens=part_tokens)
+        assert tokens.tolist() == expected.tolist()
+
+
+def test_what_is_launched_follows_from_shapes_and_from_how_much_is_searched_for() -> None:
+    params = [
+        SamplingParams(top_k=1, top_p=0.5), SamplingParams(temperature=0, top_k=9), SamplingParams(),
+        SamplingParams(top_p=0.5), SamplingParams(top_k=9), SamplingParams(top_k=9, top_p=0.5),
+    ]  # fmt: skip
+    assert [thresholds_of(table_of([one], [0], [0])) for one in params] == [0, 0, 0, 1, 1, 2]
+    launched = Launched()
+    scores = np.zeros((200, 50_000), np.float16)
+    sampling = CudaSampling(launched, scores.dtype, SCRATCH)
+    for thresholds, cap in ((0, 0.0), (1, 0.0), (2, 30.0)):
+        sampling.draw(scores, np.zeros(1), thresholds, cap, np.zeros(200, np.int32), np.zeros(200, np.float32))
+    counts = [((4, 128, 1), times) for times in (2, 5, 9)]
+    assert launched.grids() == [each for grid, times in counts for each in (grid, (7, 72, 1)) for _ in range(times)]
 
 
 def test_what_does_not_fit_is_refused(shim: ShimPrograms) -> None:
-    sampling = CudaSampling(shim, np.dtype(np.float32))
+    sampling = CudaSampling(shim, np.dtype(np.float32), SCRATCH)
     assert sampling.takes(np.zeros((1, MOST_TOKENS), np.float32))
     assert not sampling.takes(np.zeros((1, MOST_TOKENS + 1), np.float32))
     assert not sampling.takes(np.zeros((8, 8), np.float16))
     assert not sampling.takes(np.zeros((8, 8), np.float32).T)
     with pytest.raises(ConfigError, match="float64"):
-        CudaSampling(shim, np.dtype(np.float64))
+        CudaSampling(shim, np.dtype(np.float64), SCRATCH)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sm", TARGETS)
-def test_it_compiles_without_spills_for_blocks_of_32_warps(dtype: str, sm: int) -> None:
+ONE_OF_EACH = zip(TARGETS, ("float32", "bfloat16", "float16"), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("sm", "dtype"),
+    [*ONE_OF_EACH, *(pytest.param(sm, dtype, marks=pytest.mark.soak) for sm in TARGETS for dtype in DTYPES)],
+)
+def test_it_compiles_without_spills_to_wide_loads_for_two_blocks_of_16_warps(sm: int, dtype: str) -> None:
     compiled = machine_code(SOURCE, variant_of(numpy_dtype(dtype)), sm)
     assert spilled(compiled) == []
+    assert {"v4.u32", "v4.f32"} & accesses(compiled, "ld")
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", compiled.log)]
-    assert registers
+    assert len(registers) == 4
     assert max(registers) <= 64, "1024 threads share 65,536 registers"

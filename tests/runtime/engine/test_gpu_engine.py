@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu.cuda_shim import LIBRARIES
+from support.gpu.cuda_shim import LIBRARIES, ShimKernel
 from support.gpu.emulated_gpu import EmulatedGpu
 from support.gpu.tiny_engine import (
     PROMPT,
@@ -26,6 +27,7 @@ from support.quantised_models import INT4, in_int4, write_quantised
 from headwise import LocalEngine
 from headwise.cache_controller.block_tables import TableShape
 from headwise.errors import ConfigError
+from headwise.kernels.cuda.launch import Grid
 from headwise.kernels.cuda.packed import PackedMatrix
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
@@ -228,6 +230,29 @@ def test_tokens_are_drawn_where_the_scores_are_and_are_those_of_a_cpu(tmp_path: 
     for one, other in zip(told, right, strict=True):
         assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def test_graphs_of_decode_steps_have_the_likeliest_tokens_and_nothing_else_of_sampling(
+    model: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do steps of greedy sequences launch anything else of it beside their graphs."""
+    gpu = EmulatedGpu(libraries, "float32")
+    launched: set[tuple[str, bool]] = set()
+    real = ShimKernel.__call__
+
+    def noted(kernel: ShimKernel, grid: Grid, arguments: Sequence[np.generic]) -> None:
+        launched.add((kernel.name, gpu.ops.is_recorded))
+        real(kernel, grid, arguments)
+
+    monkeypatch.setattr(ShimKernel, "__call__", noted)
+    sampling = {"likeliest", "survey", "bin_all", "bin_range", "draw", "edit"}
+    with LocalEngine(configuration(model, device="cuda", dtype="float32"), gpu) as engine:
+        engine.generate([PROMPT[:9]], SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.0))
+        assert {name for name, _ in launched} & sampling == {"likeliest"}
+        drawn = SamplingParams(max_tokens=5, ignore_eos=True, top_k=5, top_p=0.9, seed=1, presence_penalty=1)
+        engine.generate([PROMPT[:9]], drawn)
+    assert {name for name, is_recorded in launched if is_recorded} & sampling == {"likeliest"}
+    assert {name for name, is_recorded in launched if not is_recorded} & sampling == sampling
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def cupy_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def cupy_ops(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(gpu_ops, "CudaElementwise", lambda programs: SimpleNamespace(prepare=lambda dtype: None))
-    monkeypatch.setattr(gpu_ops, "CudaSampling", lambda *arguments: None)
+    monkeypatch.setattr(gpu_ops, "CudaLikeliest", lambda *arguments: None)
     return import_module("headwise.runtime.ops.cupy_ops").CupyOps("float16", programs=None, launcher=None)
 
 

@@ -61,7 +61,7 @@ class EmulatedOps(GpuOps):
         launcher = InterpreterLauncher(sm=90, sms=1)
         super().__init__(np, numpy_dtype(dtype), programs, launcher, weights_dtype, threads=64)
         self._cublas = Cublas(aligned, HostCublas(), lambda: STREAM)
-        self._is_recorded = False
+        self.is_recorded = False
         self.allocate: Callable[[int], NDArray[np.uint8]] | None = None
 
     def empty_bytes(self, num_bytes: int) -> NDArray[Any]:
@@ -81,11 +81,11 @@ class EmulatedOps(GpuOps):
         return poisoned_array(array.shape if shape is None else shape, array.dtype)
 
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
-        assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
+        assert not self.is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
         return array.copy()
 
     def host(self, array: NDArray[Any]) -> NDArray[Any]:
-        assert not self._is_recorded, "the current stream is capturing, so D2H transfers are disallowed"
+        assert not self.is_recorded, "the current stream is capturing, so D2H transfers are disallowed"
         return array.copy()
 
     def fetch(self, array: NDArray[Any]) -> LateFetch:
@@ -98,7 +98,7 @@ class EmulatedOps(GpuOps):
         fixed = FixedUpload(capacity)
 
         def upload(*arrays: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-            assert not self._is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
+            assert not self.is_recorded, "the current stream is capturing, so H2D transfers are disallowed"
             return fixed(*arrays)
 
         return upload
@@ -113,20 +113,20 @@ class EmulatedOps(GpuOps):
             numbers = count()
 
             def cut() -> None:
-                self._is_recorded = False
+                self.is_recorded = False
                 between(next(numbers))
-                self._is_recorded = True
+                self.is_recorded = True
 
             return self._again(lambda: work(cut))
 
         return replay
 
     def _again(self, work: Callable[[], Sequence[KernelArray]]) -> Sequence[KernelArray]:
-        self._is_recorded = True
+        self.is_recorded = True
         try:
             return work()
         finally:
-            self._is_recorded = False
+            self.is_recorded = False
 
     def borrowed(self, array: NDArray[Any]) -> NDArray[Any]:
         return array

@@ -46,6 +46,7 @@ class ShimKernel:
     """`Kernel` that runs at once. ``backwards``: threads and blocks take turns in descending order."""
 
     def __init__(self, library: Path, name: str, threads: int, backwards: bool) -> None:
+        self.name = name
         self._launch = ctypes.CDLL(str(library))[f"shim_launch_{name}"]
         self._launch.restype = ctypes.c_char_p
         self._threads, self._backwards = threads, backwards

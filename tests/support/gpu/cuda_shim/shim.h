@@ -151,7 +151,11 @@ template <class T> T __shfl_xor_sync(unsigned mask, T value, int lanes, int widt
     return shim_shuffle(mask, value, shim_lane() ^ lanes, 100 + lanes * 64 + width);
 }
 
-inline int atomicAdd(int* to, int value) { int before = *to; *to += value; return before; }  // fibers do not interrupt
+// Fibers do not interrupt.
+template <class T> T atomicAdd(T* to, T value) { T before = *to; *to += value; return before; }
+inline unsigned atomicInc(unsigned* to, unsigned most) { unsigned before = *to; *to = before >= most ? 0 : before + 1; return before; }
+inline void __threadfence() {}
+template <class T> T __ldcg(const T* from) { return *from; }
 
 template <class T> T __ldcs(const T* from) { return *from; }
 template <class T> void __stcs(T* to, T value) { *to = value; }
