@@ -417,6 +417,7 @@ class Engine:
             host_token_s=self.hardware.host_token_s,
             storage_token_s=self.hardware.storage_token_s,
             peer_token_s=self.hardware.peer_token_s,
+            held_back=len(self.fetching),
         )
         return EngineStatus("", self.name, f"tcp://{self.name}", work.waiting + work.running, {}, 1, work, received)
 

@@ -116,6 +116,11 @@ class EngineConfig:
         "Tokens of a prompt, those that are cached not counted, that an engine which only decodes computes itself.",
         0,
     )
+    elastic_roles: bool = _option(
+        False,
+        "Let engines change from computing prompts to decoding, and back, one at a time, as the load needs: after "
+        "upscale_delay_s. Needs prefill_replicas.",
+    )
     min_replicas: int = _option(
         1, "Fewest engines; 0: none while there are no requests, and the first request waits for one.", 0, 1024
     )
@@ -402,6 +407,8 @@ class EngineConfig:
             )
         if self.decode_replicas and not self.prefill_replicas:
             raise ConfigError(f"decode_replicas {self.decode_replicas} needs prefill_replicas 1 at least")
+        if self.elastic_roles and not self.prefill_replicas:
+            raise ConfigError("elastic_roles needs prefill_replicas 1 at least: all engines serve whole requests")
         if self.prefill_replicas and self.first_replicas <= self.prefill_replicas:
             raise ConfigError(
                 f"prefill_replicas {self.prefill_replicas} compute prompts for others: give decode_replicas, or more "

@@ -87,6 +87,8 @@ class EngineReport:
     backlog_s:  of prompts that are not computed yet
     turnover_s: in which all that runs there ends
     fullness:   share of its pool, or of its sequences if that is more, that is taken
+    pool, sequences: shares that running requests take
+    crowding:   how many times as many requests as run could run: those included that wait for room alone
     """
 
     name: str
@@ -95,6 +97,9 @@ class EngineReport:
     backlog_s: float = 0.0
     turnover_s: float = 0.0
     fullness: float = 0.0
+    pool: float = 0.0
+    sequences: float = 0.0
+    crowding: float = 1.0
 
 
 @dataclass(frozen=True)

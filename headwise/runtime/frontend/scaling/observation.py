@@ -24,6 +24,9 @@ def observe(table: EngineTable, options: RouterOptions, now: float, held: int = 
                 backlog_s=float(backlog[row]),
                 turnover_s=float(table.turnover_s[row]),
                 fullness=float(fullness[row]),
+                pool=float(table.used[row]),
+                sequences=(work := table.engines[row].status.work).running / options.max_num_seqs,
+                crowding=1.0 + max(0, work.waiting - work.held_back) / max(1, work.running),
             )
             for row, name in enumerate(table.names)
         ),
