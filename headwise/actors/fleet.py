@@ -195,7 +195,7 @@ class Fleet:
         if decision.is_change:
             log.info("roles: %s", decision.reason)
             self._ask_at = now  # the scheduler is to hear of it
-        self._balanced = f" ({decision.reason})"
+        self._balanced = f" ({decision.reason})" if self._wishes.split.total else ""
 
     def _replace_silent(self, names: tuple[str, ...], now: float) -> None:
         """Replace engines that the scheduler reports as silent. An engine that was started only since then is not

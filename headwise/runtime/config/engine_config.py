@@ -118,8 +118,8 @@ class EngineConfig:
     )
     elastic_roles: bool = _option(
         False,
-        "Let engines change from computing prompts to decoding, and back, one at a time, as the load needs: after "
-        "upscale_delay_s. Needs prefill_replicas.",
+        "Let engines change from computing prompts for others to decoding, and back, one at a time, where requests "
+        "would have waited less for upscale_delay_s. Changes nothing while there are no engines for prompts.",
     )
     min_replicas: int = _option(
         1, "Fewest engines; 0: none while there are no requests, and the first request waits for one.", 0, 1024
@@ -407,17 +407,14 @@ class EngineConfig:
             )
         if self.decode_replicas and not self.prefill_replicas:
             raise ConfigError(f"decode_replicas {self.decode_replicas} needs prefill_replicas 1 at least")
-        if self.elastic_roles and not self.prefill_replicas:
-            raise ConfigError("elastic_roles needs prefill_replicas 1 at least: all engines serve whole requests")
         if self.prefill_replicas and self.first_replicas <= self.prefill_replicas:
             raise ConfigError(
                 f"prefill_replicas {self.prefill_replicas} compute prompts for others: give decode_replicas, or more "
                 f"replicas than {self.first_replicas}"
             )
-        if self.prefill_replicas and self.without_peer_loads:
-            raise ConfigError(
-                f"prefill_replicas needs engines that fetch blocks from each other, and {self.without_peer_loads}"
-            )
+        if (self.prefill_replicas or self.elastic_roles) and self.without_peer_loads:
+            name = "prefill_replicas" if self.prefill_replicas else "elastic_roles"
+            raise ConfigError(f"{name} needs engines that fetch blocks from each other, and {self.without_peer_loads}")
 
     def _check_device(self) -> None:
         """Refuse what the device cannot do, once it is known: ``auto`` is resolved where there are GPUs to count."""

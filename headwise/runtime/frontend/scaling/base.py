@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -106,6 +106,7 @@ class EngineReport:
 class Observation:
     """What the scheduler knows now.
 
+    prompts:      of the arrivals those whose prompts engines compute that do not only decode
     held, held_s: requests that no engine could take yet, and the seconds of computing their prompts
     token_s:      seconds to compute a token of a prompt; 0: no engine has measured it yet
     block_size:   tokens of a block of the index
@@ -117,6 +118,7 @@ class Observation:
     held_s: float = 0.0
     token_s: float = 1e-4
     block_size: int = 64
+    prompts: Arrivals = field(default_factory=Arrivals)
 
     @property
     def backlog_s(self) -> float:

@@ -128,7 +128,7 @@ class RoleBalance:
         if held:
             self._forget()
             return RoleDecision(split, held)
-        self._history.add(now, observed.arrivals)
+        self._history.add(now, observed.prompts)
         pressure = _pressure(observed, roles, there, self._history)
         engines = len(replicas)
         decoding = there.decode or engines - there.prefill

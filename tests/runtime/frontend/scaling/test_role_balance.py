@@ -55,7 +55,8 @@ class Cluster:
             )
             for name, kind in zip(NAMES, kinds, strict=True)
         )
-        return Observation(reports, Arrivals(int(self.seconds * 4), self.seconds, self.seconds))
+        prompts = Arrivals(int(self.seconds * 4), self.seconds, self.seconds)
+        return Observation(reports, prompts, prompts=prompts)
 
     def rests(self) -> list[float]:
         """Seconds between changes."""
