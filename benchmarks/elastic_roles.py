@@ -1,6 +1,6 @@
 """Engines that change between prompts and decoding by the load, against fixed numbers of each, over a load that shifts.
 
-    python benchmarks/elastic_roles.py [--quick] [--jobs 2]
+    python benchmarks/elastic_roles.py [--phase-s 300] [--jobs 2]
 
 Eight simulated engines behind the scheduler's router (`routing.py`). The load is first long prompts with short answers,
 then short prompts with long answers, then both in turn every ten seconds. Prompts have nothing in common, so that no
@@ -151,13 +151,12 @@ def show(served: dict[str, Served]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="phases of 20 seconds")
     parser.add_argument("--phase-s", type=float, default=300.0, help="seconds of each of the three phases")
     parser.add_argument("--jobs", type=int, default=2, help="simulations at a time")
     args = parser.parse_args(arguments)
     cases: dict[str, int | None] = {ELASTIC: None, **{f"{each} + {ENGINES - each}": each for each in FIXED}}
-    one = partial(run, phase_s=20.0 if args.quick else args.phase_s)
-    if args.quick or args.jobs == 1:
+    one = partial(run, phase_s=args.phase_s)
+    if args.jobs == 1:
         served = {name: one(prefill) for name, prefill in cases.items()}
     else:
         with ProcessPoolExecutor(args.jobs) as pool:

@@ -6,8 +6,8 @@ What a request costs is taken from what routing expects of it (`routing.costs`),
               means there (`demand.Load`), whichever is more
     decoding  admission and answer: running requests fill pools and sequences, and slow down each other's answers
 
-One engine at a time goes over if that would lower the sum by `LEAST_GAIN_S`, and by `LEAST_SHARE` of it, for
-``delay_s`` on end. Engines that serve whole requests stay as they are, except where no others decode.
+One engine at a time goes over if that would lower the sum by `LEAST_GAIN_S`, and by `LEAST_SHARE` of an engine's part
+of it, for ``delay_s`` on end. Engines that serve whole requests stay as they are, except where no others decode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headwise.runtime.frontend.scaling.forecast import LoadHistory
 from headwise.runtime.frontend.scaling.roles import Split
 
 LEAST_GAIN_S = 0.5
-LEAST_SHARE = 0.2
+LEAST_SHARE = 0.5
 
 Side = Literal["prefill", "decode"]
 
@@ -139,7 +139,8 @@ class RoleBalance:
         if there.prefill > 1 and _may_change(roles, "prefill", _role_that_decodes(there), replicas, fits):
             options["decode"] = pressure.costs(there.prefill - 1, decoding + 1)
         better = min(options, key=lambda side: options[side].total, default=None)
-        if better is None or not _is_worth_it(current, options[better]):
+        least = max(LEAST_GAIN_S, LEAST_SHARE * current.total / engines)
+        if better is None or current.total - options[better].total < least:
             self._forget()
             return RoleDecision(split, f"as they are: {current}")
         return self._go_on(there, split, better, current, options[better])
@@ -176,11 +177,6 @@ class RoleBalance:
         self._forget()
         why = f"for {self.policy.delay_s:.0f} s that would have been better: {then}, instead of {current}"
         return RoleDecision(after, f"{_in_words(there)} -> {_in_words(after)}: {why}", is_change=True)
-
-
-def _is_worth_it(now: Costs, then: Costs) -> bool:
-    gain = now.total - then.total
-    return gain >= max(LEAST_GAIN_S, LEAST_SHARE * now.total)
 
 
 def _role_that_decodes(split: Split) -> EngineRole:
