@@ -27,7 +27,7 @@ from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
 from headwise.kernels.cuda.precompile import LatentModel
 
-LATENT_KERNELS = ("prefill", "decode", "", "scores", "chosen")
+LATENT_KERNELS = ("prefill", "decode", "", "gathered", "expanded", "scores", "chosen")
 """Names of `LatentModel.variants`, merges left out."""
 
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)

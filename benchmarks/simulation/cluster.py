@@ -1,8 +1,9 @@
 """Engines that serve a trace behind a scheduler, as discrete events: an hour of eight GPUs in some twenty seconds.
 
-An engine computes prompts in order, chunk by chunk, in steps that also decode all that runs; a step takes what a
-roofline of the GPU says (`simulation/gpu.py`). Between prompts it decodes; many equal steps are one event. Its cache:
-block lists: device (what runs is held, the rest is least recently used), host (what the device evicts), and storage,
+An engine computes prompts in the order in which they came, chunk by chunk, in steps that also decode all that runs.
+Whose tokens are in a step is said by the real code (`headwise.runtime.engine.step_budget`), and how long it takes by a
+roofline of the GPU (`simulation/gpu.py`). Between prompts it decodes; many equal steps are one event. Its cache: block
+lists: device (what runs is held, the rest is least recently used), host (what the device evicts), and storage,
 shared by all engines (what hosts evict). The unit of all caches is a block of the trace, 512 tokens. Engines may fetch
 blocks from each other: one copy at a time into and out of each, and what only the owner's device has goes to its host.
 Where a prompt is computed apart, its blocks are copied while the rest of it is computed.
@@ -13,6 +14,7 @@ which blocks they are), and the network.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
@@ -20,8 +22,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from simulation.gpu import BYTES, Gpu, weights_of
 
+from headwise.priority_queue import PriorityQueue
+from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.models.base import ModelConfig
 from headwise.runtime.protocol.messages import STATUS_INTERVAL_S, EngineLoad, EngineStatus
 
@@ -60,6 +66,7 @@ class Request:
     peer: number of the engine that is asked for what the chosen one lacks; -1: none
     is_apart: that engine is to compute the prompt
     target: the request and the engine for which this one's prompt is computed
+    order:  in which requests came to the engine that serves it
     began:  when its prompt was begun to be computed
     """
 
@@ -72,6 +79,7 @@ class Request:
     peer: int = -1
     is_apart: bool = False
     target: tuple[Request, Engine] | None = None
+    order: tuple[int, ...] = ()
     began: float = 0.0
     device: int = 0
     loaded_host: int = 0
@@ -296,11 +304,11 @@ class Engine:
         self.number, self.name = number, f"engine-{number}"
         self.hardware, self.cache = hardware, cache
         self.time = StepTime(hardware.gpu, hardware.model)
-        self.waiting: deque[Request] = deque()
+        self.waiting: PriorityQueue[Request] = PriorityQueue()
         self.fetching: list[tuple[float, int, Request, list[bytes]]] = []
         self.copied_at = 0.0  # when copies to and from other engines will be over
         self.gaps: Counter[float] = Counter()  # seconds between two tokens of a sequence, to a tenth of a millisecond
-        self.computing: deque[Request] = deque()
+        self.computing: list[Request] = []  # in the order in which they came
         self.decoding: list[tuple[int, int, Request]] = []  # heap by the step of the last token
         self.context = 0
         self.steps = 0
@@ -317,9 +325,13 @@ class Engine:
 
     # ---- from outside ----
 
-    def submit(self, request: Request, now: float, peer: Engine | None = None) -> None:
-        request.engine = self.number
+    def receive(self, request: Request) -> None:
+        """A request has come, whatever it has to wait for."""
+        request.engine, request.order = self.number, (next(self._tie),)
         self.received.append(request.name)
+
+    def submit(self, request: Request, now: float, peer: Engine | None = None) -> None:
+        self.receive(request)
         most, hardware = _most(request), self.hardware
         _, with_host, every = self.cache.match(request.path, most)
         reach, ready = with_host, now
@@ -336,7 +348,7 @@ class Engine:
         if reach > with_host:
             heapq.heappush(self.fetching, (ready, next(self._tie), request, request.path[with_host:reach]))
         else:
-            self.waiting.append(request)
+            self.waiting.push(request.order, request)
         self._interrupt(now)
 
     def prefill(self, request: Request, target: Engine, now: float) -> None:
@@ -349,7 +361,7 @@ class Engine:
         than the computing."""
         assert prompt.target is not None
         request, _ = prompt.target
-        request.engine, most, speed = self.number, _most(request), self.hardware.peer_token_s
+        most, speed = _most(request), self.hardware.peer_token_s
         with_host = self.cache.match(request.path, most)[1]
         blocks = request.path[with_host : owner.cache.lend(request.path, with_host, most)]
         request.loaded_peer = len(blocks) * BLOCK
@@ -377,7 +389,7 @@ class Engine:
         while self.fetching and self.fetching[0][0] <= now:
             _, _, request, blocks = heapq.heappop(self.fetching)
             self.cache.fetch(blocks)
-            self.waiting.append(request)
+            self.waiting.push(request.order, request)
             fetched = True
         if self._span and self.now + self._span * self._step_s <= now + 1e-12:
             self._finish_span()
@@ -391,7 +403,7 @@ class Engine:
         """What the engine would report now."""
         received, self.received = tuple(self.received), []
         match, most = self.cache.match, _most
-        waiting = [*self.waiting, *(entry[2] for entry in self.fetching)]
+        waiting = [*self.waiting.items(), *(entry[2] for entry in self.fetching)]
         coming = sum(BLOCK * len(entry[3]) for entry in self.fetching)
         queued = sum(each.num_tokens - BLOCK * match(each.path, most(each))[1] for each in waiting) - coming
         work = EngineLoad(
@@ -405,6 +417,7 @@ class Engine:
             host_token_s=self.hardware.host_token_s,
             storage_token_s=self.hardware.storage_token_s,
             peer_token_s=self.hardware.peer_token_s,
+            held_back=len(self.fetching),
         )
         return EngineStatus("", self.name, f"tcp://{self.name}", work.waiting + work.running, {}, 1, work, received)
 
@@ -415,8 +428,9 @@ class Engine:
     @property
     def work_left(self) -> int:
         """Tokens of prompts to compute."""
-        waiting = sum(each.num_tokens - BLOCK * self.cache.match(each.path, _most(each))[0] for each in self.waiting)
-        return waiting + sum(each.left for each in self.computing)
+        waiting = self.waiting.items()
+        queued = sum(each.num_tokens - BLOCK * self.cache.match(each.path, _most(each))[0] for each in waiting)
+        return queued + sum(each.left for each in self.computing)
 
     # ---- steps ----
 
@@ -428,16 +442,10 @@ class Engine:
 
     def _begin_span(self) -> None:
         self._admit()
-        room = self.hardware.step_tokens - len(self.decoding)
-        self._chunks, load_s = [], 0.0
-        for request in self.computing:
-            if room <= 0:
-                break
-            count = min(room, request.left)
-            if request.left == request.num_tokens - request.computed:
-                load_s += request.loaded * self.hardware.host_token_s
-            self._chunks.append((request, count))
-            room -= count
+        places, counts = shares(*self._wanted(), self._step_tokens)
+        self._chunks = [(self.computing[place], count) for place, count in zip(places, counts.tolist(), strict=True)]
+        begun = [request for request, _ in self._chunks if request.left == request.num_tokens - request.computed]
+        load_s = sum(request.loaded for request in begun) * self.hardware.host_token_s
         if not self._chunks and not self.decoding:
             self._span = 0
             return
@@ -456,15 +464,19 @@ class Engine:
 
     def _admit(self) -> None:
         """Start what waits, in order, as far as a step's tokens and the device go."""
-        room = self.hardware.step_tokens - len(self.decoding) - sum(request.left for request in self.computing)
-        while room > 0 and self.waiting and self.ongoing - len(self.waiting) < self.hardware.max_num_seqs:
-            request = self.waiting[0]
+        while self.ongoing - len(self.waiting) < self.hardware.max_num_seqs:
+            request = self.waiting.first
+            if request is None:
+                return
+            place = bisect.bisect(self.computing, request.order, key=lambda other: other.order)
+            if left_for(place, *self._wanted(), self._step_tokens) <= 0:
+                return
             device, with_host, _ = self.cache.match(request.path, _most(request))
             if self.hardware.host_token_s >= self.prefill_token_s > 0:
                 with_host = device
             if not self.cache.hold(request, device):
                 return
-            self.waiting.popleft()
+            self.waiting.pop()
             request.device = device * BLOCK
             loaded = (with_host - device) * BLOCK
             request.loaded_peer = min(request.loaded_peer, loaded)
@@ -473,8 +485,16 @@ class Engine:
             request.computed = with_host * BLOCK
             request.left = request.num_tokens - request.computed
             request.began = self.now
-            self.computing.append(request)
-            room -= request.left
+            self.computing.insert(place, request)
+
+    @property
+    def _step_tokens(self) -> int:
+        """Of a step, what is left for prompts: all that runs decodes in each."""
+        return self.hardware.step_tokens - len(self.decoding)
+
+    def _wanted(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """As `left_for` and `shares` take it, of the prompts that are computed."""
+        return np.array([each.left for each in self.computing], dtype=np.int64), np.zeros(len(self.computing), np.bool_)
 
     def _finish_span(self) -> None:
         self.now += self._span * self._step_s
@@ -541,7 +561,7 @@ def serve(requests: Sequence[Request], engines: Sequence[Engine], dispatcher: Di
             return False
         engine, peer = engines[number], engines[request.peer] if request.peer >= 0 else None
         if request.is_apart and peer is not None:
-            engine.received.append(request.name)
+            engine.receive(request)
             peer.prefill(request, engine, now)
             engine = peer
         else:

@@ -348,7 +348,7 @@ class ElasticCluster:
 
 def _unfinished(engine: Engine) -> list[Request]:
     """The requests of an engine that ends now, as another will get them: with what was generated in the prompt."""
-    found = [*engine.waiting, *(entry[2] for entry in engine.fetching), *engine.computing]
+    found = [*engine.waiting.items(), *(entry[2] for entry in engine.fetching), *engine.computing]
     for last_step, _, request in engine.decoding:
         generated = request.output - (last_step - engine.steps)
         request.num_tokens += generated

@@ -31,6 +31,8 @@ from headwise.runtime.frontend.scaling import (
     Replica,
     ReplicaSet,
     ReplicaState,
+    RoleBalance,
+    RolePolicy,
     ScalingPolicy,
     SchedulerNews,
     Split,
@@ -80,6 +82,8 @@ class Fleet:
         self._decision: Decision | None = None
         self._wishes = Wishes(self._controller, Split(config.prefill_replicas, config.decode_replicas))
         self._roles: dict[str, EngineRole] = {}
+        self._balance = RoleBalance(RolePolicy(config.upscale_delay_s)) if config.elastic_roles else None
+        self._balanced = ""
         self._answer: Any = None  # of the scheduler: the call that is under way
         self._ask_at = self._now = 0.0
         self._serial = 0
@@ -163,7 +167,7 @@ class Fleet:
         apart = f"; {split.prefill} for prompts, {split.decode} to decode" if split.total else ""
         return FleetState(
             number=self._decision.number,
-            reason=self._decision.reason + self._moved + self._resized + apart,
+            reason=self._decision.reason + self._moved + self._resized + apart + self._balanced,
             replicas={role.name: _in_words(role) for role in engines},
             expected=sum(not role.is_leaving and role.life.phase is not Phase.PLACING for role in engines),
             is_awaited=self._controller.may_grow_from_nothing,
@@ -180,6 +184,18 @@ class Fleet:
 
     def _fits(self, name: str, role: EngineRole) -> bool:
         return self._ranks[name] == self._sizes.of_role(role)
+
+    def _balance_roles(self, observed: Observation, now: float) -> None:
+        """Have an engine do what there is too much of, if it is time."""
+        if self._balance is None or self._is_closing:
+            return
+        self._deal()
+        decision = self._balance.decide(observed, self._replicas(), self._roles, self._wishes.split, now, self._fits)
+        self._wishes.split = decision.split
+        if decision.is_change:
+            log.info("roles: %s", decision.reason)
+            self._ask_at = now  # the scheduler is to hear of it
+        self._balanced = f" ({decision.reason})" if self._wishes.split.total else ""
 
     def _replace_silent(self, names: tuple[str, ...], now: float) -> None:
         """Replace engines that the scheduler reports as silent. An engine that was started only since then is not
@@ -259,6 +275,7 @@ class Fleet:
             self._supervisor.retire(roles[name], "it is not needed any more")
         for name in decision.drain:
             self._drain(roles[name], now)
+        self._balance_roles(observed, now)
         self._resize(observed)
 
     def _start(self, names: Sequence[str], going: Collection[str]) -> None:

@@ -466,7 +466,7 @@ class CacheManager:
     def left_paths(self, hashes: Iterable[bytes] | None) -> LeftPaths:
         """The paths of these token blocks, for other engines, as the cache is about to end; None: of all."""
         named = most_recent_first(self.tree, self.pool) if hashes is None else hashes
-        return LeftPaths(named, self.tree.parent_of, self._finder.served)
+        return LeftPaths(named, self.tree.parent_of, self._finder.served, self._finder.shorter)
 
     def reset(self, tiers: Sequence[str] = (DEVICE_TIER, HOST_TIER)) -> int:
         """Forget every block that no row and no copy holds, on these tiers; how many those were.

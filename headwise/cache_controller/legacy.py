@@ -15,6 +15,7 @@ class LeftPaths:
     hashes:    of token blocks, the most valuable first; neighbours of a path are mostly together, the first one first
     parent_of: the hash of the block before one; None: it is the first of its path, or it is not cached any more
     served:    how many of a path's blocks are there so that a request can go on right behind them
+    shorter:   at which depths before its end a path has to be given, too: see `PrefixFinder.shorter`
     """
 
     def __init__(
@@ -22,14 +23,16 @@ class LeftPaths:
         hashes: Iterable[bytes],
         parent_of: Callable[[bytes], bytes | None],
         served: Callable[[Sequence[bytes]], int],
+        shorter: Callable[[Sequence[bytes]], list[int]] = lambda path: [],
     ) -> None:
         self._queue = deque(hashes)
-        self._parent_of, self._served = parent_of, served
+        self._parent_of, self._served, self._shorter = parent_of, served, shorter
         self._covered: set[bytes] = set()
+        self._again = deque[list[bytes]]()  # prefixes of a path that was taken
 
     def __len__(self) -> int:
-        """Token blocks that were not looked at yet."""
-        return len(self._queue)
+        """Token blocks that were not looked at yet, and paths that are to be given up to other depths."""
+        return len(self._queue) + len(self._again)
 
     def extend(self, hashes: Iterable[bytes]) -> None:
         """More blocks are to be given, after all others."""
@@ -41,6 +44,8 @@ class LeftPaths:
 
         Raises IndexError if there are no more.
         """
+        if self._again:
+            return self._again.popleft()
         last = self._queue.popleft()
         while self._queue and self._parent_of(self._queue[0]) == last:
             last = self._queue.popleft()
@@ -54,6 +59,7 @@ class LeftPaths:
         if not path or path[-1] in self._covered:
             return []
         self._covered.update(path)
+        self._again += [path[:depth] for depth in self._shorter(path)]
         return path
 
 

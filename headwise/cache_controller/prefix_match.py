@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headwise.cache_controller.arrivals import Fetch
 from headwise.cache_controller.copy_costs import CopyCosts
+from headwise.cache_controller.eviction import RESUME_SLACK
 from headwise.cache_controller.radix_tree import NOWHERE, RadixTree
 from headwise.cache_controller.tiers import Host
 from headwise.cache_controller.windows import GroupWindows
@@ -125,6 +126,22 @@ class PrefixFinder:
         """How many blocks of a path device and host can serve between them."""
         return self._servable(self._are_here(hashes))[0]
 
+    def shorter(self, hashes: Sequence[bytes]) -> list[int]:
+        """Depths before the end of a path that can be served here, the deepest first: with what hits at these and at
+        its end need, what is here of the last `RESUME_SLACK` tokens can be served, and the next depth before them.
+
+        A prompt ends there, before its answer, and may be asked again. Without windows and states there are none.
+        """
+        groups = np.concatenate([self._window_groups, self._state_groups])
+        depths, depth = list[int](), len(hashes)
+        last = depth - RESUME_SLACK // self._windows.block_size
+        servable = self._serving(self._are_here(hashes))[0]
+        while len(groups) and depth > max(0, last):
+            begin = int(self.first_live[depth, groups].max())  # the shortest window's: no depth between is left out
+            depth = _deepest(servable[: min(begin, depth - 1)])
+            depths += [depth] if depth else []
+        return depths
+
     def gain(self, hashes: Sequence[bytes], more: NDArray[np.bool_]) -> int:
         """Tokens more of a path that could be served if the host had the blocks ``more [n, groups]`` of it, too."""
         here = self._are_here(hashes)
@@ -141,14 +158,19 @@ class PrefixFinder:
         """Depths of a path with the blocks ``there [n, groups]``: that every group can serve; that every full one can;
         and that these and the window groups can.
         """
+        servable, without_states = self._serving(there)
+        return _deepest(servable), len(servable), _deepest(without_states)
+
+    def _serving(self, there: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """``[n]``, as far as every full group can serve: whether the path up to each block can be served by all groups,
+        and by those without states."""
         is_full = self._windows.is_full
         complete = (there if is_full.all() else there[:, is_full]).all(axis=1)
         reached = len(there) if complete.all() else int(complete.argmin())
-        servable = self._windows_serve(there[:reached])
-        without_states = _deepest(servable)
+        servable = without_states = self._windows_serve(there[:reached])
         if len(self._state_groups):
-            servable &= there[:reached, self._state_groups].all(axis=1)
-        return _deepest(servable), reached, without_states
+            servable = servable & there[:reached, self._state_groups].all(axis=1)
+        return servable, without_states
 
     def _windows_serve(self, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """``[n]``: whether every window group can serve the path up to each of its blocks ``there [n, groups]``."""

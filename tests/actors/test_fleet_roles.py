@@ -13,7 +13,7 @@ from headwise.actors.role import Role
 from headwise.actors.supervisor import Supervisor
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.frontend.routing.engines import Arrivals
-from headwise.runtime.frontend.scaling import FleetState, Observation, SchedulerNews, Split, Wish
+from headwise.runtime.frontend.scaling import EngineReport, FleetState, Observation, SchedulerNews, Split, Wish
 
 
 class NowhereSite:
@@ -66,6 +66,50 @@ def test_roles_are_told_to_the_scheduler_and_change_when_clients_ask(monkeypatch
     before, after = scheduler.told[0].roles, scheduler.told[-1].roles
     assert sorted(after.values()) == ["decode", "decode", "prefill"]
     assert {**after, **before} == after, "nobody changed who need not"
+
+
+def test_roles_follow_what_the_scheduler_observes_and_clients_have_the_last_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig(
+        prefill_replicas=1, decode_replicas=2, elastic_roles=True, upscale_delay_s=3.0, host_cache="1GiB",
+        rebalance="never",
+    )  # fmt: skip
+    fleet, scheduler, _ = made_fleet(monkeypatch, config)
+    backlog_s = 0.0
+
+    def remote(self: Scheduler, state: FleetState) -> SchedulerNews:
+        """So many seconds of prompts wait at each engine for them."""
+        self.told.append(state)
+        reports = tuple(
+            EngineReport(name, silent_s=0.1, backlog_s=backlog_s * (state.roles.get(name) == "prefill"))
+            for name in state.replicas
+        )
+        return SchedulerNews(int(fleet._now), wish=self.wish, observed=Observation(reports, Arrivals()))
+
+    def pass_time(seconds: int, waiting_s: float) -> None:
+        nonlocal backlog_s
+        backlog_s = waiting_s
+        for _ in range(seconds):
+            fleet.look(fleet._now + 1.0)
+            for each in fleet.engines:
+                if each.life.phase is not Phase.RUNNING:
+                    each.life.created(fleet._now)
+                    each.life.ready(fleet._now)
+
+    monkeypatch.setattr(Scheduler, "remote", remote)
+    pass_time(20, 0.0)
+    before = scheduler.told[-1].roles
+    assert sorted(before.values()) == ["decode", "decode", "prefill"]
+    assert "as they are" in scheduler.told[-1].reason
+    pass_time(10, 20.0)
+    after = scheduler.told[-1].roles
+    assert sorted(after.values()) == ["decode", "prefill", "prefill"]
+    assert sum(before[name] != after[name] for name in before) == 1
+    assert any("1 for prompts, 2 to decode -> 2 for prompts, 1 to decode" in state.reason for state in scheduler.told)
+    scheduler.wish = Wish("one-1", sets_number=False, split=Split(1, 2), deal="one-1")
+    pass_time(4, 0.0)
+    assert sorted(scheduler.told[-1].roles.values()) == ["decode", "decode", "prefill"]
 
 
 class Engine:

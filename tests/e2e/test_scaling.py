@@ -59,7 +59,10 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def deployment(cluster: None, storage: str) -> Iterator[Deployment]:
-    with Deployment.start(replace(CONFIG, host_cache="32MiB", storage=storage), address="auto") as deployment:
+    config = replace(
+        CONFIG, host_cache="32MiB", storage=storage, max_num_seqs=4, elastic_roles=True, upscale_delay_s=2.0
+    )
+    with Deployment.start(config, address="auto") as deployment:
         yield deployment
 
 
@@ -81,6 +84,15 @@ def serving(client: Client) -> list[str]:
     return sorted(name for name in stats["engines"] if states.get(name, "").startswith("serves"))
 
 
+def decided(client: Client) -> str:
+    reason: str = client.stats()["fleet"]["reason"]
+    return reason
+
+
+def roles(client: Client) -> list[str]:
+    return [engine["role"] for engine in client.stats()["engines"].values()]
+
+
 def generate(client: Client, answer: Answer) -> GenerationResult:
     return client.stream(answer.prompt_ids, GREEDY).read()
 
@@ -96,6 +108,11 @@ def test_one_engine_becomes_three_and_one_again_under_load_and_every_request_get
     assert client.scale(3) == "3: set by hand"
     eventually(lambda: len(serving(client)) == 3, otherwise=client.stats)
     eventually(lambda: all(engine["requests"]["finished"] for engine in client.stats()["engines"].values()))
+    client.scale(3, split=(2, 1))
+    eventually(lambda: "2 for prompts, 1 to decode -> 1 for prompts, 2 to decode" in decided(client))
+    eventually(lambda: sorted(roles(client)) == ["decode", "decode", "prefill"], otherwise=client.stats)
+    load.goes_on()
+    client.scale(3, split=(0, 0))
     before = deployment.actor_pids()
     assert client.scale(1) == "3 -> 1: set by hand"
     eventually(lambda: len(fleet(client)) == 1, otherwise=client.stats)

@@ -116,6 +116,11 @@ class EngineConfig:
         "Tokens of a prompt, those that are cached not counted, that an engine which only decodes computes itself.",
         0,
     )
+    elastic_roles: bool = _option(
+        False,
+        "Let engines change from computing prompts for others to decoding, and back, one at a time, where requests "
+        "would have waited less for upscale_delay_s. Changes nothing while there are no engines for prompts.",
+    )
     min_replicas: int = _option(
         1, "Fewest engines; 0: none while there are no requests, and the first request waits for one.", 0, 1024
     )
@@ -417,10 +422,9 @@ class EngineConfig:
                 f"prefill_replicas {self.prefill_replicas} compute prompts for others: give decode_replicas, or more "
                 f"replicas than {self.first_replicas}"
             )
-        if self.prefill_replicas and self.without_peer_loads:
-            raise ConfigError(
-                f"prefill_replicas needs engines that fetch blocks from each other, and {self.without_peer_loads}"
-            )
+        if (self.prefill_replicas or self.elastic_roles) and self.without_peer_loads:
+            name = "prefill_replicas" if self.prefill_replicas else "elastic_roles"
+            raise ConfigError(f"{name} needs engines that fetch blocks from each other, and {self.without_peer_loads}")
 
     def _check_device(self) -> None:
         """Refuse what the device cannot do, once it is known: ``auto`` is resolved where there are GPUs to count."""

@@ -401,6 +401,7 @@ class EngineCore:
             storage_token_s=self.cache.costs.storage_token_s,
             peer_token_s=self.cache.costs.peer_token_s,
             accepts=self._operations.state is State.AWAKE,
+            held_back=self.resources.waiting.num_held,
         )
 
     def stats(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from headwise.runtime.engine.peers.loads import PeerLoads
 from headwise.runtime.engine.prefetcher import Prefetcher
 from headwise.runtime.engine.sequence import Phase, Sequence
 from headwise.runtime.engine.sequence_table import Index, SequenceTable
+from headwise.runtime.engine.step_budget import left_for, shares
 from headwise.runtime.engine.step_embeds import step_embeds
 from headwise.runtime.engine.throughput import StepTimes
 from headwise.runtime.engine.tier_copies import TierCopies
@@ -117,6 +118,7 @@ class ResourceManager:
         """The next step, or None if there is nothing to do until a step in flight comes back."""
         self._advance_copies(now)
         self._make_way()
+        self._admit_before_prompts(now)
         preemptions = self.num_preemptions
         plan = self._plan_running()
         budget = self.max_batched_tokens - int(plan.counts.sum())
@@ -169,15 +171,15 @@ class ResourceManager:
             self._preempt_latest()
 
     def _ask_for_tokens(self) -> _Plan:
-        """The tokens that running sequences want, within the budget; decoding ones first: no prompt may stall them."""
+        """The tokens that running sequences get, within the budget; decoding ones first."""
+        order, counts = shares(*self._wanted(), self.max_batched_tokens)
+        return _Plan(self._rows_in_order()[order], counts)
+
+    def _wanted(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Of each running sequence, the tokens that a step could compute at most, and whether it decodes."""
         rows = self._rows_in_order()
         left, decoding = self.table.to_schedule(rows)
-        order = np.argsort(~decoding, kind="stable")
-        rows, wanted = rows[order], np.minimum(left[order], self.table.chunk[rows[order]])
-        before = np.cumsum(wanted) - wanted
-        counts = np.minimum(wanted, np.maximum(0, self.max_batched_tokens - before))
-        some = counts > 0
-        return _Plan(rows[some], counts[some])
+        return np.minimum(left, self.table.chunk[rows]), decoding
 
     def _rows_in_order(self) -> Index:
         if self._running_rows is None:
@@ -204,6 +206,16 @@ class ResourceManager:
             return
         if self.running[-1].order[0] > urgent.order[0] and not self._can_start(urgent, self._match(urgent)):
             self._preempt_latest()
+
+    def _admit_before_prompts(self, now: float) -> None:
+        """Start sequences that come before prompts which run: what they waited for came only after those had started.
+
+        Others are admitted to what running sequences leave of a step. These would wait until those prompts are through.
+        """
+        while (first := self.waiting.first) is not None and self.running and first.order < self.running[-1].order:
+            place = bisect.bisect(self.running, first.order, key=lambda other: other.order)
+            if left_for(place, *self._wanted(), self.max_batched_tokens) <= 0 or self._admit(now) is None:
+                return
 
     def _admit(self, now: float) -> Sequence | None:
         """Start the first waiting sequence if all of its known tokens fit beside what runs already."""

@@ -20,7 +20,12 @@ class WaitingQueue:
         self._queue: PriorityQueue[Sequence] = PriorityQueue()
 
     def __len__(self) -> int:
-        return len(self._queue) + sum(source.num_held for source in (self.peer_loads, self.prefetcher) if source)
+        return len(self._queue) + self.num_held
+
+    @property
+    def num_held(self) -> int:
+        """How many wait for what another engine or storage has of them."""
+        return sum(source.num_held for source in (self.peer_loads, self.prefetcher) if source)
 
     def sequences(self) -> list[Sequence]:
         """All that wait, in no order."""

@@ -117,6 +117,7 @@ def test_a_bad_storage_url_is_told_where_it_is_given(storage: str, says: str) ->
         ({"replicas": 3, "max_replicas": 2}, "and replicas 3"),
         ({"replicas": 0}, "replicas 0 needs min_replicas 0, got 1"),
         ({"decode_replicas": 1}, "decode_replicas 1 needs prefill_replicas"),
+        ({"elastic_roles": True}, "elastic_roles needs engines that fetch blocks from each other, and host_cache is 0"),
         ({"prefill_replicas": 2, "replicas": 2, "host_cache": "1GiB"}, "give decode_replicas, or more"),
         ({"prefill_replicas": 1, "decode_replicas": 1}, "fetch blocks from each other, and host_cache is 0"),
         ({"prefill_replicas": 2, "decode_replicas": 3, "max_replicas": 4}, "max_replicas 4 must be at least"),

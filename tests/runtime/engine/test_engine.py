@@ -102,6 +102,17 @@ def test_a_more_urgent_request_takes_the_place_of_a_running_one() -> None:
     assert order == ["urgent", "slow"]
 
 
+def test_a_more_urgent_request_goes_before_the_next_chunk_of_a_prompt() -> None:
+    engine, _ = make_engine(num_blocks=64, max_batched_tokens=8, async_scheduling=False)
+    engine.add(request("long", [1] * 60, 5, priority=1))
+    engine.step(None)
+    engine.add(request("urgent", [2] * 6, 2, priority=0))
+    deltas = [delta for _ in range(2) for delta in engine.step(None)]
+    assert [delta.request_id for delta in deltas] == ["urgent", "urgent"]
+    assert run(engine)["long"].token_ids == continuation([1] * 60, 5)
+    assert engine.stats()["requests"]["preemptions"] == 0
+
+
 def test_text_stops_before_a_stop_string_that_spans_tokens() -> None:
     engine, _ = make_engine()
     expected = LetterTokenizer().push(continuation([5, 6], 8))

@@ -87,9 +87,15 @@ class Arrivals:
     seconds: float = 0.0
     squares: float = 0.0
 
+    def plus(self, seconds: float) -> Arrivals:
+        """With one more, of so many engine-seconds."""
+        return Arrivals(self.requests + 1, self.seconds + seconds, self.squares + seconds**2)
+
 
 class EngineTable:
     """Engines by row: ``names[row]``, ``engines[row]``, and one value a row in each column.
+
+    arrivals: all requests; ``prompts``: those of them whose prompts engines compute that do not only decode
 
     heard:    when the last status came
     ready_at: when all prompts that were sent there so far will be computed
@@ -134,7 +140,7 @@ class EngineTable:
         self.names: list[str] = []
         self.engines: list[Engine] = []
         self.rows: dict[str, int] = {}
-        self.arrivals = Arrivals()
+        self.arrivals = self.prompts = Arrivals()
         self.expected = ExpectedBlocks(max(1, EXPECTED_TOKENS // options.block_size))
         self._options = options
         self._roles: Mapping[str, EngineRole] = {}
@@ -348,8 +354,10 @@ class EngineTable:
         own_s = float(tokens * self.prefill_token_s[row])
         self.ready_at[row] = max(self.ready_at[row], now) + own_s
         if is_arrival:
-            slowed_s, seen = own_s * (1.0 + float(self.pace[row])), self.arrivals
-            self.arrivals = Arrivals(seen.requests + 1, seen.seconds + slowed_s, seen.squares + slowed_s**2)
+            slowed_s = own_s * (1.0 + float(self.pace[row]))
+            self.arrivals = self.arrivals.plus(slowed_s)
+            if not self.decodes[row]:
+                self.prompts = self.prompts.plus(slowed_s)
 
     def release(self, request_id: str) -> None:
         """The request will not come: end its reservations. Unknown ids are ignored."""

@@ -11,6 +11,7 @@ leaving      which engines go: those whose caches are worth least
 replica_set  the controller: from observations to decisions
 exchange     what the scheduler and the owner of the engines tell each other
 roles        what each engine is for, where prompts are computed apart from decoding
+role_balance when one of them changes that by itself
 requests     clients' requests for a number of engines, until the owner has taken them
 """
 
@@ -26,6 +27,7 @@ from headwise.runtime.frontend.scaling.base import (
 from headwise.runtime.frontend.scaling.exchange import Exchange, FleetState, SchedulerNews, Wish, Wishes
 from headwise.runtime.frontend.scaling.observation import observe
 from headwise.runtime.frontend.scaling.replica_set import ReplicaSet
+from headwise.runtime.frontend.scaling.role_balance import RoleBalance, RoleDecision, RolePolicy
 from headwise.runtime.frontend.scaling.roles import RankSizes, Split, deal
 
 __all__ = [
@@ -39,6 +41,9 @@ __all__ = [
     "Replica",
     "ReplicaSet",
     "ReplicaState",
+    "RoleBalance",
+    "RoleDecision",
+    "RolePolicy",
     "ScalingPolicy",
     "SchedulerNews",
     "Split",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -87,6 +87,8 @@ class EngineReport:
     backlog_s:  of prompts that are not computed yet
     turnover_s: in which all that runs there ends
     fullness:   share of its pool, or of its sequences if that is more, that is taken
+    pool, sequences: shares that running requests take
+    crowding:   how many times as many requests as run could run: those included that wait for room alone
     """
 
     name: str
@@ -95,12 +97,16 @@ class EngineReport:
     backlog_s: float = 0.0
     turnover_s: float = 0.0
     fullness: float = 0.0
+    pool: float = 0.0
+    sequences: float = 0.0
+    crowding: float = 1.0
 
 
 @dataclass(frozen=True)
 class Observation:
     """What the scheduler knows now.
 
+    prompts:      of the arrivals those whose prompts engines compute that do not only decode
     held, held_s: requests that no engine could take yet, and the seconds of computing their prompts
     token_s:      seconds to compute a token of a prompt; 0: no engine has measured it yet
     block_size:   tokens of a block of the index
@@ -112,6 +118,7 @@ class Observation:
     held_s: float = 0.0
     token_s: float = 1e-4
     block_size: int = 64
+    prompts: Arrivals = field(default_factory=Arrivals)
 
     @property
     def backlog_s(self) -> float:

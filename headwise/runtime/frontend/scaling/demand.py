@@ -59,6 +59,11 @@ class Load:
         chance, mean_if_any = self._wait(engines)
         return max(0.0, mean_if_any * math.log(10 * chance)) if chance else 0.0
 
+    def wait_s(self, engines: float) -> float:
+        """The mean wait with so many engines."""
+        chance, mean_if_any = self._wait(engines)
+        return chance * mean_if_any if chance else 0.0
+
     def ttft_s(self, engines: float) -> float:
         """The time to the first token that nine of ten requests stay under with so many engines."""
         chance, mean_if_any = self._wait(engines)

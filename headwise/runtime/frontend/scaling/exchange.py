@@ -25,6 +25,7 @@ class Wish:
     sets_number: whether anybody asked for a number
     roll:        id of the last wish that all engines be replaced; empty: there was none
     split:       how many engines compute prompts only, and how many decode only; None: nobody asked for that
+    deal:        id of the last wish that named a split; empty: there was none
     """
 
     id: str
@@ -32,6 +33,7 @@ class Wish:
     sets_number: bool = True
     roll: str = ""
     split: Split | None = None
+    deal: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,14 @@ class Wishes:
 
     last:    id of the last wish that was taken; empty: none yet
     refusal: why it was refused; empty: it was not
-    split:   of the engines, now
+    split:   of the engines, now: the one that was asked for last, or what was decided since
     """
 
     def __init__(self, controller: ReplicaSet, split: Split | None = None) -> None:
         self.last = self.refusal = ""
         self.split = split or Split()
         self._controller = controller
-        self._roll = ""
+        self._roll = self._deal = ""
 
     def resume(self, wish: Wish) -> None:
         """The owner before this one took it: a number still holds, and what was replaced is not replaced again."""
@@ -152,5 +154,6 @@ class Wishes:
         except ValueError as error:
             self.refusal = str(error)
             return True
-        self.split = self.split if wish.split is None else wish.split
+        if wish.split is not None and (wish.deal != self._deal or not wish.deal):
+            self.split, self._deal = wish.split, wish.deal
         return True

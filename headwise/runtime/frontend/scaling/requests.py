@@ -34,8 +34,8 @@ class ScaleRequests:
         """A client asks for a number, and maybe for a split. If it does so again with the same key, it only waits on.
         Raises `OverloadedError`."""
         if self._wait(asker, now):
-            split = self._last.split if split is None else split
-            self._wish(replace(self._last, id=self._next_id(), replicas=replicas, sets_number=True, split=split))
+            wish = replace(self._last, id=self._next_id(), replicas=replicas, sets_number=True)
+            self._wish(wish if split is None else replace(wish, split=split, deal=wish.id))
 
     def roll(self, asker: Asker, now: float) -> None:
         """A client asks that all engines be replaced; otherwise as `scale`."""

@@ -17,12 +17,12 @@ BLOCKS = 28 // BLOCK
 POLICIES = [(FULL,), (FULL, HeadPolicy(window=5, sink=2)), (FULL, STATE)]
 
 
-def serve(network: Network, engine: str, name: str, prompt: list[int]) -> int:
+def serve(network: Network, engine: str, name: str, prompt: list[int], count: int = 3) -> int:
     """How many tokens of a prompt were a hit; the answer is the right one."""
     node = network.nodes[engine]
-    node.core.add(request(name, prompt, 3))
+    node.core.add(request(name, prompt, count))
     until(network, lambda: name in node.results and node.results[name].finish_reason)
-    assert node.results[name].token_ids == continuation(prompt, 3)
+    assert node.results[name].token_ids == continuation(prompt, count)
     return node.results[name].usage.cached_tokens
 
 
@@ -66,6 +66,16 @@ def test_what_only_the_leaving_engine_had_is_a_hit_at_one_that_stays(policies, p
     network.kill("a")
     for prompt in PROMPTS:
         assert sorted(serve(network, each, f"{each}{prompt[0]}", prompt) for each in "bc") == [0, 28]
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+def test_a_prompt_is_a_hit_though_its_answer_is_cached_behind_it(policies) -> None:
+    network = Network("ab", policies, checkpoint_tokens=8)
+    serve(network, "a", "first", PROMPTS[0], 15)
+    leave(network, "a", {"b": 0})
+    until(network, is_gone(network, "a"))
+    network.kill("a")
+    assert serve(network, "b", "again", PROMPTS[0]) == 28
 
 
 def test_paths_that_begin_alike_go_to_the_same_engine_and_the_beginning_once() -> None:

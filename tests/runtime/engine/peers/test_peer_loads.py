@@ -9,6 +9,7 @@ from support.engine.simulated_peers import TICK_S, TIMEOUT_S, Network, Node, Wir
 from support.engine.simulation import continuation
 
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
+from headwise.runtime.protocol.batch import BatchRequest
 from headwise.runtime.protocol.messages import AskLease, Leased
 from headwise.runtime.protocol.prompt_items import PromptEmbeds, digest
 from headwise.runtime.protocol.request import GenerateRequest, PeerHint
@@ -117,6 +118,30 @@ def test_requests_that_start_alike_ask_once() -> None:
         assert network.nodes["b"].results[name].usage.cached_tokens == 28
     assert peers(network, "b")["asked"] == 1
     assert len({message.lease for message in network.sent if isinstance(message, AskLease)}) == 1
+
+
+def test_a_request_whose_prefix_has_come_goes_before_the_next_chunk_of_a_later_prompt() -> None:
+    network = Network("ab", (FULL,), faults=WireFaults(delay_bytes=3))
+    serve(network, "a", request("first", PROMPT, 3))
+    core, executor = network.nodes["b"].core, network.nodes["b"].executor
+    steps: list[tuple[bool, dict[str, int]]] = []  # whether a request was held back, and whose tokens were computed
+
+    def note(batch: BatchRequest) -> None:
+        names = [sequence.id for sequence in core.resources.table.of(batch.rows)]
+        steps.append((core.resources.waiting.peer_loads.num_held > 0, dict(zip(names, batch.query_lens, strict=True))))
+        type(executor).submit(executor, batch)
+
+    executor.submit = note
+    core.add(hinted(network, "fetches", PROMPT, 1, "a"))
+    prompts = {name: [begin + i % 50 for i in range(90)] for name, begin in (("long", 1), ("longer", 2))}
+    for name, prompt in prompts.items():
+        core.add(request(name, prompt, 1))
+    assert finish(network, "b", "fetches") == continuation(PROMPT, 1)
+    assert finish(network, "b", "longer") == continuation(prompts["longer"], 1)
+    waited = [computed for was_held, computed in steps if was_held and computed]
+    assert waited, "it was held back"
+    assert all(computed == {"long": 8, "longer": 8} for computed in waited), "and nobody with it"
+    assert next(computed for was_held, computed in steps if not was_held) == {"fetches": 1, "long": 8, "longer": 7}
 
 
 def test_a_hint_of_an_engine_that_started_anew_is_ignored_and_counted() -> None:

@@ -87,3 +87,13 @@ def test_an_owner_that_goes_on_for_another_keeps_the_split() -> None:
     wishes = Wishes(Controller())
     wishes.resume(Wish("one-1", 3, split=Split(1, 2)))
     assert wishes.split == Split(1, 2)
+
+
+def test_a_split_that_later_wishes_repeat_does_not_undo_what_was_decided_since() -> None:
+    wishes = Wishes(Controller(), Split(1, 3))
+    wishes.take(Wish("one-1", sets_number=False, split=Split(2, 2), deal="one-1"))
+    wishes.split = Split(3, 1)
+    wishes.take(Wish("one-2", 5, split=Split(2, 2), deal="one-1"))
+    assert wishes.split == Split(3, 1)
+    wishes.take(Wish("one-3", sets_number=False, split=Split(2, 2), deal="one-3"))
+    assert wishes.split == Split(2, 2)

@@ -1,0 +1,33 @@
+"""Whose tokens a step computes: of what decodes first, then of prompts in the order in which they came.
+
+A prompt that waited for blocks of other engines keeps its place: it goes before the next chunk of those that came
+later. Numbers only, one entry per sequence, in that order; `benchmarks/simulation` calls the same functions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int64]
+
+
+def shares(wanted: Tokens, decoding: NDArray[np.bool_], budget: int) -> tuple[NDArray[np.intp], Tokens]:
+    """The sequences of which a step computes tokens, those that decode first, and how many of each.
+
+    wanted:   tokens of each sequence that it could compute at most
+    decoding: no prompt may stall these
+    budget:   tokens of a step
+    """
+    order = np.argsort(~decoding, kind="stable")
+    wanted = wanted[order]
+    before = np.cumsum(wanted) - wanted
+    counts = np.minimum(wanted, np.maximum(0, budget - before))
+    return order[counts > 0], counts[counts > 0]
+
+
+def left_for(place: int, wanted: Tokens, decoding: NDArray[np.bool_], budget: int) -> int:
+    """Tokens that `shares` would leave for one more prompt before the sequence at ``place``; 0 or less: none."""
+    behind = ~decoding
+    behind[:place] = False
+    return budget - int(wanted[~behind].sum())
