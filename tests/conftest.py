@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -42,6 +42,19 @@ LONGEST = (
 """Of the files, by the time that they take: whoever comes to one of them last keeps the other workers waiting."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Every worker begins with other files: what it compiles, of the tests and of what they import, the others find."""
+    report = yield
+    worker = getattr(collector.config, "workerinput", None)
+    if worker is not None and isinstance(collector, pytest.Directory):
+        own = int(worker["workerid"].removeprefix("gw")) * len(report.result) // worker["workercount"]
+        report.result = [*report.result[own:], *report.result[:own]]
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where files are dealt to several workers: long ones first, then those of whole engines, then all others.
 
@@ -49,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if not hasattr(config, "workerinput"):
         return
+    items.sort(key=lambda item: item.path)  # as all workers must, wherever they began
     whole = [item.path.stem for item in items if "e2e" in item.path.parts]
     waiting = {item.path.stem for item in items if item.get_closest_marker("ray")}
     turns: dict[str, int] = {}

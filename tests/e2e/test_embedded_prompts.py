@@ -114,7 +114,11 @@ def test_other_embeddings_are_never_served_from_the_cache_and_change_the_answer(
     executor.close()
 
 
-@pytest.mark.parametrize("loaded", [SMOLLM2], indirect=True)
+@pytest.mark.parametrize(
+    "loaded",
+    ["deepseek-v3", pytest.param("smollm2-135m", marks=[pytest.mark.model, pytest.mark.soak])],
+    indirect=True,
+)
 def test_preempted_requests_are_computed_again_with_their_embeddings(loaded: LoadedModel) -> None:
     engine, executor = loaded.engine(max_batched_tokens=128, prefix_caching=False)
     model, computed = loaded.worker._model, 0

@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 import jsonschema
-import openai
 import pytest
 import ray
 from support.collector import Collector, attributes
 from support.free_ports import free_ports
+from support.later import openai
 from support.waiting import eventually
 
 from headwise import Client, ClientKeys, EngineConfig, SamplingParams

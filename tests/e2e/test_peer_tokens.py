@@ -37,8 +37,9 @@ CONFIG = EngineConfig(
     cpu_threads=1,
     dtype="float32",
     max_batched_tokens=128,
+    standby=False,
 )
-TOKENS = 16
+TOKENS = 8
 DEPLOYMENTS = [
     pytest.param(("smollm2-135m", 1, 3), id="smollm2-135m-1-3"),
     *(

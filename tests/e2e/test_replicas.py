@@ -42,7 +42,7 @@ CONFIG = EngineConfig(
     engine_ports="21700-21999",
     api_key=API_KEY,
 )
-TOKENS = 28
+TOKENS = 20
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 100]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 BEFORE_THE_FAULT = 4

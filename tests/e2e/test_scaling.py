@@ -36,6 +36,7 @@ CONFIG = EngineConfig(
     engine_timeout_s=60.0,
     index_timeout_s=5.0,  # a machine that is busy may keep it from answering
     drain_timeout_s=PATIENCE_S,
+    standby=False,
 )
 TOKENS = 16
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 100]

@@ -11,13 +11,15 @@ from functools import cache
 
 import numba
 import numpy as np
+from numba import types
 
-from headwise.kernels.cpu.machine_code import kept_on_disk
+from headwise.kernels.cpu.machine_code import callable_from_python
 
 CHUNK = 32
 """Tokens that are computed at once: more cost more arithmetic between them, fewer more products with the state."""
 
 _MATH = {"contract", "reassoc", "nsz", "arcp"}
+_FLOAT, _INT = types.float32, types.int64
 _compiled = numba.njit(fastmath=_MATH, nogil=True, error_model="numpy")
 
 
@@ -168,9 +170,14 @@ def _run(mixed, decay, rate, weights, window, state, out, eps):
 
 @cache
 def attend_items():
-    """The compiled function below; it is loaded, or compiled, when it is first called."""
-    with kept_on_disk():
-        return numba.njit(fastmath=_MATH, nogil=True, error_model="numpy", cache=True)(_attend_items)
+    """The compiled function below."""
+    each, weights, out = _FLOAT[:, :, ::1], _FLOAT[:, :, ::1], _FLOAT[:, :, :, ::1]
+    ints, tables = types.int32[::1], types.int32[:, ::1]
+    arguments = (
+        _INT, _INT, each, each, each, weights, _FLOAT[::1], _INT, _INT, _INT, ints, ints, tables, _INT, ints, ints,
+        _INT, _FLOAT, out,
+    )  # fmt: skip
+    return callable_from_python(_attend_items, arguments, fastmath=_MATH, nogil=True, error_model="numpy")
 
 
 def _attend_items(

@@ -143,9 +143,9 @@ class NumbaIndexedKernels(NumbaLatentKernels):
         out: Floats,
     ) -> None:
         """Scores of a sequence's first ``seen`` tokens by its queries ``rows``, the last of which is the last token."""
-        role, compiled = index_role(layout), dsa_jit.score_chunks()
+        role = index_role(layout)
         stored = arena.view(STORED[role.dtype])
-        size = stored.itemsize
+        compiled, size = dsa_jit.score_chunks(stored.dtype), stored.itemsize
         keys_at = (int(heads.slot[0]) * layout.slot_bytes + layout.role_offsets[role.name]) // size
         query, weights = index.query[rows], index.weights[rows]
         start = seen - len(query)

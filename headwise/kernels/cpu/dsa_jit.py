@@ -7,10 +7,11 @@ from functools import cache
 
 import numba
 import numpy as np
+from numba import types
 
 from headwise.kernels.cpu.attention_micro import load_query, pair_size, turn_keys
 from headwise.kernels.cpu.attention_products import CHUNK, MATH, STRIP, TURNED_STRIDE, score_strip
-from headwise.kernels.cpu.machine_code import kept_on_disk
+from headwise.kernels.cpu.machine_code import callable_from_python
 from headwise.kernels.cpu.rows import row_of
 from headwise.kernels.cpu.simd import LANES
 
@@ -61,10 +62,14 @@ def _scores_of_row(kv, query, weights, row, q, turned, s, total, count):
 
 
 @cache
-def score_chunks():
-    """The compiled function below; it is loaded, or compiled, when it is first called."""
-    with kept_on_disk():
-        return numba.njit(fastmath=MATH, nogil=True, error_model="numpy", cache=True)(_score_chunks)
+def score_chunks(stored):
+    """The compiled function below, of keys that are stored in this dtype."""
+    integer, number = types.int64, types.float32
+    arguments = (
+        integer, integer, number[:, :, ::1], number[:, ::1], numba.from_dtype(np.dtype(stored))[::1],
+        types.int32[::1], *[integer] * 6, number[:, ::1],
+    )  # fmt: skip
+    return callable_from_python(_score_chunks, arguments, fastmath=MATH, nogil=True, error_model="numpy")
 
 
 def _score_chunks(

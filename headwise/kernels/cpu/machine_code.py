@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -27,6 +28,7 @@ PACKAGE = Path(__file__).parent
 
 _numba: Any = numba
 _appdirs: Any = appdirs
+_one_thread_at_a_time = threading.Lock()
 
 
 def unit(function: Callable[..., Any], integers: int, **options: Any) -> Any:
@@ -35,8 +37,20 @@ def unit(function: Callable[..., Any], integers: int, **options: Any) -> Any:
     Compiled code that calls it by that address is not compiled again for each of its variants.
     """
     signature = _numba.types.void(*[_numba.types.int64] * integers)
-    with kept_on_disk():
+    with kept_on_disk(), one_process_at_a_time(_name(function)):
         return _numba.cfunc(signature, cache=True, **options)(function)
+
+
+def callable_from_python(function: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> Any:
+    """``function`` compiled, or loaded, now for arguments of these types of Numba's, and for others when they come."""
+    with kept_on_disk(), one_process_at_a_time(_name(function)):
+        compiled = _numba.njit(cache=True, **options)(function)
+        compiled.compile(arguments)
+    return compiled
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
 
 
 @contextmanager
@@ -46,8 +60,8 @@ def kept_on_disk() -> Iterator[None]:
     Raises:
         ConfigError: as `directory`.
     """
-    before = _numba.config.CACHE_LOCATOR_CLASSES
-    with one_process_at_a_time():
+    with _one_thread_at_a_time:
+        before = _numba.config.CACHE_LOCATOR_CLASSES
         _numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{Locator.__name__}"
         try:
             yield
@@ -87,9 +101,11 @@ class Locator:
 
 
 @contextmanager
-def one_process_at_a_time() -> Iterator[None]:
-    """For compilations: whoever waits meanwhile finds the machine code on disk. Not to be entered twice by a thread."""
-    with (_directory() / "lock").open("w") as file:
+def one_process_at_a_time(name: str) -> Iterator[None]:
+    """For compilations of one function: whoever waits meanwhile finds its machine code on disk. Those of others go on:
+    that of a new machine takes a minute, and processes that start together share it out.
+    """
+    with (_directory() / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         yield
 

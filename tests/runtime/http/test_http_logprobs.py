@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 from support.engine.scripted import ScriptedCore
 from support.engine.scripted_deployment import Deployment
+from support.later import openai
 from support.scripted_http import MODEL, ScriptedTexts, Served, serving
 
 from headwise.runtime.engine.output import OutputText

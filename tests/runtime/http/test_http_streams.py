@@ -7,12 +7,12 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.engine.repeating import RepeatingCore
 from support.engine.scripted_deployment import Deployment
+from support.later import openai
 from support.scripted_http import MODEL, Served, serving
 
 ALPHABET = 'ab é\u0301ẞ漢字🚢👩‍👩‍👧\u2028\x85\n\r\t"\\\x00{}:'

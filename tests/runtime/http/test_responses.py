@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 from support.engine.scripted import ScriptedCore
 from support.engine.scripted_deployment import Deployment
+from support.later import openai
 from support.scripted_http import MODEL, Served, serving
 from support.waiting import eventually
 

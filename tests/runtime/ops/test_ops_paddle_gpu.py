@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from support.gpu.host_cupy import HostArray
 from support.gpu.paddle_on_the_host import cupy_on_the_host
+from support.later import paddle
 from support.tensor_operations import HEADS, X, int32, rope
 
 from headwise.cache_controller.dtypes import numpy_dtype
@@ -27,7 +29,8 @@ from headwise.runtime.worker import cuda_device
 from headwise.runtime.worker.cuda_device import CudaDevice
 from headwise.transfer.cuda_stream import ComputeStream
 
-paddle = pytest.importorskip("paddle")
+if find_spec("paddle") is None:
+    pytest.skip("paddle is not installed", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 from support.engine.repeating import RepeatingCore
 from support.engine.scripted_deployment import Deployment
+from support.later import openai
 from support.scripted_http import MODEL, Served, serving
 
 from headwise.runtime.http.answers import Chat, Telling
