@@ -123,7 +123,7 @@ def test_common_head_geometries_in_tiles_of_production(share: int, head_dim: int
     ("dtypes", "tokens"),
     [
         (Dtypes("bfloat16", "bfloat16"), 32),
-        (Dtypes("float16", "int8"), 32),
+        (Dtypes("float16", "int8"), 16),
         pytest.param(Dtypes("bfloat16", INT4), 16, marks=pytest.mark.soak),
     ],
 )
