@@ -40,8 +40,8 @@ def pack(rows: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
 
 def unpack(packed: NDArray[np.uint8], scales: NDArray[np.float16]) -> NDArray[np.float32]:
     """What `pack` made of rows, read: ``[..., head_dim]``."""
-    halves = packed.reshape(*packed.shape[:-1], -1, GROUP // 2)
+    halves = packed.reshape(*packed.shape[:-1], packed.shape[-1] * 2 // GROUP, GROUP // 2)
     codes = np.concatenate([halves & 0xF, halves >> 4], axis=-1).astype(np.float32)
     scale, minimum = scales[..., 0, None].astype(np.float32), scales[..., 1, None].astype(np.float32)
-    rows: NDArray[np.float32] = (minimum + codes * scale).reshape(*packed.shape[:-1], -1)
+    rows: NDArray[np.float32] = (minimum + codes * scale).reshape(*packed.shape[:-1], packed.shape[-1] * 2)
     return rows

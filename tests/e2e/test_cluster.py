@@ -274,7 +274,7 @@ def test_a_second_deployment_of_the_name_is_refused_and_the_first_goes_on(client
     [
         ({"tp_size": 7}, ConfigError, "7"),
         ({"model": "/nowhere/model"}, ModelError, "/nowhere/model"),
-        pytest.param({"host_cache": "10TiB"}, ConfigError, "does not fit", marks=pytest.mark.soak),  # as test_detached's
+        pytest.param({"host_cache": "10TiB"}, ConfigError, "does not fit", marks=pytest.mark.soak),  # as detached
     ],
 )
 def test_what_cannot_be_served_is_an_error_of_the_caller(

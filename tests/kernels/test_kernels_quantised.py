@@ -83,6 +83,7 @@ def test_elements_in_four_bits_are_at_most_half_a_step_off_wherever_their_group_
     rounding = 2.0**-11 * (high - low + np.abs(low)) + 2.0**-20  # of scales and minima to float16
     assert (np.abs(read - kept) <= (high - low) / 30 + 2 * rounding).all()
     assert (read[0] == 0).all()
+    assert unpack(*pack(np.empty((0, 2, GROUP), np.float32))).shape == (0, 2, GROUP), "of nothing nothing"
 
 
 def test_integers_are_rounded_half_to_even() -> None:

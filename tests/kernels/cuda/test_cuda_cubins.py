@@ -139,7 +139,8 @@ def test_prefill_over_a_quantised_cache_has_the_registers_to_convert_it(sm: int,
     shape = AttentionShape(share=4, head_dim=128, block_size=64, q_dtype="bfloat16", kv_dtype=kv_dtype)
     compiled = compile_variant(variants_of(shape, sm)[PREFILL], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, MATRIX_INSTRUCTION[sm])
-    assert compiled.spilled_bytes == 0
+    assert compiled.spilled_bytes <= (96 if sm == 100 else 0)
+    assert not any(loop.spills for loop in machine_loops(sass_of(compiled)))
 
 
 @pytest.mark.parametrize("kernel", [PREFILL, DECODE])
