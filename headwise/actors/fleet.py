@@ -83,7 +83,7 @@ class Fleet:
         self._wishes = Wishes(self._controller, Split(config.prefill_replicas, config.decode_replicas))
         self._roles: dict[str, EngineRole] = {}
         self._balance = RoleBalance(RolePolicy(config.upscale_delay_s)) if config.elastic_roles else None
-        self._balanced = ""
+        self._balanced = self._last_change = ""
         self._answer: Any = None  # of the scheduler: the call that is under way
         self._ask_at = self._now = 0.0
         self._serial = 0
@@ -194,8 +194,10 @@ class Fleet:
         self._wishes.split = decision.split
         if decision.is_change:
             log.info("roles: %s", decision.reason)
+            self._last_change = decision.reason
             self._ask_at = now  # the scheduler is to hear of it
-        self._balanced = f" ({decision.reason})" if self._wishes.split.total else ""
+        before = f"; changed last: {self._last_change}" if self._last_change and not decision.is_change else ""
+        self._balanced = f" ({decision.reason}{before})" if decision.split.total else ""
 
     def _replace_silent(self, names: tuple[str, ...], now: float) -> None:
         """Replace engines that the scheduler reports as silent. An engine that was started only since then is not

@@ -74,14 +74,14 @@ class Pressure:
 
     backlog_s: of prompts, at the engines for prompts, and held
     load:      of prompts that arrive; None: not known yet
-    helping:   engines that serve whole requests beside those for prompts
+    helping:   engines that serve whole requests beside the others; None: all that decode do
     pools, sequences: that running requests fill, in engines
     turnover_s: in which an answer is decoded
     """
 
     backlog_s: float
     load: Load | None
-    helping: int
+    helping: int | None
     pools: float
     sequences: float
     turnover_s: float
@@ -90,19 +90,20 @@ class Pressure:
         """With so many engines of each kind."""
         waiting = self.backlog_s / prefill
         if self.load is not None:
-            servers = prefill + self.helping
+            servers = prefill + (decode if self.helping is None else self.helping)
             waiting = max(waiting, min(self.load.wait_s(servers), CLEAR_S * self.load.work / servers))
         short = max(self.pools, self.sequences) / decode - 1.0
         return Costs(waiting, (max(0.0, short) + min(1.0, self.sequences / decode)) * self.turnover_s)
 
 
 class RoleBalance:
-    """Call `decide` about once a second. A change is forgotten by nobody but its caller: it is made of ``split``."""
+    """Call `decide` about once a second, with the split that was decided last, or that somebody has asked for since."""
 
     def __init__(self, policy: RolePolicy) -> None:
         self.policy = policy
         self._history = LoadHistory()
         self._now = self._changed = -math.inf
+        self._split: Split | None = None
         self._towards: Side | None = None
         self._since = -math.inf  # that this side should have got an engine
 
@@ -123,6 +124,9 @@ class RoleBalance:
         fits:  whether an engine has the tensor-parallel ranks for a role: one that has not does not change
         """
         now = self._now = max(now, self._now)
+        if split != self._split:  # what was seen of another one counts no more
+            self._split = split
+            self._forget()
         there = split.of(len(replicas))
         held = self._held(observed, replicas, there)
         if held:
@@ -203,7 +207,7 @@ def _pressure(observed: Observation, roles: Mapping[str, EngineRole], split: Spl
     return Pressure(
         backlog_s=observed.held_s + sum(report.backlog_s for report in by_role["prefill"]),
         load=None if expected is None else load_of(expected, observed),
-        helping=len(by_role["mixed"]),
+        helping=len(by_role["mixed"]) if split.decode else None,
         pools=sum(report.pool * report.crowding for report in decoding),
         sequences=sum(report.sequences * report.crowding for report in decoding),
         turnover_s=max((report.turnover_s for report in decoding), default=0.0),

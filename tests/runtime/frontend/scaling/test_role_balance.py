@@ -144,6 +144,14 @@ def test_an_engine_without_the_ranks_for_the_other_role_keeps_its_own(ranks: lis
     assert [ranks[NAMES.index(name)] for name in prefill] == [1] * after.prefill
 
 
+def test_a_split_that_somebody_asks_for_stays_for_as_long_as_any_other() -> None:
+    cluster = Cluster(Split(2, 2))
+    cluster.run(14, backlog_s=20.0)
+    cluster.split = Split(1, 3)
+    assert cluster.run(14, backlog_s=20.0) == Split(1, 3)
+    assert cluster.run(3, backlog_s=20.0) == Split(2, 2)
+
+
 def test_where_none_only_decodes_engines_that_serve_whole_requests_change() -> None:
     cluster = Cluster(Split(1))
     assert cluster.run(16, backlog_s=20.0) == Split(2)
