@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -74,6 +75,16 @@ def test_numba_is_configured_for_the_time_of_the_decoration_only() -> None:
     with machine_code.kept_on_disk():
         assert "machine_code" in numba.config.CACHE_LOCATOR_CLASSES
     assert before == numba.config.CACHE_LOCATOR_CLASSES
+
+
+def test_a_process_waits_for_those_that_compile_the_same_and_for_no_others() -> None:
+    with machine_code.one_process_at_a_time("of_this_test"), machine_code.one_process_at_a_time("another_of_this_test"):
+        locks = list(machine_code.directory().glob("*of_this_test.lock"))
+        assert len(locks) == 2
+        for lock in locks:
+            with lock.open("w") as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.unlink()
 
 
 def test_a_copy_of_the_sources_elsewhere_finds_the_machine_code_again(tmp_path: Path) -> None:

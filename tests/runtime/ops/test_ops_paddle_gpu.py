@@ -252,7 +252,7 @@ def test_a_gpu_worker_computes_on_the_stream_of_its_tensors(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def make_gpu_ops(name: str, dtype: str, programs: object, launcher: object) -> Any:
+    def make_gpu_ops(name: str, dtype: str, programs: object, launcher: object, weights_dtype: str) -> Any:
         seen.update(name=name, dtype=dtype, streams=list(streams))
         return SimpleNamespace(empty_bytes=None)
 
