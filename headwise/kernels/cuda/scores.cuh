@@ -15,6 +15,9 @@ __device__ __forceinline__ Mass smaller(Mass a, Mass b) { return a < b ? a : b; 
 
 // ---- logits, and keys in their order ----
 
+// Few models have caps: called, it takes none of the others' registers or instructions.
+__device__ __noinline__ static float capped(float score, float cap) { return cap * tanhf(score / cap); }
+
 struct Scores {
     const char* first;  // the vector in which the row begins
     float cap;          // of logits, cap * tanh(score / cap); 0 for none
@@ -22,8 +25,6 @@ struct Scores {
     int vocab, shift;
 
     __device__ __forceinline__ int vectors() const { return (lead + vocab + ELEMENTS - 1) / ELEMENTS; }
-
-    __device__ __forceinline__ float capped(float score) const { return cap * tanhf(score / cap); }
 
     // Calls `see(token, logit)` for the tokens of a vector, in their order.
     template <class See>
@@ -37,14 +38,14 @@ struct Scores {
                 if (token + i < 0 || token + i >= vocab) continue;
                 const float score = NUMBER == F32 ? reinterpret_cast<const float*>(from)[i]
                                                   : to_f32<NUMBER>(reinterpret_cast<const unsigned short*>(from)[i]);
-                see(token + i, (cap == 0.0f ? score : capped(score)) + 0.0f);
+                see(token + i, (cap == 0.0f ? score : capped(score, cap)) + 0.0f);
             }
             return;
         }
         Floats scores = widened(load(from));
         if (cap != 0.0f) {
 #pragma unroll
-            for (int i = 0; i < ELEMENTS; i++) scores.at[i] = capped(scores.at[i]);
+            for (int i = 0; i < ELEMENTS; i++) scores.at[i] = capped(scores.at[i], cap);
         }
 #pragma unroll
         for (int i = 0; i < ELEMENTS; i++) see(token + i, scores.at[i] + 0.0f);  // there is one zero only
