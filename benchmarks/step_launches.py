@@ -92,6 +92,7 @@ class CountedOps(EmulatedOps):
     """Graphs are recorded by running their work once, and are a call each."""
 
     empty_like = GpuOps.empty_like
+    empty_bytes = GpuOps.empty_bytes
 
     def __init__(self, dtype: str, counted: Counted) -> None:
         GpuOps.__init__(self, np, numpy_dtype(dtype), counted, counted)
