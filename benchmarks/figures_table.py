@@ -259,6 +259,16 @@ SCRIPTS: dict[str, tuple[Row, ...]] = {
             lambda f: f"{f['decode_step_us']:.0f} us",
         ),
     ),
+    "step_launches": (
+        Row(
+            "Python of a layer of a prefill step on a GPU, run without one: launch by launch, and in pieces of graphs: "
+            "of a dense model; of a mixture of experts",
+            lambda f: "; ".join(
+                f"{f[f'{model}_prefill_launches_us']:.0f}, {f[f'{model}_prefill_graphs_us']:.0f} us"
+                for model in ("llama", "moe")
+            ),
+        ),
+    ),
     "kernels": (Row("Attention, decode, 16 sequences of 2,048 tokens, 9 query and 3 KV heads of 64", _decode),),
 }
 """By script, in README's order."""

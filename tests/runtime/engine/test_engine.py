@@ -32,6 +32,7 @@ from support.index.model import Heard, Said, assert_match_serves, servable_depth
 
 from headwise.cache_controller.block_hash import extend_hashes, hash_seed
 from headwise.cache_controller.leases import Leases
+from headwise.cache_controller.memories import HOST
 from headwise.cache_controller.policy import FULL, STATE, HeadPolicy
 from headwise.cache_controller.storage_tier import PROBE_S
 from headwise.cache_controller.stored_blocks import AUDIT_S
@@ -666,7 +667,8 @@ class TieredMachine(EngineMachine):
         """Read as other engines read it, without a word."""
         leased, arena = {}, self.executor._copies._arena.array.reshape(self.engine.cache.host.pool.num_blocks, -1)
         for lease in self.leases._leases.values():
-            for column, group, block in lease.blocks.tolist():
+            for column, group, block, memory in lease.blocks.tolist():
+                assert memory == HOST, "nobody who reads a device is here"
                 key = lease.grant, lease.hashes[column], group
                 leased[key] = self.read.get(key, arena[block].tobytes())
                 assert arena[block].tobytes() == leased[key]

@@ -105,7 +105,7 @@ def lent(engines: dict[str, GpuEngine]) -> int:
 
 def test_tokens_are_those_of_one_engine_with_what_came_from_the_others_device(engines) -> None:
     a, b = engines["a"], engines["b"]
-    assert a.worker.describe().endswith("peers=cuda_ipc,shared_memory,tcp")
+    assert "peers=cuda_ipc,shared_memory,tcp" in a.worker.describe()
     expected, _ = serve(engines, "a", PROMPT[:42])
     assert serve(engines, "b", PROMPT[:42], PeerHint("a", 1, 40)) == (expected, 40)
     assert lent(engines) > 5, "a block for each of five columns, and those that the window sees"

@@ -116,7 +116,7 @@ class IndexedLatentOverCache:
             cosines, sines = rotation
             self._rotating.write_index_rope(index, keys, cosines, sines, *where)
         cache.wait()
-        seen = self.result_of(queries) if cache.out is None else cache.out
+        seen = self._latents.result_for(queries) if cache.out is None else cache.out
         self._kernels.attend_chosen(queries, up, index, *where, scale=self._scale, out=seen)
         return self._ops.from_kernel_array(seen)
 

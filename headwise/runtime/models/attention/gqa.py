@@ -125,7 +125,7 @@ class GroupedQueryOverCache:
             cosines, sines = rotation
             self._rotating.write_kv_rope(queries, keys, values, cosines, sines, *where)
         cache.wait()
-        seen = self.result_of(queries) if cache.out is None else cache.out
+        seen = ops.empty_like(queries) if cache.out is None else cache.out
         self._kernels.attend(
             queries, cache.arena, cache.layout, *self.seen(cache), scale=self._scale, softcap=self._softcap, out=seen,
             sink_logits=sink_logits,

@@ -112,14 +112,17 @@ class LatentOverCache:
         queries = self.written(cache, query, compressed, shared, rotation)
         where = cache.arena, cache.layout, cache.batch, cache.heads
         cache.wait()
-        seen = self.result_of(queries) if cache.out is None else cache.out
+        seen = self.result_for(queries) if cache.out is None else cache.out
         self._kernels.attend_latent(queries, up, *where, scale=self._scale, out=seen)
         return self._ops.from_kernel_array(seen)
 
     def result_of(self, *projected: Any) -> KernelArray:
         """See `CachedAttention.result_of`."""
-        query = self._ops.kernel_array(projected[0])
-        return self._ops.empty_like(query, (*query.shape[:2], self._mla.value_dim))
+        return self.result_for(self._ops.kernel_array(projected[0]))
+
+    def result_for(self, queries: KernelArray) -> KernelArray:
+        """Where what ``queries [T, q_heads, any]`` see goes."""
+        return self._ops.empty_like(queries, (*queries.shape[:2], self._mla.value_dim))
 
     def written(
         self, cache: LayerCache, query: Tensor, compressed: Tensor, shared: Tensor, rotation: Rotation
