@@ -185,11 +185,13 @@ def compare(model: str, tokens: int, variants: Sequence[str] = tuple(VARIANTS)) 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, help="this one alone")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="this one; may be repeated")
     parser.add_argument("--tokens", type=int, default=2048, help="of the text, from its beginning")
     parser.add_argument("--quick", action="store_true", help="the first 512 tokens, SmolLM2 only: seconds")
     args = parser.parse_args(arguments)
     models = (args.model,) if args.model else MODELS[:1] if args.quick else MODELS
-    print(json.dumps({model: compare(model, 512 if args.quick else args.tokens) for model in models}))
+    tokens, variants = 512 if args.quick else args.tokens, args.variant or tuple(VARIANTS)
+    print(json.dumps({model: compare(model, tokens, variants) for model in models}))
 
 
 if __name__ == "__main__":

@@ -335,6 +335,7 @@ def test_clients_find_a_deployment_by_its_ray_cluster(deployment: Deployment) ->
         Client("ray:auto/other")
 
 
+@pytest.mark.soak
 def test_a_stopped_deployment_s_address_is_unreachable_and_nothing_is_left_of_two_starts(tmp_path: Path) -> None:
     script = """
         import os, re, sys, threading

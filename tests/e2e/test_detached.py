@@ -174,6 +174,7 @@ def test_to_stop_it_lets_a_stream_end_and_leaves_nothing(cluster: str, address: 
     assert error == f"error: no deployment named 'headwise' runs on the Ray cluster at {cluster}"
 
 
+@pytest.mark.soak
 def test_one_that_cannot_start_is_an_error_of_the_command_and_leaves_nothing(cluster: str) -> None:
     code, out, error = serve(cluster, replace(CONFIG, host_cache="10TiB"))
     assert (code, out) == (1, "")
@@ -188,6 +189,7 @@ def take_sigint() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.soak
 def test_one_that_is_interrupted_while_it_starts_leaves_nothing(cluster: str, tmp_path: Path) -> None:
     log, never = tmp_path / "log", replace(CONFIG, engine_resources="of_no_node=1")
     command = [sys.executable, "-m", "headwise", "serve", "--detach", "--address", cluster, *as_flags(never)]

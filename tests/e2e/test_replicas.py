@@ -232,16 +232,11 @@ def sent(number: int, pid: int) -> list[int]:
     return [pid]
 
 
-AS_OTHERS = (
-    kill_store,
-    kill_worker,
-    stop_engine,
-    hang_frontend,
-)  # as in test_cluster and test_failover, and hang_engine
+AS_OTHERS = (kill_store, kill_worker, stop_engine, hang_frontend, hang_engine)
+"""Much as in `test_cluster` and `test_failover`."""
 FAULTS = [
     kill_scheduler,
     kill_engine,
-    hang_engine,
     *(pytest.param(fault, marks=pytest.mark.soak) for fault in AS_OTHERS),
 ]
 

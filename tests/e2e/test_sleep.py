@@ -68,7 +68,7 @@ def memory(worker: ModelWorker) -> list[weakref.ref[Any]]:
     return [weakref.ref(worker._model), weakref.ref(worker._model._layers[0]), weakref.ref(worker._cache.arena)]
 
 
-@pytest.mark.parametrize("tensor_ops", ["paddle", "numpy"])
+@pytest.mark.parametrize("tensor_ops", ["paddle", pytest.param("numpy", marks=pytest.mark.soak)])
 def test_weights_and_arena_are_given_up(tensor_ops: str) -> None:
     config = EngineConfig(model=MODEL, kv_cache="32MiB", max_model_len=128, host_cache="8MiB", tensor_ops=tensor_ops)
     with LocalEngine(config) as engine:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine.loaded_model import CACHE_KINDS, GREEDY, LoadedModel, serve
+from support.engine.loaded_model import CACHE_KINDS, GREEDY, LoadedModel, cache_kinds_but, serve
 from support.mooncake import Master, require_mooncake
 from support.reference import Answer, answers, assert_same
 from support.waiting import PATIENCE_S, eventually
@@ -72,6 +72,7 @@ def left(smollm2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path
     return directory
 
 
+@cache_kinds_but("gemma3-270m")
 def test_a_new_engine_is_warm_from_what_the_last_one_left(loaded: LoadedModel, tmp_path: Path) -> None:
     cached, engine = run(loaded, tmp_path)
     assert cached == 0

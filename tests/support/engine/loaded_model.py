@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 from support.reference import Answer
 from support.tiny_checkpoints import TINY_CONFIGS, checkpoint
 
@@ -26,7 +27,6 @@ MODELS = ("smollm2-135m", "gemma3-270m")
 DEMO_MODELS = [pytest.param(name, marks=pytest.mark.model) for name in MODELS]
 ALL_MODELS = [*DEMO_MODELS, *TINY_CONFIGS]
 """Parameters of tests: the demo models, and tiny random ones of other architectures, which need no download."""
-
 _LIKE_ANOTHER_S = {
     "qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi3-long", "gemma2", "gemma4-moe", "deepseek-v2", "qwen3.5",
     "qwen3.5-moe", "gpt-oss-mxfp4",
@@ -38,6 +38,21 @@ soak, as their layers are not what such a test is about."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 BASE = EngineConfig(dtype="float32", kv_cache="256MiB", max_batched_tokens=512, max_model_len=4096)
+
+
+def all_but(name: str) -> pytest.MarkDecorator:
+    """A test of `ALL_MODELS`, one of which, slow and with little to add, is for the soak."""
+    return pytest.mark.parametrize("loaded", [*_demo_models(name), *TINY_CONFIGS], indirect=True)
+
+
+def cache_kinds_but(name: str) -> pytest.MarkDecorator:
+    """The same of `CACHE_KINDS`."""
+    return pytest.mark.parametrize("loaded", [*_demo_models(name), *TINY_KINDS], indirect=True)
+
+
+def _demo_models(slow: str) -> list[ParameterSet]:
+    marks = {name: [pytest.mark.model, *([pytest.mark.soak] if name == slow else [])] for name in MODELS}
+    return [pytest.param(name, marks=marks[name]) for name in MODELS]
 
 
 class LoadedModel:
