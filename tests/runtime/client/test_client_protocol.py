@@ -669,18 +669,20 @@ def test_a_client_that_vanishes_has_its_requests_aborted(deployment: Deployment)
 def test_a_client_that_does_not_read_is_dropped_and_the_others_go_on(deployment: Deployment) -> None:
     core = ScriptedCore()
     server = deployment.add_engine(core, send_queue=2)
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.RCVHWM, 1)
-    socket.setsockopt(zmq.RCVBUF, 4096)
-    socket.connect(server.endpoint)
-    for index in range(50):
-        request = GenerateRequest(f"slow-{index}", np.ones(1, np.int32), SamplingParams(max_tokens=10**9))
-        socket.send(wire.encode(Submit(index, request)))
-    with Client(deployment.address) as client:
-        eventually(lambda: len(core.aborted) == 50)
-        assert client.generate("abc", max_tokens=1).text == "0 "
-    context.destroy(linger=0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.setsockopt(zmq.RCVBUF, 4096)
+        socket.connect(server.endpoint)
+        core.gate.clear()  # who is dropped loses what it has sent and nobody has read
+        for index in range(50):
+            request = GenerateRequest(f"slow-{index}", np.ones(1, np.int32), SamplingParams(max_tokens=10**9))
+            socket.send(wire.encode(Submit(index, request)))
+        eventually(lambda: len(core.live) == 50)
+        core.gate.set()
+        with Client(deployment.address) as client:
+            eventually(lambda: len(core.aborted) == 50)
+            assert client.generate("abc", max_tokens=1).text == "0 "
 
 
 @pytest.mark.parametrize(
