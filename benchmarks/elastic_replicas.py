@@ -273,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="two engines, short phases: half a minute")
     parser.add_argument("--smoke", action="store_true", help="one engine, so nothing is decided: seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
     options = parser.parse_args(arguments)
     size = SMOKE if options.smoke else QUICK if options.quick else FULL
     questions = questions_of(size, CONFIG, options.seed)
@@ -285,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             host_cache="64MiB",
             storage=f"file://{storage}?capacity=1GiB",
         )
-        with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
+        with Deployment.start(config, options.ray) as deployment, Client(deployment.client_address) as client:
             found = serve(client, questions, size)
     show(found["phases"])
     print(json.dumps(rounded(found)))

@@ -189,11 +189,13 @@ def free_port() -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; says little")
-    size = QUICK if parser.parse_args(arguments).quick else FULL
+    parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
+    options = parser.parse_args(arguments)
+    size = QUICK if options.quick else FULL
     config = EngineConfig(
         model="smollm2-135m", port=0, http=free_port(), max_num_seqs=size.streams, max_model_len=512, block_size=16
     )
-    with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
+    with Deployment.start(config, options.ray) as deployment, Client(deployment.client_address) as client:
         ways: dict[str, Way] = {"zmq": OverZmq(client), "http": OverHttp(config.http)}
         found = asyncio.run(measure(ways, size, deployment.actor_pids()["http-0"]))
     found["mask_us_per_token"] = mask_us(resolve_model(config.model, config.cache_path), size.forms)

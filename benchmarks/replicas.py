@@ -288,14 +288,14 @@ def first_token_s(client: Client, engine: str, prompt: Sequence[int], hint: Peer
                 return time.perf_counter() - since
 
 
-def load_from_peers(config: EngineConfig, size: Size, seed: int) -> dict[str, Any]:
+def load_from_peers(config: EngineConfig, size: Size, seed: int, ray: str | None) -> dict[str, Any]:
     """The first prompt of each engine is not measured: kernels are called, and speeds measured, for the first time."""
     draw, computed, loaded = np.random.default_rng(seed), list[float](), list[float]()
     cache = f"{size.peer_tokens // 16}MiB"
     config = replace(config, replicas=2, max_model_len=size.peer_tokens + 64, kv_cache=cache)
     config = replace(config, host_cache=f"{size.peer_tokens // 4}MiB")
     show("prompt", "computed s", "from a peer s")
-    with Deployment.start(config) as deployment, Client(deployment.client_address) as client:
+    with Deployment.start(config, ray) as deployment, Client(deployment.client_address) as client:
         while len(client.stats()["engines"]) < 2:
             time.sleep(0.1)
         time.sleep(1.5)  # until the engines have been told of each other
@@ -330,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="two engines, one policy, three faults: a minute")
     parser.add_argument("--smoke", action="store_true", help="the same with one fault: seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ray", metavar="HOST:PORT", help="the Ray cluster to deploy to; default: one of its own")
     options = parser.parse_args(arguments)
     size = SMOKE if options.smoke else QUICK if options.quick else FULL
     config = replace(CONFIG, replicas=size.replicas, kv_cache=size.kv_cache, max_model_len=size.max_model_len)
@@ -338,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show("policy", "hit rate", "TTFT p50 s", "TTFT p90 s")
     for policy in size.policies:
         with (
-            Deployment.start(replace(config, routing=policy)) as deployment,
+            Deployment.start(replace(config, routing=policy), options.ray) as deployment,
             Client(deployment.client_address) as client,
         ):
             seen[policy] = converse(client, size, options.seed)
@@ -351,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report[f"ttft_{name}_s"] = {policy: turns.quantile(share) for policy, turns in seen.items()}
         if len(seen) == 2:
             report[f"ttft_{name}_ratio"] = seen["round_robin"].quantile(share) / seen["cache_aware"].quantile(share)
-    loaded = load_from_peers(CONFIG, size, options.seed) if size.peer_prompts else {}
+    loaded = load_from_peers(CONFIG, size, options.seed, options.ray) if size.peer_prompts else {}
     print(json.dumps(rounded({**report, **broken, **loaded})))
 
 

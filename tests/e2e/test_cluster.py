@@ -309,6 +309,7 @@ def test_a_port_that_is_taken_is_named(deployment: Deployment) -> None:
         Deployment.start(config, address="auto")
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("full_cluster")
 def test_a_free_port_that_is_taken_before_it_is_bound_is_given_up_for_another(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch

@@ -246,6 +246,7 @@ def serving(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[b
 LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
 
 
+@pytest.mark.soak
 def test_serve_that_is_told_to_end_lets_its_requests_end_and_takes_no_others(tmp_path: Path) -> None:
     with serving(tmp_path, f"--drain-timeout-s={PATIENCE_S}") as (process, client):
         stream = client.stream("Once upon a time", LONG)

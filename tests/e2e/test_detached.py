@@ -20,7 +20,6 @@ from support.reference import answers
 from support.waiting import PATIENCE_S, eventually
 
 from headwise import Client, EngineConfig, SamplingParams
-from headwise.actors.cluster import Cluster
 from headwise.actors.found import Found, deployments, find_actor, find_parts
 from headwise.actors.names import OWNER, SCHEDULER, STANDBY
 from headwise.errors import HeadwiseError
@@ -47,14 +46,6 @@ NAME = CONFIG.name
 TOKENS = 16
 STREAMS = [answer.first(TOKENS) for answer in answers(CONFIG.model) if len(answer.prompt_ids) < 60][:4]
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a Ray cluster. Commands join it by the variables of this process."""
-    cluster = Cluster.start()
-    yield str(ray.get_runtime_context().gcs_address)
-    cluster.disconnect()
 
 
 def run(*arguments: str) -> tuple[int, str, str]:

@@ -67,8 +67,8 @@ def test_the_roofline_counts_every_weight_that_a_step_reads(capsys: pytest.Captu
 
 
 @pytest.mark.ray
-def test_replicas_are_measured_and_lose_no_stream(capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures_of("replicas", capsys, "--smoke")
+def test_replicas_are_measured_and_lose_no_stream(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures_of("replicas", capsys, "--smoke", "--ray", cluster)
     assert found["hit_rate"]["cache_aware"] > 0
     assert list(found["recovery"]) == ["scheduler"]
     assert found["served"] > 0
@@ -85,16 +85,16 @@ def test_prefill_and_decode_apart_are_measured(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.ray
-def test_what_http_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    found = quick_figures("openai_http", capsys)
+def test_what_http_costs_is_measured(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = quick_figures("openai_http", capsys, "--ray", cluster)
     assert found["throughput_over_zmq"] > 0
     assert found["mask_us_per_token"] > 0
     assert min(found["ttft_p50_ms"].values()) > 0
 
 
 @pytest.mark.ray
-def test_what_requests_notice_of_elastic_replicas_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    found = figures_of("elastic_replicas", capsys, "--smoke")
+def test_what_requests_notice_of_elastic_replicas_is_measured(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures_of("elastic_replicas", capsys, "--smoke", "--ray", cluster)
     assert found["lost_requests"] == found["different"] == 0
     assert found["served"] > 0
     assert [number for _, number in found["decisions"]] == [1]
@@ -102,8 +102,10 @@ def test_what_requests_notice_of_elastic_replicas_is_measured(capsys: pytest.Cap
 
 @pytest.mark.soak
 @pytest.mark.ray
-def test_elastic_replicas_come_and_go_by_the_load_and_lose_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    found = quick_figures("elastic_replicas", capsys)
+def test_elastic_replicas_come_and_go_by_the_load_and_lose_nothing(
+    cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = quick_figures("elastic_replicas", capsys, "--ray", cluster)
     assert found["lost_requests"] == found["different"] == 0
     assert found["served"] > 0
     assert [number for _, number in found["decisions"]][:3] == [1, 2, 1]

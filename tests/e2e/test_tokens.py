@@ -109,7 +109,7 @@ def test_a_mixed_batch_chunked_at_64_without_prefix_caching(loaded: LoadedModel,
 
 
 @all_but("gemma3-270m")
-@tokens_of_each(12, 24)
+@tokens_of_each(6, 24)
 def test_32_requests_at_once_with_prefixes_from_the_cache(loaded: LoadedModel, tokens: int) -> None:
     tokens = loaded.tokens(tokens)
     wanted = [answer.first(tokens) for answer in reference(loaded, longest=1400)]

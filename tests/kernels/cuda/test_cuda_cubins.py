@@ -37,6 +37,8 @@ cached = cache(compile_variant)
 WIDTHS = {"i32": 4, "fp32": 4, "i64": 8}
 """Bytes of the types that are passed by value; pointers have 8."""
 
+EACH_SM = [pytest.param(80, marks=pytest.mark.soak), 90, 100]
+"""The oldest, whose instructions are fewest and best known, in a soak."""
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
@@ -87,7 +89,7 @@ def parameters_of(cubin: bytes, kernel: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kernel", [PREFILL, DECODE, MERGE])
-@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("sm", EACH_SM)
 def test_machine_code_takes_the_arguments_of_the_signature_and_then_pointers_alone(sm: int, kernel: int) -> None:
     variant = variants_of(LLAMA, sm)[kernel]
     compiled = cached(variant, Target(sm, cuda=12))
@@ -122,7 +124,7 @@ def test_fences_are_added_where_the_compiler_leaves_them_out(monkeypatch: pytest
     assert all(waits)
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("sm", EACH_SM)
 def test_prefill_uses_the_tensor_cores_of_the_card_and_overlaps_its_loads(sm: int) -> None:
     compiled = cached(variants_of(LLAMA, sm)[PREFILL], Target(sm, cuda=12))
     assert not compiled.is_serialised
@@ -133,7 +135,8 @@ def test_prefill_uses_the_tensor_cores_of_the_card_and_overlaps_its_loads(sm: in
 
 
 @pytest.mark.parametrize(
-    ("sm", "kv_dtype"), [(90, "float8_e4m3fn"), (100, "int8"), pytest.param(90, "int4", marks=pytest.mark.soak)]
+    ("sm", "kv_dtype"),
+    [(90, "float8_e4m3fn"), *(pytest.param(*where, marks=pytest.mark.soak) for where in ((100, "int8"), (90, "int4")))],
 )
 def test_prefill_over_a_quantised_cache_has_the_registers_to_convert_it(sm: int, kv_dtype: str) -> None:
     shape = AttentionShape(share=4, head_dim=128, block_size=64, q_dtype="bfloat16", kv_dtype=kv_dtype)
@@ -163,7 +166,7 @@ def test_heads_of_512_spill_next_to_nothing_within_a_loop_and_fit_the_card(sm: i
     assert max(loop.spills for loop in loops) <= allowed
 
 
-@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("sm", EACH_SM)
 def test_decode_overlaps_its_loads_and_leaves_room_for_three_programs(sm: int) -> None:
     compiled = cached(variants_of(LLAMA, sm)[DECODE], Target(sm, cuda=12))
     assert_overlaps_loads(compiled, "mma.sync")
