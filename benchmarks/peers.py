@@ -25,7 +25,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from runtimes.scenarios import Scenario, long_scenarios, scenarios
 
 from headwise.cache_controller.head_pattern import parse_pattern
 from headwise.runtime.cli.terminal import progress
-from headwise.runtime.config.engine_config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -60,10 +59,7 @@ HALF = {"sparsity": 0.5, "sink": 64, "window": 256}
 def ours(model: str, max_tokens: int, engine: Mapping[str, Any]) -> dict[str, Spec]:
     """headwise, and where it computes from GGUF blocks, that, too."""
     base = {"model": model, "max_model_len": max_tokens, "kv_cache": "2GiB", "max_batched_tokens": CHUNK, **engine}
-    found = {"headwise": headwise_spec(**base)}
-    if "weights_dtype" in {f.name for f in fields(EngineConfig)}:
-        found["headwise_gguf"] = headwise_spec(**{**base, "weights_dtype": "gguf"})
-    return found
+    return {"headwise": headwise_spec(**base), "headwise_gguf": headwise_spec(**{**base, "weights_dtype": "gguf"})}
 
 
 def peers(python: Path, only: Sequence[str], files: ModelFiles, max_tokens: int, slots: int) -> dict[str, Spec]:
@@ -239,6 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with progress() as bar:
             files = find_model(model, bar)
         specs = {**ours(model, MAX_TOKENS, engine), **peers(args.peers_python, only, files, MAX_TOKENS, SLOTS)}
+        if args.smoke and "llamacpp" not in only:
+            del specs["headwise_gguf"]
         found = measure(specs, todo, rounds)
         show(model, todo, found)
         models[model] = report(found)

@@ -13,6 +13,10 @@ from support.waiting import PATIENCE_S, eventually
 from headwise import Client, SamplingParams
 
 
+REST_S = 0.2
+"""Of a reader between two answers: what happens to the deployment needs the cores, too."""
+
+
 class EndlessLoad:
     """One reader for each of the answers, which streams it again and again until `end`."""
 
@@ -29,6 +33,7 @@ class EndlessLoad:
             result = self._client.stream(answer.prompt_ids, self._sampling).read()
             assert result.token_ids == answer.output_ids, answer.name
             self._counts[index] += 1
+            self._is_over.wait(REST_S)
 
     def check(self) -> None:
         """Raise what a stream has raised."""
