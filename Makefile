@@ -40,11 +40,12 @@ lint-deploy: venv
 	@$(BIN)/python -m pytest -rs tests/deploy
 
 # The transports of other packages, for RDMA; here they run on the CPU. NIXL without torch, which it asks for and this use
-# of it does without. Debian has Mooncake's libibverbs1.
+# of it does without. Debian has Mooncake's libibverbs1. In processes of their own, which end without exit(): there NIXL's
+# libnl can crash, once all is over, beside the one that libibverbs1 brings.
 rdma: venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo,mooncake]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5,<2'
-	@$(BIN)/python -m pytest -rs tests/transfer/connectors
+	@$(BIN)/python -m pytest -rs -n 2 tests/transfer/connectors
 
 figures: venv
 	@$(BIN)/python benchmarks/figures.py
