@@ -45,7 +45,7 @@ lint-deploy: venv
 rdma: venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev,demo,mooncake]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'nixl-cu12>=1.5,<2'
-	@$(BIN)/python -m pytest -rs -n 2 tests/transfer/connectors
+	@$(BIN)/python -m pytest -rs -n 2 tests/transfer/connectors tests/runtime/engine/test_gpu_peers.py
 
 figures: venv
 	@$(BIN)/python benchmarks/figures.py

@@ -38,7 +38,7 @@ class CudaSharing:
     def __init__(self, device: int, allocation_of: Callable[[int], int] = allocation_of) -> None:
         import cupy
 
-        self._cuda, self._number = cupy.cuda, device
+        self._cuda, self.gpu = cupy.cuda, device
         self._allocation_of = allocation_of
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -47,7 +47,7 @@ class CudaSharing:
     @property
     def _device(self) -> AbstractContextManager[Any]:
         """Makes the GPU that of this thread: several use it, and one such object is for one of them."""
-        device: AbstractContextManager[Any] = self._cuda.Device(self._number)
+        device: AbstractContextManager[Any] = self._cuda.Device(self.gpu)
         return device
 
     def share(self, arena: Any) -> SharedPart:

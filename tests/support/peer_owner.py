@@ -14,6 +14,7 @@ import numpy as np
 from support.gpu.host_ipc import HostGpu, host_sharing
 from support.waiting import eventually
 
+from headwise.cache_controller.memories import DEVICE, HOST
 from headwise.kernels.select import make_run_copy
 from headwise.sockets.curve import ServerKeys
 from headwise.transfer.connectors.base import ExportAddress
@@ -31,7 +32,8 @@ def content(num_bytes: int, seed: int) -> np.ndarray:
 class PeerOwner:
     """A process with arenas of ``num_bytes``, on its host and on a GPU, that it exports.
 
-    addresses: by transport
+    addresses: by transport; of what leads to either memory, that of the host
+    devices:   the others of those
     content:   of both
     """
 
@@ -45,7 +47,9 @@ class PeerOwner:
         self._process.start()
         theirs.close()
         self._pipe: Any = ours
-        self.addresses = {address.transport: address for address in map(ExportAddress.decode, ours.recv())}
+        found = list(map(ExportAddress.decode, ours.recv()))
+        self.devices = {address.transport: address for address in found if address.memory == DEVICE}
+        self.addresses = self.devices | {address.transport: address for address in found if address.memory == HOST}
         self.pid = int(self._process.pid or 0)
 
     def close_exports(self) -> None:

@@ -254,8 +254,9 @@ class EngineConfig:
     peer_transports: str = _option(
         "auto",
         "How engines read each other's caches: some of cuda_ipc,shared_memory,nixl,mooncake,tcp, the best of which "
-        "that leads from one to the other is used; cuda_ipc is for what is on GPUs alone. auto is cuda_ipc on GPUs, "
-        "shared_memory,tcp, and where there are RDMA devices what is installed for them; none.",
+        "that leads from one to the other is used; cuda_ipc is for what is on GPUs alone, and nixl reads that, too. "
+        "auto is cuda_ipc on GPUs, shared_memory,tcp, and where there are RDMA devices what is installed for them; "
+        "none.",
     )
     peer_plain: bool = _option(
         False,

@@ -36,7 +36,7 @@ from headwise.runtime.protocol.executor import Executor
 from headwise.runtime.protocol.messages import AskLease, EngineLoad, Offer
 from headwise.runtime.protocol.prompt_items import check_embeds, embed_bytes
 from headwise.runtime.protocol.request import FinishReason, GenerateRequest, OutputDelta, Timings, TokenLogprobs, Usage
-from headwise.transfer.connectors.base import node_of_devices
+from headwise.transfer.connectors.base import ways_to_devices
 from headwise.transfer.stats import TransferStats
 
 MAX_HELD_EMBED_BYTES = 1 << 30
@@ -444,8 +444,8 @@ def _peer_loads(
     host = cache.host
     if peers is None or not isinstance(host, HostTier):
         return None
-    node = node_of_devices(executor.exports)
-    return PeerLoads(cache, host.arrivals, peers, exchange, config.load_timeout_s, node)
+    ways = ways_to_devices(executor.exports)
+    return PeerLoads(cache, host.arrivals, peers, exchange, config.load_timeout_s, ways)
 
 
 def _lending(config: EngineConfig, cache: CacheManager, executor: Executor, peers: Peers | None) -> Lending | None:

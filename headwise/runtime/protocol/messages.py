@@ -347,7 +347,7 @@ class AskLease:
     wanted: ``bool [blocks, groups]``, which blocks of the path are meant, by the receiver's groups
     prompt: is to be computed, and its blocks leased as they come: those of its first ``len(wanted)`` columns. Its
             sampling does not matter, for nothing is sampled that anybody hears of. When the lease ends, so does it
-    node:   where all of the sender's workers can read GPUs' memory; empty: they cannot
+    ways:   how all of the sender's workers can read GPUs' memory: on a node, by a transport; none: they cannot
     """
 
     lease: bytes
@@ -356,7 +356,7 @@ class AskLease:
     wanted: NDArray[np.bool_]
     secret: str = ""
     prompt: GenerateRequest | None = None
-    node: str = ""
+    ways: tuple[str, ...] = ()
 
 
 @register

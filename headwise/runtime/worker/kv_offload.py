@@ -115,8 +115,8 @@ class KVOffload:
 
     @property
     def transports(self) -> str:
-        """Those by which others read from here, in words."""
-        return ",".join(export.address.transport for export in self._peers.exports) or "none"
+        """Those by which others read from here, each once, in words."""
+        return ",".join(dict.fromkeys(export.address.transport for export in self._peers.exports)) or "none"
 
     @property
     def is_loading(self) -> bool:

@@ -10,8 +10,7 @@ from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.config.peer_blocks import exchange_with, identity_of_blocks
 from headwise.transfer.base import Stream
-from headwise.transfer.connectors.base import Export
-from headwise.transfer.connectors.cuda_ipc import CudaIpcExport
+from headwise.transfer.connectors.base import DeviceExport, Export
 from headwise.transfer.connectors.select import Memories, PeerAccess, open_exports, open_readers
 from headwise.transfer.peer_reads import PeerBlocks, PeerReads
 
@@ -55,7 +54,7 @@ class PeerParts:
     def attach_device(self, arena: Any | None) -> None:
         """Let another device arena be read; None: that there was is about to be freed."""
         for export in self.exports:
-            if isinstance(export, CudaIpcExport):
+            if isinstance(export, DeviceExport):
                 export.attach(arena)
 
     def close(self, timeout_s: float) -> None:

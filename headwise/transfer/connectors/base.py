@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgpack
 import numpy as np
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from headwise.cache_controller.memories import DEVICE, HOST
 from headwise.errors import HeadwiseError
 from headwise.kernels.block_copy import bad_run, outside
+from headwise.transfer.connectors.names import OF_FAR_DEVICES
 
 Runs = NDArray[np.int64]
 """``int64 [n, 3]``: (first byte in the owner's arena, first byte in ours, bytes)."""
@@ -67,21 +68,25 @@ class ExportAddress:
         return cls(*values[1:])
 
 
-def node_of_devices(exports: Sequence[Sequence[bytes]]) -> str:
-    """The node on which all ranks' devices can be read, given the encoded addresses of each rank; empty: not of all."""
-    nodes = {_node_of_device(of_rank) for of_rank in exports}
-    return nodes.pop() if len(nodes) == 1 else ""
+def ways_to_devices(exports: Sequence[Sequence[bytes]]) -> tuple[str, ...]:
+    """How all ranks' devices are read, given the encoded addresses of each rank: on that node, or by these transports.
+
+    Engines that have one in common read each other's.
+    """
+    ways = [_ways_to_device(of_rank) for of_rank in exports]
+    return tuple(sorted(set.intersection(*ways))) if ways else ()
 
 
-def _node_of_device(of_rank: Sequence[bytes]) -> str:
+def _ways_to_device(of_rank: Sequence[bytes]) -> set[str]:
+    ways = set()
     for encoded in of_rank:
         try:
             address = ExportAddress.decode(encoded)
         except PeerLostError:
             continue
         if address.memory == DEVICE:
-            return address.node
-    return ""
+            ways.add(address.transport if address.transport in OF_FAR_DEVICES else address.node)
+    return ways
 
 
 class Export(Protocol):
@@ -92,6 +97,14 @@ class Export(Protocol):
 
     def close(self) -> None:
         """No more is read from here. Readers find out. The last call."""
+
+
+@runtime_checkable
+class DeviceExport(Export, Protocol):
+    """Of a device's arena, which is freed while the worker sleeps."""
+
+    def attach(self, arena: Any | None) -> None:
+        """Let this arena be read from now on, if that can be; None: what there was is about to be freed."""
 
 
 class Reader(Protocol):

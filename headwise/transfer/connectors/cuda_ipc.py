@@ -51,7 +51,12 @@ class SharedPart:
 
 
 class DeviceSharing(Protocol):
-    """What a device does for processes that read each other's memory. What its driver refuses, it raises."""
+    """What a device does for processes that read each other's memory. What its driver refuses, it raises.
+
+    gpu: its number in this process, for libraries that read its memory; negative: it is the host's (an emulated one)
+    """
+
+    gpu: int
 
     def share(self, arena: Any) -> SharedPart:
         """How other processes find this array of the device."""
@@ -67,7 +72,7 @@ class DeviceSharing(Protocol):
 
 
 class CudaIpcExport:
-    """`Export` of a device arena. It may go, and another one of the same size come in its place, at the same address.
+    """`DeviceExport`. The arena may go, and another one of the same size come in its place, at the same address.
 
     Raises what the driver does: of memory that cannot be shared, on a device or in a container that does not.
     """
@@ -86,7 +91,7 @@ class CudaIpcExport:
         return bytes(msgpack.packb((part.handle, part.offset, int(arena.size))))
 
     def attach(self, arena: Any | None) -> None:
-        """Let this arena be read from now on; None: there is none, and what there was is about to be freed."""
+        """See `DeviceExport.attach`."""
         if arena is not None:
             try:
                 self._door.open(self._offer(arena))

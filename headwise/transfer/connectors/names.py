@@ -11,7 +11,9 @@ CUDA_IPC, SHARED_MEMORY, NIXL, MOONCAKE, TCP = "cuda_ipc", "shared_memory", "nix
 TRANSPORTS = (CUDA_IPC, SHARED_MEMORY, NIXL, MOONCAKE, TCP)
 """Those that there are, the best first."""
 OF_DEVICES = (CUDA_IPC,)
-"""Those that read what is on a GPU; all others read hosts."""
+"""Those that read what is on a GPU of the same node, and nothing else."""
+OF_FAR_DEVICES = (NIXL,)
+"""Those that read what is on a GPU of any node, and on hosts."""
 BY_LIBRARIES = (NIXL, MOONCAKE)
 """Those of other packages, for RDMA. They neither encrypt nor authenticate."""
 

@@ -3,6 +3,9 @@
 An address holds the metadata of the owner's agent (where it listens, keys to its memory); nothing else is exchanged.
 NIXL's package asks for torch, which this use of it does without: `pip install --no-deps nixl-cu12` does.
 
+Memory of a GPU is registered as such: where network cards reach it (GPUDirect RDMA) they read it without its host. What
+is read comes to the reader's host.
+
 Nothing is encrypted, and nobody authenticated. Over TCP, UCX imitates RDMA in software, and then an owner's process can
 end with a reader that dies in the middle of a read (`Fatal: unexpected error: Endpoint timeout`): that is for tests.
 """
@@ -19,14 +22,18 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.cache_controller.memories import DEVICE, HOST
 from headwise.errors import first_line
 from headwise.kernels.block_copy import RunCopy
+from headwise.kernels.cuda.launch import address_of
 from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Runs, this_node, unpack
 from headwise.transfer.connectors.names import NIXL
 from headwise.transfer.connectors.staged import StagedReader
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 """The same bindings, built for two versions of CUDA: host memory needs neither."""
+NO_GPU = -1
+"""Stands for the host's memory."""
 PROGRESS_US = 1000
 """Longest sleep of an owner's thread, microseconds: without one, it takes a core."""
 
@@ -55,20 +62,27 @@ class _Agent:
         self.ucx = self.agent.createBackend("UCX", {})
         self._registered: list[Any] = []
 
-    def register(self, memory: NDArray[np.uint8]) -> None:
-        place = (memory.ctypes.data, memory.size, 0, b"")
-        descriptors = self.bindings.nixlRegDList(self.bindings.DRAM_SEG, [place])
+    def register(self, address: int, num_bytes: int, gpu: int = NO_GPU) -> None:
+        descriptors = self.bindings.nixlRegDList(self._kind(gpu), [(address, num_bytes, max(gpu, 0), b"")])
         self.agent.registerMem(descriptors, [self.ucx])
         self._registered.append(descriptors)
 
-    def places(self, first: NDArray[np.int64], counts: NDArray[np.int64], base: int) -> Any:
-        rows = np.column_stack([first + base, counts, np.zeros_like(counts)]).astype(np.uint64)
-        return self.bindings.nixlXferDList(self.bindings.DRAM_SEG, rows)
+    def places(self, first: NDArray[np.int64], counts: NDArray[np.int64], base: int, gpu: int = NO_GPU) -> Any:
+        rows = np.column_stack([first + base, counts, np.full_like(counts, max(gpu, 0))]).astype(np.uint64)
+        return self.bindings.nixlXferDList(self._kind(gpu), rows)
 
-    def close(self) -> None:
+    def _kind(self, gpu: int) -> Any:
+        return self.bindings.DRAM_SEG if gpu == NO_GPU else self.bindings.VRAM_SEG
+
+    def forget(self) -> None:
+        """Nobody reads what was registered from now on."""
         for descriptors in self._registered:
             self.agent.deregisterMem(descriptors, [self.ucx])
-        self._registered, self.agent = [], None  # which ends it
+        self._registered = []
+
+    def close(self) -> None:
+        self.forget()
+        self.agent = None  # which ends it
 
 
 class NixlExport:
@@ -80,13 +94,41 @@ class NixlExport:
     def __init__(self, arena: NDArray[np.uint8], identity: bytes, ports: Sequence[int] = ()) -> None:
         self._agent = _Agent(ports, has_thread=True)
         self._arena = arena
-        self._agent.register(arena)
-        location = msgpack.packb((self._agent.agent.getLocalMD(), arena.ctypes.data))
-        self.address = ExportAddress(NIXL, this_node(), location, identity, arena.size)
+        self.address = _address(self._agent, arena, NO_GPU, identity, HOST)
 
     def close(self) -> None:
         """See `Export.close`."""
         self._agent.close()
+
+
+class NixlDeviceExport:
+    """`DeviceExport` by an agent of its own. gpu: the arena's, as this process counts them; `NO_GPU`: an emulated one's
+
+    Raises `ImportError` without NIXL, and its errors where a GPU's memory cannot be registered.
+    """
+
+    def __init__(self, arena: Any, identity: bytes, gpu: int, ports: Sequence[int] = ()) -> None:
+        self._agent = _Agent(ports, has_thread=True)
+        self.address = _address(self._agent, arena, gpu, identity, DEVICE)
+
+    def attach(self, arena: Any | None) -> None:
+        """See `DeviceExport.attach`. Readers were told the keys of one registration: another arena they read by way of
+        the host.
+        """
+        if arena is None:
+            self._agent.forget()
+
+    def close(self) -> None:
+        """See `Export.close`."""
+        self._agent.close()
+
+
+def _address(agent: _Agent, arena: Any, gpu: int, identity: bytes, memory: int) -> ExportAddress:
+    """Of an arena that is registered now."""
+    first, size = address_of(arena), int(arena.size)
+    agent.register(first, size, gpu)
+    location = msgpack.packb((agent.agent.getLocalMD(), first, gpu))
+    return ExportAddress(NIXL, this_node(), location, identity, size, memory)
 
 
 def open_reader(copy: RunCopy, ports: Sequence[int] = ()) -> StagedReader:
@@ -102,20 +144,20 @@ class _NixlLibrary:
 
     def __init__(self, ports: Sequence[int]) -> None:
         self._agent = _Agent(ports, has_thread=False)
-        self._owners: dict[bytes, tuple[str, int]] = {}  # by location: name of its agent, address of its arena
+        self._owners: dict[bytes, tuple[str, int, int]] = {}  # by location: its agent's name, its arena's place and GPU
 
     def register(self, memory: NDArray[np.uint8]) -> None:
-        self._agent.register(memory)
+        self._agent.register(memory.ctypes.data, memory.size)
 
     def start(self, address: ExportAddress, runs: Runs, staging: NDArray[np.uint8]) -> _NixlTransfer:
-        owner, base = self._owners.get(address.location) or self._connect(address)
+        owner, base, gpu = self._owners.get(address.location) or self._connect(address)
         agent, bindings = self._agent.agent, self._agent.bindings
         try:
             agent.getNotifs({}, [self._agent.ucx])  # there are none, but so the agent hears of owners that have gone
             request = agent.createXferReq(
                 bindings.NIXL_READ,
                 self._agent.places(runs[:, 1], runs[:, 2], staging.ctypes.data),
-                self._agent.places(runs[:, 0], runs[:, 2], base),
+                self._agent.places(runs[:, 0], runs[:, 2], base, gpu),
                 owner,
                 "",
                 [self._agent.ucx],
@@ -124,15 +166,15 @@ class _NixlLibrary:
             raise PeerLostError(f"NIXL cannot read there: {first_line(error)}") from None
         return _NixlTransfer(self._agent, request)
 
-    def _connect(self, address: ExportAddress) -> tuple[str, int]:
-        values = unpack(address.location, [bytes, int])
-        if values is None or not 0 <= values[1] < (1 << 63) - address.arena_bytes:
+    def _connect(self, address: ExportAddress) -> tuple[str, int, int]:
+        values = unpack(address.location, [bytes, int, int])
+        if values is None or not 0 <= values[1] < (1 << 63) - address.arena_bytes or not NO_GPU <= values[2] < 1 << 16:
             raise PeerLostError("the address has no agent to connect to")
         try:
             name = self._agent.agent.loadRemoteMD(values[0]).decode()
         except Exception as error:
             raise PeerLostError(f"NIXL reaches no agent there: {first_line(error)}") from None
-        self._owners[address.location] = name, values[1]
+        self._owners[address.location] = name, values[1], values[2]
         return self._owners[address.location]
 
     def forget(self, address: ExportAddress) -> None:

@@ -45,6 +45,8 @@ class Memories:
     sharing: cuda_ipc.DeviceSharing | None = None
 
 
+_NIXL_OF_DEVICE = f"{transports.NIXL} of a device"
+
 _LOAD: dict[str, Callable[[], object]] = {transports.NIXL: nixl.load, transports.MOONCAKE: mooncake.load}
 _REMEDY = {
     transports.NIXL: "pip install --no-deps nixl-cu12",
@@ -107,12 +109,18 @@ def open_exports(
     arena = memories.host
     ways: dict[str, Callable[[], Export]] = {
         transports.CUDA_IPC: lambda: cuda_ipc.CudaIpcExport(memories.device, identity, _sharing(memories.sharing)),
+        _NIXL_OF_DEVICE: lambda: nixl.NixlDeviceExport(
+            memories.device, identity, _sharing(memories.sharing).gpu, access.ports
+        ),
         transports.SHARED_MEMORY: lambda: shared_memory.SharedMemoryExport(arena, identity),
         transports.NIXL: lambda: nixl.NixlExport(arena.array, identity, access.ports),
         transports.MOONCAKE: lambda: mooncake.MooncakeExport(arena.array, identity, access.host, access.ports),
         transports.TCP: lambda: tcp.open_export(arena.array, identity, access.host, access.ports, access.accepts, copy),
     }
-    return list(_made("export", names, ways).values())
+    wanted = list(names)
+    if transports.NIXL in names and memories.sharing is not None:
+        wanted.insert(wanted.index(transports.NIXL), _NIXL_OF_DEVICE)
+    return list(_made("export", wanted, ways).values())
 
 
 def open_readers(
@@ -135,8 +143,9 @@ def _made(what: str, names: Sequence[str], ways: dict[str, Callable[[], T]]) -> 
         try:
             made[name] = ways[name]()
         except Exception as error:  # a package that is not there, memory that cannot be shared, no free port
-            memory = "device" if name in transports.OF_DEVICES else "host"
-            log.warning("goes on without %s to %s %s caches: %s", name, what, memory, first_line(error))
+            of_device = name in (*transports.OF_DEVICES, _NIXL_OF_DEVICE)
+            memory = "device" if of_device else "host"
+            log.warning("goes on without %s to %s %s caches: %s", name.split()[0], what, memory, first_line(error))
     return made
 
 

@@ -21,6 +21,7 @@ from headwise.runtime.ops.comm import SingleRank
 from headwise.runtime.protocol.messages import Taken
 from headwise.runtime.protocol.request import GenerateRequest, GenerationResult, PeerHint, SamplingParams
 from headwise.runtime.worker.worker import ModelWorker
+from headwise.transfer.connectors import nixl
 from headwise.transfer.connectors.select import PeerAccess
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
@@ -33,8 +34,8 @@ class GpuEngine:
 
     epoch = 1
 
-    def __init__(self, name: str, model: Path, engines: dict[str, GpuEngine]) -> None:
-        tiers = {"host_cache": "8MiB", "write_policy": "write_back", "max_replicas": 2}
+    def __init__(self, name: str, model: Path, engines: dict[str, GpuEngine], **options: Any) -> None:
+        tiers = {"host_cache": "8MiB", "write_policy": "write_back", "max_replicas": 2, **options}
         self.config = configuration(model, device="cuda", dtype="float32", **tiers)
         self.name, self._engines, self.inbox = name, engines, list[Any]()
         self.gpu = HostGpu(may_open_own=True)
@@ -75,11 +76,12 @@ class GpuEngine:
         return []
 
 
-@pytest.fixture
-def engines(tmp_path: Path) -> Iterator[dict[str, GpuEngine]]:
+@pytest.fixture(params=["auto"])
+def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, GpuEngine]]:
+    """Two; parameter: their transports."""
     model, engines = write_model(tmp_path), dict[str, GpuEngine]()
     for name in "ab":
-        GpuEngine(name, model, engines)
+        GpuEngine(name, model, engines, peer_transports=request.param)
     yield engines
     for engine in engines.values():
         engine.close()
@@ -124,3 +126,22 @@ def test_tokens_are_those_of_one_engine_with_what_came_from_the_others_device(en
     while a.core.has_work():
         a.core.step(0.01)
     assert not b.gpu.opened
+
+
+def has_nixl() -> bool:
+    try:
+        return bool(nixl.load())
+    except ImportError:
+        return False
+
+
+@pytest.mark.skipif(not has_nixl(), reason="NIXL is not installed; `make rdma` installs it")
+@pytest.mark.parametrize("engines", ["nixl,tcp"], indirect=True)
+def test_the_device_of_another_node_is_read_by_nixl(engines) -> None:
+    a, b = engines["a"], engines["b"]
+    assert "peers=nixl,tcp" in a.worker.describe()
+    expected, _ = serve(engines, "a", PROMPT[:42])
+    assert serve(engines, "b", PROMPT[:42], PeerHint("a", 1, 40)) == (expected, 40)
+    assert lent(engines) > 5
+    assert a.core.stats()["host"]["stored_blocks"] == 0
+    assert b.core.stats()["transfers"]["peer"]["bytes"] == lent(engines) * a.worker.card.layout.block_bytes

@@ -129,7 +129,9 @@ def host_sharing(gpu: HostGpu) -> CudaSharing:
     installed: Any = sys.modules.get("cupy")
     sys.modules["cupy"] = cupy
     try:
-        return CudaSharing(0, gpu.allocation_of)
+        sharing = CudaSharing(0, gpu.allocation_of)
+        sharing.gpu = -1  # libraries that know of GPUs read its memory as the host's
+        return sharing
     finally:
         if installed is None:
             del sys.modules["cupy"]

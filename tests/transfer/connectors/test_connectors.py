@@ -16,14 +16,22 @@ import numpy as np
 import pytest
 import zmq
 from support.gpu.host_ipc import HostGpu, host_sharing
-from support.peer_owner import IDENTITY, PeerOwner
+from support.peer_owner import IDENTITY, PeerOwner, content
 from support.waiting import PATIENCE_S, eventually
 
+from headwise.cache_controller.memories import DEVICE, HOST
 from headwise.errors import ConfigError
 from headwise.kernels.select import make_run_copy
 from headwise.sockets.curve import ClientKeys, ServerKeys, client_key, new_secret, public_key
 from headwise.transfer.connectors import mooncake, nixl, tcp
-from headwise.transfer.connectors.base import ExportAddress, PeerLostError, Reader, check_runs, this_node
+from headwise.transfer.connectors.base import (
+    ExportAddress,
+    PeerLostError,
+    Reader,
+    check_runs,
+    this_node,
+    ways_to_devices,
+)
 from headwise.transfer.connectors.names import TRANSPORTS, check_plain, has_rdma, parse_transports
 from headwise.transfer.connectors.select import Memories, PeerAccess, choose_transports, open_exports, open_readers
 from headwise.transfer.connectors.shared_memory import SharedMemoryExport
@@ -267,6 +275,47 @@ def test_over_a_network_an_owner_that_stands_still_is_late_and_its_late_answers_
     assert not arena.any()
     reader.close()
     owner.kill()
+
+
+# ---- devices of other nodes ----
+
+
+def test_nixl_reads_a_device_as_it_reads_a_host() -> None:
+    arena = np.zeros(64, np.uint8)
+    reader = make_reader(installed("nixl"))
+    on_device = content(NUM_BYTES, 1)
+    export = nixl.NixlDeviceExport(on_device, IDENTITY, nixl.NO_GPU)
+    assert export.address.memory == DEVICE
+    reader.read(export.address, runs((7, 1, 40)), arena, PATIENCE_S)
+    assert (arena[1:41] == on_device[7:47]).all()
+    export.attach(None)  # by now no lease holds; what a reader gets meanwhile is of no use to it
+    reader.forget(export.address)
+    export.close()
+    reader.close()
+
+
+def test_a_gpu_that_nixl_cannot_register_leaves_the_host_to_be_read(caplog) -> None:
+    installed("nixl")
+    arena, gpu = HostArena(64, is_shared=False), host_sharing(HostGpu())
+    gpu.gpu = 0  # which this machine has not
+    memories = Memories(arena, content(64, 1), gpu)
+    exports = open_exports(["nixl"], PeerAccess(), memories, IDENTITY, make_run_copy("reference", 1))
+    assert [export.address.memory for export in exports] == [HOST]
+    assert "goes on without nixl to export device caches: " in caplog.text
+    exports[0].close()
+    arena.close()
+
+
+def test_engines_read_each_others_devices_on_one_node_or_by_what_leads_to_other_nodes() -> None:
+    def address(transport: str, node: str, memory: int = DEVICE) -> bytes:
+        return ExportAddress(transport, node, b"", IDENTITY, 1, memory).encode()
+
+    near, far = address("cuda_ipc", "here"), address("nixl", "here")
+    host, elsewhere = address("nixl", "here", HOST), address("cuda_ipc", "there")
+    assert ways_to_devices([[near, far, host], [near, far]]) == ("here", "nixl")
+    assert ways_to_devices([[near, far], [elsewhere, far]]) == ("nixl",)
+    assert ways_to_devices([[near, host], [elsewhere, b"no address"]]) == ways_to_devices([[host]]) == ()
+    assert ways_to_devices([]) == ()
 
 
 # ---- libraries that write by themselves ----

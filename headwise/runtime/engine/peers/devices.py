@@ -11,18 +11,18 @@ UNREAD_S = 60.0
 
 
 class OtherDevices:
-    """node: where all of our workers can read GPUs' memory; empty: nowhere"""
+    """ways: how all of our workers can read GPUs' memory, as `ways_to_devices`; none: they cannot"""
 
-    def __init__(self, node: str) -> None:
-        self._node = node
+    def __init__(self, ways: tuple[str, ...]) -> None:
+        self._ways = ways
         self._unread: dict[str, float | None] = {}  # until when engines are not tried; None: not asked since
 
-    def node_for(self, engine: str, now: float) -> str:
-        """Our node, to be told to an engine that is asked for blocks; empty: it is to give those of its host."""
+    def ways_to(self, engine: str, now: float) -> tuple[str, ...]:
+        """Our ways, to be told to an engine that is asked for blocks; none: it is to give those of its host."""
         if self._unread.get(engine, now) is None:
             self._unread[engine] = now + UNREAD_S
         self._unread = {name: until for name, until in self._unread.items() if until is None or until > now}
-        return "" if engine in self._unread else self._node
+        return () if engine in self._unread else self._ways
 
     def lost(self, engine: str) -> None:
         """What was on an engine's device could not be read."""

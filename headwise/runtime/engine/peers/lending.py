@@ -14,7 +14,7 @@ from headwise.errors import InvalidRequestError
 from headwise.runtime.engine.peers.base import LeaseAsk, Peers
 from headwise.runtime.protocol.messages import AskLease, EndLease, Leased, LeaseEnded, RenewLease
 from headwise.storage.index.messages import HASH_BYTES
-from headwise.transfer.connectors.base import node_of_devices
+from headwise.transfer.connectors.base import ways_to_devices
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Lending:
         max_blocks: int,
     ) -> None:
         self._leases, self._peers, self._exports = leases, peers, exports
-        self._node = node_of_devices(exports)
+        self._ways = frozenset(ways_to_devices(exports))
         self._timeout_s = timeout_s
         self._num_groups, self._max_blocks = num_groups, max_blocks
         self._readers: dict[bytes, tuple[bytes, int]] = {}  # by lease: who reads it, and the epoch that it said
@@ -76,7 +76,7 @@ class Lending:
         """Lease what is wanted of a path, and what of it is yet to be computed; say so, or that nothing is leased."""
         lease = None
         if self._exports and self._is_of_this_cache(path, message.wanted):
-            reads_device = bool(message.node) and message.node == self._node
+            reads_device = not self._ways.isdisjoint(message.ways)
             until = now + self._timeout_s
             lease = self._leases.ask(message.lease, path, message.wanted, until, is_growing, reads_device)
         if lease is None:

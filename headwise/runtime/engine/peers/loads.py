@@ -73,7 +73,7 @@ class PeerCounts:
 class PeerLoads:
     """exchange:  with engines of so many ranks. Raises ValueError or `ConfigError` if there is none with such engines
     timeout_s: longest that a request waits without news, and that an owner is believed to be there without a word
-    node:      where all workers can read devices' memory; empty: nowhere
+    ways:      how all workers can read devices' memory, as `ways_to_devices`; none: they cannot
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class PeerLoads:
         peers: Peers,
         exchange: Callable[[int], HeadExchange],
         timeout_s: float,
-        node: str = "",
+        ways: tuple[str, ...] = (),
     ) -> None:
         self.counts = PeerCounts()
         self._cache, self._arrivals, self._peers, self._exchange = cache, arrivals, peers, exchange
-        self._timeout_s, self._devices = timeout_s, OtherDevices(node)
+        self._timeout_s, self._devices = timeout_s, OtherDevices(ways)
         self._owners: dict[int, OwnerGroups | None] = {}  # by ranks; None: blocks cannot be exchanged with those
         self._parts = Parts(cache, arrivals)
         self._loads: dict[bytes, Load] = {}
@@ -201,7 +201,7 @@ class PeerLoads:
 
     def _question(self, engine: str, epoch: int, hashes: bytes, wanted: NDArray[np.bool_], now: float) -> AskLease:
         return AskLease(
-            secrets.token_bytes(LEASE_BYTES), epoch, hashes, wanted, node=self._devices.node_for(engine, now)
+            secrets.token_bytes(LEASE_BYTES), epoch, hashes, wanted, ways=self._devices.ways_to(engine, now)
         )
 
     def _ask(
