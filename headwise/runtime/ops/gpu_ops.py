@@ -64,8 +64,7 @@ class GpuOps(ArrayOps):
             weight = quantise_int8(as_float32(weight))
         if self._weights_dtype not in ("int8", "int4", "gguf") or not isinstance(weight, GroupQuantised):
             return super().linear_weight(weight)
-        parts = weight.codes, weight.scale, weight.minimum, weight.bits
-        packed = pack(*parts, self.dtype.name, self.send)
+        packed = pack(weight, self.dtype.name, self.send)
         self._packed.prepare(packed.form)
         return packed
 
@@ -135,7 +134,7 @@ class GpuOps(ArrayOps):
         """``out [T, H, N] = x [T, H, K] @ weights [H, K, N]``, head by head; see `Cublas.products_of_heads`."""
 
     def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> StackedExperts:
-        stacked = stack_experts(self.xp, self.upload, mixture, routed, shared)
+        stacked = stack_experts(self.xp, self.upload, mixture, self.dtype.name, routed, shared)
         self._experts.prepare(stacked.shape)
         return stacked
 

@@ -41,7 +41,7 @@ def draw(kind: str, width: int, depth: int, group: int, has_minimum: bool = Fals
 
 
 def packed(matrix: GroupQuantised, dtype: str = "float32") -> PackedMatrix:
-    return pack(matrix.codes, matrix.scale, matrix.minimum, matrix.bits, dtype, lambda array: array)
+    return pack(matrix, dtype, lambda array: array)
 
 
 @pytest.mark.parametrize("kind", CODES)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
 from headwise.runtime.loader.quantised_checkpoint import QuantisedCheckpoint, open_weights
-from headwise.runtime.loader.scaled_matrix import E4M3
+from headwise.runtime.ops.e4m3 import E4M3
 from headwise.runtime.ops.numba_ops import NumbaOps
 
 REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "quantised.json").read_text())
