@@ -260,6 +260,8 @@ def _product(
     common = (
         ("ACTIVATION", activation), ("BIAS", shape.has_bias), ("WEIGHS", shape.weighs_input == bool(activation)),
     )  # fmt: skip
+    if codes is not None and tile.rows <= _SCALED_SUMS_ROWS:
+        columns = max(columns, VECTOR_BYTES * WARP * tile.warps // codes.step)  # a thread loads 16 bytes
     block: tuple[tuple[str, Any], ...] = (("BLOCK_M", tile.rows), ("BLOCK_N", columns))
     if codes is None:
         signature = _typed(_SIGNATURE, {"x": TYPES[shape.dtype]})

@@ -29,8 +29,8 @@ _LEAST_STEP, _MOST_STEP = 16, 128
 _MOST_SPLITS = 8
 _ADDED = 1024
 TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
-_OFFSET = {4: 8, 8: -128}
-"""What is added to codes so that those of 4 bits are 0 to 15, and those of 8 bits -128 to 127."""
+_MIDDLE = 8
+"""What is added to a code of 4 bits, from -8 to 7, in memory."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PackedForm:
 class PackedMatrix:
     """A weight ``[width, depth]`` on the device; of a layer's experts, an axis of them comes first in every array.
 
-    codes:   uint8 ``[width, depth / 2]``, two to a byte, or int8 or float8_e4m3fn (uint8) ``[width, depth]``
+    codes:   uint8 ``[width, depth / 2]``, two plus 8 to a byte, or int8 or float8_e4m3fn (uint8) ``[width, depth]``
     scale:   float32 ``[depth / group, width]``
     minimum: of the same shape; None: 0 everywhere
     """
@@ -116,13 +116,14 @@ def pack(matrix: Grouped, dtype: str, send: Callable[[NDArray[Any]], Array]) -> 
     group = depth // scale.shape[1]
     bits = bits_taken(matrix.bits, depth, group)
     check_groups(depth, group, bits)
-    is_signed = codes.dtype == np.int8
-    if is_signed == (bits == 4) and not matrix.is_float:  # 4 bits are kept as 0 to 15, 8 bits as -128 to 127
-        offset = _OFFSET[bits]
-        codes = (codes.astype(np.int16) + offset).astype(np.uint8 if bits == 4 else np.int8)
-        moved = np.float32(-offset) * scale
-        minimum = moved if minimum is None else minimum + moved
+    if codes.dtype == np.uint8 and not matrix.is_float:
+        offset = 1 << (matrix.bits - 1) if bits == matrix.bits else 0
+        codes = (codes.astype(np.int16) - offset).astype(np.int8)
+        if offset:
+            moved = np.float32(offset) * scale
+            minimum = moved if minimum is None else minimum + moved
     if bits == 4:
+        codes = (codes + np.int8(_MIDDLE)).view(np.uint8)
         codes = codes[:, : depth // 2] | codes[:, depth // 2 :] << 4
     return PackedMatrix(
         form_of(dtype, bits, group, minimum is not None, depth, matrix.is_float),

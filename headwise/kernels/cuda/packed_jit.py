@@ -6,7 +6,7 @@ that its scale and minimum are applied to the step's sums, in float32, and not t
 
     out[m, n] = sum over steps of scale[n] * (x[m, step] . codes[n, step]) + minimum[n] * sum(x[m, step])
 
-Codes of 4 bits share a byte: byte ``i`` of a row has those of columns ``i``, in the low half, and ``depth / 2 + i``.
+Codes of 4 bits, plus 8, share a byte: byte ``i`` of a row has column ``i``'s in the low half, and ``depth / 2 + i``'s.
 ``FLOATS``: those of 8 bits are float8_e4m3fn, not int8. ``GROUP`` 0: a row is one group.
 """
 # mypy: ignore-errors
@@ -91,6 +91,18 @@ def add_splits(partial, out, count, splits, BLOCK: tl.constexpr):
 
 
 @JITFunction
+def expand_step(
+    numbers, scale, minimum, out, column, row, width, GROUP: tl.constexpr, MINIMA: tl.constexpr
+):  # fmt: skip
+    """Write codes ``numbers`` from ``column`` on as weights to ``out``, where the rows begin."""
+    at, some = group_of(column, GROUP) * width + row, row < width
+    floats = numbers * tl.load(scale + at, mask=some, other=0.0)[:, None]
+    if MINIMA:
+        floats += tl.load(minimum + at, mask=some, other=0.0)[:, None]
+    tl.store(out + column, floats.to(out.dtype.scalar.element_ty), mask=some[:, None])
+
+
+@JITFunction
 def expand_packed(
     codes, scale, minimum, out, width, depth,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FLOATS: tl.constexpr,
@@ -104,11 +116,11 @@ def expand_packed(
     some = (row < width)[:, None]
     at_row = row.to(tl.int64)[:, None]
     bits = tl.load(codes + at_row * row_bytes + begin + inner[None, :], mask=some, other=0)
-    for half in tl.static_range(8 // BITS):
-        taken = bits & 15 if BITS == 4 and half == 0 else (bits >> 4 if BITS == 4 else bits)
-        column = begin + half * row_bytes
-        at = group_of(column, GROUP) * width + row
-        floats = numbers_of(taken, tl.float32, FLOATS) * tl.load(scale + at, mask=row < width, other=0.0)[:, None]
-        if MINIMA:
-            floats += tl.load(minimum + at, mask=row < width, other=0.0)[:, None]
-        tl.store(out + at_row * depth + column + inner[None, :], floats.to(out.dtype.element_ty), mask=some)
+    out += at_row * depth + inner[None, :]
+    if BITS == 4:
+        low, numbers = nibbles_of(bits, tl.float32)
+        expand_step(low, scale, minimum, out, begin, row, width, GROUP=GROUP, MINIMA=MINIMA)
+        begin += row_bytes
+    else:
+        numbers = numbers_of(bits, tl.float32, FLOATS)
+    expand_step(numbers, scale, minimum, out, begin, row, width, GROUP=GROUP, MINIMA=MINIMA)

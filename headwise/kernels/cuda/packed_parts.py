@@ -45,7 +45,7 @@ def columns_of(xp: Any, matrix: PackedMatrix, start: int, stop: int) -> PackedMa
     if bits == 4:
         codes = codes[:, : size // 2] | codes[:, size // 2 :] << 4
     elif form.bits == 4:
-        codes = codes.astype(np.int8)
+        codes = codes.astype(np.int8) - np.int8(8)
     groups = slice(start // group, stop // group) if form.group else slice(None)
     scale, minimum = (
         None if each is None else xp.ascontiguousarray(each[groups]) for each in (matrix.scale, matrix.minimum)

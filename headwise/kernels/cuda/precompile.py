@@ -285,7 +285,7 @@ def _deltas(options: argparse.Namespace) -> Iterator[DeltaShape]:
 def _packed(options: argparse.Namespace) -> Iterator[PackedForm]:
     bits = options.weight_bits
     if bits is not None:
-        yield packed.form_of(options.dtype, bits, options.weight_group, bits == 4 or options.weight_minima)
+        yield packed.form_of(options.dtype, bits, options.weight_group, options.weight_minima)
 
 
 def _numbers(text: str) -> list[int]:

@@ -13,7 +13,6 @@ from support.gpu.machine_code import TARGETS
 
 pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
 
-from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda import experts as cuda_experts
 from headwise.kernels.cuda.cubins import Target, compile_variant
@@ -160,6 +159,7 @@ def with_codes(bits: int, group: int, has_minimum: bool = False, is_float: bool 
 
 SERVED = {
     "awq": with_codes(4, 128, has_minimum=True),
+    "gptq": with_codes(4, 128),
     "int8": with_codes(8, 32),
     "fp8": with_codes(8, 128, is_float=True),
 }
