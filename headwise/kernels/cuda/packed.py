@@ -24,7 +24,7 @@ FEW_ROWS = 64
 """Rows up to which codes are multiplied: with more, tensor cores set the pace."""
 
 _COLUMNS = 64
-_LEAST_STEP, _MOST_STEP = 16, 128
+_LEAST_STEP, MOST_STEP = 16, 128
 """Bytes of a row's codes that a program takes at a time."""
 _MOST_SPLITS = 8
 _ADDED = 1024
@@ -42,7 +42,7 @@ class _Tile:
     warps: int
 
 
-_TILES = (_Tile(16, _MOST_STEP, 4), _Tile(FEW_ROWS, 32, 8))
+_TILES = (_Tile(16, MOST_STEP, 4), _Tile(FEW_ROWS, 32, 8))
 """With larger steps or fewer warps, 64 rows have no room in registers."""
 
 
@@ -149,10 +149,10 @@ def check_groups(depth: int, group: int, bits: int) -> None:
 
 
 def form_of(
-    dtype: str, bits: int, group: int, has_minimum: bool, depth: int = 2 * _MOST_STEP, is_float: bool = False
+    dtype: str, bits: int, group: int, has_minimum: bool, depth: int = 2 * MOST_STEP, is_float: bool = False
 ) -> PackedForm:
-    """The form of weights with rows of ``depth``."""
-    step = gcd(group, depth * bits // 8, _MOST_STEP)  # a power of two
+    """The form of weights with rows of ``depth``; group 0: a whole row."""
+    step = gcd(group or depth, depth * bits // 8, MOST_STEP)  # a power of two
     return PackedForm(dtype, bits, 0 if group == depth else group, step, has_minimum, is_float)
 
 
@@ -239,7 +239,7 @@ def _sum(dtype: str) -> Variant:
     return _variant("add_splits", form, ("partial:*fp32", "out:x", "count:i32", "splits:i32"), (("BLOCK", _ADDED),))
 
 
-def constants_of(form: PackedForm, most: int = _MOST_STEP) -> tuple[tuple[str, Any], ...]:
+def constants_of(form: PackedForm, most: int = MOST_STEP) -> tuple[tuple[str, Any], ...]:
     """Those of any kernel that reads such weights, at most ``most`` bytes of a row at a time."""
     return (
         ("BLOCK_K", min(form.step, most)), ("GROUP", form.group), ("BITS", form.bits), ("FLOATS", form.is_float),

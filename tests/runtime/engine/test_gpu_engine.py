@@ -100,9 +100,9 @@ def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
     name: str, weights_dtype: str, scheme: Any, tmp_path: Path, libraries: Path
 ) -> None:
     quantised, expanded = write_quantised(tmp_path, name, *scheme)
-    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=0)
     with LocalEngine(configuration(expanded, device="cpu", tensor_ops="numpy", kernels="reference")) as cpu:
-        expected = cpu.generate([PROMPT], params)[0].token_ids
+        expected = cpu.generate([PROMPT], params)[0]
     given = {
         "device": "cuda",
         "dtype": "float32",
@@ -116,7 +116,10 @@ def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
         for weight in (layer.attention.qkv.weight, *((experts.gate_up, experts.down) if experts else ())):
             assert isinstance(weight, PackedMatrix)
             assert (weight.form.bits, weight.form.is_float) == {"int4": (4, False), "fp8": (8, True)}[weights_dtype]
-        assert gpu.generate([PROMPT], params)[0].token_ids == expected
+        found = gpu.generate([PROMPT], params)[0]
+    assert found.token_ids == expected.token_ids
+    of_tokens = ([entry.chosen for entry in result.logprobs] for result in (found, expected))
+    np.testing.assert_allclose(*of_tokens, atol=1e-4, rtol=0)
 
 
 def test_weights_rounded_to_8_bits_say_nearly_the_same(tmp_path: Path, libraries: Path) -> None:
