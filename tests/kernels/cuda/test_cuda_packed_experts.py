@@ -27,10 +27,10 @@ from headwise.runtime.ops.numpy_ops import NumpyOps
 from headwise.runtime.ops.quantised import GroupQuantised
 from headwise.runtime.ops.stacked_experts import stack_experts
 
-HIDDEN, INNER, EXPERTS = 128, 96, 4
+HIDDEN, INNER, EXPERTS = 128, 64, 4
 ROUTING = Routing(EXPERTS, 2, 1e-12)
-MANY = ProductTile(32, 32, 16, 64, 4, 2, least_rows=6)
-SMALL = (ProductTile(16, 16, 16, 64, 4, 2), MANY)
+MANY = ProductTile(32, 64, 64, 64, 4, 2, least_rows=6)
+SMALL = (ProductTile(16, 64, 64, 64, 4, 2), MANY)
 """The first one scales sums, the other one weights."""
 
 
@@ -90,11 +90,11 @@ def packed(matrix: GroupQuantised, dtype: str) -> PackedMatrix:
     return pack(matrix, dtype, np.array)
 
 
-def mlps(kind: Kind, dtype: str, shared: int, hidden: int = HIDDEN) -> tuple[list[Mlp], list[Mlp]]:
+def mlps(kind: Kind, dtype: str, shared: int, sizes: tuple[int, int] = (HIDDEN, INNER)) -> tuple[list[Mlp], list[Mlp]]:
     """Experts as codes, and as the numbers that these mean; the shared one comes last."""
-    rng, exact = np.random.default_rng(7), NumpyOps()
+    rng, exact, (hidden, size) = np.random.default_rng(7), NumpyOps(), sizes
     coded, wide = [], []
-    for expert, inner in enumerate([INNER] * EXPERTS + [INNER * shared] * bool(shared)):
+    for expert, inner in enumerate([size] * EXPERTS + [size * shared] * bool(shared)):
         pair = kind.draw(rng, 2 * inner, hidden, expert), kind.draw(rng, hidden, inner, expert)
         coded.append(Mlp(*(Linear(packed(one, dtype)) for one in pair)))
         wide.append(Mlp(*(Linear(exact.linear_weight(one)) for one in pair)))
@@ -105,7 +105,7 @@ def stack(mixture: Mixture, dtype: str, every: list[Mlp], shared: int) -> Stacke
     return stack_experts(np, np.array, mixture, dtype, every[:EXPERTS], every[-1] if shared else None)
 
 
-@pytest.mark.parametrize("count", [3, 40])
+@pytest.mark.parametrize("count", [3, 14])
 @pytest.mark.parametrize(
     ("kind", "dtype", "shared"),
     [
@@ -119,8 +119,8 @@ def test_experts_of_codes_make_of_tokens_what_their_numbers_do(
 ) -> None:
     monkeypatch.setattr(cuda_experts, "expert_tiles", lambda dtype, sm: SMALL)
     mixture = Mixture(ROUTING, "silu")
-    hidden = 144 if kind == "odd halves" else HIDDEN
-    coded, wide = mlps(KINDS[kind], dtype, shared, hidden)
+    hidden, inner = (144, 48) if kind == "odd halves" else (HIDDEN, INNER)
+    coded, wide = mlps(KINDS[kind], dtype, shared, (hidden, inner))
     experts = stack(mixture, dtype, coded, shared)
     assert isinstance(experts.gate_up, PackedMatrix)
     assert experts.shape.shared == shared

@@ -94,7 +94,7 @@ def watch(graphs: StepGraphs, found: list[tuple[int, list[int]]]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "weights_dtype", "scheme"),
-    [("qwen3", "int4", (INT4, in_int4)), ("qwen3-moe", "int4", (INT4, in_int4)), ("qwen3-moe", "fp8", (FP8, in_fp8))],
+    [("qwen3", "int4", (INT4, in_int4)), ("qwen3-moe", "int4", (INT4, in_int4)), ("deepseek-v3", "fp8", (FP8, in_fp8))],
 )
 def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
     name: str, weights_dtype: str, scheme: Any, tmp_path: Path, libraries: Path
@@ -111,9 +111,9 @@ def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
         "kv_cache": "1MiB",
     }
     with LocalEngine(configuration(quantised, **given), EmulatedGpu(libraries, "float32", weights_dtype)) as gpu:
-        layer = gpu._worker._model._layers[0]
+        layer = gpu._worker._model._layers[1]
         experts = getattr(layer.mlp, "experts", None)
-        for weight in (layer.attention.qkv.weight, *((experts.gate_up, experts.down) if experts else ())):
+        for weight in (layer.attention.out.weight, *((experts.gate_up, experts.down) if experts else ())):
             assert isinstance(weight, PackedMatrix)
             assert (weight.form.bits, weight.form.is_float) == {"int4": (4, False), "fp8": (8, True)}[weights_dtype]
         found = gpu.generate([PROMPT], params)[0]

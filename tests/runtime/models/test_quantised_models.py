@@ -96,7 +96,5 @@ def test_int4_needs_a_checkpoint_that_has_it(int4: tuple[Path, Path]) -> None:
 
 def test_fp8_needs_a_checkpoint_that_has_it(int4: tuple[Path, Path]) -> None:
     config = EngineConfig(model=str(int4[0]), device="cuda", weights_dtype="fp8")
-    with pytest.raises(
-        ConfigError, match=r"fp8 computes from .* own FP8 matrices, .* quantised by fp8 or compress"
-    ):
+    with pytest.raises(ConfigError, match=r"fp8 computes from .* own FP8 matrices, .* quantised by fp8 or compress"):
         read_model_card(config, int4[0])
