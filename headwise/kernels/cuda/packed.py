@@ -29,7 +29,7 @@ _LEAST_STEP, MOST_STEP = 16, 128
 _MOST_SPLITS = 8
 _ADDED = 1024
 TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
-_MIDDLE = 8
+MIDDLE = 8
 """What is added to a code of 4 bits, from -8 to 7, in memory."""
 
 
@@ -123,7 +123,7 @@ def pack(matrix: Grouped, dtype: str, send: Callable[[NDArray[Any]], Array]) -> 
             moved = np.float32(offset) * scale
             minimum = moved if minimum is None else minimum + moved
     if bits == 4:
-        codes = (codes + np.int8(_MIDDLE)).view(np.uint8)
+        codes = (codes + np.int8(MIDDLE)).view(np.uint8)
         codes = codes[:, : depth // 2] | codes[:, depth // 2 :] << 4
     return PackedMatrix(
         form_of(dtype, bits, group, minimum is not None, depth, matrix.is_float),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import numpy as np
 
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.launch import Array
-from headwise.kernels.cuda.packed import PackedForm, PackedMatrix, bits_taken, check_groups, form_of
+from headwise.kernels.cuda.packed import MIDDLE, PackedForm, PackedMatrix, bits_taken, check_groups, form_of
 
 
 def rows_of(xp: Any, matrix: PackedMatrix, parts: Sequence[slice]) -> PackedMatrix:
@@ -24,32 +25,27 @@ def rows_of(xp: Any, matrix: PackedMatrix, parts: Sequence[slice]) -> PackedMatr
 
 
 def columns_of(xp: Any, matrix: PackedMatrix, start: int, stop: int) -> PackedMatrix:
-    """Columns ``start`` to ``stop`` of ``matrix``; codes of 4 bits take 8 where `bits_taken` says so.
+    """Columns ``start`` to ``stop`` of ``matrix``. Codes of 4 bits take 8 where `bits_taken` says so.
+
+    Where they begin or end within a group, groups are as small as that takes.
 
     Raises:
-        ConfigError: a range begins or ends within a group, or is not computed from.
+        ConfigError: such groups are not computed from.
     """
-    form, width = matrix.form, matrix.shape[0]
-    group = form.group or stop - start  # a row of one group has one in each of its parts
-    if form.group and (start % group or stop % group):
-        raise ConfigError(
-            f"a shared expert's weights in groups of {group} columns cannot be cut at columns {start} and {stop}: "
-            "choose another tp_size, or weights_dtype auto"
-        )
+    form, width, size = matrix.form, matrix.shape[0], stop - start
+    group = gcd(form.group, start, stop) if form.group else size
     codes = matrix.codes
     if form.bits == 4:
         codes = xp.concatenate([codes & 15, codes >> 4], axis=1)
-    codes, size = codes[:, start:stop], stop - start
+    codes = codes[:, start:stop]
     bits = bits_taken(form.bits, size, group)
     check_groups(size, group, bits)
     if bits == 4:
         codes = codes[:, : size // 2] | codes[:, size // 2 :] << 4
     elif form.bits == 4:
-        codes = codes.astype(np.int8) - np.int8(8)
-    groups = slice(start // group, stop // group) if form.group else slice(None)
-    scale, minimum = (
-        None if each is None else xp.ascontiguousarray(each[groups]) for each in (matrix.scale, matrix.minimum)
-    )
+        codes = codes.astype(np.int8) - np.int8(MIDDLE)
+    groups = xp.asarray(np.arange(start, stop, group) // (form.group or stop))
+    scale, minimum = (None if each is None else each[groups] for each in (matrix.scale, matrix.minimum))
     taken = form_of(form.dtype, bits, group, form.has_minimum, size, form.is_float)
     return PackedMatrix(taken, (width, size), xp.ascontiguousarray(codes), scale, minimum)
 

@@ -19,7 +19,8 @@ from headwise.kernels.cuda.cubins import Target, compile_variant
 from headwise.kernels.cuda.experts import CudaExperts, ExpertShape, StackedExperts, variants_of
 from headwise.kernels.cuda.interpreter import InterpreterLauncher
 from headwise.kernels.cuda.launch import Variant
-from headwise.kernels.cuda.packed import PackedMatrix, form_of, pack
+from headwise.kernels.cuda.packed import CudaPacked, PackedMatrix, form_of, pack
+from headwise.kernels.cuda.packed_parts import columns_of
 from headwise.kernels.cuda.tiles import SHARED_BYTES, SHARED_BYTES_FROM_90, ProductTile
 from headwise.kernels.experts import Routing
 from headwise.runtime.ops.base import Mixture
@@ -144,6 +145,17 @@ def test_experts_that_are_not_alike_are_refused_by_their_number() -> None:
     for unlike in (others[2], wide[2]):
         with pytest.raises(ConfigError, match=r"expert 2 of a layer is not quantised as .*: choose weights_dtype auto"):
             stack(mixture, "float32", [*coded[:2], unlike, coded[3]], 0)
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8", "int8 by row"])
+def test_columns_that_cut_through_groups_have_smaller_ones(name: str) -> None:
+    matrix = replace(KINDS[name], group=KINDS[name].group * 2).draw(np.random.default_rng(0), 8, 128, 0)
+    kernels = CudaPacked(InterpreterLauncher(), poisoned)
+    for start, stop in ((0, 96), (32, 64), (64, 128)):
+        part = columns_of(np, packed(matrix, "float32"), start, stop)
+        assert part.form.group == (32 if name != "int8 by row" and stop - start == 96 else 0)
+        found = kernels.expand(part, np.dtype(np.float32))
+        np.testing.assert_allclose(found, matrix.dequantised()[:, start:stop], rtol=1e-6, atol=1e-6)
 
 
 # ---- machine code ----
