@@ -65,7 +65,7 @@ def write_quantised(
     expanded: dict[str, tuple[str, NDArray[Any]]] = {}
     for weight in source.names:
         values = source.tensor(weight)
-        if not weight.endswith("_proj.weight"):
+        if not weight.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             stored[weight] = expanded[weight] = ("F32", values)
             continue
         tensors, matrix = quantise(values)

@@ -21,6 +21,9 @@ _BLOCK_ELEMENTS = 1 << 20
 """Numbers that are quantised at a time, so that temporary arrays stay in a core's cache, or near it."""
 
 
+_Index: TypeAlias = tuple[slice | NDArray[np.int64], slice]
+
+
 @dataclass(frozen=True, eq=False)
 class GroupQuantised:
     """A matrix ``[N, K]`` as small integers, the codes, with a scale and a minimum for each ``group`` of a row:
@@ -68,6 +71,10 @@ class GroupQuantised:
         """``[start:stop]``, sharing memory."""
         return self._part((slice(start, stop), slice(None)), (slice(start, stop), slice(None)))
 
+    def taken(self, rows: NDArray[np.int64]) -> GroupQuantised:
+        """``[rows]``, copied."""
+        return self._part((rows, slice(None)), (rows, slice(None)))
+
     def columns(self, start: int, stop: int) -> GroupQuantised:
         """``[:, start:stop]``, sharing memory; raises `ValueError` unless both are multiples of ``group``."""
         if start % self.group or stop % self.group:
@@ -75,7 +82,7 @@ class GroupQuantised:
         groups = slice(start // self.group, stop // self.group)
         return self._part((slice(None), slice(start, stop)), (slice(None), groups))
 
-    def _part(self, codes: tuple[slice, slice], groups: tuple[slice, slice]) -> GroupQuantised:
+    def _part(self, codes: _Index, groups: _Index) -> GroupQuantised:
         minimum = None if self.minimum is None else self.minimum[groups]
         return replace(self, codes=self.codes[codes], scale=self.scale[groups], minimum=minimum)
 
