@@ -18,7 +18,7 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
 from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, address_of
-from headwise.kernels.cuda.packed import TYPES, PackedForm, PackedMatrix, code_type, constants_of
+from headwise.kernels.cuda.packed import TYPES, PackedForm, PackedMatrix, code_type, constants_of, typed
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.tiles import ProductTile, expert_tiles
 from headwise.kernels.experts import Routing
@@ -264,10 +264,10 @@ def _product(
         columns = max(columns, VECTOR_BYTES * WARP * tile.warps // codes.step)  # a thread loads 16 bytes
     block: tuple[tuple[str, Any], ...] = (("BLOCK_M", tile.rows), ("BLOCK_N", columns))
     if codes is None:
-        signature = _typed(_SIGNATURE, {"x": TYPES[shape.dtype]})
+        signature = typed(_SIGNATURE, {"x": TYPES[shape.dtype]})
         block += (("BLOCK_K", tile.depth), ("EVEN", depth % tile.depth == 0))
     else:
-        signature = _typed(_PACKED_SIGNATURE, {"x": TYPES[shape.dtype], "codes": code_type(codes)})
+        signature = typed(_PACKED_SIGNATURE, {"x": TYPES[shape.dtype], "codes": code_type(codes)})
         block += (*constants_of(codes, tile.depth), ("SCALES_SUMS", tile.rows <= _SCALED_SUMS_ROWS))
     return Variant(
         kernel="multiply_experts" if codes is None else "multiply_packed_experts",
@@ -278,11 +278,6 @@ def _product(
         num_stages=tile.stages,
         module=MODULE if codes is None else PACKED_MODULE,
     )
-
-
-def _typed(parameters: tuple[str, ...], types: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    pairs = [parameter.partition(":")[::2] for parameter in parameters]
-    return tuple((name, types.get(type_, type_)) for name, type_ in pairs)
 
 
 def _pointers(*arrays: Array | None) -> tuple[np.uint64, ...]:

@@ -252,6 +252,12 @@ def code_type(form: PackedForm) -> str:
     return "*u8" if form.bits == 4 or form.is_float else "*i8"
 
 
+def typed(parameters: tuple[str, ...], types: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """The signature of ``name:type`` each, where a type may stand for one of ``types``."""
+    pairs = [parameter.partition(":")[::2] for parameter in parameters]
+    return tuple((name, types.get(type_, type_)) for name, type_ in pairs)
+
+
 def _variant(
     kernel: str,
     form: PackedForm,
@@ -260,9 +266,7 @@ def _variant(
     warps: int = 4,
     stages: int = 1,
 ) -> Variant:
-    types = {"x": TYPES[form.dtype], "": code_type(form)}
-    pairs = [parameter.partition(":")[::2] for parameter in parameters]
-    signature = tuple((name, types.get(type_, type_)) for name, type_ in pairs)
+    signature = typed(parameters, {"x": TYPES[form.dtype], "": code_type(form)})
     multiples = tuple(name for name, type_ in signature if type_.startswith("*") or name in ("depth", "x_stride"))
     return Variant(kernel, signature, constants, multiples, num_warps=warps, num_stages=stages, module=MODULE)
 

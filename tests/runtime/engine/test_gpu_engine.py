@@ -26,9 +26,10 @@ from support.quantised_models import FP8, INT4, in_fp8, in_int4, write_quantised
 
 from headwise import LocalEngine
 from headwise.cache_controller.block_tables import TableShape
-from headwise.errors import ConfigError
+from headwise.errors import ConfigError, ModelError
 from headwise.kernels.cuda.launch import Grid
 from headwise.kernels.cuda.packed import PackedMatrix
+from headwise.runtime.ops.quantised import GroupQuantised
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.logit_edits import LogitEdits
@@ -135,6 +136,13 @@ def test_weights_rounded_to_8_bits_say_nearly_the_same(tmp_path: Path, libraries
         found = gpu.generate([PROMPT], params)[0].logprobs[0].chosen
     with LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")) as cpu:
         assert found == pytest.approx(cpu.generate([PROMPT], params)[0].logprobs[0].chosen, abs=0.05)
+
+
+def test_fp8_that_is_no_number_is_refused(libraries: Path) -> None:
+    codes = np.full((16, 32), 0xFF, np.uint8)
+    matrix = GroupQuantised(codes, np.ones((16, 1), np.float32), None, 32, 8, is_float=True)
+    with pytest.raises(ModelError, match=r"a matrix in FP8 has numbers that are none \(NaN\): fetch the model again"):
+        EmulatedGpu(libraries, "float32", "fp8").ops.linear_weight(matrix)
 
 
 def test_experts_that_groups_do_not_divide_are_refused_before_weights_are_read(tmp_path: Path, libraries: Path) -> None:
