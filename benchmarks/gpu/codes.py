@@ -29,16 +29,13 @@ _TOLERANCE = 2e-2
 _NO_NUMBER = 0x7F
 
 
-def compile_codes(target: Target, directory: Path) -> int:
-    """The number of kernels."""
-    made = 0
-    for name, (_, _, _, bits) in KINDS.items():
-        up, down = (form_of(DTYPE, bits, GROUP, bits == 4, depth, name == "fp8") for depth in (HIDDEN, INNER))
-        shape = ExpertShape(
-            Routing(EXPERTS, 2, 1e-12), 1, HIDDEN, INNER, "silu", DTYPE, up_codes=up, down_codes=down
-        )  # fmt: skip
-        made += len(list(precompile([], [target], directory, [shape], packed_forms=[up])))
-    return made
+def compile_codes(kind: str, target: Target, directory: Path) -> int:
+    """The number of kernels of one of `KINDS`."""
+    bits = KINDS[kind][3]
+    up, down = (form_of(DTYPE, bits, GROUP, bits == 4, depth, kind == "fp8") for depth in (HIDDEN, INNER))
+    routing = Routing(EXPERTS, 2, 1e-12)
+    shape = ExpertShape(routing, 1, HIDDEN, INNER, "silu", DTYPE, up_codes=up, down_codes=down)
+    return len(list(precompile([], [target], directory, [shape], packed_forms=[up])))
 
 
 def check_codes(bench: Bench, rng: np.random.Generator) -> None:

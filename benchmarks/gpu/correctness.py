@@ -16,7 +16,7 @@ from gpu.attention import E4M3, QUANTISED_DTYPES
 from gpu.bench import Bench
 from gpu.cases import FULL_ATTENTION, Window, head_table, places_of
 from gpu.checkpoint import MOE, random_models, write_checkpoint
-from gpu.codes import check_codes, compile_codes
+from gpu.codes import KINDS, check_codes, compile_codes
 from gpu.delta import check_delta, compile_delta, shape_of
 from gpu.mixtures import compile_experts, expert_shape, experts_of
 from gpu.rig import Rig
@@ -84,7 +84,7 @@ def compile_kernels(bench: Bench) -> None:
             for net in _delta_shapes(sizes):
                 made[net] = pool.submit(compile_delta, net, target, work / "kernels")
             made[LATENTS] = pool.submit(_compile_latents, target, work / "kernels")
-            made["codes"] = pool.submit(compile_codes, target, work / "kernels")
+            made |= {kind: pool.submit(compile_codes, kind, target, work / "kernels") for kind in KINDS}
         for shape, each in made.items():
             with bench.rows.case(f"{shape}"):
                 files += each.result()
@@ -107,7 +107,7 @@ def precompile_all(target: tuple[int, int], directory: Path, layers: int | None)
     where = Target(*target)
     files = sum(_compile(shape, where, directory) for shape in _shapes(FULL, where.sm, layers))
     files += sum(compile_delta(shape, where, directory) for shape in _delta_shapes(FULL))
-    files += _compile_latents(where, directory) + compile_codes(where, directory)
+    files += _compile_latents(where, directory) + sum(compile_codes(kind, where, directory) for kind in KINDS)
     return files + compile_experts(expert_shape(FULL.moe), where, directory)
 
 
