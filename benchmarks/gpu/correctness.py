@@ -16,6 +16,7 @@ from gpu.attention import E4M3, QUANTISED_DTYPES
 from gpu.bench import Bench
 from gpu.cases import FULL_ATTENTION, Window, head_table, places_of
 from gpu.checkpoint import MOE, random_models, write_checkpoint
+from gpu.codes import KINDS, check_codes, compile_codes
 from gpu.delta import check_delta, compile_delta, shape_of
 from gpu.mixtures import compile_experts, expert_shape, experts_of
 from gpu.rig import Rig
@@ -83,6 +84,7 @@ def compile_kernels(bench: Bench) -> None:
             for net in _delta_shapes(sizes):
                 made[net] = pool.submit(compile_delta, net, target, work / "kernels")
             made[LATENTS] = pool.submit(_compile_latents, target, work / "kernels")
+            made |= {kind: pool.submit(compile_codes, kind, target, work / "kernels") for kind in KINDS}
         for shape, each in made.items():
             with bench.rows.case(f"{shape}"):
                 files += each.result()
@@ -105,7 +107,7 @@ def precompile_all(target: tuple[int, int], directory: Path, layers: int | None)
     where = Target(*target)
     files = sum(_compile(shape, where, directory) for shape in _shapes(FULL, where.sm, layers))
     files += sum(compile_delta(shape, where, directory) for shape in _delta_shapes(FULL))
-    files += _compile_latents(where, directory)
+    files += _compile_latents(where, directory) + sum(compile_codes(kind, where, directory) for kind in KINDS)
     return files + compile_experts(expert_shape(FULL.moe), where, directory)
 
 
@@ -415,7 +417,7 @@ def _operations(ops: TensorOps, dtype: str, seed: int) -> Iterator[tuple[str, An
     yield "gelu_tanh_mul", lambda: ops.numpy(ops.gelu_tanh_mul(ops.tensor(wide)))
     yield "scatter_add_rows", scattered
     up, down, logits = 0.1 * draw(7, 64, 128), 0.1 * draw(7, 128, 32), draw(37, 6)
-    yield "mix_experts", lambda: ops.numpy(ops.mix_experts(x, ops.tensor(logits), experts_of(ops, up, down)))
+    yield "mix_experts", lambda: ops.numpy(ops.mix_experts(x, ops.tensor(logits), experts_of(ops, [*up], [*down])))
     yield "greedy", lambda: np.stack([ops.host(part).astype(np.float32) for part in ops.greedy(x)])
 
 
@@ -476,6 +478,7 @@ def correctness(bench: Bench) -> None:
             with device.current():
                 check_ops(bench, device.ops, dtype, rng)
                 check_sampling(bench, device, dtype, rng)
+    check_codes(bench, rng)
     with bench.rows.case("block_tables"):
         device = bench.rig.device(EngineConfig(device="cuda", cache_dir=str(bench.rig.work)))
         with device.current():

@@ -69,8 +69,8 @@ class _Locked:
 
 
 class _Gpu(EmulatedGpu):
-    def __init__(self, libraries: Path, dtype: str, programs: Programs) -> None:
-        super().__init__(libraries, dtype)
+    def __init__(self, libraries: Path, dtype: str, programs: Programs, weights_dtype: str = "auto") -> None:
+        super().__init__(libraries, dtype, weights_dtype)
         self._programs = programs
 
     def block_copy(self) -> CudaBlockCopy:
@@ -100,7 +100,7 @@ class EmulatedRig:
         return nullcontext()
 
     def device(self, config: EngineConfig) -> Device:
-        return _Gpu(self._libraries, config.dtype_name, self.programs)
+        return _Gpu(self._libraries, config.dtype_name, self.programs, config.weights_dtype)
 
     def block_copy(self) -> CudaBlockCopy:
         return self._gpu.block_copy()

@@ -1,10 +1,11 @@
-"""What the assembler makes of the attention kernels, counted, without a GPU: instructions of a tile, registers, spills.
+"""What the assembler makes of attention and experts, counted without a GPU: instructions of a tile, registers, spills.
 
     python benchmarks/gpu/machine_code.py [--sm 90] [--head-dim 64,96,128,256,512] [--kv-dtype bfloat16]
     python benchmarks/gpu/machine_code.py --latents 16,64 [--sm 90] [--kv-dtype int8]
+    python benchmarks/gpu/machine_code.py --experts 2048,768 [--sm 90] [--weight-bits 4 --weight-group 128]
 
-A loop is what lies between an instruction and a branch back to it; those that multiply matrices walk tiles of keys. The
-exit status is 1 where such a loop spills, or where ptxas says that it serialises wgmma.
+A loop is what lies between an instruction and a branch back to it; those that multiply matrices walk tiles of keys, or
+of the depth of experts. The exit status is 1 where such a loop spills, or where ptxas says that it serialises wgmma.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from headwise.kernels.cuda.attention import AttentionShape, variants_of
 from headwise.kernels.cuda.cubins import Compiled, Target, compile_variant
 from headwise.kernels.cuda.dsa import IndexShape
+from headwise.kernels.cuda.experts import ExpertShape
+from headwise.kernels.cuda.experts import variants_of as expert_variants
 from headwise.kernels.cuda.launch import Variant
 from headwise.kernels.cuda.mla import LatentShape
-from headwise.kernels.cuda.precompile import LatentModel
+from headwise.kernels.cuda.precompile import LatentModel, add_weight_options, codes_of
+from headwise.kernels.experts import Routing
 
 LATENT_KERNELS = ("prefill", "decode", "", "gathered", "expanded", "scores", "chosen")
 """Names of `LatentModel.variants`, merges left out."""
@@ -86,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     print("Of a tile: instructions (products, accesses of 16 bytes, spills)")
     print()
-    counted = "query heads" if options.latents else "head size"
+    counted = "rows" if options.experts else "query heads" if options.latents else "head size"
     print(f"| {counted} | kernel | registers | spilled | serialised | of a tile |")
     print("| --- | --- | --- | --- | --- | --- |")
     for size, name, variant in _kernels(options):
@@ -101,7 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kernels(options: argparse.Namespace) -> Iterator[tuple[int, str, Variant]]:
-    """(head size, or query heads of latents; name; kernel) of all that is counted."""
+    """(head size, or query heads of latents, or rows of experts; name; kernel) of all that is counted."""
+    if options.experts:
+        yield from _experts(options)
+        return
     for heads in options.latents:
         latents = LatentShape(heads, 512, 64, options.block_size, "bfloat16", options.kv_dtype)
         index = IndexShape(64, 128, options.block_size, "bfloat16") if options.kv_dtype == "bfloat16" else None
@@ -113,6 +120,17 @@ def _kernels(options: argparse.Namespace) -> Iterator[tuple[int, str, Variant]]:
             yield head_dim, name, variant
 
 
+def _experts(options: argparse.Namespace) -> Iterator[tuple[int, str, Variant]]:
+    hidden, inner = options.experts
+    codes = codes_of(options, hidden), codes_of(options, inner)
+    shape = ExpertShape(
+        Routing(128, 8, None), 0, hidden, inner, "silu", options.dtype, up_codes=codes[0], down_codes=codes[1]
+    )
+    for variant in expert_variants(shape, options.sm):
+        sizes = dict(variant.constants)
+        yield sizes["BLOCK_M"], f"{'gate, up' if sizes['ACTIVATION'] else 'down'}: {sizes['BLOCK_N']} columns", variant
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sm", type=int, default=90, help="compute capability (default: 90)")
@@ -120,6 +138,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--latents", type=_numbers, default=[], help="count latent attention of so many query heads instead, e.g. 16,64"
     )
+    parser.add_argument(
+        "--experts",
+        type=_numbers,
+        default=[],
+        help="count a mixture's products instead: hidden size, size of an expert",
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="of tokens (default: bfloat16)")
+    add_weight_options(parser)
     parser.add_argument("--kv-dtype", default="bfloat16", help="of cached keys and values (default: bfloat16)")
     parser.add_argument("--share", type=int, default=4, help="query heads of a KV head (default: 4)")
     parser.add_argument("--block-size", type=int, default=64, help="tokens per block (default: 64)")

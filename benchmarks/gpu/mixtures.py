@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from headwise.kernels.cuda.cubins import Target
 from headwise.kernels.cuda.experts import ExpertShape
@@ -15,6 +12,7 @@ from headwise.kernels.cuda.precompile import precompile
 from headwise.kernels.experts import Routing
 from headwise.runtime.models.decoder import GatedMlp, Linear
 from headwise.runtime.ops.base import Experts, Mixture, TensorOps
+from headwise.runtime.ops.quantised import Matrix
 
 
 def expert_shape(config: Mapping[str, Any]) -> ExpertShape:
@@ -34,8 +32,8 @@ def compile_experts(shape: ExpertShape, target: Target, directory: Path) -> int:
     return len(list(precompile([], [target], directory, [shape])))
 
 
-def experts_of(ops: TensorOps, up: NDArray[np.float32], down: NDArray[np.float32]) -> Experts:
-    """Of ``up [E, 2 * inner, hidden]`` and ``down [E, hidden, inner]``: the last is shared, and two are chosen."""
+def experts_of(ops: TensorOps, up: Sequence[Matrix], down: Sequence[Matrix]) -> Experts:
+    """Of ``up [2 * inner, hidden]`` and ``down [hidden, inner]`` each: the last is shared, and two are chosen."""
     every = [
         GatedMlp(Linear(ops.gated_weight(one)), Linear(ops.linear_weight(other)))
         for one, other in zip(up, down, strict=True)

@@ -14,7 +14,7 @@ from support.tiny_checkpoints import checkpoint
 
 from headwise.runtime.loader.checkpoint import Checkpoint
 from headwise.runtime.loader.safetensors_file import TensorForm, write_safetensors
-from headwise.runtime.loader.scaled_matrix import E4M3
+from headwise.runtime.ops.e4m3 import E4M3
 
 GROUP, BLOCK = 16, (16, 32)
 Stored = tuple[dict[str, tuple[str, NDArray[Any]]], NDArray[np.float32]]
@@ -65,7 +65,7 @@ def write_quantised(
     expanded: dict[str, tuple[str, NDArray[Any]]] = {}
     for weight in source.names:
         values = source.tensor(weight)
-        if not weight.endswith("_proj.weight"):
+        if not weight.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             stored[weight] = expanded[weight] = ("F32", values)
             continue
         tensors, matrix = quantise(values)

@@ -18,12 +18,13 @@ from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.errors import ConfigError
 from headwise.kernels.cuda.elementwise import NUMBERS, VECTOR_BYTES
 from headwise.kernels.cuda.launch import Array, Kernel, TritonLauncher, Variant, address_of
+from headwise.kernels.cuda.packed import TYPES, PackedForm, PackedMatrix, code_type, constants_of, typed
 from headwise.kernels.cuda.programs import Defines, Programs
 from headwise.kernels.cuda.tiles import ProductTile, expert_tiles
 from headwise.kernels.experts import Routing
 from headwise.kernels.fused import Activation
 
-SOURCE, MODULE = "experts.cu", "experts_jit"
+SOURCE, MODULE, PACKED_MODULE = "experts.cu", "experts_jit", "packed_experts_jit"
 THREADS, SORT_THREADS = 128, 1024
 WARP = 32
 MOST_ASSIGNED = 32
@@ -31,11 +32,14 @@ MOST_ASSIGNED = 32
 MOST_EXPERTS = 1024
 """To choose from: a lane keeps 32 scores."""
 
-_TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
-_SIGNATURE = (
-    "x:x", "weight:x", "bias:x", "shares:*fp32", "out:x", "order:*i32", "tile_expert:*i32", "width:i32", "depth:i32",
-    "per_row:i32",
+_SCALED_SUMS_ROWS = 16
+"""Of a tile, up to which scales of codes are applied to sums."""
+
+_PLACES = (
+    "bias:x", "shares:*fp32", "out:x", "order:*i32", "tile_expert:*i32", "width:i32", "depth:i32", "per_row:i32",
 )  # fmt: skip
+_SIGNATURE = ("x:x", "weight:x", *_PLACES)
+_PACKED_SIGNATURE = ("x:x", "codes:codes", "scale:*fp32", "minimum:*fp32", *_PLACES)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class ExpertShape:
     shared: experts that every token goes to, of the same size
     has_bias: whether projections have biases
     weighs_input: an expert is given tokens times their weights; else what it makes of them is multiplied
+    up_codes, down_codes: of the weights ``gate | up`` and down, where these are codes; None: they are of ``dtype``
     """
 
     routing: Routing
@@ -56,6 +61,8 @@ class ExpertShape:
     dtype: str
     has_bias: bool = False
     weighs_input: bool = False
+    up_codes: PackedForm | None = None
+    down_codes: PackedForm | None = None
 
     @property
     def assigned(self) -> int:
@@ -67,15 +74,15 @@ class ExpertShape:
 class StackedExperts:
     """A layer's experts, shared ones last, ``E`` in all.
 
-    gate_up:    ``[E, 2 * inner, hidden]``, gates before ups
-    down:       ``[E, hidden, inner]``
+    gate_up:    ``[E, 2 * inner, hidden]``, gates before ups; as codes, if ``shape`` says so
+    down:       ``[E, hidden, inner]``, likewise
     biases:     ``[E, 2 * inner]`` and ``[E, hidden]``, of the same dtype; None where there are none
     correction, scales: see `headwise.runtime.ops.base.Mixture`, on the device
     """
 
     shape: ExpertShape
-    gate_up: Array
-    down: Array
+    gate_up: Array | PackedMatrix
+    down: Array | PackedMatrix
     gate_up_bias: Array | None
     down_bias: Array | None
     correction: Array | None
@@ -188,9 +195,9 @@ class CudaExperts:
         parts = self._empty((assignments, shape.hidden), x.dtype)
         placed = {"shares": shares, "order": order, "tile_expert": tile_expert}
         up, down = _products(shape, tile)
-        gate_up = {"x": x, "weight": experts.gate_up, "bias": experts.gate_up_bias, "out": gated}
+        gate_up = {"x": x, **_weights(experts.gate_up), "bias": experts.gate_up_bias, "out": gated}
         self._multiply(up, tiles, {**gate_up, **placed}, (shape.inner, shape.hidden, shape.assigned))
-        projection = {"x": gated, "weight": experts.down, "bias": experts.down_bias, "out": parts}
+        projection = {"x": gated, **_weights(experts.down), "bias": experts.down_bias, "out": parts}
         self._multiply(down, tiles, {**projection, **placed}, (shape.hidden, shape.inner, 1))
         out = self._empty(x.shape, x.dtype)
         vectors = shape.hidden * x.dtype.itemsize // VECTOR_BYTES
@@ -225,33 +232,52 @@ class CudaExperts:
         self._launcher.launch(variant, (tiles * columns, 1, 1), arguments)
 
 
+def _weights(weight: Array | PackedMatrix) -> dict[str, Array | None]:
+    """By the names of parameters."""
+    if isinstance(weight, PackedMatrix):
+        return {"codes": weight.codes, "scale": weight.scale, "minimum": weight.minimum}
+    return {"weight": weight}
+
+
 @lru_cache
 def _products(shape: ExpertShape, tile: ProductTile) -> tuple[Variant, Variant]:
     """Of tokens and ``gate | up``, and of what comes of that and the down projection."""
-    up = _product(shape, tile, tile.gated_columns, shape.hidden, shape.inner, shape.activation)
-    return up, _product(shape, tile, tile.columns, shape.inner, shape.hidden, "")
+    up = _product(shape, tile, tile.gated_columns, (shape.hidden, shape.inner), shape.activation, shape.up_codes)
+    return up, _product(shape, tile, tile.columns, (shape.inner, shape.hidden), "", shape.down_codes)
 
 
-def _product(shape: ExpertShape, tile: ProductTile, columns: int, depth: int, width: int, activation: str) -> Variant:
-    pointers = ((name, _TYPES[shape.dtype] if type_ == "x" else type_) for name, type_ in _pairs())
+def _product(
+    shape: ExpertShape,
+    tile: ProductTile,
+    columns: int,
+    sizes: tuple[int, int],
+    activation: str,
+    codes: PackedForm | None,
+) -> Variant:
+    """sizes: depth and width; codes: the form of weights; None: they are of the shape's dtype"""
+    depth, width = sizes
     multiples = [name for name, number in (("width", width), ("depth", depth)) if number % 16 == 0]
+    common = (
+        ("ACTIVATION", activation), ("BIAS", shape.has_bias), ("WEIGHS", shape.weighs_input == bool(activation)),
+    )  # fmt: skip
+    if codes is not None and tile.rows <= _SCALED_SUMS_ROWS:
+        columns = max(columns, VECTOR_BYTES * WARP * tile.warps // codes.step)  # a thread loads 16 bytes
+    block: tuple[tuple[str, Any], ...] = (("BLOCK_M", tile.rows), ("BLOCK_N", columns))
+    if codes is None:
+        signature = typed(_SIGNATURE, {"x": TYPES[shape.dtype]})
+        block += (("BLOCK_K", tile.depth), ("EVEN", depth % tile.depth == 0))
+    else:
+        signature = typed(_PACKED_SIGNATURE, {"x": TYPES[shape.dtype], "codes": code_type(codes)})
+        block += (*constants_of(codes, tile.depth), ("SCALES_SUMS", tile.rows <= _SCALED_SUMS_ROWS))
     return Variant(
-        kernel="multiply_experts",
-        signature=tuple(pointers),
-        constants=(
-            ("BLOCK_M", tile.rows), ("BLOCK_N", columns), ("BLOCK_K", tile.depth), ("ACTIVATION", activation),
-            ("BIAS", shape.has_bias), ("EVEN", depth % tile.depth == 0),
-            ("WEIGHS", shape.weighs_input == bool(activation)),
-        ),
-        multiples=("x", "weight", "bias", "shares", "out", "order", "tile_expert", *multiples),
+        kernel="multiply_experts" if codes is None else "multiply_packed_experts",
+        signature=signature,
+        constants=(*block, *common),
+        multiples=(*(name for name, type_ in signature if type_.startswith("*")), *multiples),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        module=MODULE,
-    )  # fmt: skip
-
-
-def _pairs() -> list[tuple[str, str]]:
-    return [(name, type_) for name, _, type_ in (parameter.partition(":") for parameter in _SIGNATURE)]
+        module=MODULE if codes is None else PACKED_MODULE,
+    )
 
 
 def _pointers(*arrays: Array | None) -> tuple[np.uint64, ...]:

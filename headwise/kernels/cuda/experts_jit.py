@@ -32,6 +32,30 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @JITFunction
+def finish(
+    gate, up, bias, shares, out, place, column, read, expert, width,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WEIGHS: tl.constexpr,
+):  # fmt: skip
+    """Writes what comes of a tile's sums; see `multiply_experts`, which has ``expert`` doubled with ``ACTIVATION``."""
+    real = (place >= 0)[:, None] & (column < width)[None, :]
+    if WEIGHS:
+        share = tl.load(shares + place, mask=place >= 0, other=0.0)[:, None]
+        if ACTIVATION != "":
+            gate *= share
+            up *= share
+    if BIAS:
+        gate += tl.load(bias + expert * width + read).to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            up += tl.load(bias + (expert + 1) * width + read).to(tl.float32)[None, :]
+    if ACTIVATION != "":
+        gate = activated(gate, up, ACTIVATION)
+    elif WEIGHS:
+        gate *= share
+    at_out = place.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(out + at_out, gate.to(out.dtype.element_ty), mask=real)
+
+
+@JITFunction
 def multiply_experts(
     x, weight, bias, shares, out, order, tile_expert, width, depth, per_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -71,19 +95,6 @@ def multiply_experts(
         if ACTIVATION != "":
             weights = tl.load(right + begin) if EVEN else tl.load(right + begin, mask=some, other=0.0)
             up = tl.dot(values, tl.trans(weights), up, input_precision="ieee")
-    real = (place >= 0)[:, None] & (column < width)[None, :]
-    if WEIGHS:
-        share = tl.load(shares + place, mask=place >= 0, other=0.0)[:, None]
-        if ACTIVATION != "":
-            gate *= share
-            up *= share
-    if BIAS:
-        gate += tl.load(bias + expert * width + read).to(tl.float32)[None, :]
-        if ACTIVATION != "":
-            up += tl.load(bias + (expert + 1) * width + read).to(tl.float32)[None, :]
-    if ACTIVATION != "":
-        gate = activated(gate, up, ACTIVATION)
-    elif WEIGHS:
-        gate *= share
-    at_out = place.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(out + at_out, gate.to(out.dtype.element_ty), mask=real)
+    finish(
+        gate, up, bias, shares, out, place, column, read, expert, width, ACTIVATION=ACTIVATION, BIAS=BIAS, WEIGHS=WEIGHS
+    )

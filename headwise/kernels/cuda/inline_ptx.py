@@ -100,6 +100,14 @@ def _fused(first: Word, second: Word, addend: Word) -> Word:
     return mixed
 
 
+def _fused_bf16(*words: Word) -> Word:
+    """Of two bfloat16 of a register, as `_fused`: float32 holds every product of two."""
+    dtype = numpy_dtype("bfloat16")
+    first, second, addend = (np.ascontiguousarray(word).reshape(-1, 1).view(dtype).astype(np.float32) for word in words)
+    mixed: Word = (first * second + addend).astype(dtype).view(np.uint32)[:, 0]
+    return mixed
+
+
 def _sum(first: Word, second: Word) -> Word:
     """Of float16, as `_fused`."""
     return _fused(first, np.array(0x3C003C00, np.uint32), second)  # times 1
@@ -117,11 +125,14 @@ def _on_floats(step: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> Ca
 
 _INSTRUCTIONS: dict[str, Callable[..., Word]] = {
     "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
     "xor.b32": np.bitwise_xor,
     "shl.b32": np.left_shift,
+    "shr.b32": np.right_shift,
     "prmt.b32": _permuted,
     "mov.b32": np.positive,
     "fma.rn.f16x2": _fused,
+    "fma.rn.bf16x2": _fused_bf16,
     "add.f16x2": _sum,
     "cvt.rn.f16x2.e4m3x2": _of_e4m3,
     "lg2.approx.ftz.f32": _on_floats(np.log2),

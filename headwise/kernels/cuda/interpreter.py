@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,10 @@ def _numpy_dtype(kind: Any) -> Any:
 interpreter._get_np_dtype = _numpy_dtype
 
 
+_running = Lock()
+"""While a kernel runs, Triton's language is patched for all threads."""
+
+
 class InterpreterLauncher:
     """`TritonLauncher` on NumPy arrays. ``sm`` and ``sms`` are those of the card it stands for."""
 
@@ -61,7 +66,9 @@ class InterpreterLauncher:
         values = {
             name: _tensor(argument, type_) for (name, type_), argument in zip(variant.signature, arguments, strict=True)
         }
-        _interpreted(variant.module, variant.kernel).run(grid=grid, warmup=False, **values, **dict(variant.constants))
+        with _running:
+            kernel = _interpreted(variant.module, variant.kernel)
+            kernel.run(grid=grid, warmup=False, **values, **dict(variant.constants))
 
 
 def _check_promises(variant: Variant, arguments: Sequence[np.generic]) -> None:

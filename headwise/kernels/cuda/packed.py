@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,13 @@ FEW_ROWS = 64
 """Rows up to which codes are multiplied: with more, tensor cores set the pace."""
 
 _COLUMNS = 64
-_LEAST_STEP, _MOST_STEP = 16, 128
+_LEAST_STEP, MOST_STEP = 16, 128
 """Bytes of a row's codes that a program takes at a time."""
 _MOST_SPLITS = 8
 _ADDED = 1024
-_TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
-_OFFSET = {4: 8, 8: -128}
-"""What is added to codes so that those of 4 bits are 0 to 15, and those of 8 bits -128 to 127."""
+TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
+MIDDLE = 8
+"""What is added to a code of 4 bits, from -8 to 7, in memory."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Tile:
     warps: int
 
 
-_TILES = (_Tile(16, _MOST_STEP, 4), _Tile(FEW_ROWS, 32, 8))
+_TILES = (_Tile(16, MOST_STEP, 4), _Tile(FEW_ROWS, 32, 8))
 """With larger steps or fewer warps, 64 rows have no room in registers."""
 
 
@@ -50,7 +50,9 @@ _TILES = (_Tile(16, _MOST_STEP, 4), _Tile(FEW_ROWS, 32, 8))
 class PackedForm:
     """What the machine code of a product depends on besides the card.
 
-    dtype: of activations; bits: of a code; group: neighbours with a scale in common; step: bytes taken at a time
+    dtype: of activations; bits: of a code; group: neighbours with a scale in common, 0: a whole row
+    step:  bytes taken at a time
+    is_float: codes are float8_e4m3fn, else integers
     """
 
     dtype: str
@@ -58,13 +60,14 @@ class PackedForm:
     group: int
     step: int
     has_minimum: bool
+    is_float: bool = False
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A weight ``[width, depth]`` on the device.
+    """A weight ``[width, depth]`` on the device; of a layer's experts, an axis of them comes first in every array.
 
-    codes:   uint8 ``[width, depth / 2]``, two to a byte, or int8 ``[width, depth]``
+    codes:   uint8 ``[width, depth / 2]``, two plus 8 to a byte, or int8 or float8_e4m3fn (uint8) ``[width, depth]``
     scale:   float32 ``[depth / group, width]``
     minimum: of the same shape; None: 0 everywhere
     """
@@ -76,41 +79,54 @@ class PackedMatrix:
     minimum: Array | None
 
 
-def pack(
-    codes: NDArray[Any],
-    scale: NDArray[np.float32],
-    minimum: NDArray[np.float32] | None,
-    bits: int,
-    dtype: str,
-    send: Callable[[NDArray[Any]], Array],
-) -> PackedMatrix:
-    """A matrix ``scale * codes + minimum`` of uint8 or int8 codes ``[width, depth]`` for products with ``dtype``.
+class Grouped(Protocol):
+    """A matrix ``scale * codes + minimum`` on the host; see `headwise.runtime.ops.quantised.GroupQuantised`.
 
-    scale, minimum: ``[width, depth / group]``
-    bits:           of the codes; those of 4 take 8 where halves of a row are no multiple of 16 in whole groups
-    send:           brings an array to the device
+    codes: uint8 or int8 ``[width, depth]``; scale, minimum: ``[width, depth / group]``
+    """
+
+    @property
+    def codes(self) -> NDArray[Any]: ...
+
+    @property
+    def scale(self) -> NDArray[np.float32]: ...
+
+    @property
+    def minimum(self) -> NDArray[np.float32] | None: ...
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def is_float(self) -> bool: ...
+
+
+def pack(matrix: Grouped, dtype: str, send: Callable[[NDArray[Any]], Array]) -> PackedMatrix:
+    """``matrix`` on the device, for products with ``dtype``.
+
+    Codes of 4 bits take 8 where halves of a row are no multiple of 16 in whole groups.
+
+    send: brings an array to the device
 
     Raises:
         ConfigError: a group is no multiple of 16.
     """
+    codes, scale, minimum = matrix.codes, matrix.scale, matrix.minimum
     width, depth = codes.shape
     group = depth // scale.shape[1]
-    bits = 4 if bits == 4 and depth % 2 == 0 and gcd(group, depth // 2) % _LEAST_STEP == 0 else 8
-    if gcd(group, depth * bits // 8) % _LEAST_STEP:
-        raise ConfigError(
-            f"weights of {depth} columns in groups of {group} are not computed from on a GPU, which takes groups of a "
-            f"multiple of {_LEAST_STEP}: choose weights_dtype auto"
-        )
-    is_signed = codes.dtype == np.int8
-    if is_signed == (bits == 4):  # 4 bits are kept as 0 to 15, 8 bits as -128 to 127
-        offset = _OFFSET[bits]
-        codes = (codes.astype(np.int16) + offset).astype(np.uint8 if bits == 4 else np.int8)
-        moved = np.float32(-offset) * scale
-        minimum = moved if minimum is None else minimum + moved
+    bits = bits_taken(matrix.bits, depth, group)
+    check_groups(depth, group, bits)
+    if codes.dtype == np.uint8 and not matrix.is_float:
+        offset = 1 << (matrix.bits - 1) if bits == matrix.bits else 0
+        codes = (codes.astype(np.int16) - offset).astype(np.int8)
+        if offset:
+            moved = np.float32(offset) * scale
+            minimum = moved if minimum is None else minimum + moved
     if bits == 4:
+        codes = (codes + np.int8(MIDDLE)).view(np.uint8)
         codes = codes[:, : depth // 2] | codes[:, depth // 2 :] << 4
     return PackedMatrix(
-        form_of(dtype, bits, group, minimum is not None, depth * bits // 8),
+        form_of(dtype, bits, group, minimum is not None, depth, matrix.is_float),
         (width, depth),
         send(np.ascontiguousarray(codes)),
         send(np.ascontiguousarray(scale.T)),
@@ -118,9 +134,26 @@ def pack(
     )
 
 
-def form_of(dtype: str, bits: int, group: int, has_minimum: bool, row_bytes: int = _MOST_STEP) -> PackedForm:
-    """The form of weights whose rows take ``row_bytes``."""
-    return PackedForm(dtype, bits, group, gcd(group, row_bytes, _MOST_STEP), has_minimum)  # steps: powers of two
+def bits_taken(bits: int, depth: int, group: int) -> int:
+    """Of a code in memory: 4 only where halves of a row are a multiple of 16 in whole groups."""
+    return 4 if bits == 4 and depth % 2 == 0 and gcd(group, depth // 2) % _LEAST_STEP == 0 else 8
+
+
+def check_groups(depth: int, group: int, bits: int) -> None:
+    """Raise ConfigError if rows of ``depth`` in such groups are not computed from."""
+    if gcd(group, depth * bits // 8) % _LEAST_STEP:
+        raise ConfigError(
+            f"weights of {depth} columns in groups of {group} are not computed from on a GPU, which takes groups of a "
+            f"multiple of {_LEAST_STEP}: choose weights_dtype auto"
+        )
+
+
+def form_of(
+    dtype: str, bits: int, group: int, has_minimum: bool, depth: int = 2 * MOST_STEP, is_float: bool = False
+) -> PackedForm:
+    """The form of weights with rows of ``depth``; group 0: a whole row."""
+    step = gcd(group or depth, depth * bits // 8, MOST_STEP)  # a power of two
+    return PackedForm(dtype, bits, 0 if group == depth else group, step, has_minimum, is_float)
 
 
 def variants_of(form: PackedForm) -> tuple[Variant, ...]:
@@ -188,7 +221,7 @@ def _product(form: PackedForm, tile: _Tile, is_split: bool) -> Variant:
         form,
         ("x:x", "codes", "scale:*fp32", "minimum:*fp32", "out:x", "partial:*fp32",
          "rows:i32", "width:i32", "depth:i32", "x_stride:i32", "splits:i32"),
-        (("BLOCK_M", tile.rows), ("BLOCK_N", _COLUMNS), *_constants(form, tile.step), ("SPLIT", is_split)),
+        (("BLOCK_M", tile.rows), ("BLOCK_N", _COLUMNS), *constants_of(form, tile.step), ("SPLIT", is_split)),
         tile.warps,
         stages=4,
     )  # fmt: skip
@@ -197,7 +230,7 @@ def _product(form: PackedForm, tile: _Tile, is_split: bool) -> Variant:
 @lru_cache
 def _expansion(form: PackedForm) -> Variant:
     pointers = ("codes", "scale:*fp32", "minimum:*fp32", "out:x", "width:i32", "depth:i32")
-    return _variant("expand_packed", form, pointers, (("BLOCK_N", _COLUMNS), *_constants(form)))
+    return _variant("expand_packed", form, pointers, (("BLOCK_N", _COLUMNS), *constants_of(form)))
 
 
 @lru_cache
@@ -206,8 +239,23 @@ def _sum(dtype: str) -> Variant:
     return _variant("add_splits", form, ("partial:*fp32", "out:x", "count:i32", "splits:i32"), (("BLOCK", _ADDED),))
 
 
-def _constants(form: PackedForm, most: int = _MOST_STEP) -> tuple[tuple[str, Any], ...]:
-    return ("BLOCK_K", min(form.step, most)), ("GROUP", form.group), ("BITS", form.bits), ("MINIMA", form.has_minimum)
+def constants_of(form: PackedForm, most: int = MOST_STEP) -> tuple[tuple[str, Any], ...]:
+    """Those of any kernel that reads such weights, at most ``most`` bytes of a row at a time."""
+    return (
+        ("BLOCK_K", min(form.step, most)), ("GROUP", form.group), ("BITS", form.bits), ("FLOATS", form.is_float),
+        ("MINIMA", form.has_minimum),
+    )  # fmt: skip
+
+
+def code_type(form: PackedForm) -> str:
+    """Triton's, of a pointer to codes."""
+    return "*u8" if form.bits == 4 or form.is_float else "*i8"
+
+
+def typed(parameters: tuple[str, ...], types: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """The signature of ``name:type`` each, where a type may stand for one of ``types``."""
+    pairs = [parameter.partition(":")[::2] for parameter in parameters]
+    return tuple((name, types.get(type_, type_)) for name, type_ in pairs)
 
 
 def _variant(
@@ -218,9 +266,7 @@ def _variant(
     warps: int = 4,
     stages: int = 1,
 ) -> Variant:
-    types = {"x": _TYPES[form.dtype], "": "*u8" if form.bits == 4 else "*i8"}
-    pairs = [parameter.partition(":")[::2] for parameter in parameters]
-    signature = tuple((name, types.get(type_, type_)) for name, type_ in pairs)
+    signature = typed(parameters, {"x": TYPES[form.dtype], "": code_type(form)})
     multiples = tuple(name for name, type_ in signature if type_.startswith("*") or name in ("depth", "x_stride"))
     return Variant(kernel, signature, constants, multiples, num_warps=warps, num_stages=stages, module=MODULE)
 

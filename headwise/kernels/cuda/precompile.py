@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any, get_args
 
@@ -191,10 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     mixture.add_argument("--expert-groups", type=int, default=1, help="that experts come in (default: 1)")
     mixture.add_argument("--groups-per-token", type=int, default=1)
     mixture.add_argument("--best-of-group", type=int, default=1, help="experts that a group's score is the sum of")
-    weights = parser.add_argument_group("weights of few bits", "of a model that is served with them")
-    weights.add_argument("--weight-bits", type=int, choices=(4, 8))
-    weights.add_argument("--weight-group", type=int, default=32, help="numbers that share a scale (default: 32)")
-    weights.add_argument("--weight-minima", action="store_true", help="groups have a minimum, too (AWQ, GPTQ, Q4_1)")
+    add_weight_options(parser)
     delta = parser.add_argument_group("gated delta-nets", "of a model that has them")
     delta.add_argument("--delta-key-heads", type=int, help="of the model")
     delta.add_argument("--delta-value-heads", type=int, help="of the model (default: as many)")
@@ -203,6 +201,15 @@ def _parser() -> argparse.ArgumentParser:
     delta.add_argument("--delta-convolution", type=int, default=4, help="tokens that it spans (default: 4)")
     delta.add_argument("--tp-size", type=int, default=1, help="ranks that key heads are dealt to (default: 1)")
     return parser
+
+
+def add_weight_options(parser: argparse.ArgumentParser) -> None:
+    """Those that `codes_of` reads."""
+    weights = parser.add_argument_group("weights of few bits", "of a model that is served with them")
+    weights.add_argument("--weight-bits", type=int, choices=(4, 8))
+    weights.add_argument("--weight-group", type=int, default=32, help="that share a scale; 0: a row (default: 32)")
+    weights.add_argument("--weight-minima", action="store_true", help="groups have a minimum, too (AWQ, Q4_1)")
+    weights.add_argument("--weight-floats", action="store_true", help="numbers of 8 bits are FP8 (E4M3)")
 
 
 def _shapes(options: argparse.Namespace) -> Iterator[AttentionShape]:
@@ -263,6 +270,8 @@ def _mixtures(options: argparse.Namespace) -> Iterator[ExpertShape]:
         dtype=options.dtype,
         has_bias=options.expert_biases,
         weighs_input=options.weighs_input,
+        up_codes=codes_of(options, options.hidden_size),
+        down_codes=codes_of(options, options.expert_size),
     )
 
 
@@ -283,9 +292,22 @@ def _deltas(options: argparse.Namespace) -> Iterator[DeltaShape]:
 
 
 def _packed(options: argparse.Namespace) -> Iterator[PackedForm]:
-    bits = options.weight_bits
-    if bits is not None:
-        yield packed.form_of(options.dtype, bits, options.weight_group, bits == 4 or options.weight_minima)
+    form = codes_of(options, 2 * packed.MOST_STEP * (options.weight_group or 1))  # rows of many groups
+    if form is not None:
+        yield form
+
+
+def codes_of(options: argparse.Namespace, depth: int) -> PackedForm | None:
+    """The form of weights with rows of ``depth``; None: they are of ``dtype``. Tiles of FP8 may be cut by a rank."""
+    bits, group, is_float = options.weight_bits, options.weight_group, options.weight_floats
+    if bits is None:
+        return None
+    if is_float and bits != 8:
+        raise ConfigError(f"--weight-floats are FP8, which has 8 bits: give --weight-bits 8, not {bits}")
+    group = gcd(group, depth) if is_float else group or depth
+    bits = packed.bits_taken(bits, depth, group)
+    packed.check_groups(depth, group, bits)
+    return packed.form_of(options.dtype, bits, group, options.weight_minima, depth, is_float)
 
 
 def _numbers(text: str) -> list[int]:

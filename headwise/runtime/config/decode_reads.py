@@ -49,9 +49,21 @@ def decode_reads(config: EngineConfig, card: ModelCard, directory: Path) -> Deco
     if config.computes_from_blocks:
         return DecodeReads(*_block_bytes(card.config, directory), thousand)
     model, size = card.config, _element_bytes(config.weights_dtype_name, directory)
-    head_size = _EXPANDED_BYTES if config.weights_dtype == "int4" else size  # hardly a checkpoint quantises that
+    is_own = config.weights_dtype in ("int4", "fp8")
+    head_size = _EXPANDED_BYTES if is_own else size  # hardly a checkpoint quantises that
     head = int(model.vocab_size * model.hidden_size * head_size)
     return DecodeReads(int(_layer_elements(model) * size), head, thousand)
+
+
+def codes_in_memory(config: EngineConfig, card: ModelCard, directory: Path) -> int:
+    """Bytes of all weights, over all ranks, where matrices are kept as codes; the embedding is of ``dtype``."""
+    model = card.config
+    table = model.vocab_size * model.hidden_size * dtype_bytes(config.dtype_name)
+    reads = decode_reads(config, card, directory)
+    if config.computes_from_blocks:
+        return reads.weights + table
+    layers = _layer_elements(model, every_expert=True) * _element_bytes(config.weights_dtype_name, directory)
+    return int(layers) + reads.lm_head + table
 
 
 def kinds_of_blocks(directory: Path) -> str:
@@ -65,22 +77,23 @@ def kinds_of_blocks(directory: Path) -> str:
 
 
 def _element_bytes(dtype: str, directory: Path) -> float:
-    if dtype == "int4":
+    if dtype in ("int4", "fp8"):
         scheme = scheme_of(read_json(directory / "config.json"))
         assert scheme is not None, "as the model's card has it"
         return scheme.code_bytes
     return 1 + _SCALE_BYTES / INT8_GROUP if dtype == "int8" else dtype_bytes(dtype)
 
 
-def _layer_elements(model: ModelConfig) -> int:
-    """Numbers in all layers' matrices that a token is multiplied with."""
+def _layer_elements(model: ModelConfig, every_expert: bool = False) -> int:
+    """Numbers in all layers' matrices that a token is multiplied with, or that there are."""
     hidden, moe = model.hidden_size, model.moe
     variant, layers = attention_of(model), range(model.num_layers)
     attention = sum(variant.weight_elements(layer) for layer in layers) + model.side_elements
     if moe is None:
         return attention + 3 * hidden * sum(map(model.mlp_size, layers))
     shared = moe.num_shared_experts * moe.expert_size + moe.gated_shared_size
-    experts = 3 * hidden * (moe.experts_per_token * moe.expert_size + shared)
+    count = moe.num_experts if every_expert else moe.experts_per_token
+    experts = 3 * hidden * (count * moe.expert_size + shared)
     routed = len(moe.layers) * (experts + hidden * moe.num_experts)
     dense = 3 * hidden * sum(model.mlp_size(layer) for layer in layers if layer not in moe.layers)
     return attention + dense + routed

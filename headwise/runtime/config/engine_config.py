@@ -22,6 +22,7 @@ _CPU_CHOICES = {
     "tensor_ops": ("numba", "paddle", "numpy"),
     "kernels": ("numba", "reference"),
     "dtype": ("float32", "bfloat16"),
+    "weights_dtype": ("float32", "bfloat16", "int8", "int4", "gguf"),
     "kv_dtype": ("float32", "bfloat16", "int8", "float8_e4m3fn", "int4"),
 }
 _CUDA_CHOICES = {"tensor_ops": ("cupy", "paddle"), "kernels": ("cuda",)}
@@ -190,12 +191,12 @@ class EngineConfig:
         "Of weights and activations; auto is bfloat16 on a GPU and on a CPU that multiplies it natively, else float32. "
         "A CPU has no float16.",
     )
-    weights_dtype: Literal["auto", "float32", "bfloat16", "int8", "int4", "gguf"] = _option(
+    weights_dtype: Literal["auto", "float32", "bfloat16", "int8", "int4", "gguf", "fp8"] = _option(
         "auto",
         "Of weights in memory; auto is that of the activations. int8 has a scale for each 32 numbers. int4 computes "
         "from the codes of 4 bits of a checkpoint by awq, gptq or compressed-tensors, gguf from a GGUF file's own "
-        "blocks; what these cannot compute from is bfloat16 on a CPU, of dtype on a GPU. There mixtures of experts "
-        "have none of the three.",
+        "blocks; what these cannot compute from is bfloat16 on a CPU, of dtype on a GPU. fp8 computes from an FP8 "
+        "checkpoint's own codes, on a GPU.",
     )
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "int4"] = _option(
         "auto",
@@ -430,7 +431,7 @@ class EngineConfig:
     def _check_device(self) -> None:
         """Refuse what the device cannot do, once it is known: ``auto`` is resolved where there are GPUs to count."""
         own = tuple({self.dtype_name} & {"float32", "bfloat16"})
-        packed = () if self.tensor_ops == "paddle" else ("int8", "int4", "gguf")
+        packed = () if self.tensor_ops == "paddle" else ("int8", "int4", "gguf", "fp8")
         cuda_choices = {**_CUDA_CHOICES, "weights_dtype": (*own, *packed)}
         choices = {"cpu": _CPU_CHOICES, "cuda": cuda_choices}.get(self.device, {})
         for name, allowed in choices.items():
@@ -551,9 +552,14 @@ class EngineConfig:
         return self.weights_dtype in ("int8", "int4")
 
     @property
+    def keeps_fp8(self) -> bool:
+        """Whether weights that a checkpoint has as FP8 stay so."""
+        return self.weights_dtype == "fp8"
+
+    @property
     def has_packed_weights(self) -> bool:
-        """Whether matrices are kept as small integers, with scales."""
-        return self.keeps_codes or self.computes_from_blocks
+        """Whether matrices are kept as codes of few bits, with scales."""
+        return self.keeps_codes or self.keeps_fp8 or self.computes_from_blocks
 
     @property
     def kv_dtype_name(self) -> str:

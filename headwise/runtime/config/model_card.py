@@ -16,6 +16,7 @@ from headwise.cache_controller.policy import FULL, HeadPolicy
 from headwise.cache_controller.windows import GroupWindows
 from headwise.errors import ConfigError, ModelError
 from headwise.runtime.config.engine_config import EngineConfig
+from headwise.runtime.config.expert_codes import check_expert_codes
 from headwise.runtime.loader.block_file import BLOCKS
 from headwise.runtime.loader.checkpoint import parse_json, read_small_file
 from headwise.runtime.loader.digest import digest_weights
@@ -126,12 +127,8 @@ def read_model_card(
     found, weights, blocks = parse_json(directory / "config.json", raw), "", ""
     model = model_config(without_scheme(found))
     _check_blocks(config, directory)
-    _check_int4(config, found)
-    if config.on_gpu and config.has_packed_weights and model.moe is not None:
-        raise ConfigError(
-            f"weights_dtype {config.weights_dtype} of mixtures of experts is not served on a GPU, and "
-            f"{config.model} is one: choose weights_dtype auto"
-        )
+    _check_codes(config, found)
+    check_expert_codes(config, model, found)
     if identify:
         blocks = _blocks(directory, config, progress)  # first, since these are read together with the weights
         weights = _weights(raw, directory, config, progress)
@@ -323,15 +320,17 @@ def _check_blocks(config: EngineConfig, directory: Path) -> None:
         )
 
 
-def _check_int4(config: EngineConfig, found: Mapping[str, Any]) -> None:
-    """Raise ConfigError if codes of 4 bits are to be computed from, and the checkpoint has none."""
-    if config.weights_dtype != "int4":
+def _check_codes(config: EngineConfig, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a checkpoint's codes of 4 bits, or FP8, are to be computed from, and it has none."""
+    if config.weights_dtype not in ("int4", "fp8"):
         return
-    scheme = scheme_of(found)
-    if scheme is None or not scheme.is_int4:
+    scheme, is_fp8 = scheme_of(found), config.weights_dtype == "fp8"
+    if scheme is None or not (scheme.is_fp8 if is_fp8 else scheme.is_int4):
+        codes = "FP8 matrices" if is_fp8 else "codes of 4 bits"
+        methods = "fp8 or compressed-tensors" if is_fp8 else "awq, gptq or compressed-tensors"
         raise ConfigError(
-            f"weights_dtype int4 computes from a checkpoint's own codes of 4 bits, and {config.model} has none: choose "
-            "weights_dtype int8 or bfloat16, or give a model that was quantised by awq, gptq or compressed-tensors"
+            f"weights_dtype {config.weights_dtype} computes from a checkpoint's own {codes}, and {config.model} has "
+            f"none: choose weights_dtype int8 or bfloat16, or give a model that was quantised by {methods}"
         )
 
 

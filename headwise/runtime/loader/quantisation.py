@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from headwise.errors import ModelError
 from headwise.runtime.loader.packed_groups import (
@@ -40,6 +40,8 @@ class Scheme(Protocol):
     suffix:  of the tensor that has a matrix's codes, in place of ``weight``
     beside:  suffixes of tensors that are no weights of their own
     is_int4: whether codes have 4 bits
+    is_fp8:  whether they are floats of 8
+    group:   neighbours in a row that share a scale; 0: all do
     code_bytes: of a number that is computed from as it is, with its share of a scale and a minimum in float16
     """
 
@@ -51,6 +53,12 @@ class Scheme(Protocol):
 
     @property
     def is_int4(self) -> bool: ...
+
+    @property
+    def is_fp8(self) -> bool: ...
+
+    @property
+    def group(self) -> int: ...
 
     @property
     def code_bytes(self) -> float: ...
@@ -67,11 +75,19 @@ class ScaledScheme:
     """
 
     tile: tuple[int, int] | None
+    is_fp8: bool
     suffix: str = "weight"
     is_int4: bool = False
-    code_bytes: float = 1.0
 
     _SCALES = ("weight_scale_inv", "weight_scale")
+
+    @property
+    def group(self) -> int:
+        return self.tile[1] if self.tile else 0
+
+    @property
+    def code_bytes(self) -> float:
+        return 1 + (4 / self.group if self.group else 0.0)
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -88,6 +104,8 @@ class _GroupScheme:
 
     bits: int
     group: int
+
+    is_fp8: ClassVar[bool] = False
 
     @property
     def is_int4(self) -> bool:
@@ -213,7 +231,7 @@ def without_scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _fp8(given: Mapping[str, Any]) -> Scheme:
     _expect(given, "fmt", (None, "e4m3", "float8_e4m3fn"))
     tile = given.get("weight_block_size")
-    return ScaledScheme(None if tile is None else _tile(tile))
+    return ScaledScheme(None if tile is None else _tile(tile), is_fp8=True)
 
 
 def _compressed(given: Mapping[str, Any]) -> Scheme:
@@ -234,7 +252,7 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
     if form in _FLOAT_FORMATS and first.get("num_bits") == 8:
         _expect(first, "symmetric", (None, True))
         tile = first.get("block_structure")
-        return ScaledScheme(None if tile is None else _tile(tile))
+        return ScaledScheme(None if tile is None else _tile(tile), is_fp8=first.get("type") == "float")
     raise ModelError(
         f"config.json: compressed-tensors' format {shown(form)} with {shown(first.get('num_bits'))} bits is not read: "
         f"{', '.join(_FLOAT_FORMATS)} with 8 bits and {_PACKED_FORMAT} with 4 or 8 are"

@@ -24,14 +24,15 @@ class QuantisedCheckpoint:
     """The `Weights` of a checkpoint in a `Scheme`; matrices are expanded to float32 a part at a time.
 
     keeps_codes: whether `kept_rows` and `kept_columns` give what the checkpoint has as integers
+    keeps_fp8:   whether they give what it has as float8_e4m3fn
 
     Raises:
         ModelError: as `Checkpoint` does, or a matrix and its scales do not belong together.
     """
 
-    def __init__(self, source: Checkpoint, scheme: Scheme, keeps_codes: bool = False) -> None:
+    def __init__(self, source: Checkpoint, scheme: Scheme, keeps_codes: bool = False, keeps_fp8: bool = False) -> None:
         self.directory, self.config = source.directory, source.config
-        self._source, self._scheme, self._keeps_codes = source, scheme, keeps_codes
+        self._source, self._scheme, self._keeps = source, scheme, {False: keeps_codes, True: keeps_fp8}
         self._matrices: dict[str, StoredMatrix | None] = {}
 
     @cached_property
@@ -80,16 +81,19 @@ class QuantisedCheckpoint:
         return self._source.byte_rows(name, start, stop)
 
     def kept_rows(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        matrix = self._matrix(name) if self._keeps_codes else None
+        matrix = self._matrix(name) if any(self._keeps.values()) else None
         if matrix is None:
             return None
-        return matrix.quantised(self._range(name, matrix, 0, start, stop), slice(0, matrix.shape[1]))
+        return self._kept(matrix.quantised(self._range(name, matrix, 0, start, stop), slice(0, matrix.shape[1])))
 
     def kept_columns(self, name: str, start: int, stop: int) -> GroupQuantised | None:
-        matrix = self._matrix(name) if self._keeps_codes else None
+        matrix = self._matrix(name) if any(self._keeps.values()) else None
         if matrix is None:
             return None
-        return matrix.quantised(slice(0, matrix.shape[0]), self._range(name, matrix, 1, start, stop))
+        return self._kept(matrix.quantised(slice(0, matrix.shape[0]), self._range(name, matrix, 1, start, stop)))
+
+    def _kept(self, codes: GroupQuantised | None) -> GroupQuantised | None:
+        return codes if codes is not None and self._keeps[codes.is_float] else None
 
     def _matrix(self, name: str) -> StoredMatrix | None:
         """None: the checkpoint has it as floats, or not at all."""
@@ -108,14 +112,19 @@ class QuantisedCheckpoint:
 
 
 def open_weights(
-    directory: Path, *, blocks: bool = False, keeps: np.dtype[Any] | None = None, keeps_codes: bool = False
+    directory: Path,
+    *,
+    blocks: bool = False,
+    keeps: np.dtype[Any] | None = None,
+    keeps_codes: bool = False,
+    keeps_fp8: bool = False,
 ) -> Checkpoint | QuantisedCheckpoint:
     """A model directory's weights, however they are quantised.
 
-    blocks, keeps: see `Checkpoint`; keeps_codes: see `QuantisedCheckpoint`
+    blocks, keeps: see `Checkpoint`; keeps_codes, keeps_fp8: see `QuantisedCheckpoint`
     """
     source = Checkpoint(directory, blocks=blocks, keeps=keeps)
     scheme = scheme_of(source.config)
     if scheme is None:
         return source
-    return QuantisedCheckpoint(Checkpoint(directory, also=CODES), scheme, keeps_codes)
+    return QuantisedCheckpoint(Checkpoint(directory, also=CODES), scheme, keeps_codes, keeps_fp8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -10,24 +11,8 @@ from numpy.typing import NDArray
 
 from headwise.errors import ModelError
 from headwise.runtime.loader.stored_matrix import StoredTensors
+from headwise.runtime.ops.e4m3 import E4M3
 from headwise.runtime.ops.quantised import GroupQuantised
-
-_EXPONENT_BIAS, _MANTISSA = 7, 8
-
-
-def _e4m3_numbers() -> NDArray[np.float32]:
-    """The number that each byte is as float8_e4m3fn: it has no infinities, and one NaN of either sign."""
-    bits = np.arange(256)
-    exponent, mantissa = bits >> 3 & 15, bits & 7
-    power = np.maximum(exponent, 1) - _EXPONENT_BIAS
-    magnitude = (mantissa + np.where(exponent > 0, _MANTISSA, 0)) / _MANTISSA * 2.0**power
-    magnitude[(bits & 127) == 127] = np.nan
-    numbers: NDArray[np.float32] = np.where(bits >> 7, -magnitude, magnitude).astype(np.float32)
-    return numbers
-
-
-E4M3 = _e4m3_numbers()
-"""``[256]``"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +44,21 @@ class ScaledMatrix:
         return np.arange(part.start, part.stop) // self.tile[axis]
 
     def quantised(self, rows: slice, columns: slice) -> GroupQuantised | None:
-        if self.codes.dtype != np.int8 or self.tile[1] != self.shape[1]:
+        """A tile's rows have its scale each; where columns cut through tiles, groups are as small as that takes.
+
+        None: int8 whose tiles are no whole rows.
+        """
+        is_float = self.codes.dtype == np.uint8
+        is_whole = self.scales.shape[1] == 1
+        if not is_float and not is_whole:
             return None
         codes = self.codes[rows, columns]
-        scales = np.broadcast_to(self.scales[self._tiles(rows, 0)], (len(codes), 1))
-        return GroupQuantised(codes, np.ascontiguousarray(scales), None, codes.shape[1], 8)
+        depth = codes.shape[1]
+        group = depth if is_whole else gcd(columns.start, columns.stop, self.tile[1])
+        begins = np.arange(columns.start, columns.stop, max(group, 1))
+        tiles = np.zeros(1, np.int64) if is_whole else begins // self.tile[1]
+        scales = np.broadcast_to(self.scales[self._tiles(rows, 0)], (len(codes), self.scales.shape[1]))[:, tiles]
+        return GroupQuantised(codes, np.ascontiguousarray(scales), None, group, 8, is_float)
 
 
 def scaled_matrix(tensors: StoredTensors, name: str, scale_name: str, tile: tuple[int, int] | None) -> ScaledMatrix:

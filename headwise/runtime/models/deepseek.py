@@ -21,6 +21,7 @@ from headwise.runtime.models.moe_decoder import MoeDecoder
 from headwise.runtime.models.rope import scaling_kind
 from headwise.runtime.models.values import finite_number, shown
 from headwise.runtime.ops.base import Tensor
+from headwise.runtime.ops.quantised import GroupQuantised, Matrix, as_float32
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 
@@ -145,7 +146,7 @@ class Deepseek(MoeDecoder):
         return LatentProjections(
             into=self._linear_weight(
                 f"{at}{into} + kv_a_proj_with_mqa",
-                lambda: np.concatenate([queries(f"{at}{into}"), self._latent_rows(f"{at}kv_a_proj_with_mqa")]),
+                lambda: _stacked([queries(f"{at}{into}"), self._latent_rows(f"{at}kv_a_proj_with_mqa")]),
             ),
             into_heads=None
             if mla.q_rank is None
@@ -158,32 +159,39 @@ class Deepseek(MoeDecoder):
             out=self._split_columns(f"{at}o_proj", [(first * mla.value_dim, last * mla.value_dim)], has_bias=False),
         )
 
-    def _linear_weight(self, name: str, make: Callable[[], Floats]) -> Linear:
+    def _linear_weight(self, name: str, make: Callable[[], Matrix]) -> Linear:
         first, last = self._heads()
         made_of = f"{name}[heads {first}:{last}, pairs in halves]"
         return Linear(self._prepare(made_of, lambda: self.ops.linear_weight(make())))
 
-    def _whole(self, name: str) -> Floats:
-        expected = (self.mla.q_rank, self.config.hidden_size)
-        return self._checked(name, self._weights.tensor(f"{name}.weight"), expected)
+    def _whole(self, name: str) -> Matrix:
+        rows = self.mla.q_rank
+        assert rows is not None, "who asks has one"
+        return self._rows_of(name, (0, rows), self.config.hidden_size, is_all=True)
 
-    def _queries(self, name: str) -> Floats:
+    def _queries(self, name: str) -> Matrix:
         """Rows of this rank's queries, ``[heads * (plain + rotated), inputs]``."""
         mla, (first, last) = self.mla, self._heads()
         size = mla.plain + mla.rotated
         inputs = self.config.hidden_size if mla.q_rank is None else mla.q_rank
-        rows = self._weights.rows(f"{name}.weight", first * size, last * size)
-        rows = self._checked(name, rows, ((last - first) * size, inputs))
-        heads = rows.reshape(last - first, size, inputs).copy()
-        heads[:, mla.plain :] = heads[:, mla.plain + _even_first(mla.rotated)]
-        return heads.reshape(rows.shape)
+        rows = self._rows_of(name, (first * size, last * size), inputs)
+        heads = np.arange(last - first)[:, None] * size
+        return _taken(rows, (heads + _rotated_halved(size, mla.rotated)).reshape(-1))
 
-    def _latent_rows(self, name: str) -> Floats:
+    def _latent_rows(self, name: str) -> Matrix:
         mla = self.mla
-        rows = self._weights.tensor(f"{name}.weight")
-        rows = self._checked(name, rows, (mla.width, self.config.hidden_size)).copy()
-        rows[mla.rank :] = rows[mla.rank + _even_first(mla.rotated)]
-        return rows
+        rows = self._rows_of(name, (0, mla.width), self.config.hidden_size, is_all=True)
+        return _taken(rows, _rotated_halved(mla.width, mla.rotated))
+
+    def _rows_of(self, name: str, part: tuple[int, int], inputs: int, is_all: bool = False) -> Matrix:
+        """Rows of a matrix: FP8, where that is kept, else float32. is_all: it has no others"""
+        kept = self._weights.kept_rows(f"{name}.weight", *part)
+        expected = part[1] - part[0], inputs
+        if isinstance(kept, GroupQuantised) and kept.is_float:
+            self._check(name, kept.shape, expected)
+            return kept
+        read = self._weights.tensor(f"{name}.weight") if is_all else self._weights.rows(f"{name}.weight", *part)
+        return self._checked(name, read, expected)
 
     def _up(self, name: str) -> tuple[Floats, Floats]:
         """What this rank's heads make of a latent, as `UpProjections` has it."""
@@ -194,13 +202,16 @@ class Deepseek(MoeDecoder):
         key, value = np.split(rows.reshape(last - first, size, mla.rank), [mla.plain], axis=1)
         return np.ascontiguousarray(key, np.float32), np.ascontiguousarray(value.transpose(0, 2, 1), np.float32)
 
-    def _checked(self, name: str, rows: Floats, expected: tuple[int | None, int]) -> Floats:
-        if rows.shape != expected:
+    def _checked(self, name: str, rows: Floats, expected: tuple[int, int]) -> Floats:
+        self._check(name, rows.shape, expected)
+        return rows
+
+    def _check(self, name: str, shape: tuple[int, ...], expected: tuple[int, int]) -> None:
+        if shape != expected:
             raise ModelError(
-                f"{name}.weight has the shape {rows.shape} where config.json says {expected}: weights and config.json "
+                f"{name}.weight has the shape {shape} where config.json says {expected}: weights and config.json "
                 "do not belong together"
             )
-        return rows
 
     def correction(self, at: str) -> Floats | None:
         moe = self.config.moe
@@ -228,6 +239,19 @@ class Deepseek(MoeDecoder):
         return ()
 
 
-def _even_first(count: int) -> NDArray[np.int64]:
-    """The even ones of ``count`` rows, then the odd ones."""
-    return np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)])
+def _stacked(parts: list[Matrix]) -> Matrix:
+    """Rows below each other."""
+    quantised = [part for part in parts if isinstance(part, GroupQuantised)]
+    if len(quantised) == len(parts):
+        return GroupQuantised.concatenate(quantised, 0)
+    return np.concatenate([as_float32(part) for part in parts])
+
+
+def _taken(rows: Matrix, order: NDArray[np.int64]) -> Matrix:
+    return rows.taken(order) if isinstance(rows, GroupQuantised) else rows[order]
+
+
+def _rotated_halved(count: int, rotated: int) -> NDArray[np.int64]:
+    """Of ``count`` rows the order in which the last ``rotated`` come even ones first, then odd ones."""
+    plain = count - rotated
+    return np.concatenate([np.arange(plain), plain + np.arange(0, rotated, 2), plain + np.arange(1, rotated, 2)])

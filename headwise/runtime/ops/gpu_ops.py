@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headwise.errors import ModelError
 from headwise.kernels.cuda.elementwise import CudaElementwise
 from headwise.kernels.cuda.experts import CudaExperts, StackedExperts
 from headwise.kernels.cuda.launch import TritonLauncher, address_of
@@ -22,6 +23,9 @@ from headwise.runtime.ops.stacked_experts import stack_experts
 
 _ALIGNED_BYTES = 16
 _ALIGNED_ELEMENTS = 16
+_PACKED = ("int8", "int4", "gguf", "fp8")
+_E4M3_NAN = np.uint8(0x7F)
+"""Of float8_e4m3fn, but for the sign."""
 
 
 class GpuOps(ArrayOps):
@@ -43,7 +47,7 @@ class GpuOps(ArrayOps):
         threads: int = THREADS,
     ) -> None:
         """
-        weights_dtype: of weights in memory: int8 (a scale for each group), int4 or gguf (quantised as in the
+        weights_dtype: of weights in memory: int8 (a scale for each group), int4, fp8 or gguf (quantised as in the
                        checkpoint or the GGUF file; what is not quantised there is of ``dtype``), else ``dtype``
         threads:       of a thread block that searches a row of logits; see `CudaLikeliest`
         """
@@ -62,10 +66,11 @@ class GpuOps(ArrayOps):
     def linear_weight(self, weight: Matrix) -> Array | PackedMatrix:
         if self._weights_dtype == "int8" and not isinstance(weight, GroupQuantised):
             weight = quantise_int8(as_float32(weight))
-        if self._weights_dtype not in ("int8", "int4", "gguf") or not isinstance(weight, GroupQuantised):
+        if self._weights_dtype not in _PACKED or not isinstance(weight, GroupQuantised):
             return super().linear_weight(weight)
-        parts = weight.codes, weight.scale, weight.minimum, weight.bits
-        packed = pack(*parts, self.dtype.name, self.send)
+        packed = pack(weight, self.dtype.name, self.send)
+        if weight.is_float and bool((packed.codes & _E4M3_NAN == _E4M3_NAN).any()):
+            raise ModelError("a matrix in FP8 has numbers that are none (NaN): fetch the model again")
         self._packed.prepare(packed.form)
         return packed
 
@@ -135,7 +140,7 @@ class GpuOps(ArrayOps):
         """``out [T, H, N] = x [T, H, K] @ weights [H, K, N]``, head by head; see `Cublas.products_of_heads`."""
 
     def experts(self, mixture: Mixture, routed: Iterable[GatedWeights], shared: GatedWeights | None) -> StackedExperts:
-        stacked = stack_experts(self.xp, self.upload, mixture, routed, shared)
+        stacked = stack_experts(self.xp, self.upload, mixture, self.dtype.name, routed, shared)
         self._experts.prepare(stacked.shape)
         return stacked
 

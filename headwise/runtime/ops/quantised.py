@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwise.errors import ConfigError
+from headwise.runtime.ops.e4m3 import E4M3
 
 INT8_GROUP = 32
 """Neighbouring numbers of a row that share a scale in int8 weights."""
@@ -17,6 +19,9 @@ INT8_GROUP = 32
 _LARGEST = np.float32(127)
 _BLOCK_ELEMENTS = 1 << 20
 """Numbers that are quantised at a time, so that temporary arrays stay in a core's cache, or near it."""
+
+
+_Index: TypeAlias = tuple[slice | NDArray[np.int64], slice]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +35,7 @@ class GroupQuantised:
     minimum: float32 ``[N, K // group]``; None: 0 everywhere
     group:   number of neighbours in a row that share a scale and a minimum; divides ``K``
     bits:    4 if all codes are in 0..15 (uint8) or -8..7 (int8), else 8
+    is_float: codes (uint8) are the bits of float8_e4m3fn, which stand for its numbers
 
     Raises `ValueError` if shapes, group or bits do not go together.
     """
@@ -39,6 +45,7 @@ class GroupQuantised:
     minimum: NDArray[np.float32] | None
     group: int
     bits: int
+    is_float: bool = False
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -57,11 +64,16 @@ class GroupQuantised:
     @property
     def form(self) -> tuple[str, int, int, bool]:
         """What a kernel must know to read it: the codes' dtype, bits and group, and whether there are minima."""
-        return self.codes.dtype.name, self.bits, self.group, self.minimum is not None
+        name = "float8_e4m3fn" if self.is_float else self.codes.dtype.name
+        return name, self.bits, self.group, self.minimum is not None
 
     def rows(self, start: int, stop: int) -> GroupQuantised:
         """``[start:stop]``, sharing memory."""
         return self._part((slice(start, stop), slice(None)), (slice(start, stop), slice(None)))
+
+    def taken(self, rows: NDArray[np.int64]) -> GroupQuantised:
+        """``[rows]``, copied."""
+        return self._part((rows, slice(None)), (rows, slice(None)))
 
     def columns(self, start: int, stop: int) -> GroupQuantised:
         """``[:, start:stop]``, sharing memory; raises `ValueError` unless both are multiples of ``group``."""
@@ -70,14 +82,15 @@ class GroupQuantised:
         groups = slice(start // self.group, stop // self.group)
         return self._part((slice(None), slice(start, stop)), (slice(None), groups))
 
-    def _part(self, codes: tuple[slice, slice], groups: tuple[slice, slice]) -> GroupQuantised:
+    def _part(self, codes: _Index, groups: _Index) -> GroupQuantised:
         minimum = None if self.minimum is None else self.minimum[groups]
-        return GroupQuantised(self.codes[codes], self.scale[groups], minimum, self.group, self.bits)
+        return replace(self, codes=self.codes[codes], scale=self.scale[groups], minimum=minimum)
 
     def dequantised(self) -> NDArray[np.float32]:
         """The matrix as float32 ``[N, K]``."""
         rows, columns = self.shape
-        values = self.codes.astype(np.float32).reshape(rows, columns // self.group, self.group)
+        numbers = E4M3[self.codes] if self.is_float else self.codes.astype(np.float32)
+        values = numbers.reshape(rows, columns // self.group, self.group)
         values *= self.scale[..., None]
         if self.minimum is not None:
             values += self.minimum[..., None]
@@ -87,18 +100,19 @@ class GroupQuantised:
     def concatenate(parts: Sequence[GroupQuantised], axis: int) -> GroupQuantised:
         """Parts one below the other (axis 0) or side by side (axis 1), without loss.
 
-        Parts of different forms get a common one: the smallest group, int8 codes of 8 bits and, if one part has minima,
-        minima of 0 for the others.
+        Parts of different forms get a common one: a group that divides all, int8 codes of 8 bits, or float8_e4m3fn if
+        all are that, and, if one part has minima, minima of 0 for the others.
 
         Raises:
-            ValueError: a part does not fit the common form: its group is no multiple, or a code is above 127.
+            ValueError: a part does not fit the common form: one of several is float8_e4m3fn, or a code is above 127.
         """
         if len(parts) == 1:
             return parts[0]
         if len({part.form for part in parts}) > 1:
-            group = min(part.group for part in parts)
+            group = gcd(*(part.group for part in parts))
             has_minimum = any(part.minimum is not None for part in parts)
-            parts = [part._widened(group, has_minimum) for part in parts]
+            is_float = all(part.is_float for part in parts)
+            parts = [part._widened(group, has_minimum, is_float) for part in parts]
         minima = [part.minimum for part in parts if part.minimum is not None]
         return GroupQuantised(
             np.concatenate([part.codes for part in parts], axis),
@@ -106,18 +120,22 @@ class GroupQuantised:
             np.concatenate(minima, axis) if minima else None,
             parts[0].group,
             parts[0].bits,
+            parts[0].is_float,
         )
 
-    def _widened(self, group: int, has_minimum: bool) -> GroupQuantised:
-        if self.group % group or (self.codes.dtype == np.uint8 and self.codes.max(initial=0) > _LARGEST):
-            raise ValueError(f"a matrix of form {self.form} cannot be one of int8 in groups of {group}")
+    def _widened(self, group: int, has_minimum: bool, is_float: bool) -> GroupQuantised:
+        codes = self.codes
+        if not is_float:
+            if self.is_float or (codes.dtype == np.uint8 and codes.max(initial=0) > _LARGEST):
+                raise ValueError(f"a matrix of form {self.form} cannot be one of int8 in groups of {group}")
+            codes = codes.astype(np.int8, copy=False)
         scale, minimum = self.scale, self.minimum
         if has_minimum and minimum is None:
             minimum = np.zeros_like(scale)
         if self.group > group:
             scale = scale.repeat(self.group // group, axis=1)
             minimum = None if minimum is None else minimum.repeat(self.group // group, axis=1)
-        return GroupQuantised(self.codes.astype(np.int8, copy=False), scale, minimum, group, 8)
+        return GroupQuantised(codes, scale, minimum, group, 8, is_float)
 
 
 def quantise_int8(weight: NDArray[np.float32], group: int = INT8_GROUP) -> GroupQuantised:

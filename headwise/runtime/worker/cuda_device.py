@@ -18,7 +18,7 @@ from headwise.kernels.cuda.launch import CupyLauncher, driver_cuda, empty_array
 from headwise.kernels.cuda.parts import GpuParts
 from headwise.kernels.cuda.programs import CudaPrograms
 from headwise.kernels.cuda.step_tokens import CudaStepTokens
-from headwise.runtime.config.decode_reads import decode_reads
+from headwise.runtime.config.decode_reads import codes_in_memory
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.model_card import ModelCard
 from headwise.runtime.loader.quantised_checkpoint import open_weights
@@ -115,11 +115,9 @@ class CudaDevice:
 
 def _weight_bytes(config: EngineConfig, card: ModelCard, model_dir: Path) -> int:
     """Of all ranks, in memory."""
-    itemsize = dtype_bytes(config.dtype_name)
     if not config.has_packed_weights:
-        return open_weights(model_dir).num_elements * itemsize
-    table = card.config.vocab_size * card.config.hidden_size * itemsize  # the embedding's stays as it is
-    return decode_reads(config, card, model_dir).weights + table
+        return open_weights(model_dir).num_elements * dtype_bytes(config.dtype_name)
+    return codes_in_memory(config, card, model_dir)
 
 
 def _heads_of(ops: TensorOps) -> Callable[[Any, Any, Any], None]:

@@ -38,6 +38,7 @@ def load_model(
         blocks=config.computes_from_blocks,
         keeps=numpy_dtype(config.dtype_name) if config.on_gpu else None,  # a CPU packs what it has
         keeps_codes=config.keeps_codes,
+        keeps_fp8=config.keeps_fp8,
     )
     packed = None
     if config.packed_cache and isinstance(ops, PackingOps):

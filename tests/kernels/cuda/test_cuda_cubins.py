@@ -348,6 +348,13 @@ def test_precompile_fills_the_cache_that_an_engine_looks_into(
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *weights])
     made_now = {Path(line).name.partition("-")[0] for line in capsys.readouterr().out.splitlines()}
     assert {"multiply_packed", "expand_packed", "add_splits"} <= made_now
+    fp8 = ["--weight-bits", "8", "--weight-group", "128", "--weight-floats", "--hidden-size", "2560"]
+    precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *model, *mixture, *fp8])
+    made_now = {Path(line).name.partition("-")[0] for line in capsys.readouterr().out.splitlines()}
+    assert made_now >= {"multiply_packed_experts", "multiply_packed"}
+    assert "multiply_experts" not in made_now
+    with pytest.raises(SystemExit, match="--weight-floats are FP8, which has 8 bits: give --weight-bits 8, not 4"):
+        precompile.main([str(tmp_path), "--sm", "90", *model, "--weight-bits", "4", "--weight-floats"])
     latents = ["--q-heads", "16", "--latent-rank", "512", "--index-heads", "64"]
     precompile.main([str(tmp_path), "--sm", "90", "--cuda", "12", *latents])
     made_of = {Path(line).name.split("-sm90")[0] for line in capsys.readouterr().out.splitlines()}

@@ -89,7 +89,7 @@ class Scene:
         count = self.mixture.routing.experts
         self.routed = [draw(self.rng, self.ops, INNER, self.has_bias) for _ in range(count)]
         self.beside = draw(self.rng, self.ops, INNER * self.shared) if self.shared else None
-        self.stacked: StackedExperts = stack_experts(np, np.array, self.mixture, self.routed, self.beside)
+        self.stacked: StackedExperts = stack_experts(np, np.array, self.mixture, self.dtype, self.routed, self.beside)
 
     def tokens(self, count: int) -> np.ndarray:
         return self.ops.tensor(self.rng.standard_normal((count, HIDDEN), np.float32))
@@ -186,7 +186,7 @@ def test_shards_of_experts_add_up(ranks: int) -> None:
     for rank in range(ranks):
         mine = [shard(mlp, rank) for mlp in scene.routed]
         assert scene.beside is not None
-        own = stack_experts(np, np.array, scene.mixture, mine, shard(scene.beside, rank))
+        own = stack_experts(np, np.array, scene.mixture, "float32", mine, shard(scene.beside, rank))
         assert own.shape == replace(scene.stacked.shape, inner=part)
         experts = device()
         experts.prepare(own.shape)
@@ -260,7 +260,7 @@ def test_what_is_not_served_is_refused_with_the_remedy() -> None:
             device().prepare(wrong)
     scene = Scene(Mixture(ERNIE, "silu"))
     with pytest.raises(ValueError, match="size 50 is no whole number of experts of size 48"):
-        stack_experts(np, np.array, scene.mixture, scene.routed, draw(scene.rng, scene.ops, 50))
+        stack_experts(np, np.array, scene.mixture, "float32", scene.routed, draw(scene.rng, scene.ops, 50))
 
 
 # ---- machine code ----

@@ -10,10 +10,11 @@ import pytest
 from headwise.cache_controller.dtypes import numpy_dtype
 from headwise.kernels.cuda.inline_ptx import run_inline
 from headwise.kernels.nibbles import GROUP, pack, unpack
+from headwise.runtime.ops.e4m3 import E4M3
 
 pytest.importorskip("triton")
 
-from headwise.kernels.cuda import cached_jit
+from headwise.kernels.cuda import cached_jit, codes_jit
 
 FLOAT16 = np.dtype(np.float16)
 
@@ -41,6 +42,26 @@ def test_every_number_of_eight_bits_is_exact_in_float16(text: Any, dtype: str) -
     stored = np.arange(256, dtype=np.uint8)
     (found,) = run_inline(text.value, [stored], [FLOAT16], pack=4)
     np.testing.assert_array_equal(found, stored.view(numpy_dtype(dtype)).astype(np.float16))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_code_of_a_weight_is_exact(dtype: str) -> None:
+    kind, text = numpy_dtype(dtype), {"bfloat16": "BF16", "float16": "F16"}[dtype]
+    stored, halves = np.arange(256, dtype=np.uint8), np.dtype(np.uint16)
+
+    def made(name: str, count: int = 1) -> list[np.ndarray]:
+        found = run_inline(getattr(codes_jit, name).value, [stored], [halves] * count, pack=4)
+        return [numbers.view(kind).astype(np.float32) for numbers in found]
+
+    (integers,) = made("INT8_BF16" if dtype == "bfloat16" else "INT8")
+    np.testing.assert_array_equal(integers, stored.view(np.int8).astype(np.float32))
+    low, high = made(f"NIBBLES_{text}", 2)
+    np.testing.assert_array_equal(low, (stored & 15) - 8.0)
+    np.testing.assert_array_equal(high, (stored >> 4) - 8.0)
+    (floats,) = made(f"E4M3_{text}")
+    known = stored & 127 != 127
+    np.testing.assert_array_equal(floats[known], E4M3[known])
+    assert np.signbit(floats[128])
 
 
 def test_an_unknown_instruction_is_named() -> None:

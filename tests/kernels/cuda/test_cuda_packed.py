@@ -25,6 +25,7 @@ CODES = {
     "uint4": (np.uint8, 0, 16, 4),
     "int8": (np.int8, -127, 128, 8),
     "uint8": (np.uint8, 0, 256, 8),
+    "fp8": (np.uint8, 0, 256, 8),
 }
 
 
@@ -37,11 +38,14 @@ def draw(kind: str, width: int, depth: int, group: int, has_minimum: bool = Fals
     dtype, low, high, bits = CODES[kind]
     scale = rng.uniform(0.5, 2, (width, depth // group)).astype(np.float32) / high
     minimum = rng.standard_normal(scale.shape).astype(np.float32) if has_minimum else None
-    return GroupQuantised(rng.integers(low, high, (width, depth)).astype(dtype), scale, minimum, group, bits)
+    codes, is_float = rng.integers(low, high, (width, depth)).astype(dtype), kind == "fp8"
+    if is_float:
+        codes[codes & 127 == 127] = 0  # which are no numbers
+    return GroupQuantised(codes, scale, minimum, group, bits, is_float)
 
 
 def packed(matrix: GroupQuantised, dtype: str = "float32") -> PackedMatrix:
-    return pack(matrix.codes, matrix.scale, matrix.minimum, matrix.bits, dtype, lambda array: array)
+    return pack(matrix, dtype, lambda array: array)
 
 
 @pytest.mark.parametrize("kind", CODES)
@@ -68,8 +72,9 @@ def test_any_few_rows_lying_apart_in_one_pass_or_in_splits_of_the_depth(rows: in
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sums_are_in_float32_whatever_the_dtype(dtype: str) -> None:
-    matrix = draw("int4", 64, 512, 128)
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_sums_are_in_float32_whatever_the_dtype(kind: str, dtype: str) -> None:
+    matrix = draw(kind, 64, 512, 128)
     x = np.random.default_rng(2).standard_normal((5, 512), np.float32).astype(numpy_dtype(dtype))
     found = CudaPacked(InterpreterLauncher(), poisoned).multiply(x, packed(matrix, dtype))
     assert found.dtype == x.dtype
@@ -80,7 +85,7 @@ def test_sums_are_in_float32_whatever_the_dtype(dtype: str) -> None:
 def test_codes_of_4_bits_take_8_where_halves_of_a_row_share_no_whole_steps() -> None:
     matrix = draw("uint4", 16, 144, 48)
     mine = packed(matrix)
-    assert mine.form == PackedForm("float32", 8, 48, 16, has_minimum=True)
+    assert mine.form == PackedForm("float32", 8, 48, 16, has_minimum=False)
     x = np.random.default_rng(3).standard_normal((2, 144), np.float32)
     found = CudaPacked(InterpreterLauncher(), poisoned).multiply(x, mine)
     np.testing.assert_allclose(found, x @ matrix.dequantised().T, rtol=1e-4, atol=1e-4)
@@ -92,12 +97,13 @@ def test_groups_that_no_program_can_take_are_refused() -> None:
 
 
 AWQ = PackedForm("bfloat16", 4, 128, 128, has_minimum=True)
+FP8 = PackedForm("bfloat16", 8, 128, 128, has_minimum=False, is_float=True)
 
 
 def every_variant() -> Iterator[Any]:
     """As ``(sm, variant)``: each takes seconds to compile."""
     for sm in TARGETS:
-        for at, variant in enumerate(variants_of(AWQ)):
+        for at, variant in enumerate((*variants_of(AWQ), *variants_of(FP8))):
             marks = () if sm == 90 and at == 0 else pytest.mark.soak
             yield pytest.param(sm, variant, id=f"sm{sm}-{variant.kernel}-{at}", marks=marks)
 

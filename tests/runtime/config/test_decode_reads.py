@@ -15,7 +15,7 @@ from support.tiny_models import llama_tensors, write_gemma3_gguf, write_llama_gg
 
 from headwise.kernels import bandwidth
 from headwise.kernels.bandwidth import read_bandwidth
-from headwise.runtime.config.decode_reads import DecodeReads, decode_reads
+from headwise.runtime.config.decode_reads import DecodeReads, codes_in_memory, decode_reads
 from headwise.runtime.config.engine_config import EngineConfig
 from headwise.runtime.config.info import chosen, describe
 from headwise.runtime.config.model_card import read_model_card
@@ -86,6 +86,17 @@ def test_of_a_mixture_of_experts_those_of_one_token_are_read(tmp_path: Path, con
     unused = [f".experts.{expert}." for expert in range(config.get("moe_k", 0), config.get("moe_num_experts", 0))]
     expected = elements(weights, ".layers.") - elements(weights, *unused) - elements(weights, "moe_statics")
     assert reads(tmp_path).layers == 4 * expected
+
+
+def test_of_codes_on_a_gpu_all_experts_are_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOE | {"moe_intermediate_size": 32}))
+    weights = draw_weights(MOE | {"moe_intermediate_size": 32})
+    config = EngineConfig(model="tiny", device="cuda", weights_dtype="int8")
+    layers = elements(weights, ".layers.") - elements(weights, "moe_statics")
+    table = elements(weights, "embed_tokens")
+    head = 0 if "lm_head.weight" in weights else table
+    found = codes_in_memory(config, read_model_card(config, tmp_path, identify=False), tmp_path)
+    assert found == (layers + elements(weights, "lm_head") + head) * 1.125 + table * 2
 
 
 @pytest.mark.parametrize(("kv_dtype", "row"), [("float32", 8 * 4), ("bfloat16", 8 * 2)])

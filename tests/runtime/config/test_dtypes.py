@@ -57,7 +57,8 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"tensor_ops": "numpy", "dtype": "bfloat16"}, "numpy computes .*: choose tensor_ops numba, or dtype float32"),
         ({"tensor_ops": "numpy", "weights_dtype": "int8"}, "only, and weights_dtype is int8: choose tensor_ops numba"),
         ({"tensor_ops": "paddle", "weights_dtype": "gguf"}, "only, and weights_dtype is gguf: choose tensor_ops numba"),
-        ({"weights_dtype": "int2"}, "weights_dtype must be one of auto, .*int8, int4, gguf, got 'int2'"),
+        ({"weights_dtype": "int2"}, "weights_dtype must be one of auto, .*int8, int4, gguf, fp8, got 'int2'"),
+        ({"weights_dtype": "fp8"}, "weights_dtype fp8 does not go with device cpu: choose auto or float32 or bfloat16"),
     ],
 )
 def test_what_a_cpu_cannot_is_refused_in_one_line(given: dict[str, Any], message: str) -> None:

@@ -22,13 +22,14 @@ from support.gpu.tiny_engine import (
     write_model,
     write_moe_model,
 )
-from support.quantised_models import INT4, in_int4, write_quantised
+from support.quantised_models import FP8, INT4, in_fp8, in_int4, write_quantised
 
 from headwise import LocalEngine
 from headwise.cache_controller.block_tables import TableShape
-from headwise.errors import ConfigError
+from headwise.errors import ConfigError, ModelError
 from headwise.kernels.cuda.launch import Grid
 from headwise.kernels.cuda.packed import PackedMatrix
+from headwise.runtime.ops.quantised import GroupQuantised
 from headwise.runtime.protocol.request import SamplingParams
 from headwise.runtime.worker.device_block_tables import DeviceBlockTables
 from headwise.runtime.worker.logit_edits import LogitEdits
@@ -92,26 +93,39 @@ def watch(graphs: StepGraphs, found: list[tuple[int, list[int]]]) -> None:
     graphs.upload = upload  # type: ignore[method-assign]
 
 
-def test_codes_of_4_bits_are_computed_from_by_decodes_and_by_prompts(tmp_path: Path, libraries: Path) -> None:
-    quantised, expanded = write_quantised(tmp_path, "qwen3", INT4, in_int4)
-    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+@pytest.mark.parametrize(
+    ("name", "weights_dtype", "scheme"),
+    [("qwen3", "int4", (INT4, in_int4)), ("qwen3-moe", "int4", (INT4, in_int4)), ("deepseek-v3", "fp8", (FP8, in_fp8))],
+)
+def test_a_checkpoints_own_codes_are_computed_from_by_decodes_and_by_prompts(
+    name: str, weights_dtype: str, scheme: Any, tmp_path: Path, libraries: Path
+) -> None:
+    quantised, expanded = write_quantised(tmp_path, name, *scheme)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=0)
     with LocalEngine(configuration(expanded, device="cpu", tensor_ops="numpy", kernels="reference")) as cpu:
-        expected = cpu.generate([PROMPT], params)[0].token_ids
+        expected = cpu.generate([PROMPT], params)[0]
     given = {
         "device": "cuda",
         "dtype": "float32",
-        "weights_dtype": "int4",
+        "weights_dtype": weights_dtype,
         "max_batched_tokens": 128,
         "kv_cache": "1MiB",
     }
-    with LocalEngine(configuration(quantised, **given), EmulatedGpu(libraries, "float32", "int4")) as gpu:
-        weight = gpu._worker._model._layers[0].attention.qkv.weight
-        assert isinstance(weight, PackedMatrix)
-        assert weight.form.bits == 4
-        assert gpu.generate([PROMPT], params)[0].token_ids == expected
+    with LocalEngine(configuration(quantised, **given), EmulatedGpu(libraries, "float32", weights_dtype)) as gpu:
+        layer = gpu._worker._model._layers[1]
+        experts = getattr(layer.mlp, "experts", None)
+        into = getattr(layer.attention, "into", layer.attention.out)  # which latent attention puts together of two
+        every = (into.weight, layer.attention.out.weight, *((experts.gate_up, experts.down) if experts else ()))
+        for weight in every:
+            assert isinstance(weight, PackedMatrix)
+            assert (weight.form.bits, weight.form.is_float) == {"int4": (4, False), "fp8": (8, True)}[weights_dtype]
+        found = gpu.generate([PROMPT], params)[0]
+    assert found.token_ids == expected.token_ids
+    of_tokens = ([entry.chosen for entry in result.logprobs] for result in (found, expected))
+    np.testing.assert_allclose(*of_tokens, atol=1e-4, rtol=0)
 
 
-def test_weights_rounded_to_8_bits_say_nearly_the_same_and_experts_are_refused(tmp_path: Path, libraries: Path) -> None:
+def test_weights_rounded_to_8_bits_say_nearly_the_same(tmp_path: Path, libraries: Path) -> None:
     model = write_model(tmp_path / "dense")
     given = {"device": "cuda", "dtype": "float32", "weights_dtype": "int8", "kv_cache": "1MiB"}
     with LocalEngine(configuration(model, **given), EmulatedGpu(libraries, "float32", "int8")) as gpu:
@@ -122,10 +136,21 @@ def test_weights_rounded_to_8_bits_say_nearly_the_same_and_experts_are_refused(t
         found = gpu.generate([PROMPT], params)[0].logprobs[0].chosen
     with LocalEngine(configuration(model, device="cpu", tensor_ops="numpy", kernels="reference")) as cpu:
         assert found == pytest.approx(cpu.generate([PROMPT], params)[0].logprobs[0].chosen, abs=0.05)
-    with pytest.raises(ConfigError, match="weights_dtype int8 of mixtures of experts is not served on a GPU"):
-        LocalEngine(
-            configuration(write_moe_model(tmp_path / "moe"), **given), EmulatedGpu(libraries, "float32", "int8")
-        )
+
+
+def test_fp8_that_is_no_number_is_refused(libraries: Path) -> None:
+    codes = np.full((16, 32), 0xFF, np.uint8)
+    matrix = GroupQuantised(codes, np.ones((16, 1), np.float32), None, 32, 8, is_float=True)
+    with pytest.raises(ModelError, match=r"a matrix in FP8 has numbers that are none \(NaN\): fetch the model again"):
+        EmulatedGpu(libraries, "float32", "fp8").ops.linear_weight(matrix)
+
+
+def test_experts_that_groups_do_not_divide_are_refused_before_weights_are_read(tmp_path: Path, libraries: Path) -> None:
+    model = write_moe_model(tmp_path)
+    (model / "model.safetensors").write_bytes(b"never read")
+    given = {"device": "cuda", "dtype": "float32", "weights_dtype": "int8", "kv_cache": "1MiB"}
+    with pytest.raises(ConfigError, match=r"int8: an expert of .* has rows of 12 numbers on each of 1 ranks, .* of 32"):
+        LocalEngine(configuration(model, **given), EmulatedGpu(libraries, "float32", "int8"))
 
 
 def test_blocks_come_back_from_the_host(model: Path, libraries: Path) -> None:

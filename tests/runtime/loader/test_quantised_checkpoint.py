@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from headwise.errors import ModelError
 from headwise.runtime.loader.quantisation import scheme_of, without_scheme
 from headwise.runtime.loader.quantised_checkpoint import QuantisedCheckpoint, open_weights
-from headwise.runtime.loader.scaled_matrix import E4M3
+from headwise.runtime.ops.e4m3 import E4M3
 from headwise.runtime.ops.numba_ops import NumbaOps
+from headwise.runtime.ops.quantised import GroupQuantised
 
 REFERENCES = json.loads((Path(__file__).parents[2] / "references" / "quantised.json").read_text())
 NAME = "layer.weight"
@@ -38,10 +39,13 @@ def write(directory: Path, tensors: dict[str, dict[str, Any]], config: dict[str,
     return directory
 
 
-def opened(directory: Path, case: str, keeps_codes: bool = False, **changes: dict[str, Any]) -> QuantisedCheckpoint:
+def opened(
+    directory: Path, case: str, keeps_codes: bool = False, keeps_fp8: bool = False, **changes: dict[str, Any]
+) -> QuantisedCheckpoint:
     known = REFERENCES[case]
     config = {"quantization_config": known["quantization_config"]}
-    weights = open_weights(write(directory, {**known["tensors"], **changes}, config), keeps_codes=keeps_codes)
+    path = write(directory, {**known["tensors"], **changes}, config)
+    weights = open_weights(path, keeps_codes=keeps_codes, keeps_fp8=keeps_fp8)
     assert isinstance(weights, QuantisedCheckpoint)
     return weights
 
@@ -84,8 +88,28 @@ def test_codes_are_computed_from_as_they_are(case: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(ops.linear(x, packed), matrix[3:19].T, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("case", [name for name in REFERENCES if "fp8" in name])
+def test_fp8_is_computed_from_as_it_is_wherever_a_part_cuts_through_tiles(case: str, tmp_path: Path) -> None:
+    weights, matrix = opened(tmp_path, case, keeps_fp8=True), expected(case)
+    for start, stop in ((0, 24), (3, 19)):
+        rows = weights.kept_rows(NAME, start, stop)
+        assert rows is not None
+        assert rows.is_float
+        np.testing.assert_array_equal(rows.dequantised(), matrix[start:stop])
+    parts = [weights.kept_columns(NAME, *part) for part in ((0, 16), (16, 64))]
+    assert parts[0] is not None
+    assert parts[1] is not None
+    assert parts[1].group == (16 if "block" in case else 48)
+    np.testing.assert_array_equal(parts[1].dequantised(), matrix[:, 16:])
+    joined = GroupQuantised.concatenate([parts[1], parts[0]], 1)
+    assert joined.is_float
+    np.testing.assert_array_equal(joined.dequantised(), np.concatenate([matrix[:, 16:], matrix[:, :16]], 1))
+
+
 def test_codes_that_are_to_be_expanded_are(tmp_path: Path) -> None:
-    assert opened(tmp_path, "awq").kept_rows(NAME, 0, 8) is None
+    assert opened(tmp_path, "awq", keeps_fp8=True).kept_rows(NAME, 0, 8) is None
+    fp8 = next(name for name in REFERENCES if "fp8" in name)
+    assert opened(tmp_path, fp8, keeps_codes=True).kept_rows(NAME, 0, 8) is None
 
 
 def test_fp8_has_the_numbers_of_its_definition() -> None:

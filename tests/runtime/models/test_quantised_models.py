@@ -45,6 +45,22 @@ def test_logits_are_those_of_the_expanded_model(directories: tuple[Path, Path]) 
     np.testing.assert_allclose(run_ranks(config, quantised, 2, IDS)[0], expected, atol=1e-4, rtol=0)
 
 
+def test_ranks_of_a_gpu_that_compute_from_fp8_add_up_to_the_expanded_model(tmp_path: Path) -> None:
+    """An expert's part begins and ends within tiles of `BLOCK`."""
+    pytest.importorskip("triton", reason="the kernels of a GPU are interpreted by Triton, which is not installed")
+    from support.gpu.cuda_shim import LIBRARIES
+    from support.gpu.emulated_gpu import EmulatedOps, SerialPrograms
+
+    quantised, expanded = write_quantised(tmp_path, "qwen3-moe", FP8, in_fp8)
+    config = model_config(without_scheme(read_json(quantised / "config.json")))
+    config = served_up_to(config, config.max_position)
+    expected = run_rank(config, open_weights(expanded), SingleRank(), IDS[:9])
+    programs = SerialPrograms(LIBRARIES)
+    kept = open_weights(quantised, keeps_fp8=True)
+    found = run_ranks(config, kept, 2, IDS[:9], lambda: EmulatedOps("float32", programs, "fp8"))[0]
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-next"])
 def test_weights_that_are_kept_in_their_dtype_are_the_same(name: str, tmp_path: Path) -> None:
     """A GPU is given them so; models that join or reorder rows have float32 to do it with."""
@@ -92,3 +108,9 @@ def test_int4_needs_a_checkpoint_that_has_it(int4: tuple[Path, Path]) -> None:
     config = EngineConfig(model=str(int4[1]), weights_dtype="int4")
     with pytest.raises(ConfigError, match=r"own codes of 4 bits, and .*expanded has none"):
         read_model_card(config, int4[1])
+
+
+def test_fp8_needs_a_checkpoint_that_has_it(int4: tuple[Path, Path]) -> None:
+    config = EngineConfig(model=str(int4[0]), device="cuda", weights_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"fp8 computes from .* own FP8 matrices, .* quantised by fp8 or compress"):
+        read_model_card(config, int4[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 from support.delta_scene import dense_delta
@@ -15,6 +16,7 @@ from headwise.runtime.models.attention.select import attention_of
 from headwise.runtime.models.base import ModelConfig, Shard
 from headwise.runtime.models.decoder import Weights
 from headwise.runtime.models.registry import build_model
+from headwise.runtime.ops.base import TensorOps
 from headwise.runtime.ops.comm import Communicator
 from headwise.runtime.ops.select import make_ops
 
@@ -148,12 +150,17 @@ class DictWeights:
 
 
 def run_rank(
-    config: ModelConfig, weights: Weights, comm: Communicator, ids: np.ndarray, ops_name: str = "numpy"
+    config: ModelConfig,
+    weights: Weights,
+    comm: Communicator,
+    ids: np.ndarray,
+    ops_name: str = "numpy",
+    ops: TensorOps | None = None,
 ) -> np.ndarray | None:
-    """One rank's logits of every token, with dense attention in place of the cache."""
+    """One rank's logits of every token, with dense attention in place of the cache. ops: of that name if None"""
     plan = plan_head_groups(config.policies, comm.size, is_replicated=attention_of(config).is_replicated)
     shard = Shard(comm.rank, comm.size, config.by_cache_layer(plan.kv_heads(comm.rank)))
-    ops = make_ops(ops_name)
+    ops = ops or make_ops(ops_name)
     model = build_model(config, weights, ops, comm, shard)
     dense = DenseAttention if config.delta is None else DenseMixedAttention
     attention = dense(config, shard, ops) if config.mla is None else DenseLatentAttention(config, ops)
@@ -188,13 +195,19 @@ class ThreadComm:
         pass
 
 
-def run_ranks(config: ModelConfig, weights: Weights, size: int, ids: np.ndarray) -> dict[int, np.ndarray | None]:
-    """What each of ``size`` ranks, as threads, returns for the same tokens."""
+def run_ranks(
+    config: ModelConfig,
+    weights: Weights,
+    size: int,
+    ids: np.ndarray,
+    make: Callable[[], TensorOps | None] = lambda: None,
+) -> dict[int, np.ndarray | None]:
+    """What each of ``size`` ranks, as threads, returns for the same tokens. make: a rank's operations"""
     shared, barrier = [None] * size, threading.Barrier(size)
     results: dict[int, np.ndarray | None] = {}
 
     def rank_main(rank: int) -> None:
-        results[rank] = run_rank(config, weights, ThreadComm(rank, size, shared, barrier), ids)
+        results[rank] = run_rank(config, weights, ThreadComm(rank, size, shared, barrier), ids, ops=make())
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
     for thread in threads:
